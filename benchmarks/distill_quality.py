@@ -17,14 +17,15 @@ import typer
 from transformers import PreTrainedModel
 
 from benchmarks import environment
+from draftlab.commands.distill import prepare
 from draftlab.config.distill import DistillConfig
 from draftlab.console import note
-from draftlab.model import checkpoint, hub
-from draftlab.model.tokenizer import known_ids
-from draftlab.training.evaluate import LengthComparison
-from draftlab.training.on_policy import parse_texts
+from draftlab.data import parse_mixture
+from draftlab.model import hub
+from draftlab.training.drafts import open_draft
+from draftlab.training.evaluate import LengthComparison, TargetTextEvaluator
+from draftlab.training.texts import Author
 from draftlab.training.trainer import EvalRecord, StepRecord, train
-from draftlab.training.training_setup import Author, TargetTextEvaluator, text_setup
 
 LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)", "fkl@0.2 -> lk(3)", "fkl@0.5 -> tvd", "ce")
 TEXTS = ("target", "draft", "data=0.5,draft=0.5", "target=0.5,draft=0.5")
@@ -73,7 +74,7 @@ def main(
 def _measure(
     arm: Arm, draft: Path, target: Path, data: str, seed: int, steps: int, lr: float, state: Path
 ) -> dict[str, float]:
-    texts, scratch = parse_texts(arm.text), state / f"work-{time.time_ns()}"
+    texts, scratch = parse_mixture(arm.text), state / f"work-{time.time_ns()}"
     scratch.mkdir()
     counted = sum(share * (1 if name == "data" else (SEQ_LEN - PROMPT + 1) / SEQ_LEN) for name, share in texts.items())
     settings = {
@@ -86,16 +87,17 @@ def _measure(
     }
     settings |= {"batch_size": ROWS, "seq_len": SEQ_LEN, "training_dtype": "bfloat16", "device": "cpu"}
     settings |= {"eval_steps": 10**9, "save_steps": 10**9, "prompt_tokens": 32 if arm.text == "data" else PROMPT}
-    config = DistillConfig.build(settings)
-    student = checkpoint.load_model(draft, torch.float32)
-    setup = text_setup(config, student, draft, target, scratch)
+    config = DistillConfig.build(settings | {"draft": str(draft), "target": str(target)})
+    job = prepare(config, True).job
+    opened = open_draft(job, None, scratch)
+    student, setup = opened.module, opened.setup
     assert isinstance(setup.teacher, PreTrainedModel)
-    author = Author(target, config, known_ids(draft, target))
+    author = Author.of(target, job.hardware, job.loop, draft)
     sampled = TargetTextEvaluator.of(author, draft, setup.heldout, _folder(scratch), temperature=1.0)
     assert sampled is not None
     sampled(student, 0)
     began = time.process_time()
-    records = list(train(student, setup, config, scratch))
+    records = list(train(student, setup, job.loop, scratch))
     seconds = time.process_time() - began
     sampled(student, config.steps)
     evals = [r for r in records if isinstance(r, EvalRecord)]

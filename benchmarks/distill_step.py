@@ -21,16 +21,16 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from draftlab.training.training_setup import stored_setup
 from transformers import PreTrainedModel, TrainerCallback
 
 from benchmarks import environment
-from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import HeldOut, TokenBatches, open_batches
 from draftlab.model import checkpoint, hub
+from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import MAX_GRAD_NORM, StepRecord, TrainingSetup, train
-from draftlab.training.training_setup import stored_setup
 
 TARGET, BATCHES, WARM_UP, ENDLESS = "tiny", 64, 3, 10**6
 WIDE, SMALL = (3, 256), (2, 192)  # layers and width: a good draft; one with an eighth of the target's operations
@@ -51,8 +51,8 @@ def main(
     torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
     wide, small = _draft(folder, *WIDE), _draft(folder, *SMALL)
-    settings = TrainerSettings(
-        steps=ENDLESS, optimizer="adamw", lr=1e-4, weight_decay=0.1, training_dtype=dtype, eval_steps=ENDLESS,
+    settings = Loop(
+        steps=ENDLESS, optimizer="adamw", lr=1e-4, weight_decay=0.1, dtype=dtype, eval_steps=ENDLESS,
         save_steps=ENDLESS,
     )  # fmt: skip
     text = open_batches("stdlib", checkpoint.load_tokenizer(wide), rows=rows, seq_len=seq_len, steps=BATCHES, seed=0)
@@ -116,16 +116,16 @@ def _taking_turns(arms: dict[str, Step], steps: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _target(settings: TrainerSettings) -> PreTrainedModel:
-    return checkpoint.load_model(hub.locate(TARGET), getattr(torch, settings.training_dtype))
+def _target(settings: Loop) -> PreTrainedModel:
+    return checkpoint.load_model(hub.locate(TARGET), getattr(torch, settings.dtype))
 
 
-def _ours(draft: Path, setup: TrainingSetup, settings: TrainerSettings) -> Step:
+def _ours(draft: Path, setup: TrainingSetup, settings: Loop) -> Step:
     records = train(checkpoint.load_model(draft, torch.float32), setup, settings, Path(tempfile.mkdtemp()))
     return lambda: next(record for record in records if isinstance(record, StepRecord))
 
 
-def _theirs(draft: Path, text: TokenBatches, settings: TrainerSettings, loss: str) -> Step:
+def _theirs(draft: Path, text: TokenBatches, settings: Loop, loss: str) -> Step:
     from datasets import Dataset
     from trl.experimental.gkd import GKDConfig, GKDTrainer  # type: ignore[import-not-found]
 
@@ -140,7 +140,7 @@ def _theirs(draft: Path, text: TokenBatches, settings: TrainerSettings, loss: st
         learning_rate=settings.lr,
         weight_decay=settings.weight_decay,
         max_grad_norm=MAX_GRAD_NORM,
-        bf16=settings.training_dtype == "bfloat16",
+        bf16=settings.dtype == "bfloat16",
         gradient_checkpointing=False,
         use_cpu=not torch.cuda.is_available(),
         lmbda=0.0,

@@ -39,7 +39,7 @@ def main(
     head = folder / f"head-{steps}"
     if not (head / "draftlab.json").exists():
         training: dict[str, Any] = {"steps": steps, "batch_size": 8, "seq_len": SEQ_LEN, "eval_steps": steps}
-        COMMANDS["eagle"](target=TARGET, data=DATA, **training, out=head)
+        COMMANDS["distill"](student="eagle", target=TARGET, data=DATA, **training, out=head)
     record = read_record(head)
     assert record is not None
     notes: Any = record.notes

@@ -19,7 +19,6 @@ import typer
 from benchmarks import environment, speedups
 from benchmarks.smollm2 import MODELS, TARGET, category, scores
 from draftlab.commands import COMMANDS
-from draftlab.config.distill import DistillConfig
 from draftlab.console import note
 from draftlab.latency.profiler import measure_latency
 from draftlab.latency.random_model import random_model
@@ -61,8 +60,9 @@ class Settings:
 
     @property
     def parallel(self) -> dict[str, Any]:
-        cod = {"parallel": self.k, "cod_share": self.cod_share, "cod_floor": self.cod_floor}
-        return cod | {"steps": max(1, round(self.steps / Offsets.cost(DistillConfig(draft="", **cod))))}
+        offsets = Offsets(count=self.k, token=0, share=self.cod_share, floor=self.cod_floor, seed=0)
+        student = f"parallel:tokens={self.k},share={self.cod_share},floor={self.cod_floor}"
+        return {"student": student, "steps": max(1, round(self.steps / offsets.cost))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +135,15 @@ def measure(pair: Pair, folder: Path, settings: Settings) -> dict[str, Any]:
         made("distill", folder / f"parallel-{loss}", **training, **settings.parallel, loss=loss, eval_steps=steps)
         for loss in settings.losses
     ]
-    of_head = {"target": "tiny", "data": "stdlib", "seq_len": 256, "batch_size": batch, "steps": settings.head_steps}
-    head = made("eagle", folder / "eagle", **of_head, eval_steps=settings.head_steps)
+    of_head = {
+        "student": "eagle",
+        "target": "tiny",
+        "data": "stdlib",
+        "seq_len": 256,
+        "batch_size": batch,
+        "steps": settings.head_steps,
+    }
+    head = made("distill", folder / "eagle", **of_head, eval_steps=settings.head_steps)
     replays = {
         "plain": replayed(folder, pair.answers, plain, 2 * k, True),
         **{path.name: replayed(folder, pair.answers, path, k, True) for path in parallel},

@@ -16,13 +16,13 @@ from typing import Annotated, TypeVar
 import numpy as np
 import torch
 import typer
+from draftlab.commands.train import distill
 
 from benchmarks import environment
 from draftlab import intervals
 from draftlab.acceptance.expected import chances
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.commands.prune import prune
-from draftlab.commands.train import distill
 from draftlab.console import note
 from draftlab.data import heldout_prompts
 from draftlab.latency import predict as predicting

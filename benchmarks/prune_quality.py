@@ -19,14 +19,15 @@ import typer
 from benchmarks import environment
 from draftlab import atomic
 from draftlab.commands.prune import prepare
+from draftlab.config.distill import PROVEN_LR
 from draftlab.config.prune import PruneConfig
-from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape, read_shape_file
 from draftlab.output import Output
 from draftlab.pruning import run
+from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import EvalRecord, TrainingSetup, train
 
@@ -129,7 +130,7 @@ def _distilled(draft: Path, target: Path, data: str, seed: int, steps: int, stat
     tokenizer = checkpoint.load_tokenizer(target)
     batches = open_batches(data, tokenizer, rows=ROWS, seq_len=SEQ_LEN, steps=steps, seed=seed + 100)
     heldout = open_heldout(data, tokenizer, rows=16, seq_len=SEQ_LEN, most_rows=64)
-    settings = TrainerSettings(steps=steps, training_dtype="bfloat16", eval_steps=steps, save_steps=10**9)
+    settings = Loop(steps=steps, lr=PROVEN_LR["muon"], dtype="bfloat16", eval_steps=steps, save_steps=10**9)
     student = checkpoint.load_model(draft, torch.float32)
     teacher = checkpoint.load_model(target, torch.bfloat16)
     setup = TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=parse_loss("fkl"))

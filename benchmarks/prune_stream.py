@@ -23,7 +23,6 @@ from torch import Tensor
 
 from benchmarks import environment
 from draftlab import atomic
-from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
 from draftlab.engine.clocks import clock_for
@@ -31,6 +30,7 @@ from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape
 from draftlab.pruning.masks.hard_concrete import Masks
 from draftlab.pruning.masks.masked_model import masked
+from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import StepRecord, TrainingSetup, train
 
@@ -138,8 +138,8 @@ def _mask_cost(pairs: int) -> dict[str, object]:
     source = hub.locate("tiny")
     have = checkpoint.read_shape(source)
     shape = have.model_copy(update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 512})
-    settings = TrainerSettings(
-        steps=pairs + 3, optimizer="adamw", lr=1e-4, weight_decay=0.1, training_dtype="bfloat16", eval_steps=10**9,
+    settings = Loop(
+        steps=pairs + 3, optimizer="adamw", lr=1e-4, weight_decay=0.1, dtype="bfloat16", eval_steps=10**9,
         save_steps=10**9,
     )  # fmt: skip
     runs: dict[str, Iterator[object]] = {}

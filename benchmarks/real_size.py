@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from benchmarks import environment, load_peak
 from draftlab.commands import COMMANDS
+from draftlab.commands.distill import prepare
 from draftlab.config.distill import DistillConfig
 from draftlab.console import note
 from draftlab.data import Batch, open_heldout
@@ -35,9 +36,10 @@ from draftlab.importing import init
 from draftlab.model import checkpoint, hub
 from draftlab.model.saving import TOKENIZER_FILES, write_checkpoint
 from draftlab.model.shape import Shape
-from draftlab.model.tokenizer import known_ids
+from draftlab.training.drafts import open_draft
+from draftlab.training.evaluate import TargetTextEvaluator
+from draftlab.training.texts import HELDOUT_ROWS, Author
 from draftlab.training.trainer import StepRecord, TrainingSetup, train
-from draftlab.training.training_setup import HELDOUT_ROWS, Author, TargetTextEvaluator, text_setup
 
 SMOLLM2 = Shape(
     layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, vocab=49152, tied=True, qkv_bias=False,
@@ -148,22 +150,22 @@ def _cpu_seconds(pid: int) -> float:
 def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, object]:
     scratch.mkdir()
     config = DistillConfig(
-        data="stdlib", batch_size=ROWS, seq_len=SEQ_LEN, steps=RUN, training_dtype="bfloat16", device="cpu",
-        optimizer="adamw", lr=1e-4, eval_steps=RUN, save_steps=RUN,
+        draft=str(draft), target=str(target), data="stdlib", batch_size=ROWS, seq_len=SEQ_LEN, steps=RUN,
+        training_dtype="bfloat16", device="cpu", optimizer="adamw", lr=1e-4, eval_steps=RUN, save_steps=RUN,
     )  # fmt: skip
-    student = checkpoint.load_model(draft, torch.float32)
-    bare = copy.deepcopy(student)
-    setup = text_setup(config, student, draft, target, scratch)
+    job = prepare(config, True).job
+    opened = open_draft(job, None, scratch)
+    student, setup, bare = opened.module, opened.setup, copy.deepcopy(opened.module)
     (scratch / "again").mkdir()
     tokenizer = checkpoint.load_tokenizer(draft)
     heldout = open_heldout("stdlib", tokenizer, rows=ROWS, seq_len=SEQ_LEN, most_rows=HELDOUT_ROWS)
     began = time.process_time()
-    author = Author(target, config, known_ids(draft, target))
-    TargetTextEvaluator.of(author, draft, heldout, scratch / "again", config.eval_temperature)
+    author = Author.of(target, job.hardware, job.loop, draft)
+    TargetTextEvaluator.of(author, draft, heldout, scratch / "again")
     writing = time.process_time() - began
     assert isinstance(setup.teacher, PreTrainedModel)
     seconds: dict[str, list[float]] = {"draftlab": [], "bare": []}
-    records, theirs = train(student, setup, config, scratch / "run"), _bare(bare, setup.teacher, setup)
+    records, theirs = train(student, setup, job.loop, scratch / "run"), _bare(bare, setup.teacher, setup)
     began = time.process_time()
     next(records)
     evaluation = time.process_time() - began

@@ -43,7 +43,6 @@ QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
     "prune": {"calibration_tokens": 4096},
     "distill": {"steps": 6},
-    "eagle": {"steps": 6},
     "score": {"num_prompts": 11, "max_tokens": 48, "k": "2"},
 }
 
@@ -160,7 +159,7 @@ def result(folder: Path) -> dict[str, Any]:
         "training": {
             out.removeprefix("runs/"): training(record)
             for out, record in records.items()
-            if record is not None and record.command in ("distill", "eagle")
+            if record is not None and record.command == "distill"
         },
         "more_answers": {"sequences": more.sequences, "tokens": more.tokens},
     }

@@ -81,4 +81,8 @@ def _package(entry: EntryPoint) -> str:
 RULES: Registry[Any] = Registry(
     "draftlab.rules", "verify rule", dict.fromkeys(("match", "block"), "draftlab.engine.rejection_rules")
 )
+LOSSES: Registry[Any] = Registry(
+    "draftlab.losses", "loss", dict.fromkeys(("fkl", "jsd", "lk", "nla", "rkl", "tvd"), "draftlab.training.losses")
+)
+CROSS_ENTROPY = "ce"  # not registered: it compares with the text, not with the target
 REJECTION = "rejection"  # not registered: the engine computes it for all rows of a batch at once

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,11 +25,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, HeldOut
 from draftlab.engine.generate import Draft, Drafter
 from draftlab.sampling import SamplingParams
 from draftlab.training import run
+from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.on_policy import Batches
 from draftlab.training.trainer import StepRecord, TeacherModel, TrainingSetup, train
@@ -159,5 +160,5 @@ def recording(drafter: type[Drafter], *arguments: Any) -> Any:
     return Recording(*arguments)
 
 
-def altered(settings: TrainerSettings, **values: object) -> TrainerSettings:
-    return settings.model_copy(update=values)
+def altered(loop: Loop, **values: Any) -> Loop:
+    return replace(loop, **values)

@@ -18,16 +18,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
 from draftlab.model.shape import Shape
 from draftlab.pruning.masks.hard_concrete import Masks
 from draftlab.pruning.masks.masked_model import masked
 from draftlab.training.checkpointer import best_weights, process_state
+from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
+from draftlab.training.objectives import DistillStep
 from draftlab.training.on_policy import StudentBatches
 from draftlab.training.teachers import LocalTeacher, shard_by_layer
-from draftlab.training.trainer import DistillStep, EvalRecord, train
+from draftlab.training.trainer import EvalRecord, train
 from draftlab.trust import remote_code
 
 HAVE = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
@@ -51,8 +52,8 @@ def trained(out: Path) -> dict[str, Tensor]:
 
 def distilled(out: Path) -> dict[str, Tensor]:
     """The best weights of a run in parts of batches; one of several processes stops on its way and goes on."""
-    settings = TrainerSettings(
-        steps=4, optimizer="adamw", lr=1e-3, training_dtype="float32", eval_steps=4, save_steps=2,
+    settings = Loop(
+        steps=4, optimizer="adamw", lr=1e-3, dtype="float32", eval_steps=4, save_steps=2,
         micro_batch_tokens=16, warmup_ratio=0.5, weight_decay=0.1,
     )  # fmt: skip
     learnt, state = setup(build("llama", seed=2), Rows(), [Rows().batch(9)]), out.with_suffix(".state")

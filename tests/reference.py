@@ -31,7 +31,7 @@ COMMANDS = {
     "--calibration-tokens 1024 --refit norms",
     "distilled": f"distill --draft pruned --target target {TRAINING} --loss fkl",
     "trained": f"distill --draft pruned {TRAINING} --loss ce",
-    "head": f"eagle --target target {TRAINING} --ttt-steps 2",
+    "head": f"distill --student eagle:ttt_steps=2 --target target {TRAINING}",
     "outputs": f"outputs build --target target --use replay --max-new-tokens 24 --dtype float32 {PROMPTS}",
     "replayed": "replay outputs --draft distilled --k 1-4 --json",
     "scored": f"score --target target --draft distilled --drafter prompt-lookup --k 2-3 {PROMPTS} --max-tokens 24 "

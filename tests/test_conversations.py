@@ -121,10 +121,10 @@ def test_a_head_learns_what_the_assistant_says(space):  # noqa: F811
     conversations(space)
     few = ("--data", "chat.jsonl", "--seq-len", 120)
     call("outputs", "build", *few, "--num-sequences", 12, "--top-logprobs", 4, "--out", "stored")
-    head = ("--ttt-steps", 2, "--layer-ids", "1,2", "--vocab", 100, "--steps", 2, "--training-dtype", "float32")
-    call("eagle", "--outputs", "stored", *head, "--seq-len", 120, "--batch-size", 12, "--out", "from-store")
-    call("eagle", *few, *head, "--batch-size", 4, "--out", "from-data")
-    call("eagle", *few, *head, "--batch-size", 4, "--loss-on", "all", "--out", "of-all")
+    head = ("--student", "eagle:ttt_steps=2,layer_ids=1+2", "--vocab", 100, "--steps", 2, "--training-dtype", "float32")
+    call("distill", "--outputs", "stored", *head, "--seq-len", 120, "--batch-size", 12, "--out", "from-store")
+    call("distill", *few, *head, "--batch-size", 4, "--out", "from-data")
+    call("distill", *few, *head, "--batch-size", 4, "--loss-on", "all", "--out", "of-all")
 
     def counted(masks: np.ndarray) -> int:
         return int(masks[:, 2:].sum())
@@ -140,7 +140,7 @@ def test_a_head_learns_what_the_assistant_says(space):  # noqa: F811
         batches = open_batches("chat.jsonl", tokenizer, rows=4, seq_len=120, steps=2, seed=0, loss_on=loss_on)
         assert tokens(name) == [counted(batches.batch(step).mask) for step in range(2)]
     assert tokens("of-all")[0] > tokens("from-data")[0]
-    assert "the data has conversations" in call("eagle", *few, *head, "--text", "target", code=1).stderr
+    assert "the data has conversations" in call("distill", *few, *head, "--text", "data=0.5,target=0.5", code=1).stderr
 
 
 def test_a_store_keeps_the_mask_and_training_from_it_is_training_with_the_target(space):  # noqa: F811

@@ -123,35 +123,18 @@ def test_help_does_not_import_torch():
     assert out.stdout.strip() == "[]"
 
 
-MISSING = ["distill --draft nope", "check nope", "export nope", "search --target nope", "eagle --target nope"]
+MISSING = ["check nope", "export nope", "search --target nope"]
 TORN = "torn: model-2.safetensors, named in model.safetensors.index.json, is missing"
 WRONG = {  # what is there and is something else, and what is missing besides models
-    "distill --draft tiny --data nope.txt": "data 'nope.txt': neither a built-in source nor a file or folder",
-    "distill --draft a.gguf": "a.gguf is a GGUF file",  # before the workspace's data, which is not there either
-    "distill --draft torn --data stdlib": TORN,
-    "distill --draft tiny --seq-len 9999": "--seq-len 9999: ",
-    "distill --draft tiny --seq-len 9999 --dry-run": "--seq-len 9999: ",
-    "distill --draft tiny --loss nope": "unknown loss 'nope'",
-    "distill --draft tiny --text nope": "--text nope: 'nope' is unknown; known: data, draft, target",
-    "distill --draft tiny --text draft --prompt-tokens 300": "--prompt-tokens 300 leaves nothing to generate",
-    "distill --draft tiny --vocab 99999": "want more than the 0 special ids, and fewer than all 4,096",
-    "distill --draft tiny --server http://127.0.0.1:9 --api-key-file nope": "nope: No such file",
-    "distill --loss ce --draft tiny --data text --seq-len 9999": "--seq-len 9999: ",
-    "eagle --target tiny --seq-len 9999": "--seq-len 9999: ",
-    "eagle --target tiny --heads nope": "nope: No such file",
     "search --target tiny --law nope": "nope: No such file",
     "search --target tiny --data nope.txt": "data 'nope.txt'",
     "search --target tiny --against nope": "no checkpoint at nope",
     "design --params lots": "'lots' is not a count",
     "auto tiny --data nope": "data 'nope'",
-    "distill --draft other --target tiny": "different tokenizers: id ",
     "search --source other --target tiny": "different tokenizers: id ",
-    "distill --draft tiny --server http://127.0.0.1:9": "no answer from http://127.0.0.1:9",
     "export tiny --to gguf --outtype nope": "--outtype nope: no such type; known: ",
     "export tiny --to vllm --verify-with nope": "--verify-with nope: no such program",
     "export tiny --to gguf --outtype q4_k_m": "only llama.cpp quantizes to it",
-    "distill --draft tiny --parallel 2 --pard-token 4096": "--pard-token 4096: the vocabulary has 0 to 4095",
-    "distill --draft tiny --report-to nope": "'nope' is unknown; known: aim, ",
     "init --preset tiny --data nope --force": "data 'nope': neither",
 }
 

@@ -2,7 +2,7 @@
 
 from draftlab.commands import outputs
 from draftlab.commands.base import Command
-from draftlab.commands.eagle import eagle
+from draftlab.commands.distill import distill
 from draftlab.commands.environment import env
 from draftlab.commands.export import check, export
 from draftlab.commands.latency import predict, profile
@@ -11,12 +11,11 @@ from draftlab.commands.prune import prune
 from draftlab.commands.report import report
 from draftlab.commands.score import score
 from draftlab.commands.search import search
-from draftlab.commands.train import distill
 
 PANELS: dict[str, tuple[Command, ...]] = {
     "Set up": (init, import_checkpoint, env),
     "Make a draft": (
-        design, prune, distill, search, eagle, outputs.build, outputs.info,
+        design, prune, distill, search, outputs.build, outputs.info,
     ),
     "Measure": (score, report),
     "Predict": (profile, predict, outputs.replay),

@@ -229,7 +229,8 @@ class Config(BaseModel):
 
     @classmethod
     def _complaints(cls, error: ValidationError) -> str:
-        return "; ".join(cls._complaint(dict(item)) for item in error.errors())
+        items = [dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"]
+        return "; ".join(cls._complaint(item) for item in items)
 
     @classmethod
     def _complaint(cls, item: dict[str, Any]) -> str:
@@ -240,7 +241,7 @@ class Config(BaseModel):
         flag = cls.flag(str(item["loc"][0]))
         if item["type"] == "missing":
             return f"{flag} is required"
-        return f"{flag} {one_line(item['input'], 80)}: {message.lower()}"
+        return message if message.startswith(flag) else f"{flag} {one_line(item['input'], 80)}: {message.lower()}"
 
 
 class OutputConfig(Config):

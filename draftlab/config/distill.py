@@ -1,87 +1,152 @@
-"""Settings of the commands that train."""
+"""Settings of distill."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import field_validator, model_validator
+from pydantic import AfterValidator, model_validator
 from typing_extensions import Self
 
-from draftlab.config import inputs, shared
-from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Numbers, Only, OutputConfig, option
-from draftlab.config.shared import ServerConnection, TrainingSettings, Vocab
+from draftlab.config import shared
+from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Only, OutputConfig, from_workspace, option
+from draftlab.config.shared import CheckpointSettings, Optimizer, ServerConnection, TrainingDtype, Vocab
+from draftlab.config.students import STUDENTS, StudentSpec, parse_student
 from draftlab.console import note
-from draftlab.model import hub
-from draftlab.model.hf_files import check_id, check_trimmable
+from draftlab.errors import UserError, did_you_mean
+from draftlab.registry import CROSS_ENTROPY, LOSSES
 
-GENERATED, PARALLEL = "Generated text", "Parallel drafting"  # panels of --help
+GENERATED = "Generated text"  # panel of --help
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+PROVEN_LR = {"muon": 4.0e-3, "adamw": 1.0e-3}  # the best of a sweep (benchmarks/results/distill_quality.json)
+TEXTS = ("data", "target", "draft")  # to train on
 
 
-class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
-    draft: str | None = option(None, "Checkpoint to train. Default: the newest pruned one.", reads=inputs.checkpoint)
-    target: str = shared.target()
-    data: str = shared.data()
-    loss_on: shared.LossOn | None = shared.loss_on()
-    text: shared.Texts = option(
+def _as_value_error(check: Callable[[str], object]) -> Callable[[str], str]:
+    def checked(text: str) -> str:
+        try:
+            check(text)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return text
+
+    return checked
+
+
+def _texts(spec: str) -> str:
+    if unknown := sorted(shared.names(spec) - set(TEXTS)):
+        raise ValueError(f"{unknown[0]!r} is unknown{did_you_mean(unknown[0], TEXTS)}")
+    return spec
+
+
+def _trackers(names: list[str]) -> list[str]:
+    if unknown := next((name for name in names if name not in TRACKERS), None):
+        raise ValueError(f"{unknown!r} is unknown{did_you_mean(unknown, TRACKERS)}")
+    return names
+
+
+def _proven_lr(settings: dict[str, Any]) -> float:
+    share = parse_student(settings["student"]).lr_share if "student" in settings else 1.0
+    return PROVEN_LR[settings.get("optimizer", "muon")] * share
+
+
+class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
+    """The student, the target that teaches it, the text, the loss, and how long."""
+
+    student: Annotated[str, AfterValidator(_as_value_error(parse_student))] = option(
+        "draft",
+        f"What to train: {', '.join(STUDENTS.names())}; NAME:KEY=VALUE,... sets its options (docs/distilling.md).",
+    )
+    draft: str | None = option(None, "Checkpoint to train. Default: the newest pruned one; of heads, a new head.")
+    target: str = from_workspace("target", "Checkpoint of the target: a directory, or a hub name with @REVISION.")
+    data: str = shared.data(reads=None)
+    text: Annotated[str, AfterValidator(_texts)] = option(
         "data", "Train on the data itself, on text of the target, on text of the draft: data, or target=0.7,draft=0.3."
     )
-    outputs: Path | None = option(
-        None, "Stored target outputs to distil from, instead of a target and text.", reads=inputs.store
-    )
+    outputs: Path | None = option(None, "Stored target outputs to distil from, instead of a target and text.")
     prompt_file: Path | None = option(
-        None, "With --text target: JSON-lines file of prompts that the target answers, instead of data.",
-        panel=GENERATED, reads=inputs.prompts,
-    )  # fmt: skip
+        None, "With --text target: JSON-lines file of prompts that the target answers, instead of data."
+    )
+    max_new_tokens: int = option(128, "Longest answer to a prompt.", ge=2)
     chat: shared.ChatMode = shared.chat(panel=GENERATED, advanced=True)
     system_prompt: str | None = shared.system_prompt(panel=GENERATED)
-    max_new_tokens: int = option(128, "Longest answer to a prompt.", ge=2, panel=GENERATED)
-    vocab: Vocab = shared.draft_vocab("the text that is trained on")
-    loss: shared.LossName = shared.loss()
-    temperature: float = shared.loss_temperature()
-    top_logprobs: int = option(20, "Most probable tokens to ask a server for.", ge=1, panel=SERVER, advanced=True)
+    loss_on: shared.LossOn | None = shared.loss_on(advanced=True)
     prompt_tokens: int = option(32, "Tokens of data before each generated text.", ge=1, panel=GENERATED, advanced=True)
     sample_temperature: float = option(
         1.0, "Temperature at which target and draft generate training text.", ge=0, panel=GENERATED, advanced=True
     )
-    eval_temperature: float = option(
-        0.0, "Temperature at which acceptance length is evaluated; 0 is greedy.", ge=0, panel=CHECKPOINTS,
+    loss: shared.LossName = option(
+        "fkl",
+        f"Loss, one of {', '.join([CROSS_ENTROPY, *LOSSES.names()])}; with a number: jsd(0.5), lk(3); a sum: "
+        "0.9*fkl + 0.1*ce; in turn: fkl@0.2 -> lk(3).",
+    )
+    temperature: float = option(1.0, "Temperature of both distributions in the loss.", ge=0.01, advanced=True)
+    vocab: Vocab = shared.draft_vocab("the text that is trained on")
+    top_logprobs: int = option(20, "Most probable tokens to ask a server for.", ge=1, panel=SERVER, advanced=True)
+    steps: int = option(500, "Optimizer steps.", ge=1, panel=TRAINING)
+    batch_size: int = option(16, "Sequences per step, over all processes.", ge=1, panel=TRAINING)
+    seq_len: int = option(256, "Tokens per sequence.", ge=8, panel=TRAINING)
+    optimizer: Optimizer = option(
+        "muon", "muon: Muon for the matrices of the blocks, AdamW for the other weights.", panel=TRAINING, advanced=True
+    )
+    lr: float = option(
+        factory=_proven_lr, help="Peak learning rate.", gt=0, panel=TRAINING,
+        shown_default="0.004; with adamw 0.001; half for heads",
+    )  # fmt: skip
+    weight_decay: float = option(0.0, "Decoupled weight decay of matrices.", ge=0, panel=TRAINING, advanced=True)
+    warmup_ratio: float = option(
+        0.03, "Share of the steps in which the rate rises.", ge=0, le=1, panel=TRAINING, advanced=True
+    )
+    training_dtype: TrainingDtype = option(
+        "auto", "bfloat16: autocast with fp32 weights; auto: where that is fast.", panel=TRAINING, advanced=True
+    )
+    micro_batch_tokens: int = option(
+        4096, "Most tokens per forward pass, which bounds memory; 0: all of a step at once.", ge=0, panel=TRAINING,
         advanced=True,
     )  # fmt: skip
-    parallel: int = option(
-        1, "Tokens that the draft learns to predict in one pass, from mask tokens (PARD); 1: an ordinary draft.", ge=1,
-        le=32, panel=PARALLEL,
+    lora_rank: int = option(
+        0, "Train LoRA adapters of this rank instead of all weights; 0: all weights.", ge=0, panel=TRAINING,
+        advanced=True,
     )  # fmt: skip
-    pard_token: int | None = option(
-        None, "Id of the mask token. Default: an id that no text has.", ge=0, panel=PARALLEL, advanced=True
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward pass: less memory, slower steps.", panel=TRAINING, advanced=True
     )
-    cod_share: float = option(
-        0.7, "Share of the positions of each offset that predict the next one, too; 1: all.", gt=0, le=1,
-        panel=PARALLEL, advanced=True,
+    torch_compile: bool = option(False, "Compile the model: slower start, faster steps.", panel=TRAINING, advanced=True)
+    reweigh_steps: int = option(
+        0, "Steps between updates of a mixture's weights by held-out loss; 0: fixed weights.", ge=0, panel=TRAINING,
+        advanced=True,
     )  # fmt: skip
-    cod_floor: float = option(
-        0.2, "Least share of all positions that predict an offset.", ge=0, le=1, panel=PARALLEL, advanced=True
+    eval_steps: int = option(100, "Steps between held-out evaluations.", ge=1, panel=CHECKPOINTS, advanced=True)
+    save_steps: int = option(100, "Steps between checkpoints to resume from.", ge=1, panel=CHECKPOINTS, advanced=True)
+    patience: int = option(
+        0, "Stop after this many evaluations without a better one; 0: never.", ge=0, panel=CHECKPOINTS, advanced=True
     )
-    lora_rank: int = shared.lora_rank()
-    gradient_checkpointing: bool = shared.gradient_checkpointing()
-    reweigh_steps: int = shared.reweigh_steps()
+    report_to: Annotated[list[str], AfterValidator(_trackers)] = option(
+        factory=list, help="Tracker to log to: tensorboard, trackio, wandb; repeat for several.", panel=CHECKPOINTS,
+        advanced=True,
+    )  # fmt: skip
     device: shared.Device = shared.device()
     device_map: str | None = shared.device_map()
     memory: float = shared.memory()
+    seed: int = shared.seed()
 
     only = (
         Only(
             ("target", "data", "text", "server", "seq_len", "reweigh_steps", "loss_on"),
-            lambda c: c.outputs is None,
+            lambda c: c.outputs is None or c.on_target,
             "--outputs brings text and the target's probabilities",
         ),
+        Only(("data", "text", "loss_on"), lambda c: c.outputs is None, "--outputs brings text"),
         Only(
             ("prompt_file",),
             lambda c: c.text == "target" and c.outputs is None,
             "the target answers its prompts: add --text target, without --outputs",
         ),
         Only(
-            ("data", "seq_len", "reweigh_steps", "prompt_tokens", "loss_on"),
+            ("data", "reweigh_steps", "prompt_tokens", "loss_on"),
             lambda c: c.prompt_file is None,
             "the text is that of --prompt-file",
         ),
+        Only(("seq_len",), lambda c: c.prompt_file is None or c.on_target, "the text is that of --prompt-file"),
         Only(("max_new_tokens",), lambda c: c.prompt_file is not None or c.may_answer_data, "needs --prompt-file"),
         *shared.CHAT_RULES,
         Only(("server",), lambda c: c.compares_with_target, "--loss ce asks no target"),
@@ -89,12 +154,15 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
         Only(("target", "reweigh_steps"), lambda c: c.server is None, "--server runs the target"),
         Only(("target", "device_map"), lambda c: c.needs_target, "no target is loaded here"),
         Only(("prompt_tokens", "sample_temperature"), lambda c: c.generates, "only for --text target or draft"),
-        Only(("eval_temperature",), lambda c: c.evaluates_length, "needs a target in memory and a loss that uses it"),
         Only(("memory",), lambda c: c.needs_target or c.generates, "nothing is generated and no target is loaded here"),
         Only(("temperature",), lambda c: c.outputs or c.compares_with_target, "--loss ce has no temperature"),
-        Only(("pard_token", "cod_share", "cod_floor"), lambda c: c.parallel > 1, "needs --parallel"),
-        Only(("lora_rank",), lambda c: c.parallel == 1, "adapters leave out the embedding of --parallel's mask token"),
     )
+
+    @model_validator(mode="after")
+    def _student_uses_all(self) -> Self:
+        if idle := [name for name in sorted(self.kind.unused) if self.is_set(name)]:
+            raise ValueError(f"{', '.join(map(self.flag, idle))}: --student {self.kind.kind} does not use it")
+        return self
 
     @model_validator(mode="after")
     def _server_scores_only(self) -> Self:
@@ -112,126 +180,43 @@ class DistillConfig(OutputConfig, TrainingSettings, ServerConnection):
         return self
 
     @property
+    def kind(self) -> StudentSpec:
+        return parse_student(self.student)
+
+    @property
+    def on_target(self) -> bool:
+        """Return whether the student is a head that reads the target's states, and so needs the target itself."""
+        return not self.kind.starts_from_draft
+
+    @property
     def compares_with_target(self) -> bool:
-        """True if the loss has a term besides cross-entropy."""
+        """Return whether the loss has a term besides cross-entropy."""
         return shared.names(self.loss) != {"ce"}
 
     @property
     def may_answer_data(self) -> bool:
-        """True if the target answers the data's prompts, in case these are conversations, which only its rows tell."""
+        """Return whether the target answers the data's prompts if they are conversations, which only its rows tell."""
         return self.text == "target" and self.outputs is None and self.data.endswith(".jsonl")
 
     @property
     def trains_on_windows(self) -> bool:
-        """True if text is read, or written, in sequences of one length."""
+        """Return whether text is read, or written, in sequences of one length."""
         return self.outputs is None and self.prompt_file is None
 
     @property
     def generates(self) -> bool:
-        """True if a model writes training text."""
+        """Return whether a model writes training text."""
         return self.outputs is None and bool(shared.names(self.text) & {"target", "draft"})
 
     @property
     def needs_target(self) -> bool:
-        """True if the target's checkpoint is loaded."""
+        """Return whether the target's checkpoint is loaded."""
         asked = self.compares_with_target or "target" in shared.names(self.text) or self.reweigh_steps > 0
-        return self.outputs is None and self.server is None and asked
-
-    @property
-    def evaluates_length(self) -> bool:
-        """True if evaluations measure acceptance length, on text that the target writes."""
-        return self.needs_target and self.compares_with_target and self.prompt_file is None
-
-    def check(self, *, weights: bool) -> None:
-        super().check(weights=weights)
-        if self.trains_on_windows:
-            inputs.check_fits(self.seq_len, self.draft, self.target if self.needs_target else None)
-        if self.needs_target:
-            inputs.check_vocabularies(self.target, str(self.draft))
-        draft = hub.local(str(self.draft))
-        if self.vocab is not None and draft is not None:
-            check_trimmable(draft, self.vocab)
-        if self.pard_token is not None and draft is not None:
-            check_id(draft, self.pard_token, "--pard-token")
+        return self.on_target or (self.outputs is None and self.server is None and asked)
 
     def resolved(self) -> Self:
-        if self.draft is not None:
+        if self.draft is not None or self.on_target:
             return self
         draft = shared.newest_output("prune")
         note(f"draft: {draft}")
         return self.model_copy(update={"draft": str(draft)})
-
-    def default_name(self) -> str:
-        draft = Path(self.draft) if self.draft else shared.newest_output("prune")
-        return f"distill-{hub.checkpoint_name(draft).removeprefix('prune-')}"
-
-
-class EagleConfig(OutputConfig, TrainingSettings):
-    target: str = shared.target()
-    data: str = shared.data()
-    loss_on: shared.LossOn | None = shared.loss_on()
-    text: shared.Texts = option(
-        "data", "Train on the data itself, or on text of the target: data, target, or data=0.3,target=0.7."
-    )
-    outputs: Path | None = option(
-        None, "Stored target outputs to train on, instead of --data: what the target wrote.", reads=inputs.store
-    )
-    heads: Path | None = option(
-        None, "Head to train on, in place of a new one: draftlab eagle's, or SpecForge's, SafeAILab's, speculators'.",
-        reads=inputs.file,
-    )  # fmt: skip
-    ttt_steps: int = option(
-        4, "Steps of training-time test: tokens in a row that the head learns to draft.", ge=1, le=16
-    )
-    loss: shared.LossName = shared.loss()
-    temperature: float = shared.loss_temperature()
-    lr: float = option(  # half of what pruned drafts take, by runs on SmolLM2-135M (docs/drafters.md)
-        factory=lambda settings: shared.proven_lr(settings) / 2, help="Peak learning rate.", gt=0,
-        panel=TRAINING, shown_default="0.002; with adamw 0.0005",
-    )  # fmt: skip
-    vocab: Vocab = shared.draft_vocab("the text that is trained on; by default a quarter of all")
-    layer_ids: Numbers | None = option(
-        None, "Layers of the target after which the head reads its states. Default: 2, n / 2, n - 3.", typed=str,
-        advanced=True,
-    )  # fmt: skip
-    norm_before_residual: bool = option(
-        False, "Take the residual after hidden_norm, which SGLang does not compute.", advanced=True
-    )
-    prompt_tokens: int = option(32, "Tokens of data before each generated text.", ge=1, panel=GENERATED, advanced=True)
-    sample_temperature: float = option(
-        1.0, "Temperature at which the target generates training text.", ge=0, panel=GENERATED, advanced=True
-    )
-    memory: float = shared.memory()
-    device: shared.Device = shared.device()
-    device_map: str | None = shared.device_map()
-
-    only = (
-        Only(("data", "text", "loss_on"), lambda c: c.outputs is None, "--outputs brings text"),
-        Only(("prompt_tokens", "sample_temperature", "memory"), lambda c: c.generates, "only for --text target"),
-        Only(("vocab", "layer_ids", "norm_before_residual"), lambda c: c.heads is None, "--heads brings its own"),
-    )
-
-    @field_validator("text")
-    @classmethod
-    def _knows_the_texts(cls, text: str) -> str:
-        if "draft" in shared.names(text):
-            raise ValueError("the text of an EAGLE-3 head is the target's own; want data and target")
-        return text
-
-    @model_validator(mode="after")
-    def _leaves_room_to_generate(self) -> Self:
-        if self.generates:
-            shared.check_prompt_tokens(self.prompt_tokens, self.seq_len)
-        return self
-
-    @property
-    def generates(self) -> bool:
-        """True if the target writes training text."""
-        return self.outputs is None and "target" in shared.names(self.text)
-
-    def check(self, *, weights: bool) -> None:
-        super().check(weights=weights)
-        inputs.check_fits(self.seq_len, self.target)
-
-    def default_name(self) -> str:
-        return f"eagle-{Path(self.target.partition('@')[0]).name}"

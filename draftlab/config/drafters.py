@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BeforeValidator
 
-from draftlab.errors import UserError, did_you_mean
+from draftlab.config.kinds import KindSpec, parse_kind
+from draftlab.errors import UserError
 from draftlab.model import Mode, hub
 from draftlab.registry import REJECTION, Registry
 
@@ -54,10 +55,8 @@ class RunFacts:
     draft: Path | None
 
 
-class DrafterSpec(BaseModel):
-    """A kind of drafter with its options. text: the text that they were parsed from."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class DrafterSpec(KindSpec):
+    """A kind of drafter with its options."""
 
     kind: ClassVar[str]
     served_by: ClassVar[frozenset[str]] = frozenset()  # servers that draft in the same way
@@ -66,8 +65,6 @@ class DrafterSpec(BaseModel):
     rejection_rule: ClassVar[str] = REJECTION  # the rule that --rule rejection means for its drafts
     by_age: ClassVar[bool] = False  # acceptance of a token depends on how long ago its step began
     cache_lag: ClassVar[int] = 0  # tokens by which its cache is shorter than the target's
-
-    text: str
 
     @property
     def name(self) -> str:
@@ -171,23 +168,8 @@ def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[Spec], Spe
 
 
 def parse_drafter(text: str) -> DrafterSpec:
-    """Parse NAME or NAME:KEY=VALUE,...
-
-    Raises:
-        UserError: no such drafter or option, or a value out of range.
-    """
-    kind, _, rest = text.partition(":")
-    spec = DRAFTERS.get(kind, f"--drafter {text}")
-    options: dict[str, Any] = {
-        name: value for name, _, value in (part.partition("=") for part in rest.split(",") if part)
-    }
-    names = [name for name in spec.model_fields if name != "text"]
-    if unknown := [name for name in options if name not in names]:
-        raise UserError(f"--drafter {text}: {kind} has no option {unknown[0]!r}{did_you_mean(unknown[0], names)}")
-    try:
-        return spec(text=text, **options)
-    except ValidationError as error:
-        raise UserError(f"--drafter {text}: {'; '.join(_complaint(dict(item)) for item in error.errors())}") from None
+    """Parse NAME or NAME:KEY=VALUE,... Raises UserError: see parse_kind."""
+    return parse_kind(text, DRAFTERS, "--drafter")
 
 
 def check_drafter(text: str, weights: bool) -> None:
@@ -195,12 +177,3 @@ def check_drafter(text: str, weights: bool) -> None:
     for each in parse_drafter(text).inputs():
         if each.name:
             each.check(each.name, weights)
-
-
-def _complaint(item: dict[str, Any]) -> str:
-    """Say what is wrong with one option, as "order: ... (got 1)"."""
-    message = str(item["msg"]).removeprefix("Value error, ").lower()
-    if not item["loc"]:
-        return message
-    value = "" if item["type"] == "missing" else f" (got {item['input']!r})"
-    return f"{item['loc'][0]}: {message}{value}"

@@ -5,24 +5,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator
 
 from draftlab import workspace
 from draftlab.config import inputs
-from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Only, from_workspace, option
+from draftlab.config.base import SERVER, Only, from_workspace, option
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.shape import parse_count, parse_vocab
+from draftlab.registry import CROSS_ENTROPY, LOSSES
 
 WeightsDtype = Literal["auto", "float32", "bfloat16", "float16"]
 EngineMode = Literal["auto", "eager", "native", "graphs"]
 ChatMode = Literal["auto", "on", "off"]
 LossOn = Literal["assistant", "all"]
+Optimizer = Literal["adamw", "muon"]
+TrainingDtype = Literal["auto", "float32", "bfloat16"]
 Reads = Callable[[Any, bool], None]  # a check of what an option names, see inputs.py
 SAMPLING = "Sampling"
 DEVICE = re.compile(r"auto|(cpu|cuda|xpu|mps|npu|hpu|meta)(:\d+)?")
-LOSSES = ("ce", "fkl", "jsd", "lk", "nla", "rkl", "tvd")
-TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-TEXTS = ("data", "target", "draft")  # to train on
 
 
 def _vocab(value: object) -> object:
@@ -66,20 +66,15 @@ def _count(value: str | None) -> str | None:
 
 
 def _loss(spec: str) -> str:
-    if unknown := sorted(names(spec) - set(LOSSES)):
-        raise ValueError(f"unknown loss {unknown[0]!r}{did_you_mean(unknown[0], LOSSES)}")
-    return spec
-
-
-def _texts(spec: str) -> str:
-    if unknown := sorted(names(spec) - set(TEXTS)):
-        raise ValueError(f"{unknown[0]!r} is unknown{did_you_mean(unknown[0], TEXTS)}")
+    known = [CROSS_ENTROPY, *LOSSES.names()]
+    if unknown := sorted(names(spec) - set(known)):
+        raise ValueError(f"unknown loss {unknown[0]!r}{did_you_mean(unknown[0], known)}")
     return spec
 
 
 def names(spec: str) -> set[str]:
     """Return the names in a mixture or a loss: {"fkl", "lk"} of "fkl@0.2 -> 0.5*lk(3)"."""
-    return set(re.findall(r"[a-z]{2,}", spec.lower()))
+    return set(re.findall(r"[a-z][a-z_]+", spec.lower()))
 
 
 def check_prompt_tokens(prompt_tokens: int, seq_len: int) -> None:
@@ -88,17 +83,9 @@ def check_prompt_tokens(prompt_tokens: int, seq_len: int) -> None:
         raise ValueError(f"--prompt-tokens {prompt_tokens} leaves nothing to generate in sequences of {seq_len}")
 
 
-def _trackers(names: list[str]) -> list[str]:
-    if unknown := next((name for name in names if name not in TRACKERS), None):
-        raise ValueError(f"{unknown!r} is unknown{did_you_mean(unknown, TRACKERS)}")
-    return names
-
-
-Trackers = Annotated[list[str], AfterValidator(_trackers)]
 Device = Annotated[str, AfterValidator(_known_device)]
 Count = Annotated[str | None, AfterValidator(_count)]  # of parameters, written 1.3b
 LossName = Annotated[str, AfterValidator(_loss)]
-Texts = Annotated[str, AfterValidator(_texts)]
 
 
 def device() -> Any:
@@ -230,112 +217,8 @@ class SamplingSettings(TruncationSettings):
     temperature: float = option(0.0, "0 is greedy.", ge=0, panel=SAMPLING)
 
 
-def steps(default: int = 500) -> Any:
-    return option(default, "Optimizer steps.", ge=1, panel=TRAINING)
-
-
-def batch_size(default: int = 16) -> Any:
-    return option(default, "Sequences per step, over all processes.", ge=1, panel=TRAINING)
-
-
-def seq_len(default: int = 256, ge: int = 8) -> Any:
-    return option(default, "Tokens per sequence.", ge=ge, panel=TRAINING)
-
-
 def draft_vocab(counted_in: str, **others: Any) -> Any:
     return option(
         None, f"Ids that the draft can propose, as 16k or 16384: a head for the most frequent of {counted_in}.",
         typed=str, **others,
     )  # fmt: skip
-
-
-def lr(default: float) -> Any:
-    return option(default, "Peak learning rate.", gt=0, panel=TRAINING)
-
-
-def weight_decay(default: float = 0.0) -> Any:
-    return option(default, "Decoupled weight decay of matrices.", ge=0, panel=TRAINING, advanced=True)
-
-
-def warmup_ratio(default: float = 0.03) -> Any:
-    return option(default, "Share of the steps in which the rate rises.", ge=0, le=1, panel=TRAINING, advanced=True)
-
-
-def reweigh_steps() -> Any:
-    return option(
-        0, "Steps between updates of a mixture's weights by held-out loss; 0: fixed weights.", ge=0, panel=TRAINING,
-        advanced=True,
-    )  # fmt: skip
-
-
-def loss() -> Any:
-    return option("fkl", "fkl, rkl, jsd(0.5), tvd, nla, lk(3), ce; a sum: 0.9*fkl + 0.1*ce; in turn: fkl@0.2 -> lk(3).")
-
-
-def loss_temperature() -> Any:
-    return option(1.0, "Temperature of both distributions in the loss.", ge=0.01, advanced=True)
-
-
-def lora_rank() -> Any:
-    return option(0, "Train LoRA adapters of this rank instead of all weights; 0: all weights.", ge=0, panel=TRAINING)
-
-
-def gradient_checkpointing() -> Any:
-    return option(False, "Recompute activations in the backward pass: less memory, slower steps.", panel=TRAINING)
-
-
-def proven_lr(settings: dict[str, Any]) -> float:
-    """Return the learning rate that was best with an optimizer (benchmarks/results/distill_quality.json)."""
-    return 4.0e-3 if settings.get("optimizer") == "muon" else 1.0e-3
-
-
-class LoopSettings(CheckpointSettings):
-    """Settings of every training loop."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    steps: int = steps()
-    batch_size: int = batch_size()
-    warmup_ratio: float = warmup_ratio()
-    training_dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "auto", "bfloat16: autocast with fp32 weights; auto: where that is fast.", panel=TRAINING, advanced=True
-    )
-    eval_steps: int = option(100, "Steps between held-out evaluations.", ge=1, panel=CHECKPOINTS, advanced=True)
-    save_steps: int = option(100, "Steps between checkpoints to resume from.", ge=1, panel=CHECKPOINTS, advanced=True)
-    save_total_limit: int = option(
-        1, "Checkpoints to keep while training, the newest ones.", ge=1, panel=CHECKPOINTS, advanced=True
-    )
-    patience: int = option(
-        0, "Stop after this many evaluations without a better one; 0: never.", ge=0, panel=CHECKPOINTS, advanced=True
-    )
-    seed: int = seed()
-
-
-class TrainerSettings(LoopSettings):
-    """Settings of the trainer, which gets its batches from elsewhere."""
-
-    optimizer: Literal["adamw", "muon"] = option(
-        "muon", "muon: Muon for the matrices of the blocks, AdamW for the rest.", panel=TRAINING, advanced=True
-    )
-    lr: float = option(
-        factory=proven_lr, help="Peak learning rate.", gt=0, panel=TRAINING, shown_default="0.004; with adamw 0.001"
-    )
-    weight_decay: float = weight_decay()
-    micro_batch_tokens: int = option(
-        4096,
-        "Most tokens per forward pass, which bounds memory; 0: all of a step at once.",
-        ge=0,
-        panel=TRAINING,
-        advanced=True,
-    )
-    torch_compile: bool = option(False, "Compile the model: slower start, faster steps.", panel=TRAINING, advanced=True)
-    report_to: Trackers = option(
-        factory=list, help="Tracker to log to: tensorboard, trackio, wandb; repeat for several.", panel=CHECKPOINTS,
-        advanced=True,
-    )  # fmt: skip
-
-
-class TrainingSettings(TrainerSettings):
-    """Settings of training on text. Tokens per step = batch_size x seq_len, over all processes."""
-
-    seq_len: int = seq_len()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class HeadSpec(DrafterSpec):
-    """heads: an output of draftlab eagle, or a head in the layout of SpecForge, SafeAILab or speculators."""
+    """heads: a head that draftlab distill wrote, or one in the layout of SpecForge, SafeAILab or speculators."""
 
     own_engine = True
     heads: str
@@ -34,7 +34,7 @@ class HeadSpec(DrafterSpec):
         if not (Path(name) / "config.json").is_file():
             missing = "config.json is missing"
             raise UserError(
-                f"--drafter {self.text}: {name} has no EAGLE-3 heads ({missing}); draftlab eagle trains them"
+                f"--drafter {self.text}: {name} has no EAGLE-3 head ({missing}); distill --student eagle trains one"
             )
 
     def check(self, run: RunFacts) -> None:

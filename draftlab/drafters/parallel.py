@@ -29,7 +29,7 @@ class ParallelSpec(DraftModelSpec):
         draft: Path | None = hub.locate(self.draft) if self.draft else run.draft
         if draft is not None and pard_token(draft) is None:
             raise UserError(
-                f"--drafter {self.text}: {draft} is no parallel draft; draftlab distill --parallel trains one"
+                f"--drafter {self.text}: {draft} is no parallel draft; draftlab distill --student parallel trains one"
             )
 
     def build(self, context: "DrafterContext") -> "DrafterRun":

@@ -265,7 +265,7 @@ def _mask_token(draft: ModelFiles, _: ModelFiles) -> Iterator[Finding]:
     try:
         token = parallel.pard_token(draft.path)
     except UserError as failure:
-        yield error("pard_token", str(failure), "train again with draftlab distill --parallel")
+        yield error("pard_token", str(failure), "train again with draftlab distill --student parallel")
         return
     if token is not None:
         offsets = parallel.trained_offsets(draft.path)

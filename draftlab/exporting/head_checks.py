@@ -29,7 +29,7 @@ def check_files(folder: Path, target: Path, runtimes: Sequence[str]) -> list[Fin
         config, content = eagle.check(folder, target), checkpoint.read_config(folder)
         eagle.read(folder, target, checkpoint.stored_dtype(folder))
     except UserError as failure:
-        return [error("head", str(failure), "train one for this target with draftlab eagle")]
+        return [error("head", str(failure), "train one with draftlab distill --student eagle")]
     layers, ids = ", ".join(map(str, config.layer_ids)), f"{config.draft_vocab:,} of {config.vocab:,} ids"
     norm = f"norm_before_residual {str(config.norm_before_residual).lower()}"
     findings = [ok("head", f"reads the states after {layers} layers, predicts {ids}, {norm}")]

@@ -12,16 +12,17 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
+from draftlab.commands.distill import prepare as prepare_distill
 from draftlab.commands.outputs import prepare_build
 from draftlab.config.auto import AutoConfig, Runtime
-from draftlab.config.distill import EagleConfig
+from draftlab.config.distill import DistillConfig
 from draftlab.config.drafters import DRAFTERS
 from draftlab.config.outputs import OutputsBuildConfig
 from draftlab.errors import UserError
 from draftlab.exporting import gguf
 from draftlab.exporting.compatibility import unservable
 from draftlab.exporting.head_checks import EXPORTED, check_exported
-from draftlab.model import checkpoint, hub, memory
+from draftlab.model import checkpoint, eagle, hub, memory
 from draftlab.model.shape import Shape, resolve
 from draftlab.model.size import ApproximateSize, read_size, training_cost
 from draftlab.pipeline.costs import (
@@ -39,7 +40,6 @@ from draftlab.pipeline.prompts import CHOOSE, PromptFiles, plan_prompts, sizes, 
 from draftlab.pruning.trial_model import prunable_shape
 from draftlab.reading import FileModel
 from draftlab.searching.shapes import default_depths, default_widths
-from draftlab.training.eagle import checked_head, plan_eagle
 
 Kind = Literal["draft", "parallel", "trimmed", "eagle", "prompt-lookup", "fallback", "fallback-eagle", "ngram"]
 DRAFTER: dict[Kind, str] = {  # kinds of drafters that servers run
@@ -223,7 +223,7 @@ def _unsuitable(config: AutoConfig, target: Path, size: Shape | ApproximateSize)
 def _no_head(config: AutoConfig, target: Path, size: Shape | ApproximateSize) -> str:
     """Return why the target cannot have an EAGLE-3 head; empty: it can."""
     try:
-        head = checked_head(EagleConfig.build({"target": str(target), "outputs": target}), target)
+        head = eagle.head_config(target, None, checkpoint.vocab_size(target) // 4, norm_before_residual=False)
     except UserError as error:
         return str(error)
     if isinstance(size, ApproximateSize):
@@ -312,7 +312,10 @@ def _needs(
             facts = prepare_build(OutputsBuildConfig.build(settings), False).facts()
             return {"disk": f"{facts['disk']} for {LEAST_SEQUENCES} answers, the least"}
     if name == "eagle":
-        facts = plan_eagle(EagleConfig.build({"target": config.target, "outputs": Path(), "steps": LEAST_STEPS}))
+        asked = DistillConfig.build(
+            {"student": "eagle", "target": config.target, "data": "stdlib", "steps": LEAST_STEPS}
+        )
+        facts = prepare_distill(asked, False).facts()
         return {key: str(facts[key]) for key in ("memory", "disk")}
     if name in ("train", "parallel", "trimmed"):
         cost = training_cost(guessed_draft(size), None, tokens=LEAST_STEPS * BATCH_SIZE * SEQ_LEN, seq_len=SEQ_LEN)

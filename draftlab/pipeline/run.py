@@ -185,7 +185,7 @@ class AutoRun:
                 left_out |= {kind: str(error) for kind in OF_SHAPES if kind in kinds}
         if "eagle" in kinds:
             count = int(self.steps.seconds_for("eagle") / self._costs.train_head(1))
-            head = self._tried(left_out, "eagle", "eagle", count, target=self.config.target, outputs=answers)
+            head = self._tried(left_out, "eagle", count, student="eagle", target=self.config.target, outputs=answers)
             candidates += self._with_head(head) if head is not None else []
         return candidates, training
 
@@ -253,13 +253,13 @@ class AutoRun:
             drafts.append(Candidate(kind="fallback", draft=draft, drafter=drafter, shape=winner.name))
         pace = self.steps.rate(draft) / self._tokens_per_step(draft)
         variants: dict[Kind, tuple[float, dict[str, Any]]] = {
-            "parallel": (pace / OFFSET_COST, {"parallel": OFFSETS}),
+            "parallel": (pace / OFFSET_COST, {"student": f"parallel:tokens={OFFSETS}"}),
             "trimmed": (pace, {"vocab": checkpoint.vocab_size(draft) // 4}),
         }
         for kind, (steps_per_second, settings) in variants.items():
             if kind in kinds:
                 count = int(self.steps.seconds_for(kind) * steps_per_second)
-                trained = self._tried(left_out, kind, "distill", count, draft=str(draft), outputs=answers, **settings)
+                trained = self._tried(left_out, kind, count, draft=str(draft), outputs=answers, **settings)
                 drafts += [Candidate(kind=kind, draft=trained, shape=winner.name)] if trained is not None else []
         return drafts, training
 
@@ -282,7 +282,7 @@ class AutoRun:
                 return max(zip(drafts, pilots, strict=True), key=lambda pair: pair[1].length)[0], training
             rounds += 1
             longer = self._distilled(
-                "train", f"{name}-{rounds}", "distill", count, draft=str(drafts[-1]), outputs=answers,
+                "train", f"{name}-{rounds}", count, draft=str(drafts[-1]), outputs=answers,
                 seed=self.config.seed + rounds,
             )  # fmt: skip
             if self._learnt(longer):
@@ -319,18 +319,18 @@ class AutoRun:
         )
         return Training(k=k, pilots=pilots, expected=curve.at(2 * last.tokens), most=curve.most, stopped=stopped)
 
-    def _distilled(self, step: str, name: str, command: str, count: int, **settings: Any) -> Path:
+    def _distilled(self, step: str, name: str, count: int, **settings: Any) -> Path:
         """Train for so many steps, at least the fewest that are worth it."""
         count = max(LEAST_STEPS, min(count, MOST_STEPS))
         return self.steps.make(
-            step, name, command, steps=count, batch_size=BATCH_SIZE, lr=CONTINUED_LR, eval_steps=count,
+            step, name, "distill", steps=count, batch_size=BATCH_SIZE, lr=CONTINUED_LR, eval_steps=count,
             save_steps=max(25, count // 4), **settings,
         )  # fmt: skip
 
-    def _tried(self, left_out: dict[Kind, str], kind: Kind, command: str, count: int, **settings: Any) -> Path | None:
+    def _tried(self, left_out: dict[Kind, str], kind: Kind, count: int, **settings: Any) -> Path | None:
         """Train a candidate; one that cannot be trained joins left_out, with the reason."""
         try:
-            return self._distilled(kind, kind, command, count, **settings)
+            return self._distilled(kind, kind, count, **settings)
         except UserError as error:
             left_out[kind] = str(error)
             return None

@@ -26,6 +26,7 @@ from draftlab.config.prune import PruneConfig
 from draftlab.config.score import ScoreConfig
 from draftlab.config.search import SearchConfig
 from draftlab.config.server_rules import Acceptance
+from draftlab.config.students import parse_student
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, read_profile
@@ -70,7 +71,9 @@ from draftlab.target_outputs.build import REPLAY_BATCH, Answers, Rows, build
 from draftlab.target_outputs.replay import Drafting, drafter_of, read_replay, replay
 from draftlab.target_outputs.store import read_store
 from draftlab.target_outputs.targets import LocalTarget
-from draftlab.training.distill import distill
+from draftlab.training.distill import Distillation, distill
+from draftlab.training.loop import Loop
+from draftlab.training.texts import Hardware, TrainingText
 
 CALIBRATION_TOKENS = 8192
 SEQ_LEN = 256
@@ -434,10 +437,21 @@ class Searcher:
         )  # fmt: skip
 
     def _distilled(self, name: str, rung: int, steps: int, stored: Path) -> Path:
+        config, draft = self.config, self.draft(name, 0)
+        student = "draft" if config.offsets == 1 else f"parallel:tokens={config.offsets}"
+        job = Distillation(
+            student=parse_student(student), draft=draft, target=None, outputs=stored,
+            text=TrainingText(data=config.data, shares={"data": 1.0}, seq_len=SEQ_LEN),
+            loop=Loop(
+                steps=steps, lr=config.lr, batch_size=config.batch_size, eval_steps=steps, save_steps=steps,
+                seed=config.seed,
+            ),
+            hardware=Hardware(device=config.device),
+        )  # fmt: skip
         return self._once(
-            f"rung-{rung}/{name}", distill, DistillConfig, draft=str(self.draft(name, 0)), outputs=stored, steps=steps,
-            batch_size=self.config.batch_size, lr=self.config.lr, eval_steps=steps, save_steps=steps,
-            parallel=self.config.offsets, device=self.config.device, seed=self.config.seed,
+            f"rung-{rung}/{name}", lambda _, output: distill(job, output), DistillConfig, student=student,
+            draft=str(draft), outputs=stored, steps=steps, batch_size=config.batch_size, lr=config.lr,
+            eval_steps=steps, save_steps=steps, device=config.device, seed=config.seed,
         )  # fmt: skip
 
     def _once(

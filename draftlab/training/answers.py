@@ -2,13 +2,13 @@
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from draftlab import provenance, workspace
-from draftlab.config.distill import DistillConfig
 from draftlab.config.outputs import OutputsBuildConfig
+from draftlab.config.shared import ChatMode
 from draftlab.console import note
-from draftlab.data import is_chat_file
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.tokenizer import known_ids
@@ -20,86 +20,89 @@ from draftlab.target_outputs.outputs import TEMPERATURES
 from draftlab.target_outputs.store import MANIFEST, read_manifest
 from draftlab.target_outputs.targets import LocalTarget
 from draftlab.training.checkpointer import process_state
+from draftlab.training.texts import Hardware
 
 
-def with_prompts_of_data(config: DistillConfig) -> DistillConfig:
-    """Return settings in which the target answers the conversations of the data, where it is asked to write.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFile:
+    """Prompts that the target answers, and whose answers are trained on.
 
-    Their held-out lines are left out: `score` takes its prompts from those.
-
-    Raises:
-        UserError: a setting of answers where the data has no conversations.
+    name: of the target, as the user typed it. of_data: the file is the data, whose held-out conversations are left
+    out: `score` takes its prompts from those.
     """
-    if config.prompt_file is None and config.may_answer_data and is_chat_file(config.data):
-        return config.model_copy(update={"prompt_file": Path(config.data)})
-    if config.prompt_file is None and config.is_set("max_new_tokens"):
-        raise UserError(f"--max-new-tokens: {config.data} has no conversations to answer; it needs --prompt-file")
-    return config
 
+    name: str
+    target: Path
+    file: Path
+    of_data: bool
+    chat: ChatMode
+    system_prompt: str | None
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    hardware: Hardware
 
-def stored_answers(config: DistillConfig, target: Path) -> Path:
-    """Return the store of what the target answers to config.prompt_file, which one process writes if it is missing.
+    def check(self, loss_temperature: float) -> None:
+        """Raises UserError: a loss temperature that stores do not hold."""
+        if loss_temperature not in TEMPERATURES:
+            known = ", ".join(f"{value:g}" for value in TEMPERATURES)
+            raise UserError(f"--temperature {loss_temperature:g}: stored answers have {known}")
 
-    A killed run leaves what it has, and the next one goes on there.
+    def prompts(self) -> Prompts:
+        """Return the prompts that the target answers. Raises UserError: see file_prompts."""
+        return file_prompts(
+            self.file, checkpoint.load_tokenizer(self.target), chat=self.chat, system_prompt=self.system_prompt,
+            split="train" if self.of_data else None,
+        )  # fmt: skip
 
-    Raises:
-        UserError: a loss temperature that stores do not hold; or see target_outputs.build.
-    """
-    if config.temperature not in TEMPERATURES:
-        known = ", ".join(f"{value:g}" for value in TEMPERATURES)
-        raise UserError(f"--temperature {config.temperature:g}: stored answers have {known}")
-    building = _build_config(config, target)
-    out = building.output_directory()
-    with process_state().main_process_first():
-        if (out / MANIFEST).exists() and read_manifest(out).finished:
-            note(f"{out} has the target's answers already")
-        else:
-            note(f"the target's answers go to {out}; later runs, and --outputs, find them there")
-            output = Output(command="outputs build", config=building, out=out)
-            with output.locked(resumes=True):
-                _write(config, target, output)
-    return out
+    def describe(self) -> str:
+        """Return what the target answers, for a plan. Raises UserError: see file_prompts."""
+        return f"the target's answers to {len(self.prompts().rows)} prompts of {self.file}"
 
+    def store(self) -> Path:
+        """Return the store of the answers, which one process writes if it is missing.
 
-def prompts_to_answer(config: DistillConfig, target: Path) -> Prompts:
-    """Return the prompts that the target answers. Raises UserError: see file_prompts."""
-    assert config.prompt_file is not None
-    tokenizer = checkpoint.load_tokenizer(target)
-    return file_prompts(
-        config.prompt_file, tokenizer, chat=config.chat, system_prompt=config.system_prompt,
-        split="train" if config.prompt_file == Path(config.data) else None,
-    )  # fmt: skip
+        A killed run leaves what it has, and the next one goes on there.
 
+        Raises:
+            UserError: see target_outputs.build.
+        """
+        settings = self._settings()
+        out = settings.output_directory()
+        with process_state().main_process_first():
+            if (out / MANIFEST).exists() and read_manifest(out).finished:
+                note(f"{out} has the target's answers already")
+            else:
+                note(f"the target's answers go to {out}; later runs, and --outputs, find them there")
+                output = Output(command="outputs build", config=settings, out=out)
+                with output.locked(resumes=True):
+                    self._write(output)
+        return out
 
-def _write(config: DistillConfig, target: Path, output: Output) -> None:
-    assert config.prompt_file is not None
-    sampling = SamplingParams(
-        temperature=config.sample_temperature, max_tokens=config.max_new_tokens, seed=config.seed,
-        stop_token_ids=checkpoint.eos_token_ids(target),
-    )  # fmt: skip
-    prompts = prompts_to_answer(config, target)
-    answers = build.Answers(prompts=prompts, use="distill", sampling=sampling, seed=config.seed)
-    model = LocalTarget(
-        target, checkpoint.resolve_device(config.device), None, config.device_map, config.memory, build.DISTILL_BATCH
-    )
-    build.build(model, answers, min(build.DISTILL_TOP_LOGPROBS, known_ids(target)), output, [config.prompt_file])
+    def _write(self, output: Output) -> None:
+        sampling = SamplingParams(
+            temperature=self.temperature, max_tokens=self.max_new_tokens, seed=self.seed,
+            stop_token_ids=checkpoint.eos_token_ids(self.target),
+        )  # fmt: skip
+        answers = build.Answers(prompts=self.prompts(), use="distill", sampling=sampling, seed=self.seed)
+        device, hardware = self.hardware.resolved, self.hardware
+        model = LocalTarget(self.target, device, None, hardware.device_map, hardware.memory, build.DISTILL_BATCH)
+        build.build(model, answers, min(build.DISTILL_TOP_LOGPROBS, known_ids(self.target)), output, [self.file])
 
-
-def _build_config(config: DistillConfig, target: Path) -> OutputsBuildConfig:
-    """Return the settings of outputs build that write the answers, to a place of their own under the runs."""
-    assert config.prompt_file is not None
-    settings: dict[str, object] = {
-        "target": config.target, "prompt_file": config.prompt_file, "chat": config.chat,
-        "max_new_tokens": config.max_new_tokens, "temperature": config.sample_temperature, "seed": config.seed,
-        "device": config.device, **({} if config.device_map is None else {"device_map": config.device_map}),
-    }  # fmt: skip
-    if config.prompt_file == Path(config.data):
-        settings = {name: value for name, value in settings.items() if name != "prompt_file"}
-        settings |= {"data": config.data, "text": "target"}
-    places = ("target", "prompt_file", "data", "device", "device_map")
-    decides = {name: str(value) for name, value in settings.items() if name not in places}
-    decides |= {} if config.system_prompt is None else {"system_prompt": config.system_prompt}
-    inputs = [provenance.fingerprint(target), provenance.file_sha256(config.prompt_file)]
-    key = hashlib.sha256(json.dumps([decides, inputs]).encode()).hexdigest()[:8]
-    name = f"answers-{hub.checkpoint_name(target)}-{config.prompt_file.stem}-{key}"
-    return OutputsBuildConfig.build({**settings, "out": workspace.load().runs / name})
+    def _settings(self) -> OutputsBuildConfig:
+        """Return the settings of outputs build that write the answers, to a place of their own under the runs."""
+        text = {"data": str(self.file), "text": "target"} if self.of_data else {"prompt_file": self.file}
+        decides = {
+            "chat": self.chat, "max_new_tokens": self.max_new_tokens, "temperature": self.temperature,
+            "seed": self.seed, "of_data": self.of_data, "system_prompt": self.system_prompt,
+        }  # fmt: skip
+        inputs = [provenance.fingerprint(self.target), provenance.file_sha256(self.file)]
+        key = hashlib.sha256(json.dumps([decides, inputs]).encode()).hexdigest()[:8]
+        name = f"answers-{hub.checkpoint_name(self.target)}-{self.file.stem}-{key}"
+        given = {
+            "target": self.name, "chat": self.chat, "max_new_tokens": self.max_new_tokens, "seed": self.seed,
+            "temperature": self.temperature, "device": self.hardware.device, "out": workspace.load().runs / name,
+        }  # fmt: skip
+        optional = {"system_prompt": self.system_prompt, "device_map": self.hardware.device_map}
+        given |= {option: value for option, value in optional.items() if value is not None}
+        return OutputsBuildConfig.build(given | text)

@@ -2,14 +2,13 @@
 
 import atexit
 import contextlib
-import hashlib
-import json
 import math
 import random
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,23 +18,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, parse_flag_from_env
-from safetensors import SafetensorError
+from accelerate.utils import DistributedType, gather_object, parse_flag_from_env
 from torch import Tensor, nn
 
-from draftlab.atomic import run_identity, sync
+from draftlab.atomic import replacing, run_identity, sync
 from draftlab.console import note, processes
 from draftlab.errors import UserError, one_line
 from draftlab.model.checkpoint import resolve_device
-from draftlab.provenance import file_sha256
-from draftlab.reading import FileModel, parse_json
-from draftlab.training import sealed
 from draftlab.trust import trusts_remote_code
 
-BEST, WEIGHTS, WRITING = "best.safetensors", "weights.safetensors", "writing"
-RECORD, SEAL = "checkpoint.json", "checkpoint.sha256"
+BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"
 PATIENCE = timedelta(days=1)  # of a process that waits while another writes text; NCCL's own is ten minutes
-WITHOUT_PICKLES = (".safetensors", ".json", ".sha256")  # files of checkpoints that are not sharded
 
 
 def process_state(device: torch.device | None = None) -> PartialState:
@@ -82,11 +75,11 @@ class Best:
         if not metric > self.metric:
             self.evaluations_since += 1
             return
-        self.metric, self.step, self.evaluations_since = metric, step, 0
+        self.metric, self.step, self.evaluations_since = float(metric), step, 0
         trained = {name for name, p in accelerator.unwrap_model(module).named_parameters() if p.requires_grad}
         weights: dict[str, Any] = accelerator.get_state_dict(module)  # gathers what is sharded
         if accelerator.is_main_process:
-            sealed.save(state / BEST, {name: weight for name, weight in weights.items() if name in trained})
+            save(state / BEST, {name: weight.cpu() for name, weight in weights.items() if name in trained})
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -98,22 +91,15 @@ class Best:
 def best_weights(state: Path, part: str) -> dict[str, Tensor]:
     """Return the trained weights at the best evaluation. part: student or constraint."""
     prefix = part + "."
-    return {n.removeprefix(prefix): w for n, w in sealed.load(state / BEST).items() if n.startswith(prefix)}
+    return {n.removeprefix(prefix): w for n, w in load(state / BEST).items() if n.startswith(prefix)}
 
 
-class Checkpoint(FileModel):
-    """The record of a checkpoint. run: see run_identity. files: sha256 of each.
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Where a run continues. ended: training is over, and the best weights are its result."""
 
-    ended: training is over, and what it leads to is in the best weights: there are none in the checkpoint.
-    """
-
-    run: str
     step: int
     ended: bool
-    processes: int
-    counters: list[dict[str, Any]]
-    optimizers: list[dict[str, Any]]
-    files: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +116,8 @@ class Training:
         """Return whether accelerate alone can save it, in a format with pickles."""
         return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
-    def save(self, state: Path, step: int, limit: int, *, ended: bool = False) -> None:
-        """Write step-N under a temporary name, rename it, and remove all but the newest checkpoints.
-
-        limit: checkpoints to keep. ended: see Checkpoint.
+    def save(self, state: Path, step: int, *, ended: bool = False) -> None:
+        """Write step-N under a temporary name, rename it, and remove the checkpoint before it.
 
         Raises:
             UserError: state cannot be written.
@@ -144,13 +128,19 @@ class Training:
                 shutil.rmtree(work, ignore_errors=True)
                 work.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
-            groups = [] if ended else self._write(work, run_identity(state))
-            self.accelerator.wait_for_everyone()  # each process writes files of its own
+            if self.sharded and not ended:
+                self.accelerator.save_state(str(work))  # each process writes files of its own
+            content = self._content(step, ended)
+            self.accelerator.wait_for_everyone()
             if main:
-                self._seal(work, state, step, groups, ended=ended)
-                for checkpoint in _checkpoints(state)[:-limit]:
-                    shutil.rmtree(checkpoint)
-        except (OSError, RuntimeError, SafetensorError, UserError) as error:  # how torch and safetensors report it
+                save(work / CONTENT, content, run_identity(state))
+                sync(work)
+                _sync_files(state)  # the log must not be behind its checkpoint
+                work.rename(state / f"step-{step:08d}")
+                sync(state)
+                for earlier in _checkpoints(state)[:-1]:
+                    shutil.rmtree(earlier)
+        except (OSError, RuntimeError, UserError) as error:  # how torch reports a disk that is full
             shutil.rmtree(work, ignore_errors=True)
             raise UserError(f"cannot write a checkpoint to {state}: {one_line(error, 200)}") from error
         self.accelerator.wait_for_everyone()
@@ -164,73 +154,47 @@ class Training:
         if self.accelerator.is_main_process:
             shutil.rmtree(state / WRITING, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        checkpoints = _checkpoints(state)
-        if not checkpoints:
+        newest = next(reversed(_checkpoints(state)), None)
+        if newest is None:
             return None
-        newest = checkpoints[-1]
-        checkpoint = _checked(newest, state)
-        sealed.load(state / BEST)  # read at the end, and checked now
+        content = load(newest / CONTENT, run_identity(state))
+        load(state / BEST)  # read at the end, and checked now
         try:
-            for counter, content in zip(self.counters, checkpoint.counters, strict=True):
-                counter.load_state_dict(content)
+            checkpoint = Checkpoint(content["step"], content["ended"])
+            for counter, values in zip(self.counters, content["counters"], strict=True):
+                counter.load_state_dict(values)
             if not checkpoint.ended:
-                self._read(newest, checkpoint)
-        except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError, OSError) as error:
+                self._restore(newest, content)
+        except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
             raise UserError(f"cannot resume from {newest} ({one_line(error, 200)}); --force starts again") from error
         return checkpoint
 
-    def _write(self, work: Path, run: str) -> list[dict[str, Any]]:
-        """Write weights, optimizers and random states; return what optimizers have besides tensors."""
-        sealed.save(work / _random_file(self.accelerator.process_index), _random_states(), run)
-        if self.sharded:
-            self.accelerator.save_state(str(work))
-            return []
-        if not self.accelerator.is_main_process:
-            return []
-        sealed.save(work / WEIGHTS, self._own_weights(), run)
-        groups = []
-        for number, optimizer in enumerate(self.optimizers):
-            tensors, rest = _split(optimizer.state_dict())
-            sealed.save(work / f"optimizer-{number}.safetensors", tensors, run)
-            groups.append(rest)
-        return groups
+    def _content(self, step: int, ended: bool) -> dict[str, Any]:
+        """Return what a checkpoint holds besides the files of accelerate."""
+        content = {"step": step, "ended": ended, "counters": [counter.state_dict() for counter in self.counters]}
+        if ended:
+            return content
+        content["random"] = gather_object([_random_states()])
+        if not self.sharded:
+            content["weights"] = self._own_weights()
+            content["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
+        return content
 
-    def _seal(self, work: Path, state: Path, step: int, groups: list[dict[str, Any]], *, ended: bool) -> None:
-        checkpoint = Checkpoint(
-            run=run_identity(state), step=step, ended=ended, processes=self.accelerator.num_processes,
-            counters=[counter.state_dict() for counter in self.counters], optimizers=groups, files=_hashes(work),
-        )  # fmt: skip
-        write_record(work, checkpoint)
-        sync(work)
-        for file in state.iterdir():
-            if file.is_file():
-                sync(file)  # the log: it must not be behind its checkpoint
-        final = state / f"step-{step:08d}"
-        shutil.rmtree(final, ignore_errors=True)
-        work.rename(final)
-        sync(state)
-
-    def _read(self, folder: Path, checkpoint: Checkpoint) -> None:
+    def _restore(self, folder: Path, content: dict[str, Any]) -> None:
         if self.sharded:
             _check_trusted(folder)
             self.accelerator.load_state(str(folder))
         else:
-            self._read_own(folder, checkpoint)
-        if checkpoint.processes == self.accelerator.num_processes:
-            file = folder / _random_file(self.accelerator.process_index)
-            _set_random_states(sealed.load(file, checkpoint.run))
+            if content["weights"].keys() != self._own_weights().keys():
+                raise ValueError("its weights have other names")
+            self.accelerator.unwrap_model(self.module).load_state_dict(content["weights"], strict=False)
+            for optimizer, values in zip(self.optimizers, content["optimizers"], strict=True):
+                optimizer.load_state_dict(values)
+        before, now = len(content["random"]), self.accelerator.num_processes
+        if before == now:
+            _set_random_states(content["random"][self.accelerator.process_index])
         else:
-            count = self.accelerator.num_processes
-            note(f"the checkpoint is of {checkpoint.processes} processes, and this run has {count}: it may differ")
-
-    def _read_own(self, folder: Path, checkpoint: Checkpoint) -> None:
-        weights = sealed.load(folder / WEIGHTS, checkpoint.run)
-        if weights.keys() != self._own_weights().keys():
-            raise ValueError("its weights have other names")
-        self.accelerator.unwrap_model(self.module).load_state_dict(weights, strict=False)
-        for number, (optimizer, rest) in enumerate(zip(self.optimizers, checkpoint.optimizers, strict=True)):
-            tensors = sealed.load(folder / f"optimizer-{number}.safetensors", checkpoint.run)
-            optimizer.load_state_dict(_joined(tensors, rest))
+            note(f"the checkpoint is of {before} processes, and this run has {now}: it may differ")
 
     def _own_weights(self) -> dict[str, Tensor]:
         """Return the parameters that are trained, and the buffers: the others are the inputs' own."""
@@ -240,89 +204,77 @@ class Training:
         return {n: value for n, value in module.state_dict().items() if n in trained or n not in parameters}
 
 
-def _split(content: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state, and the rest."""
-    entries = {f"{i}.{name}": value for i, state in content["state"].items() for name, value in state.items()}
-    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
-    return tensors, {
-        "numbers": {n: v for n, v in entries.items() if n not in tensors},
-        "groups": content["param_groups"],
+def _sync_files(folder: Path) -> None:
+    for file in folder.iterdir():
+        if file.is_file():
+            sync(file)
+
+
+def save(file: Path, content: Mapping[str, Any], run: str | None = None) -> None:
+    """Write tensors and numbers of an unfinished run, whole or not at all.
+
+    run: identity of the run; None: of the run that claimed the folder of the file.
+
+    Raises:
+        OSError, RuntimeError: the file cannot be written.
+    """
+    identity = run_identity(file.parent) if run is None else run
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as part:
+        torch.save({"run": identity, "content": dict(content)}, part)
+
+
+def load(file: Path, run: str | None = None) -> dict[str, Any]:
+    """Return what save wrote; code in pickles is not run.
+
+    Raises:
+        UserError: the file is missing, damaged or another run's.
+    """
+    advice = f"--force starts again, or remove {file.parent}"
+    try:
+        with zipfile.ZipFile(file) as parts:
+            damaged = parts.testzip()  # torch does not compare checksums
+        stored = {} if damaged else torch.load(file, map_location="cpu", weights_only=True)
+        content = stored["content"]
+    except Exception as error:  # whatever zipfile, pickle and torch raise
+        raise UserError(f"{file} is missing, damaged, or of another version of draftlab; {advice}") from error
+    if stored["run"] != (run_identity(file.parent) if run is None else run):
+        raise UserError(f"{file} is of another run; {advice}")
+    return content
+
+
+def load_or_make(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the arrays in a file, which one process makes if it is missing: a resumed run reads the same."""
+    with process_state().main_process_first():
+        if not file.exists():
+            save(file, {name: torch.from_numpy(array) for name, array in make().items()})
+    return {name: tensor.numpy() for name, tensor in load(file).items()}
+
+
+def _random_states() -> dict[str, Any]:
+    """Return the states of all generators of this process."""
+    kind, keys, *numbers = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *numbers),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
 
 
-def _joined(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
-    states: dict[int, dict[str, Any]] = {}
-    for name, value in [*tensors.items(), *rest["numbers"].items()]:
-        index, _, entry = name.partition(".")
-        states.setdefault(int(index), {})[entry] = value
-    groups = [
-        {name: tuple(v) if isinstance(v, list) and name != "params" else v for name, v in group.items()}
-        for group in rest["groups"]
-    ]
-    return {"state": states, "param_groups": groups}
-
-
-def _random_states() -> dict[str, Tensor]:
-    """Return the states of all generators of this process."""
-    _, words, gauss = random.getstate()
-    state: Any = np.random.get_state(legacy=False)
-    numbers = [state["state"]["pos"], state["has_gauss"], state["gauss"], math.nan if gauss is None else gauss]
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {
-        "python": torch.tensor(words), "numpy": torch.from_numpy(state["state"]["key"].astype(np.int64)),
-        "numbers": torch.tensor(numbers, dtype=torch.float64), "torch": torch.get_rng_state(),
-        **{f"cuda.{i}": value for i, value in enumerate(cuda)},
-    }  # fmt: skip
-
-
-def _set_random_states(states: Mapping[str, Tensor]) -> None:
-    position, has_gauss, cached, gauss = states["numbers"].tolist()
-    random.setstate((3, tuple(states["python"].tolist()), None if math.isnan(gauss) else gauss))
-    keys = states["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    kind, keys, *numbers = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *numbers))
     torch.set_rng_state(states["torch"])
-    for i in range(torch.cuda.device_count()):
-        if f"cuda.{i}" in states:
-            torch.cuda.set_rng_state(states[f"cuda.{i}"], i)
-
-
-def _random_file(process: int) -> str:
-    return f"random-{process}.safetensors"
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    return {str(f.relative_to(folder)): file_sha256(f) for f in sorted(folder.rglob("*")) if f.is_file()}
-
-
-def write_record(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the record of a checkpoint, with its hash."""
-    content = json.dumps(checkpoint.model_dump()).encode()  # pydantic's JSON has no infinity
-    (folder / RECORD).write_bytes(content)
-    (folder / SEAL).write_text(hashlib.sha256(content).hexdigest())
-
-
-def _checked(folder: Path, state: Path) -> Checkpoint:
-    """Return the record of a checkpoint. Raises UserError: it is damaged, or of another run."""
-    advice = f"--force starts again, or remove {state}"
-    try:
-        content = (folder / RECORD).read_bytes()
-        if hashlib.sha256(content).hexdigest() != (folder / SEAL).read_text("ascii"):
-            raise ValueError
-        checkpoint = Checkpoint.model_validate(parse_json(content))
-    except (OSError, ValueError):
-        raise UserError(f"{folder} is damaged, or of another version of draftlab; {advice}") from None
-    hashes = {name: digest for name, digest in _hashes(folder).items() if name not in (RECORD, SEAL)}
-    if different := sorted(dict(hashes.items() ^ checkpoint.files.items())):
-        raise UserError(f"{folder / different[0]} is damaged: its hash is not the stored one; {advice}")
-    if checkpoint.run != run_identity(state):
-        raise UserError(f"{folder} is of another run; {advice}")
-    return checkpoint
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
 
 
 def check_resumable(state: Path) -> None:
     """Raises UserError: the newest checkpoint has pickles, and nobody trusts them; said before models are loaded."""
     for checkpoint in _checkpoints(state)[-1:]:
-        if any(file.is_file() and file.suffix not in WITHOUT_PICKLES for file in checkpoint.rglob("*")):
+        if any(file.is_file() and file.name != CONTENT for file in checkpoint.rglob("*")):
             _check_trusted(checkpoint)
 
 

@@ -1,7 +1,6 @@
 """Training an EAGLE-3 head as a student of the one loop: the target is frozen, and its states are made on the fly."""
 
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,67 +8,80 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from draftlab.atomic import remove_state
-from draftlab.config.distill import EagleConfig
 from draftlab.console import note, progress
-from draftlab.data import HeldOut, loss_on_of, open_batches, open_heldout, parse_mixture
+from draftlab.data import HeldOut
 from draftlab.engine.timing import matmul_tflops
-from draftlab.errors import UserError
-from draftlab.model import checkpoint, eagle, hub
+from draftlab.model import checkpoint, eagle
 from draftlab.model.eagle import Head, HeadConfig
-from draftlab.model.hf_files import check_length
 from draftlab.model.shape import format_count
 from draftlab.model.size import read_size
-from draftlab.model.tokenizer import known_ids
 from draftlab.model.trimmed_head import frequent_ids, template_ids
-from draftlab.output import Output
-from draftlab.provenance import LOG_FILE
-from draftlab.training import trackers
-from draftlab.training.checkpointer import best_weights, process_state, select_device
-from draftlab.training.distributed import check as check_distributed
+from draftlab.training.checkpointer import best_weights, load_or_make, select_device
+from draftlab.training.distill import Distillation
 from draftlab.training.eagle_data import ChainBatches, open_texts, within_chains
 from draftlab.training.eagle_head import EagleHead, EagleObjective
 from draftlab.training.eagle_start import sample, start_again, start_linear
 from draftlab.training.eagle_teacher import EagleTeacher
+from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
-from draftlab.training.on_policy import Batches, MixedBatches, load_or_make
+from draftlab.training.on_policy import Batches
 from draftlab.training.optimizers import training_dtype
-from draftlab.training.run import TrainingResult, claimed_state, fit
-from draftlab.training.trackers import tracked
+from draftlab.training.students.eagle import LARGEST_DEFAULT, EagleStudent
+from draftlab.training.texts import HELDOUT_ROWS, Author, continued, in_turns, target_text
 from draftlab.training.trainer import TrainingSetup
-from draftlab.training.training_setup import Author, continued, target_text
 
-HELDOUT_ROWS = 64
 FITTED_TOKENS = 16_384  # of the text, from which a head starts
-LARGEST_DEFAULT = 32_000  # draft ids, as SafeAILab and speculators have
 BYTES = 16  # of a trained weight: fp32 with its gradient and two moments
 
 
-@dataclass(frozen=True, slots=True)
-class EagleResult:
-    """fitted: its offsets are the held-out acceptances of each step of training-time test. coverage: share of tokens
-    that are draft ids.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenHead:
+    """A head that is trained. coverage: share of the tokens that are draft ids. k: tokens that it learns to draft."""
 
-    fitted: TrainingResult
+    module: EagleHead
+    setup: TrainingSetup
+    target: Path
+    begun: Head | None
     coverage: float
+    k: int
+
+    def write(self, work: Path, state: Path) -> dict[str, object]:
+        """Write the head of the best evaluation in SpecForge's layout; return what the record says of it."""
+        student, dtype = self.module, checkpoint.stored_dtype(self.target)
+        student.load_state_dict(best_weights(state, "student"))
+        weights = {name: weight.to(dtype) for name, weight in student.weights().items()}
+        embedding = None if self.begun is None else self.begun.embedding
+        objective = cast(EagleObjective, self.setup.objective)
+        head = Head(config=student.config, weights=weights, ids=objective.trimmed.ids, embedding=embedding)
+        eagle.write(work, head, "native", target=self.target, k=self.k)
+        return {"coverage": self.coverage}
 
 
-def plan_eagle(config: EagleConfig) -> Mapping[str, object]:
+def head_of(spec: EagleStudent, job: Distillation) -> HeadConfig:
+    """Return the head to train. Raises UserError: it does not fit the target."""
+    assert job.target is not None  # a head reads its states
+    if job.draft is not None:
+        return eagle.check(job.draft, job.target)
+    vocab = checkpoint.vocab_size(job.target)
+    size = job.vocab or min(LARGEST_DEFAULT, max(1, vocab // 4))
+    layers = None if spec.layer_ids is None else tuple(spec.layer_ids)
+    return eagle.head_config(job.target, layers, size, spec.norm_before_residual)
+
+
+def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
     """Return the head and what its training costs here, for people. No weights are read."""
-    parse_loss(config.loss)
-    device, dtype = checkpoint.resolve_device(config.device), checkpoint.DTYPES[training_dtype(config.training_dtype)]
-    target = hub.locate(config.target, weights=False)
-    head, size = checked_head(config, target), read_size(target)
-    weights = head.params()
-    tokens = config.steps * config.batch_size * config.seq_len
-    per_token = size.flops_per_token(config.seq_len // 2) + 6 * weights * config.ttt_steps
-    states = config.batch_size * config.seq_len * head.target_hidden * (len(head.layer_ids) + size.layers)
+    assert job.target is not None  # a head reads its states
+    device, dtype = job.hardware.resolved, checkpoint.DTYPES[training_dtype(job.loop.dtype)]
+    head, size = head_of(spec, job), read_size(job.target)
+    weights, rows, seq_len = head.params(), job.loop.batch_size, job.text.seq_len
+    tokens = job.loop.steps * rows * seq_len
+    per_token = size.flops_per_token(seq_len // 2) + 6 * weights * spec.ttt_steps
+    states = rows * seq_len * head.target_hidden * (len(head.layer_ids) + size.layers)
     memory = size.weight_bytes(dtype.itemsize) + BYTES * weights + states * dtype.itemsize
     seconds = tokens * per_token / (matmul_tflops(dtype, device) * 1e12)
-    return {
+    text = {} if job.answers is None else {"text": job.answers.describe()}
+    return text | {
         "head": f"layers {', '.join(map(str, head.layer_ids))} of {size.describe()}; {head.draft_vocab:,} draft ids, "
         f"{format_count(weights)} parameters",
         "tokens": f"{tokens:,}",
@@ -80,78 +92,50 @@ def plan_eagle(config: EagleConfig) -> Mapping[str, object]:
     }
 
 
-def checked_head(config: EagleConfig, target: Path) -> HeadConfig:
-    """Return the head to train, after its settings are checked. Raises UserError: they do not fit the target."""
-    trackers.check(config.report_to)
-    check_distributed(optimizer=config.optimizer)
-    check_length(target, config.seq_len)
-    if config.generates and loss_on_of(config.data, config.loss_on) is not None:
-        raise UserError(f"--text {config.text}: the data has conversations; let the target answer with outputs build")
-    if config.seq_len <= config.ttt_steps + 1:
-        raise UserError(f"--ttt-steps {config.ttt_steps}: sequences of {config.seq_len} tokens are too short for them")
-    if config.heads is not None:
-        return eagle.check(config.heads, target)
-    vocab = checkpoint.vocab_size(target)
-    size = config.vocab or min(LARGEST_DEFAULT, max(1, vocab // 4))
-    return eagle.head_config(target, config.layer_ids, size, config.norm_before_residual)
-
-
-def train_eagle(config: EagleConfig, output: Output) -> EagleResult:
-    """Train a head on the frozen target, and write it.
+def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
+    """Return a head on the frozen target, with its text.
 
     Raises:
-        UserError: a target or settings that cannot be used; or training fails.
+        UserError: a target or text that cannot be used.
     """
-    loss, target = parse_loss(config.loss), hub.locate(config.target)
-    head = checked_head(config, target)
-    checkpoint.check(target)
-    inputs = [target, *(path for path in (config.outputs, config.heads) if path)]
-    device = select_device(config.device)
-    begun = None if config.heads is None else eagle.read(config.heads, target, torch.float32)
-    with claimed_state(output, inputs) as state:
-        batches, heldout = _texts(config, target, state)
-        ids, coverage = _draft_ids(head, begun, batches, config.steps, target, state)
-        note(f"{len(ids):,} draft ids are {coverage:.2%} of tokens")
-        dtype = checkpoint.DTYPES[training_dtype(config.training_dtype)]
-        model = checkpoint.load_model(target, dtype, device, config.device_map)
-        teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), config.temperature, device)
-        student = start_head(head, begun, teacher, batches, config, state)
-        objective = EagleObjective(student, teacher.ids, loss, config.temperature, config.ttt_steps)
-        setup = TrainingSetup(
-            teacher=cast(Any, teacher), batches=ChainBatches(batches, config.ttt_steps), heldout=heldout,
-            loss=loss, temperature=config.temperature, objective=objective,
-        )  # fmt: skip
-        with tracked(config.report_to, output) as log:
-            fitted = fit(cast(Any, student), setup, config, state=state, what="eagle", log=log)
-        student.load_state_dict(best_weights(state, "student"))
-        result = EagleResult(fitted, coverage)
-        if process_state().is_main_process:
-            _write(output, target, inputs, student, begun, teacher, result, config.ttt_steps)
-    return result
+    target = job.target
+    assert target is not None  # a head reads its states
+    head, device = head_of(spec, job), select_device(job.hardware.device)
+    begun = None if job.draft is None else eagle.read(job.draft, target, torch.float32)
+    batches, heldout = _texts(job, target, spec.ttt_steps, state)
+    ids, coverage = _draft_ids(head, begun, batches, job.loop.steps, target, state)
+    note(f"{len(ids):,} draft ids are {coverage:.2%} of tokens")
+    dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
+    model = checkpoint.load_model(target, dtype, device, job.hardware.device_map)
+    teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), job.temperature, device)
+    student = start_head(head, begun, teacher, batches, job.loop, job.text.seq_len, state)
+    loss = parse_loss(job.loss)
+    setup = TrainingSetup(
+        teacher=cast(Any, teacher), batches=ChainBatches(batches, spec.ttt_steps), heldout=heldout, loss=loss,
+        temperature=job.temperature,
+        objective=EagleObjective(student, teacher.ids, loss, job.temperature, spec.ttt_steps),
+    )  # fmt: skip
+    return OpenHead(module=student, setup=setup, target=target, begun=begun, coverage=coverage, k=spec.ttt_steps)
 
 
-def _texts(config: EagleConfig, target: Path, state: Path) -> tuple[Batches, HeldOut]:
+def _texts(job: Distillation, target: Path, chain: int, state: Path) -> tuple[Batches, HeldOut]:
     """Return text to train on and held-out text: stored, data, or what the target continues data with."""
-    rows, seq_len, chain = config.batch_size, config.seq_len, config.ttt_steps
-    if config.outputs is not None:
+    text, loop = job.text, job.loop
+    if job.outputs is not None:
         stored, heldout = open_texts(
-            config.outputs, target, rows=rows, seq_len=seq_len, seed=config.seed, most_heldout=HELDOUT_ROWS
+            job.outputs, target, rows=loop.batch_size, seq_len=text.seq_len, seed=loop.seed, most_heldout=HELDOUT_ROWS
         )
         return stored, _within_chains(heldout, chain)
-    tokenizer, shares = checkpoint.load_tokenizer(target), parse_mixture(config.text)
-    sizes: dict[str, Any] = {"rows": rows, "seq_len": seq_len, "loss_on": loss_on_of(config.data, config.loss_on)}
-    data = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
-    heldout = open_heldout(config.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
-    if not config.generates:
+    data, heldout = text.open(checkpoint.load_tokenizer(target), loop)
+    if not text.generated:
         return data, _within_chains(heldout, chain)
-    author = Author(target, config, known_ids(target))
-    written = target_text(data, author, state, math.ceil(config.steps * shares["target"]) + 1)
-    prompts = heldout.ids[:, : config.prompt_tokens]
-    judged = continued(prompts, author, state / "heldout_text.safetensors", "evaluate on")
-    count = -(-len(prompts) // rows)
+    author = Author.of(target, job.hardware, loop)
+    written = target_text(text, data, author, state)
+    prompts = heldout.ids[:, : text.prompt_tokens]
+    judged = continued(prompts, text, author, state / "heldout_text.pt", "evaluate on")
+    count = -(-len(prompts) // loop.batch_size)
     heldout = HeldOut([judged.batch(i) for i in range(count)], heldout.bytes_per_token)
-    mixed = MixedBatches.of({"data": data, "target": written}, shares, config.steps) if len(shares) > 1 else written
-    return mixed, _within_chains(heldout, chain)
+    return in_turns(text, {"data": data, "target": written}, loop), _within_chains(heldout, chain)
 
 
 def _within_chains(heldout: HeldOut, steps: int) -> HeldOut:
@@ -180,20 +164,21 @@ def _draft_ids(
         ids, coverage = frequent_ids(texts, head.draft_vocab, head.vocab, stays)
         return {"ids": np.array(ids), "coverage": np.array([coverage])}
 
-    tensors = load_or_make(state / "draft_ids.safetensors", find)
+    tensors = load_or_make(state / "draft_ids.pt", find)
     return tensors["ids"], float(tensors["coverage"][0])
 
 
 def start_head(
-    head: HeadConfig, begun: Head | None, teacher: EagleTeacher, batches: Batches, config: EagleConfig, state: Path
-) -> EagleHead:
+    head: HeadConfig, begun: Head | None, teacher: EagleTeacher, batches: Batches, loop: Loop,
+    seq_len: int, state: Path,
+) -> EagleHead:  # fmt: skip
     """Return a head to train: the one that was begun, or one from least squares on a little of the text; found once."""
-    torch.manual_seed(config.seed)
+    torch.manual_seed(loop.seed)
     student = EagleHead(head, teacher.embedding) if begun is None else EagleHead.of(begun, teacher.embedding)
     student.to(teacher.device)
 
     def find() -> dict[str, np.ndarray]:
-        count = min(config.steps, math.ceil(FITTED_TOKENS / (config.batch_size * config.seq_len)))
+        count = min(loop.steps, math.ceil(FITTED_TOKENS / (loop.batch_size * seq_len)))
         with progress("least squares for the head's start" if begun is None else "sizes of states", count) as advance:
             sampled = sample(teacher, (batches.batch(step) for step in range(count)), advance)
         if begun is not None:
@@ -206,27 +191,7 @@ def start_head(
             name: weight.cpu().numpy() for name, weight in [*student.state_dict().items(), ("scale", student.scale)]
         }
 
-    start = {n: torch.from_numpy(weight) for n, weight in load_or_make(state / "start.safetensors", find).items()}
+    start = {n: torch.from_numpy(weight) for n, weight in load_or_make(state / "start.pt", find).items()}
     student.scale.copy_(start.pop("scale"))
     student.load_state_dict(start)
     return student
-
-
-def _write(
-    output: Output,
-    target: Path,
-    inputs: list[Path],
-    student: EagleHead,
-    begun: Head | None,
-    teacher: EagleTeacher,
-    result: EagleResult,
-    k: int,
-) -> None:
-    dtype = checkpoint.stored_dtype(target)
-    weights: dict[str, Tensor] = {name: weight.to(dtype) for name, weight in student.weights().items()}
-    head = Head(config=student.config, weights=weights, ids=teacher.ids, embedding=begun and begun.embedding)
-    with output.directory() as work:
-        eagle.write(work, head, "native", target=target, k=k)
-        shutil.copyfile(output.state / LOG_FILE, work / LOG_FILE)
-        output.record(work, inputs, coverage=result.coverage, **result.fitted.as_dict())
-    remove_state(output.state)

@@ -5,34 +5,47 @@ R texts, P prompt tokens, N generated tokens of all texts.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import tokens_per_pass
 from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.console import note, progress
+from draftlab.data import HeldOut
 from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.intervals import ratio_interval
+from draftlab.model.checkpoint import max_model_len
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.weights import Weights
 from draftlab.sampling import SamplingParams
+from draftlab.training import checkpointer
 from draftlab.training.parallel import Offsets
+from draftlab.training.texts import Author
 
 KS = tuple(range(1, 9))
+EVALUATED_TEXTS, EVALUATED_PROMPT, EVALUATED_LENGTH = 48, 64, 64  # texts of the target for acceptance length
+CPU_OPERATIONS = 7e11  # of the texts of an evaluation on a CPU, some four seconds: fewer texts where they need more
 
 
 @dataclass(frozen=True, slots=True)
 class TargetText:
-    """Text that the target wrote: ids of (prompt, continuation), and its log-probabilities of each continuation."""
+    """Text that the target wrote: ids of (prompt, continuation), and its log-probabilities of each continuation.
+
+    temperature: of log_p; 0: greedy.
+    """
 
     texts: list[tuple[np.ndarray, np.ndarray]]
     log_p: list[np.ndarray]
-    temperature: float  # of log_p; 0: greedy
+    temperature: float = 0.0
 
     @classmethod
-    def of(cls, arrays: Mapping[str, np.ndarray], temperature: float) -> "TargetText":
+    def of(cls, arrays: Mapping[str, np.ndarray], temperature: float = 0.0) -> "TargetText":
         """Return what generate() returned as arrays."""
         ends, starts = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["prompt_lengths"])[:-1]
         texts = list(zip(np.split(arrays["prompts"], starts), np.split(arrays["ids"], ends), strict=True))
@@ -104,3 +117,65 @@ def compare_lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[L
             LengthComparison(k=k, before=first, after=now.value, low=now.low, high=now.high, gain_low=gain.low)
         )
     return comparisons
+
+
+def affordable(most: int, operations: float, device: torch.device) -> int:
+    """Return how many texts an evaluation takes: on a CPU a quarter of most, at least, where each needs much work."""
+    return most if device.type != "cpu" else max(most // 4, min(most, int(CPU_OPERATIONS / operations)))
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTextEvaluator:
+    """Evaluates a student on text of the target. state: keeps the acceptance probabilities of every evaluation."""
+
+    text: TargetText
+    state: Path
+    memory: float = 2.0
+    offsets: Offsets | None = None
+
+    @classmethod
+    def of(
+        cls,
+        author: Author,
+        draft: Path,
+        heldout: HeldOut,
+        state: Path,
+        offsets: Offsets | None = None,
+        temperature: float = 0.0,
+    ) -> "TargetTextEvaluator | None":
+        """Let the target write; None where it ends every text with its first token, so that nothing is drafted."""
+        context = min(max_model_len(author.target), max_model_len(draft))
+        prompt = min(EVALUATED_PROMPT, context // 2)
+        sampling = author.sampling(min(EVALUATED_LENGTH, context - prompt), temperature)
+        operations = 2 * Weights(author.target).parameters * (prompt + sampling.max_tokens)
+        count = affordable(EVALUATED_TEXTS, operations, author.hardware.resolved)
+        windows = heldout.starts(count, prompt)
+        windows = [ids for ids in windows if len(ids) + sampling.max_tokens <= context]
+        if not windows:
+            note(f"no held-out conversation fits {context} tokens: acceptance length is not measured")
+            return None
+
+        def make() -> dict[str, np.ndarray]:
+            with progress("the target writes text to evaluate on", len(windows)) as advance:
+                return generate(author.model, windows, sampling, author.batching, lambda n: advance(n, "texts"))
+
+        arrays = checkpointer.load_or_make(state / "evaluation.pt", make)
+        if arrays["lengths"].max(initial=0) < 2:
+            note("the target ends every text at once: acceptance length is not measured")
+            return None
+        return cls(TargetText.of(arrays, temperature), state, author.hardware.memory, offsets)
+
+    def __call__(self, student: PreTrainedModel, step: int) -> float:
+        """Return tokens per target pass at K = 4, or fewer if a parallel draft has fewer offsets."""
+        chances = acceptance_probabilities(student, self.text, self.memory, self.offsets)
+        checkpointer.load_or_make(self._file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)})
+        tokens, passes = tokens_per_pass(chances, min(4, self.offsets.count if self.offsets else 4)).sum(0)
+        return float(tokens / passes)
+
+    def compare(self, before: int, after: int) -> list[LengthComparison]:
+        """Compare two evaluated steps at every K."""
+        rows = [checkpointer.load(self._file(step)) for step in (before, after)]
+        return compare_lengths(*([chances[name].numpy() for name in sorted(chances)] for chances in rows))
+
+    def _file(self, step: int) -> Path:
+        return self.state / f"acceptance-{step:08d}.pt"

@@ -16,7 +16,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError
+from draftlab.registry import CROSS_ENTROPY, LOSSES
 
 LOWEST_ALPHA = 1e-5  # below it -log alpha is flat: its gradient would have no bound
 SWITCH = 0.2  # share of a run after which ``a -> b`` goes from a to b
@@ -45,28 +46,69 @@ class Pair:
 Divergence = Callable[[Pair], tuple[Tensor, Tensor]]  # value [N] and slope [N, A]
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of loss. make: the divergence of an argument. default, low, high: of the argument, if it takes one.
+
+    hint: begins the message about an argument out of range.
+    """
+
+    make: Callable[[float], Divergence]
+    default: float | None = None
+    low: float = 0.0
+    high: float = math.inf
+    hint: str = ""
+
+
+def loss(name: str) -> Callable[[Divergence], Divergence]:
+    """Return a decorator that registers a divergence without argument under a name of --loss."""
+
+    def decorate(divergence: Divergence) -> Divergence:
+        LOSSES.register(name)(Kind(lambda _: divergence))
+        return divergence
+
+    return decorate
+
+
+def loss_of(
+    name: str, default: float, *, low: float = 0.0, high: float = math.inf, hint: str = ""
+) -> Callable[[Callable[[float], Divergence]], Callable[[float], Divergence]]:
+    """Return a decorator that registers a divergence with an argument above low and below high: NAME(0.5)."""
+
+    def decorate(make: Callable[[float], Divergence]) -> Callable[[float], Divergence]:
+        LOSSES.register(name)(Kind(make, default, low, high, hint))
+        return make
+
+    return decorate
+
+
+@loss("fkl")
 def fkl(x: Pair) -> tuple[Tensor, Tensor]:
     """Forward KL(p || q) = sum p (log p - log q), in [0, inf). Hinton et al. 2015, less the teacher's entropy."""
     return kl_terms(x.p, x.q, x.log_q - x.log_p).sum(-1), -x.p
 
 
+@loss("rkl")
 def rkl(x: Pair) -> tuple[Tensor, Tensor]:
     """Reverse KL(q || p), in [0, inf). Mode-seeking; Gu et al. 2024 (MiniLLM)."""
     gap = x.log_p - x.log_q
     return kl_terms(x.q, x.p, gap).sum(-1), -x.q * gap
 
 
+@loss("tvd")
 def tvd(x: Pair) -> tuple[Tensor, Tensor]:
     """Total variation, 1 - alpha, in [0, 1]. The slope is -q where q < p, half of it at q = p: no gradient there."""
     return 1 - x.alpha, -0.5 * x.q * (1 + (x.p - x.q).sign())
 
 
+@loss("nla")
 def nla(x: Pair) -> tuple[Tensor, Tensor]:
     """-log alpha, in [0, inf): the negative log of the chance to be accepted (LK losses, 2602.23881)."""
     alpha = x.alpha.clamp_min(LOWEST_ALPHA)
     return -alpha.log(), tvd(x)[1] * ((x.alpha > LOWEST_ALPHA) / alpha).unsqueeze(-1)
 
 
+@loss_of("jsd", 0.5, high=1, hint="for its ends use fkl (0) or rkl (1); ")
 def jsd(beta: float) -> Divergence:
     """Generalised Jensen-Shannon: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q.
 
@@ -83,6 +125,7 @@ def jsd(beta: float) -> Divergence:
     return divergence
 
 
+@loss_of("lk", 3.0)
 def lk(eta: float) -> Divergence:
     """lambda FKL + (1 - lambda) TVD with lambda = exp(-eta alpha), held constant in the gradient (2602.23881).
 
@@ -181,16 +224,19 @@ def _phase(text: str, until: float, then: Loss | None) -> Loss:
 
 
 def _divergence(name: str) -> Divergence | None:
-    match = re.fullmatch(r"([a-z]+)(?:\(([^()]*)\))?", name)
+    """Return the divergence of NAME or NAME(ARGUMENT), None for cross-entropy."""
+    match = re.fullmatch(r"([a-z_]+)(?:\(([^()]*)\))?", name)
     stem, argument = (match[1], match[2]) if match else (name, None)
-    if stem in PLAIN and argument is None:
-        return PLAIN[stem]
-    if stem == "jsd":
-        beta = _number(argument or "0.5", "for its ends use fkl (0) or rkl (1); jsd: beta ", 0, 1)
-        return jsd(beta)
-    if stem == "lk":
-        return lk(_number(argument or "3", "lk: eta ", 0, math.inf))
-    raise UserError(f"unknown loss {name!r}{did_you_mean(stem, [*PLAIN, 'jsd(0.5)', 'lk(3)'])}")
+    if name == CROSS_ENTROPY:
+        return None
+    kind: Kind = LOSSES.get(stem, f"loss {name!r}")
+    if kind.default is None:
+        if argument is not None:
+            raise UserError(f"loss {name!r}: {stem} takes no argument")
+        return kind.make(0.0)
+    if argument is None:
+        return kind.make(kind.default)
+    return kind.make(_number(argument, f"{kind.hint}{stem}: ", kind.low, kind.high))
 
 
 def _number(text: str, what: str, low: float, high: float) -> float:
@@ -204,6 +250,3 @@ def _number(text: str, what: str, low: float, high: float) -> float:
             + (f" and below {high:g}" if high < math.inf else "")
         )
     return value
-
-
-PLAIN: dict[str, Divergence | None] = {"ce": None, "fkl": fkl, "rkl": rkl, "tvd": tvd, "nla": nla}

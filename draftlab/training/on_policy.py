@@ -4,9 +4,8 @@ N rows, P prompt tokens, G generated tokens. Text is tokens: no gradient goes th
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, cast
 
 import numpy as np
@@ -15,13 +14,10 @@ from accelerate.utils import gather_object, reduce
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftlab.config.shared import TEXTS
-from draftlab.data import Batch, parse_mixture
+from draftlab.data import Batch
 from draftlab.engine.batch_generate import Batching, Completion, generate_batch
-from draftlab.errors import UserError, did_you_mean
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
-from draftlab.training import sealed
 from draftlab.training.checkpointer import process_state
 
 
@@ -29,19 +25,6 @@ class Batches(Protocol):
     def batch(self, step: int) -> Batch:
         """Return the rows of a step."""
         ...
-
-
-def parse_texts(spec: str) -> dict[str, float]:
-    """Parse ``data``, ``target``, ``draft``, or shares of them: ``target=0.7,draft=0.3``.
-
-    Raises:
-        UserError: another name, or a share that is not a positive number.
-    """
-    shares = parse_mixture(spec)
-    for name in shares:
-        if name not in TEXTS:
-            raise UserError(f"--text {name!r} is unknown{did_you_mean(name, TEXTS)}")
-    return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +112,3 @@ class GeneratedRows:
         place = np.arange(self.ids.shape[1] - 1) - (self.prompt - 1)  # in the generated text, of each predicted token
         mask = (place >= 0) & (place < self.lengths[picked, None])
         return Batch(self.ids[picked].astype(np.int64), mask.astype(np.float32))
-
-
-def load_or_make(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the arrays in a file, which one process makes if it is missing: a resumed run reads the same."""
-    with process_state().main_process_first():
-        if not file.exists():
-            sealed.save(file, {name: torch.from_numpy(array) for name, array in make().items()})
-    return {name: tensor.numpy() for name, tensor in sealed.load(file).items()}

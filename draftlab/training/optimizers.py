@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftlab.config.shared import TrainerSettings
 from draftlab.model import checkpoint
+from draftlab.training.loop import Loop
 
 
 def optimizers_for(
-    model: nn.Module,
-    config: TrainerSettings,
-    other_groups: list[dict[str, Any]],
-    shares: Mapping[str, float] = MappingProxyType({}),
+    model: nn.Module, loop: Loop, other_groups: list[dict[str, Any]], shares: Mapping[str, float] = MappingProxyType({})
 ) -> list[torch.optim.Optimizer]:
     """Return AdamW for everything; or Muon (Jordan et al. 2024) for the matrices of the blocks and AdamW for the rest.
 
@@ -24,7 +21,7 @@ def optimizers_for(
     name. Muon's update is scaled to AdamW's size (Liu et al. 2025), so that one learning rate serves both.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    slower = [{"params": [p], "lr": shares[name] * config.lr} for name, p in named if name in shares]
+    slower = [{"params": [p], "lr": shares[name] * loop.lr} for name, p in named if name in shares]
     named, other_groups = [(name, p) for name, p in named if name not in shares], [*other_groups, *slower]
     # model.layers.3.mlp, transformer.h.3.attn; what joins layers in an EAGLE-3 head
     in_blocks = {name for name, _ in named if re.search(r"\.\d+\.|^fc\.", name)}
@@ -34,17 +31,17 @@ def optimizers_for(
 
     def adamw(decayed: list[nn.Parameter], undecayed: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": decayed, "weight_decay": loop.weight_decay},
             {"params": undecayed, "weight_decay": 0.0},
             *other_groups,
         ]
         used, fused = [group for group in groups if group["params"]], torch.cuda.is_available() or None
-        return torch.optim.AdamW(used, lr=config.lr, betas=(0.9, 0.95), fused=fused)
+        return torch.optim.AdamW(used, lr=loop.lr, betas=(0.9, 0.95), fused=fused)
 
-    if config.optimizer == "adamw" or not matrices:
+    if loop.optimizer == "adamw" or not matrices:
         return [adamw(matrices + others, vectors)]
     kind = torch.optim.Muon if checkpoint.is_fast(torch.bfloat16, matrices[0].device) else Float32Muon
-    muon = kind(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon = kind(matrices, lr=loop.lr, weight_decay=loop.weight_decay, adjust_lr_fn="match_rms_adamw")
     rest = others + vectors  # none where LoRA trains adapters alone
     return [muon, adamw([], rest)] if rest or other_groups else [muon]
 

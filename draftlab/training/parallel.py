@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from draftlab.config.distill import DistillConfig
-from draftlab.console import note
 from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, parallel
@@ -29,30 +27,10 @@ class Offsets:
     floor: float
     seed: int
 
-    @classmethod
-    def of(cls, config: DistillConfig, draft: Path, target_vocab: int | None) -> "Offsets":
-        """Return the settings for a draft, with its own mask token, the user's or an unused one.
-
-        target_vocab: logits of the target, if known, which the mask token must have, too.
-
-        Raises:
-            UserError: a draft that the engine does not run, or no such token.
-        """
-        llama.check_supported(draft)
-        own = checkpoint.vocab_size(draft)
-        vocab = own if target_vocab is None else min(own, target_vocab)
-        token = parallel.pard_token(draft) if config.pard_token is None else config.pard_token
-        if token is None:
-            token = parallel.unused_id(draft, vocab)
-        if token >= vocab:
-            raise UserError(f"--pard-token {token}: the vocabulary has 0 to {vocab - 1}")
-        note(f"mask token {token}: {checkpoint.load_tokenizer(draft).convert_ids_to_tokens(token)}")
-        return cls(count=config.parallel, token=token, share=config.cod_share, floor=config.cod_floor, seed=config.seed)
-
-    @staticmethod
-    def cost(config: DistillConfig) -> float:
+    @property
+    def cost(self) -> float:
         """Return the tokens that a step reads, relative to those of its text."""
-        return sum(max(config.cod_share**j, config.cod_floor) for j in range(config.parallel))
+        return sum(max(self.share**j, self.floor) for j in range(self.count))
 
     @property
     def config(self) -> dict[str, object]:
@@ -82,6 +60,25 @@ class Offsets:
             most = (positions * max(self.share ** (offset - 1), self.floor)).astype(np.int64)
             depths += (order < most) & (ahead >= offset)
         return replace(batch, depths=depths)
+
+
+def mask_token(draft: Path, target_vocab: int | None, chosen: int | None) -> int:
+    """Return the id of the mask token of a draft: the chosen one, the draft's own or an unused one.
+
+    target_vocab: logits of the target, if known, which the mask token must have, too.
+
+    Raises:
+        UserError: a draft that the engine does not run, or no such token.
+    """
+    llama.check_supported(draft)
+    own = checkpoint.vocab_size(draft)
+    vocab = own if target_vocab is None else min(own, target_vocab)
+    token = parallel.pard_token(draft) if chosen is None else chosen
+    if token is None:
+        token = parallel.unused_id(draft, vocab)
+    if token >= vocab:
+        raise UserError(f"--student: token {token} is no id; the vocabulary has 0 to {vocab - 1}")
+    return token
 
 
 def _run_lengths(counted: np.ndarray) -> np.ndarray:

@@ -1,54 +1,26 @@
-"""One training run on disk: train, log, save checkpoints, write the model; resume a killed run."""
+"""One training run on disk: train, log and save checkpoints; resume a killed run."""
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftlab.atomic import append_line, check_space, remove_state, removed_if_unused, write_atomic
-from draftlab.config.shared import TrainerSettings
-from draftlab.console import note, progress
+from draftlab.atomic import append_line, check_space, removed_if_unused, write_atomic
+from draftlab.console import progress
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, saving
-from draftlab.model.hf_files import write_head_ids
-from draftlab.model.trimmed_head import trimmed_head_of
 from draftlab.output import Output
 from draftlab.provenance import LOG_FILE
 from draftlab.reading import parse_json
-from draftlab.training import checkpointer, vocabulary
+from draftlab.training import checkpointer
 from draftlab.training.evaluate import LengthComparison
-from draftlab.training.lora import merged_weights
-from draftlab.training.trackers import tracked
+from draftlab.training.loop import Loop
 from draftlab.training.trainer import Constraint, EvalRecord, StepRecord, TrainingSetup, train
 
 STEPS, EVALUATIONS = TypeAdapter(StepRecord), TypeAdapter(EvalRecord)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedModel:
-    """The checkpoint that trained weights become.
-
-    config: of the model. like: checkpoint whose dtype and tokenizer it gets. lora_rank: of adapters on like; 0: all
-    weights were trained. vocab: logits to write; None: those of config.
-    """
-
-    config: dict[str, object]
-    like: Path
-    lora_rank: int = 0
-    vocab: int | None = None
-
-    def weights(self, state: Path) -> Iterator[tuple[str, Tensor]]:
-        """Return the best weights, in the dtype of like."""
-        trained = checkpointer.best_weights(state, "student")
-        dtype = checkpoint.stored_dtype(self.like)
-        whole = merged_weights(self.like, self.lora_rank, trained) if self.lora_rank else trained
-        return ((name, weight.to(dtype)) for name, weight in whole.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +28,7 @@ class TrainingResult:
     """Measurements of a finished run. seconds count every step once, also those before a resume.
 
     after: the best evaluation, whose weights are written. lengths: tokens per target pass for every K, empty where no
-    target could write text.
+    target could write text. notes: what the student says of what it wrote.
     """
 
     before: EvalRecord
@@ -65,9 +37,12 @@ class TrainingResult:
     seconds: float
     bits_per_byte: float
     lengths: list[LengthComparison] = field(default_factory=list)
+    notes: dict[str, object] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+        """Return the measurements and the notes of the student side by side."""
+        facts = asdict(self)
+        return facts.pop("notes") | facts
 
 
 @contextlib.contextmanager
@@ -87,7 +62,7 @@ def claimed_state(output: Output, inputs: Sequence[Path]) -> Iterator[Path]:
 def fit(
     student: PreTrainedModel,
     setup: TrainingSetup,
-    config: TrainerSettings,
+    loop: Loop,
     *,
     state: Path,
     what: str,
@@ -99,9 +74,9 @@ def fit(
     Raises:
         UserError: state cannot be written, the disk is too small for it, or training fails.
     """
-    check_space(state, _checkpoint_bytes(student, config), "checkpoints")
-    with progress(what, config.steps) as advance:
-        for record in train(student, setup, config, state, constraint):
+    check_space(state, _checkpoint_bytes(student, loop), "checkpoints")
+    with progress(what, loop.steps) as advance:
+        for record in train(student, setup, loop, state, constraint):
             _append(state / LOG_FILE, record)
             if log is not None:
                 log(record)
@@ -125,40 +100,10 @@ def fit(
     )  # fmt: skip
 
 
-def fit_and_write(
-    student: PreTrainedModel,
-    setup: TrainingSetup,
-    config: TrainerSettings,
-    model: TrainedModel,
-    output: Output,
-    inputs: Sequence[Path],
-) -> TrainingResult:
-    """Train student in the claimed state directory, then write the best weights, the log and the record."""
-    with tracked(config.report_to, output) as log:
-        result = fit(student, setup, config, state=output.state, what=output.command, log=log)
-    if setup.length is not None:
-        result = replace(result, lengths=setup.length.compare(result.before.step, result.after.step))
-    if result.after.step < config.steps:
-        best = f"after step {result.after.step}" if result.after.step else "before the first step"
-        note(f"the best evaluation was {best}: those weights are written")
-    if checkpointer.process_state().is_main_process:
-        with output.directory() as work:
-            saving.write_checkpoint(work, model.config, model.weights(output.state), model.like)
-            notes: dict[str, object] = {} if model.vocab is None else {"vocab": vocabulary.resize(work, model.vocab)}
-            if (head := trimmed_head_of(student)) is not None:
-                write_head_ids(work, head.ids.tolist())
-                notes["draft_vocab"] = len(head.ids)
-            shutil.copyfile(output.state / LOG_FILE, work / LOG_FILE)
-            output.record(work, inputs, **notes, **result.as_dict())
-        remove_state(output.state)
-    checkpointer.process_state().wait_for_everyone()
-    return result
-
-
-def _checkpoint_bytes(student: PreTrainedModel, config: TrainerSettings) -> int:
+def _checkpoint_bytes(student: PreTrainedModel, loop: Loop) -> int:
     """Return the bytes of the best weights and of checkpoints, with two moments of an optimizer, all in fp32."""
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    count = min(config.save_total_limit + 1, config.steps // config.save_steps)  # one more while it is written
+    count = min(2, loop.steps // loop.save_steps)  # the newest, and one more while it is written
     return 4 * trained * (1 + 3 * count)
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import Batch, DynamicBatches, HeldOut
 from draftlab.errors import Interrupted, UserError
 from draftlab.model.devices import exact
 from draftlab.training import checkpointer, distributed
 from draftlab.training.evaluate import LengthComparison
+from draftlab.training.loop import Loop
 from draftlab.training.losses import Loss
 from draftlab.training.objectives import Constraint, DistillStep, Objective
 from draftlab.training.on_policy import Batches
@@ -110,11 +110,7 @@ class EvalRecord:
 
 
 def train(
-    student: PreTrainedModel,
-    setup: TrainingSetup,
-    config: TrainerSettings,
-    state: Path,
-    constraint: Constraint | None = None,
+    student: PreTrainedModel, setup: TrainingSetup, loop: Loop, state: Path, constraint: Constraint | None = None
 ) -> Iterator[StepRecord | EvalRecord]:
     """Train student in place; yield a record per step and per held-out evaluation: before, during and after.
 
@@ -127,29 +123,29 @@ def train(
     """
     if setup.loss.needs_teacher and setup.teacher is None:
         raise UserError(f"loss {setup.loss.name!r} compares with a target; name one, or train with --loss ce")
-    trainer = Trainer(student, setup, config, state, constraint)
+    trainer = Trainer(student, setup, loop, state, constraint)
     checkpoint = trainer.training.restore(state)
     if checkpoint is None:
         yield trainer.evaluate(0)
     elif checkpoint.ended:
         note(f"all {checkpoint.step} steps are done already")
     else:
-        note(f"resuming from step {checkpoint.step} of {config.steps}")
-    start = 0 if checkpoint is None else config.steps if checkpoint.ended else checkpoint.step
+        note(f"resuming from step {checkpoint.step} of {loop.steps}")
+    start = 0 if checkpoint is None else loop.steps if checkpoint.ended else checkpoint.step
     with checkpointer.deferred_signals() as received:
-        for index in range(start, config.steps):
+        for index in range(start, loop.steps):
             yield trainer.step(index)
             done = index + 1
-            if done % config.eval_steps == 0 or done == config.steps:
+            if done % loop.eval_steps == 0 or done == loop.steps:
                 yield trainer.evaluate(done)
-            ended = done == config.steps or trainer.out_of_patience
+            ended = done == loop.steps or trainer.out_of_patience
             if not ended:
                 trainer.reweigh(done)
             stopping = trainer.in_any_process(bool(received))
-            if done % config.save_steps == 0 or stopping or ended:
-                trainer.training.save(state, done, config.save_total_limit, ended=ended)
+            if done % loop.save_steps == 0 or stopping or ended:
+                trainer.training.save(state, done, ended=ended)
             if stopping:
-                raise Interrupted(f"interrupted after step {done} of {config.steps}; the same command goes on there")
+                raise Interrupted(f"interrupted after step {done} of {loop.steps}; the same command goes on there")
             if ended:
                 break
     trainer.accelerator.free_memory()
@@ -159,31 +155,26 @@ class Trainer:
     """A student, its optimizers and its teacher under accelerate."""
 
     def __init__(
-        self,
-        student: PreTrainedModel,
-        setup: TrainingSetup,
-        config: TrainerSettings,
-        state: Path,
-        constraint: Constraint | None,
+        self, student: PreTrainedModel, setup: TrainingSetup, loop: Loop, state: Path, constraint: Constraint | None
     ) -> None:
-        torch.manual_seed(config.seed)
+        torch.manual_seed(loop.seed)
         AcceleratorState._reset_state()  # a recipe may train in one dtype and then in another
         checkpointer.process_state()
-        self.student, self.setup, self.config, self.state, self.constraint = student, setup, config, state, constraint
-        self.accelerator = distributed.new_accelerator(training_dtype(config.training_dtype), MAX_GRAD_NORM)
+        self.student, self.setup, self.loop, self.state, self.constraint = student, setup, loop, state, constraint
+        self.accelerator = distributed.new_accelerator(training_dtype(loop.dtype), MAX_GRAD_NORM)
         student.train()
         vocab = _shared_vocab(student, setup.teacher)
         module = setup.objective or DistillStep(
             student, setup.loss, setup.temperature, vocab, constraint, setup.offsets
         )
-        optimizers = optimizers_for(student, config, constraint.groups() if constraint else [], module.rates)
+        optimizers = optimizers_for(student, loop, constraint.groups() if constraint else [], module.rates)
         for group in _groups(optimizers):
             group["peak_lr"] = group["lr"]
         self.module, *self.optimizers = self.accelerator.prepare(module, *optimizers)
         register_fsdp_forward_method(self.module, "around")  # does nothing but under FSDP2
-        if config.torch_compile:
+        if loop.torch_compile:
             student.get_decoder().compile()
-        self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, config.torch_compile)
+        self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, loop.torch_compile)
         self.packs = module.takes_packed and (self.teacher is None or self.teacher.takes_packed)
         self.best = checkpointer.Best()
         self.training = checkpointer.Training(
@@ -193,7 +184,7 @@ class Trainer:
 
     @property
     def out_of_patience(self) -> bool:
-        return 0 < self.config.patience <= self.best.evaluations_since
+        return 0 < self.loop.patience <= self.best.evaluations_since
 
     def evaluate(self, done: int) -> EvalRecord:
         """Evaluate on held-out text, and keep the weights if they are the best so far."""
@@ -209,10 +200,10 @@ class Trainer:
     def step(self, index: int) -> StepRecord:
         """Take one optimizer step."""
         started_at = time.perf_counter()
-        self.accelerator.unwrap_model(self.module).set_progress(index / self.config.steps)
+        self.accelerator.unwrap_model(self.module).set_progress(index / self.loop.steps)
         parts = self._micro_batches(index)
         tokens = int(self._total(torch.tensor(sum(part.predictions for part in parts))))
-        rate = schedule(index, self.config)
+        rate = self.loop.rate(index)
         for group in _groups(self.optimizers):
             group["lr"] = rate * group["peak_lr"]
         sums = self._accumulate_gradients(parts, tokens)
@@ -222,11 +213,11 @@ class Trainer:
             optimizer.zero_grad()
         objective, _, alpha, *_ = (self._total(sums) / max(1, tokens)).tolist()
         if not math.isfinite(objective):
-            cure = f"lower --lr ({self.config.lr:g})" if index else "a model's logits are NaN, or overflow in its dtype"
+            cure = f"lower --lr ({self.loop.lr:g})" if index else "a model's logits are NaN, or overflow in its dtype"
             raise UserError(f"loss is {objective} at step {index}: {cure}")
         return StepRecord(
             step=index + 1, loss=objective, acceptance=None if self.teacher is None else alpha, tokens=tokens,
-            grad_norm=None if norm is None or not math.isfinite(norm) else float(norm), lr=rate * self.config.lr,
+            grad_norm=None if norm is None or not math.isfinite(norm) else float(norm), lr=rate * self.loop.lr,
             seconds=time.perf_counter() - started_at,
         )  # fmt: skip
 
@@ -245,7 +236,7 @@ class Trainer:
         """Return this process's rows, in parts: made before they are shared out, so that all make as many passes."""
         processes = self.accelerator.num_processes
         batch = self.accelerator.unwrap_model(self.module).around(lambda: self.setup.batches.batch(index))
-        parts = self._packed(batch, index).parts(self.config.micro_batch_tokens * processes)
+        parts = self._packed(batch, index).parts(self.loop.micro_batch_tokens * processes)
         return [part.shard(self.accelerator.process_index, processes) for part in parts]
 
     def _packed(self, batch: Batch, draw: int) -> Batch:
@@ -303,12 +294,6 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return values
         return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device)))
-
-
-def schedule(step: int, config: TrainerSettings) -> float:
-    """Return the share of the peak rate: linear warm-up, then linear to zero (Bergsma et al. 2025)."""
-    warmup = max(1, round(config.warmup_ratio * config.steps))
-    return min((step + 1) / warmup, (config.steps - step) / max(1, config.steps - warmup), 1.0)
 
 
 def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ def test_a_disk_too_small_for_the_drafts_is_said_before_anything_runs(tmp_path, 
     assert new.disk > 10 * read_size(locate("tiny")).weight_bytes() / 6
     assert "MB" in {step.name: step.needs for step in new.steps}["export"]["disk"]
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, new.disk - 1))
-    with pytest.raises(UserError, match="not enough disk: its drafts take"):
+    with pytest.raises(UserError, match="not enough disk for its drafts"):
         run.plan(config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -85,7 +85,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "prune", "--method", "masks", "--source", "model", "--layers", "2", "--data", "text", *SMALL[:2],
         *SHORT[:6],
     ),
-    "eagle": ("eagle", "--target", "model", "--data", "text", *SHORT),
+    "eagle": ("distill", "--student", "eagle", "--target", "model", "--data", "text", *SHORT),
     "log": (
         "outputs build", "--from", "files/log.jsonl", "--target", "model", "--seq-len", "16", "--top-logprobs", "2",
     ),

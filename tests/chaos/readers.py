@@ -19,7 +19,7 @@ from test_sentencepiece import train_sentencepiece
 
 from benchmarks.tiny_target import train_tokenizer
 from draftlab import provenance, turns, workspace
-from draftlab.atomic import STATE_RECORD, claim_state, run_identity
+from draftlab.atomic import STATE_RECORD, claim_state
 from draftlab.config.prune import PruneConfig
 from draftlab.data.sources import documents
 from draftlab.exporting import gguf as gguf_writer
@@ -51,8 +51,8 @@ from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
 from draftlab.target_outputs.replay import Replay, ReplayedText, read_replay
 from draftlab.target_outputs.server_log import ServerLog
 from draftlab.target_outputs.store import Manifest, read_store, vocabulary_sha256, write_store
-from draftlab.training import sealed
-from draftlab.training.checkpointer import RECORD, Checkpoint, _checked, write_record
+from draftlab.training.checkpointer import CONTENT, save
+from draftlab.training.checkpointer import load as load_state
 from draftlab.training.learning_curve import Pilot
 from draftlab.training.run import read_log
 
@@ -165,8 +165,7 @@ def readers(root: Path) -> list[Reader]:
         Reader("text", root / "text.jsonl", "jsonl", lambda f: documents(str(f))),
         Reader("server log", root / "log.jsonl", "jsonl", logged),
         Reader("turns", root / "turns.jsonl", "jsonl", turns._read),
-        Reader("checkpoint", step / "weights.safetensors", "tensors", lambda f: sealed.load(f, "run"), True),
-        Reader("checkpoint record", step / RECORD, "json", lambda f: _checked(f.parent, f.parents[1]), True),
+        Reader("checkpoint", step / CONTENT, "zip", lambda f: load_state(f, "run"), True),
         Reader("run.json", step.parent / STATE_RECORD, "json", claimed, True),
         Reader("training log", root / "log2.jsonl", "jsonl", read_log),
     ]
@@ -234,13 +233,8 @@ def _unfinished(state: Path) -> Path:
     """Write the state of an unfinished run with one checkpoint; return the checkpoint."""
     claim_state(state, CLAIM)
     step = state / "step-00000002"
-    sealed.save(step / "weights.safetensors", {"a": torch.rand(3, 4), "b": torch.arange(5)}, "run")
-    hashes = {"weights.safetensors": provenance.file_sha256(step / "weights.safetensors")}
-    record = Checkpoint(
-        run=run_identity(state), step=2, ended=False, processes=1, counters=[{"metric": 0.5}], optimizers=[],
-        files=hashes,
-    )  # fmt: skip
-    write_record(step, record)
+    step.mkdir()
+    save(step / CONTENT, {"step": 2, "weights": {"a": torch.rand(3, 4), "b": torch.arange(5)}}, "run")
     return step
 
 

@@ -167,31 +167,30 @@ def _(w: World) -> Settings:
 
 @case("distill", "in parallel")
 def _(w: World) -> Settings:
-    return distilling(w, parallel=3)
+    return distilling(w, student="parallel:tokens=3")
 
 
-@case("eagle", "text of the target")
+@case("distill", "a head, text of the target")
 def _(w: World) -> Settings:
-    few = FEW | {"ttt_steps": 2, "text": "target", "prompt_tokens": 8, "layer_ids": "1,2"}
+    few = FEW | {"student": "eagle:ttt_steps=2,layer_ids=1+2", "text": "target", "prompt_tokens": 8}
     return few | {"target": str(w.source), "data": str(w.text)}
 
 
-@case("eagle", "stored outputs")
+@case("distill", "a head, stored outputs")
 def _(w: World) -> Settings:
     COMMANDS["outputs build"](**CASES["outputs build", "replay"](w), out=Path("told"))
-    few = FEW | {"ttt_steps": 2, "layer_ids": "1,2", "seq_len": 64}
+    few = FEW | {"student": "eagle:ttt_steps=2,layer_ids=1+2", "seq_len": 64}
     return few | {"target": str(w.source), "outputs": Path("told")}
 
 
-@case("eagle", "a head to train on")
+@case("distill", "a head to train on")
 def _(w: World) -> Settings:
-    few = {name: value for name, value in CASES["eagle", "stored outputs"](w).items() if name != "layer_ids"}
-    return few | {"heads": head(w)}
+    return CASES["distill", "a head, stored outputs"](w) | {"student": "eagle:ttt_steps=2", "draft": str(head(w))}
 
 
 def head(w: World) -> Path:
     if not Path("head").exists():
-        COMMANDS["eagle"](**CASES["eagle", "stored outputs"](w), out=Path("head"))
+        COMMANDS["distill"](**CASES["distill", "a head, stored outputs"](w), out=Path("head"))
     return Path("head")
 
 
@@ -230,7 +229,8 @@ def trained_head(w: World) -> str:
     """An EAGLE-3 head of the source."""
     folder = w.root / "head"
     if not folder.exists():
-        COMMANDS["eagle"](**CASES["eagle", "text of the target"](w) | {"layer_ids": "1,2,3"}, out=folder)
+        student = {"student": "eagle:ttt_steps=2,layer_ids=1+2+3"}
+        COMMANDS["distill"](**CASES["distill", "a head, text of the target"](w) | student, out=folder)
     return str(folder)
 
 

@@ -13,17 +13,17 @@ from accelerate import Accelerator
 from builders import altered, build, rounding, setup, until
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, text_batch
 from draftlab.errors import UserError
 from draftlab.training.checkpointer import best_weights, deferred_signals
+from draftlab.training.loop import Loop
 from draftlab.training.lora import adapt, merged_weights
-from draftlab.training.on_policy import GeneratedRows, MixedBatches, StudentBatches, parse_texts
+from draftlab.training.on_policy import GeneratedRows, MixedBatches, StudentBatches
 from draftlab.training.optimizers import training_dtype
-from draftlab.training.trainer import EvalRecord, StepRecord, schedule, train
+from draftlab.training.trainer import EvalRecord, StepRecord, train
 
-SETTINGS = TrainerSettings(
-    steps=8, optimizer="adamw", lr=3e-3, training_dtype="float32", eval_steps=4, save_steps=3, warmup_ratio=0.2,
+SETTINGS = Loop(
+    steps=8, optimizer="adamw", lr=3e-3, dtype="float32", eval_steps=4, save_steps=3, warmup_ratio=0.2,
     weight_decay=0.1,
 )  # fmt: skip
 
@@ -54,7 +54,7 @@ def run(
     model,
     teacher,
     state: Path,
-    settings: TrainerSettings = SETTINGS,
+    settings: Loop = SETTINGS,
     batches=None,
     stop_after: int | None = None,
     loss: str = "fkl",
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, teacher, damage):
     (checkpoint,) = (tmp_path / "run").glob("step-*")
     settings = SETTINGS
     if damage == "cut off":
-        file = checkpoint / "weights.safetensors"
+        file = checkpoint / "state.pt"
         file.write_bytes(file.read_bytes()[:1000])
     else:
         settings = altered(SETTINGS, optimizer="muon" if SETTINGS.optimizer == "adamw" else "adamw")
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, teacher, damage):
 
 
 def first_gradients(
-    teacher, state: Path, settings: TrainerSettings = SETTINGS, batches=None, loss: str = "fkl"
+    teacher, state: Path, settings: Loop = SETTINGS, batches=None, loss: str = "fkl"
 ) -> dict[str, torch.Tensor]:
     """What the optimiser is given in the first step. Weights would not do: Adam divides a small gradient by itself."""
     model, seen = student(), {}
@@ -193,7 +193,7 @@ def test_cross_entropy_needs_none_and_reports_no_acceptance(tmp_path):
 
 def test_schedule_warms_up_and_ends_at_zero():
     settings = altered(SETTINGS, steps=100, lr=3.0, warmup_ratio=0.1)
-    rates = [schedule(step, settings) for step in range(100)]
+    rates = [settings.rate(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9] == pytest.approx(1.0)
     assert rates[-1] == pytest.approx(1 / 90)
@@ -224,16 +224,6 @@ def test_texts_are_mixed_by_weight_and_each_is_read_in_turn():
         assert [step for t, step in seen if t == tag] == list(range(share))
     for n in range(1, 100):
         assert abs(sum(t == 1 for t, _ in seen[:n]) - 0.3 * n) <= 1
-
-
-def test_shares_of_texts_are_read():
-    assert parse_texts("target=3,draft=1") == {"target": 0.75, "draft": 0.25}
-
-
-@pytest.mark.parametrize(("spec", "message"), [("dat", "did you mean 'data'"), ("target=x", "not a number")])
-def test_unknown_texts_and_wrong_shares_are_refused(spec, message):
-    with pytest.raises(UserError, match=message):
-        parse_texts(spec)
 
 
 def test_the_drafts_own_text_depends_on_seed_step_and_weights_alone():

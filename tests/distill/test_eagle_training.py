@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from draftlab.commands import COMMANDS
-from draftlab.config.distill import EagleConfig
 from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import eagle
@@ -195,7 +194,8 @@ def test_every_stored_sequence_is_read_once_in_an_epoch():
 def words(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40)))
-    given = {"target": str(family_dirs["llama"]), "data": str(file), "ttt_steps": 2, "steps": 6, "batch_size": 2}
+    given = {"target": str(family_dirs["llama"]), "data": str(file), "steps": 6, "batch_size": 2, "lr": 2e-3}
+    given |= {"student": "eagle:ttt_steps=2"}
     few = {"seq_len": 32, "training_dtype": "float32", "eval_steps": 2, "save_steps": 2, "vocab": 50}
     return given | few
 
@@ -203,7 +203,7 @@ def words(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]
 @pytest.fixture(scope="module")
 def trained(words: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("eagle") / "head"
-    COMMANDS["eagle"](**words, out=out)
+    COMMANDS["distill"](**words, out=out)
     return out
 
 
@@ -212,7 +212,7 @@ def test_training_lowers_the_loss_at_every_step_and_least_squares_starts_below_r
 ):
     monkeypatch.setattr(training, "start_linear", lambda student, found: None)
     before = (family_dirs["llama"] / "model.safetensors").read_bytes()
-    outcome = COMMANDS["eagle"](**words | {"steps": 40, "eval_steps": 40}, out=tmp_path / "head")
+    outcome = COMMANDS["distill"](**words | {"steps": 40, "eval_steps": 40}, out=tmp_path / "head")
     found = cast(Any, outcome.data)
     assert found["after"]["loss"] < 0.92 * found["before"]["loss"]
     assert json.loads((trained / "draftlab.json").read_text())["notes"]["before"]["loss"] < found["after"]["loss"]
@@ -231,16 +231,10 @@ def test_what_is_written_is_read_again(trained, family_dirs):
     assert config["norm_before_residual"] is False
 
 
-def test_a_setting_of_numbers_without_a_default_can_be_typed_again(words):
-    config = EagleConfig.build(words | {"layer_ids": "1,3"})
-    assert "--layer-ids 1,3" in config.command_line("eagle")
-    assert "--vocab 50" in config.command_line("eagle")
-
-
 def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_path):
     with training_killed_at(4):
-        COMMANDS["eagle"](**words, out=tmp_path / "head")
-    COMMANDS["eagle"](**words, out=tmp_path / "head")
+        COMMANDS["distill"](**words, out=tmp_path / "head")
+    COMMANDS["distill"](**words, out=tmp_path / "head")
     assert [p.name for p in tmp_path.iterdir()] == ["head"]
     found, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "head", trained))
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
@@ -250,14 +244,14 @@ def test_training_goes_on_with_a_head_as_it_was_written(words, tmp_path, monkeyp
     """With its ids, from its held-out losses, wherever it comes from."""
     monkeypatch.setattr(training, "start_linear", lambda student, found: None)
     first, exported = tmp_path / "first", tmp_path / "exported"
-    COMMANDS["eagle"](**words | {"steps": 20}, out=first)
+    COMMANDS["distill"](**words | {"steps": 20}, out=first)
     COMMANDS["export"](draft=str(first), target=words["target"], to="speculators", out=exported)
     given = {name: value for name, value in words.items() if name != "vocab"}
     began, ended = (json.loads((first / "draftlab.json").read_text())["notes"][at] for at in ("before", "after"))
     assert ended["loss"] < 0.98 * began["loss"]
     for source in (first, exported):
         out = tmp_path / f"on-{source.name}"
-        found = cast(Any, COMMANDS["eagle"](**given, heads=source, out=out).data)
+        found = cast(Any, COMMANDS["distill"](**given, draft=str(source), out=out).data)
         assert found["before"]["offsets"] == pytest.approx(ended["offsets"], rel=1e-5)
         assert found["before"]["loss"] == pytest.approx(ended["loss"], rel=1e-5)
         assert found["after"]["loss"] < found["before"]["loss"]
@@ -266,7 +260,7 @@ def test_training_goes_on_with_a_head_as_it_was_written(words, tmp_path, monkeyp
 
 
 def test_a_head_learns_from_what_the_target_writes(words, tmp_path):
-    outcome = COMMANDS["eagle"](**words, text="data=0.5,target=0.5", prompt_tokens=8, out=tmp_path / "head")
+    outcome = COMMANDS["distill"](**words, text="data=0.5,target=0.5", prompt_tokens=8, out=tmp_path / "head")
     assert cast(Any, outcome.data)["after"]["tokens"] > 0
 
 
@@ -274,7 +268,7 @@ def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
     built = {"use": "replay", "num_prompts": 12, "prompt_tokens": 8, "max_new_tokens": 20, "temperature": 1.0}
     COMMANDS["outputs build"](target=words["target"], data=words["data"], **built, out=tmp_path / "store")
     given = {name: value for name, value in words.items() if name != "data"}
-    outcome = COMMANDS["eagle"](**given, outputs=tmp_path / "store", out=tmp_path / "head")
+    outcome = COMMANDS["distill"](**given, outputs=tmp_path / "store", out=tmp_path / "head")
     found = cast(Any, outcome.data)
     assert 0 < found["tokens"] <= 6 * 2 * 20  # the prompts do not count
 
@@ -282,15 +276,18 @@ def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"heads": "x"}, "--heads brings its own"),
-        ({"layer_ids": "1,9"}, "reads the layers 1, 9, and llama has 5"),
+        ({"lora_rank": 4}, "--lora-rank"),
+        ({"server": "http://localhost:1"}, "--server"),
+        ({"student": "eagle:layer_ids=1+9"}, "reads the layers 1, 9, and llama has 5"),
+        ({"student": "eagle:layer_ids=1+x"}, "--student eagle:layer_ids=1"),
+        ({"student": "eagle:steps=3"}, "no option 'steps'"),
         ({"vocab": 400}, "a draft vocabulary of 400 ids is larger than the target's, 307"),
-        ({"text": "draft"}, "the target's own"),
-        ({"ttt_steps": 15, "seq_len": 16}, "too short"),
-        ({"prompt_tokens": 8}, "only for --text target"),
+        ({"text": "draft", "prompt_tokens": 8}, "--text"),
+        ({"student": "eagle:ttt_steps=15", "seq_len": 16}, "too short"),
+        ({"prompt_tokens": 8}, "--prompt-tokens"),
         ({"loss": "fkk"}, "unknown loss"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_weights_are_read(words, tmp_path, given, message):
     with pytest.raises(UserError, match=message):
-        COMMANDS["eagle"](**words | given, dry_run=True, out=tmp_path / "head")
+        COMMANDS["distill"](**words | given, dry_run=True, out=tmp_path / "head")

@@ -9,13 +9,14 @@ import torch
 from builders import FAMILIES, build, rounding, setup, until
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
-from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, TopLogprobs
+from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
+from draftlab.training.objectives import DistillStep
 from draftlab.training.teachers import LocalTeacher, OutputHead, StoredTeacher
-from draftlab.training.trainer import DistillStep, train
+from draftlab.training.trainer import train
 
-SETTINGS = TrainerSettings(steps=6, optimizer="adamw", lr=3e-3, training_dtype="float32", eval_steps=6, save_steps=2)
+SETTINGS = Loop(steps=6, optimizer="adamw", lr=3e-3, dtype="float32", eval_steps=6, save_steps=2)
 CPU = torch.device("cpu")
 
 

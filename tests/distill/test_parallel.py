@@ -13,7 +13,6 @@ from torch import Tensor
 from draftlab.acceptance import expected
 from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, parallel
@@ -21,16 +20,16 @@ from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.parallel import pack
 from draftlab.sampling import SamplingParams
 from draftlab.training.fused_loss import Dense
+from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
+from draftlab.training.objectives import DistillStep
 from draftlab.training.parallel import Offsets
-from draftlab.training.trainer import DistillStep, EvalRecord, StepRecord, train
+from draftlab.training.trainer import EvalRecord, StepRecord, train
 
 MASK = 2
 K = 4
 OFFSETS = Offsets(count=K, token=MASK, share=0.7, floor=0.2, seed=3)
-SETTINGS = TrainerSettings(
-    steps=6, optimizer="adamw", lr=3e-3, training_dtype="float32", eval_steps=3, save_steps=2, warmup_ratio=0.2
-)
+SETTINGS = Loop(steps=6, optimizer="adamw", lr=3e-3, dtype="float32", eval_steps=3, save_steps=2, warmup_ratio=0.2)
 
 
 class RandomText:
@@ -177,7 +176,7 @@ def test_a_step_is_that_of_separate_passes(loss):
     torch.testing.assert_close(by_offset.sum(0), sums[0].detach(), rtol=1e-4, atol=1e-4)
 
 
-def run(state: Path, settings: TrainerSettings = SETTINGS, stop: int | None = None):
+def run(state: Path, settings: Loop = SETTINGS, stop: int | None = None):
     torch.manual_seed(0)
     model = build("llama", 1, num_hidden_layers=2)
     given = replace(setup(build("llama", 9), RandomText(), [RandomText().batch(999)]), offsets=OFFSETS)

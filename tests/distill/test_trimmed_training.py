@@ -120,8 +120,8 @@ def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_i
     target, text = str(family_dirs["llama_mha"]), tmp_path / "text.txt"
     text.write_text("\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200)))
     COMMANDS["distill"](
-        draft=str(family_dirs["llama"]), target=target, data=str(text), parallel=3, vocab=120, steps=4, batch_size=2,
-        seq_len=32, eval_steps=4, out=tmp_path / "draft",
+        draft=str(family_dirs["llama"]), target=target, data=str(text), student="parallel:tokens=3", vocab=120, steps=4,
+        batch_size=2, seq_len=32, eval_steps=4, out=tmp_path / "draft",
     )  # fmt: skip
     ids = read_head_ids(tmp_path / "draft", 307)
     assert ids is not None

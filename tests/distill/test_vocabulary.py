@@ -8,16 +8,16 @@ import torch
 from builders import build, setup
 from torch import nn
 
-from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
 from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.model import checkpoint
 from draftlab.model.llama import load
 from draftlab.sampling import SamplingParams
+from draftlab.training.loop import Loop
 from draftlab.training.trainer import train
 from draftlab.training.vocabulary import resize
 
-SETTINGS = TrainerSettings(steps=2, optimizer="adamw", lr=1e-3, training_dtype="float32", eval_steps=2, save_steps=9)
+SETTINGS = Loop(steps=2, optimizer="adamw", lr=1e-3, dtype="float32", eval_steps=2, save_steps=9)
 
 
 class Rows:

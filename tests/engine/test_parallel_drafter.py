@@ -136,5 +136,5 @@ def test_sampled_replay_expects_what_sampling_counts(models):
 def test_a_parallel_draft_drafts_in_parallel_and_an_ordinary_one_does_not(models):
     assert isinstance(model_drafter(models["draft"], VOCAB), ParallelDrafter)
     assert type(model_drafter(models["target"], VOCAB)) is ModelDrafter
-    with pytest.raises(UserError, match=r"no pard_token in its config\.json; draftlab distill --parallel trains one"):
+    with pytest.raises(UserError, match=r"no pard_token in its config\.json"):
         ParallelDrafter(models["target"], VOCAB)

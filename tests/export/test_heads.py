@@ -282,7 +282,8 @@ def test_a_real_llama_server_accepts_what_is_accepted_here(target, tmp_path):
     if program is None:
         pytest.skip("DRAFTLAB_TEST_LLAMA_SERVER does not name a llama-server")
     folder = tmp_path / "head"
-    train = ["eagle", "--target", "tiny", "--data", "stdlib", "--steps", "20", "--batch-size", "4", "--seq-len", "128"]
+    train = ["distill", "--student", "eagle", "--target", "tiny", "--data", "stdlib", "--steps", "20"]
+    train += ["--batch-size", "4", "--seq-len", "128"]
     assert CliRunner().invoke(app, [*train, "--out", str(folder)]).exit_code == 0
     ask = [
         "--target",

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draftlab.commands.prune import prune
-from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
@@ -29,6 +28,7 @@ from draftlab.pruning.masks.hard_concrete import (
     sample,
 )
 from draftlab.pruning.masks.masked_model import Folded, masked
+from draftlab.training.loop import Loop
 from draftlab.training.trainer import EvalRecord, StepRecord, train
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -224,15 +224,13 @@ class Rows:
         return Batch(ids, np.ones((4, 16), dtype=np.float32))
 
 
-SETTINGS = TrainerSettings(
-    steps=6, optimizer="adamw", lr=1e-4, training_dtype="float32", eval_steps=6, save_steps=2, warmup_ratio=0.1,
+SETTINGS = Loop(
+    steps=6, optimizer="adamw", lr=1e-4, dtype="float32", eval_steps=6, save_steps=2, warmup_ratio=0.1,
     weight_decay=0.1,
 )  # fmt: skip
 
 
-def run(
-    tmp_path: Path, settings: TrainerSettings, *, stop: int | None = None, weights: str = "full", micro_tokens: int = 0
-):
+def run(tmp_path: Path, settings: Loop, *, stop: int | None = None, weights: str = "full", micro_tokens: int = 0):
     have = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
     model, masks = build("mistral", seed=1), Masks(have, smaller(have), 0)
     model.requires_grad_(weights == "full")

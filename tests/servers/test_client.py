@@ -34,8 +34,8 @@ from draftlab.target_outputs.targets import PROBE_TEXT, LocalTarget, ServedTarge
 from draftlab.target_outputs.verify import verify_store
 from draftlab.training.fused_loss import TopK
 from draftlab.training.losses import parse_loss
+from draftlab.training.objectives import DistillStep
 from draftlab.training.teachers import LocalTeacher, ServedTeacher
-from draftlab.training.trainer import DistillStep
 
 PROMPT = [0, 309, 293, 653, 570, 346, 546]
 

@@ -18,7 +18,6 @@ from transformers import OPTConfig, OPTForCausalLM
 from draftlab import provenance, workspace
 from draftlab.commands import outputs
 from draftlab.commands.base import Outcome
-from draftlab.config.shared import TrainerSettings
 from draftlab.data import Batch, text_batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
@@ -34,9 +33,11 @@ from draftlab.target_outputs.store import read_manifest, read_store
 from draftlab.target_outputs.targets import LocalTarget, ServedTarget
 from draftlab.target_outputs.verify import verify
 from draftlab.training.fused_loss import TopK
+from draftlab.training.loop import Loop
 from draftlab.training.losses import log_probs, parse_loss
+from draftlab.training.objectives import DistillStep
 from draftlab.training.teachers import LocalTeacher, ServedTeacher, StoredTeacher
-from draftlab.training.trainer import DistillStep, EvalRecord, train
+from draftlab.training.trainer import EvalRecord, train
 
 CPU = torch.device("cpu")
 
@@ -197,10 +198,10 @@ def test_text_of_the_targets_own_counts_only_what_it_wrote(family_dirs, text, tm
     assert (batch.mask[:, 3] == 1).all()
 
 
-SETTINGS = TrainerSettings(steps=6, optimizer="adamw", lr=3e-3, training_dtype="float32", eval_steps=6, save_steps=2)
+SETTINGS = Loop(steps=6, optimizer="adamw", lr=3e-3, dtype="float32", eval_steps=6, save_steps=2)
 
 
-def fit(batches, teacher, state: Path, settings: TrainerSettings = SETTINGS, stop: int | None = None):
+def fit(batches, teacher, state: Path, settings: Loop = SETTINGS, stop: int | None = None):
     model = build("llama", 3, num_hidden_layers=2)
     records = list(until(stop, train(model, setup(teacher, batches, [batches.batch(99)]), settings, state)))
     return model, records

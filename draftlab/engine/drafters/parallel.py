@@ -43,7 +43,7 @@ def mask_token(model: Decoder) -> int:
     """Return the mask token of a parallel draft. Raises UserError: it is none."""
     token = model.pard_token if isinstance(model, Llama) else None
     if token is None:
-        raise UserError("the draft has no pard_token in its config.json; draftlab distill --parallel trains one")
+        raise UserError("the draft has no pard_token in its config.json; distill --student parallel trains one")
     return token
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftlab.config.shared import TrainerSettings
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
 from draftlab.model import checkpoint
@@ -20,6 +19,7 @@ from draftlab.pruning.masks.masked_model import Folded, masked
 from draftlab.pruning.source import Source
 from draftlab.pruning.texts import Text
 from draftlab.training.checkpointer import best_weights
+from draftlab.training.loop import Loop
 from draftlab.training.lora import adapt, merged_weights
 from draftlab.training.losses import parse_loss
 from draftlab.training.optimizers import training_dtype
@@ -44,10 +44,10 @@ class MaskTraining:
     lr: float = 1.0e-4
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
-    def of_trainer(self, seed: int) -> TrainerSettings:
+    def loop(self, seed: int) -> Loop:
         """Return what the trainer takes."""
-        return TrainerSettings(
-            steps=self.steps, batch_size=self.batch_size, warmup_ratio=WARM_UP, training_dtype=self.dtype, seed=seed,
+        return Loop(
+            steps=self.steps, batch_size=self.batch_size, warmup_ratio=WARM_UP, dtype=self.dtype, seed=seed,
             save_steps=max(1, min(SAVE_STEPS, self.steps // 4)), optimizer="adamw", lr=self.lr,
         )  # fmt: skip
 
@@ -75,7 +75,7 @@ def train_masks(source: Source, shape: Shape, text: Text, training: MaskTraining
     student = _student(source, training, text.seed)
     setup = _setup(source, text, training)
     with masked(student, masks, float(str(source.config["rms_norm_eps"]))):
-        fit(student, setup, training.of_trainer(text.seed), state=state, what="masks", constraint=masks)
+        fit(student, setup, training.loop(text.seed), state=state, what="masks", constraint=masks)
     with torch.no_grad():  # under FSDP the module holds a part of its parameters
         for name, trained in best_weights(state, "constraint").items():
             masks.get_parameter(name).copy_(trained)

@@ -14,7 +14,7 @@ from draftlab.output import Output
 
 
 class ExportMedusaConfig(OutputConfig):
-    heads: Path = option(help="Output of draftlab_research.train_medusa.", argument=True, reads=inputs.file)
+    heads: Path = option(help="Output of draftlab distill --student medusa.", argument=True, reads=inputs.file)
     target: str = shared.target()
     k: int | None = option(None, "Heads to write, each for one drafted token. Default: all.", ge=1)
 

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 
 MANIFEST = "medusa.json"
-TRAINED_BY = "python -m draftlab_research.train_medusa"
+TRAINED_BY = "draftlab distill --student medusa"
 
 
 @drafter("medusa", served_by=("vllm",))
 class MedusaSpec(DrafterSpec):
-    """heads: an output of python -m draftlab_research.train_medusa."""
+    """heads: an output of draftlab distill --student medusa."""
 
     own_engine = True
     mode = "eager"  # the others keep no hidden states

@@ -6,9 +6,9 @@ does there, and learns from the target's distribution there. No head shares a tr
 paper's weights of the heads' losses (0.8^k) would change nothing that AdamW sees, and are left out.
 """
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -17,66 +17,50 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-from draftlab.atomic import remove_state
-from draftlab.data import Batch, HeldOut, open_batches, open_heldout
-from draftlab.model import checkpoint, hub, llama
+from draftlab.data import Batch, HeldOut
+from draftlab.model import checkpoint
 from draftlab.model.devices import exact
-from draftlab.output import Output
-from draftlab.provenance import LOG_FILE
 from draftlab.training.checkpointer import best_weights, select_device
+from draftlab.training.distill import Distillation
 from draftlab.training.fused_loss import Dense
 from draftlab.training.losses import parse_loss
+from draftlab.training.objectives import DistillStep
 from draftlab.training.on_policy import Batches
 from draftlab.training.optimizers import training_dtype
-from draftlab.training.run import TrainingResult, claimed_state, fit
 from draftlab.training.teachers import logits_of
-from draftlab.training.trainer import DistillStep, TrainingSetup
+from draftlab.training.trainer import TrainingSetup
 from draftlab_research.drafting.medusa import apply_heads, write
-from draftlab_research.train_medusa import MedusaConfig
 
 LOSS = parse_loss("fkl")  # to the target's own distribution at the token that a head predicts
 
 
-@dataclass(frozen=True, slots=True)
-class MedusaResult:
-    """fitted: over all heads. heads: held-out acceptance and agreement of each."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenHeads:
+    """Heads that are trained on a frozen target."""
 
-    fitted: TrainingResult
-    heads: list[dict[str, float]]
+    module: PreTrainedModel
+    setup: TrainingSetup
+    target: Path
+
+    def write(self, work: Path, state: Path) -> dict[str, object]:
+        """Write the heads of the best evaluation; return held-out acceptance and agreement of each."""
+        best, stored = best_weights(state, "student"), checkpoint.stored_dtype(self.target)
+        write(work, {name: weight.to(stored) for name, weight in best.items()}, self.target)
+        return {"heads": evaluate_heads(cast(Heads, self.module), best, self.setup)}
 
 
-def plan_medusa(config: MedusaConfig) -> dict[str, object]:
-    shape = llama.check_supported(hub.locate(config.target, weights=False))
-    return {"heads": f"{config.heads} of {shape.hidden**2:,} parameters each", "steps": config.steps}
-
-
-def train_medusa(config: MedusaConfig, output: Output) -> MedusaResult:
-    """Train heads on the frozen target, and write them.
+def open_heads(count: int, job: Distillation) -> OpenHeads:
+    """Return heads on the frozen target of a distillation, with its text.
 
     Raises:
-        UserError: a target that the engine does not run; or training fails.
+        UserError: text that cannot be used.
     """
-    target = hub.locate(config.target)
-    llama.check_supported(target)  # the engine drafts with the states that the heads read
-    checkpoint.check(target)
-    dtype = checkpoint.DTYPES[training_dtype(config.training_dtype)]
-    device = select_device(config.device)
-    with claimed_state(output, [target]) as state:
-        student = Heads(FrozenTarget(checkpoint.load_model(target, dtype, device)), config.heads).to(device)
-        tokenizer = checkpoint.load_tokenizer(target)
-        sizes: dict[str, Any] = {"rows": config.batch_size, "seq_len": config.seq_len}
-        batches = open_batches(config.data, tokenizer, steps=config.steps, seed=config.seed, **sizes)
-        setup = heads_setup(student, batches, open_heldout(config.data, tokenizer, most_rows=64, **sizes))
-        fitted = fit(cast(Any, student), setup, config.training(), state=state, what="medusa")
-        best = best_weights(state, "student")
-        result = MedusaResult(fitted, evaluate_heads(student, best, setup))
-        with output.directory() as work:
-            stored = checkpoint.stored_dtype(target)
-            write(work, {name: weight.to(stored) for name, weight in best.items()}, target)
-            shutil.copyfile(state / LOG_FILE, work / LOG_FILE)
-            output.record(work, [target], heads=result.heads, **fitted.as_dict())
-        remove_state(state)
-    return result
+    target = job.target
+    assert target is not None  # a head reads its states
+    dtype, device = checkpoint.DTYPES[training_dtype(job.loop.dtype)], select_device(job.hardware.device)
+    student = Heads(FrozenTarget(checkpoint.load_model(target, dtype, device)), count).to(device)
+    batches, heldout = job.text.open(checkpoint.load_tokenizer(target), job.loop)
+    return OpenHeads(module=cast(Any, student), setup=heads_setup(student, batches, heldout), target=target)
 
 
 class FrozenTarget:

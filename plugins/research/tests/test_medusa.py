@@ -16,6 +16,7 @@ from second_device import DEVICE, SecondDevice, without_second_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear, silu
 
+from draftlab.commands import COMMANDS
 from draftlab.config.drafters import parse_drafter
 from draftlab.data import Batch
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
@@ -30,7 +31,6 @@ from draftlab_research.drafting.medusa import MedusaDrafter
 from draftlab_research.export_medusa import export_medusa
 from draftlab_research.medusa import MANIFEST
 from draftlab_research.medusa_training import FrozenTarget, Heads, SelfTeacher, repeat_rows
-from draftlab_research.train_medusa import train_medusa
 
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 HIDDEN, HEADS = 64, 3
@@ -94,20 +94,30 @@ def test_a_head_is_taught_what_the_target_says_of_the_token_that_it_predicts():
 
 
 def words(family_dirs: dict[str, Path], text: Path, **more: object) -> dict[str, Any]:
-    given = {"target": str(family_dirs["llama"]), "data": str(text), "heads": 2, "steps": 6, "batch_size": 2}
-    return given | {"seq_len": 32, "training_dtype": "float32", "eval_steps": 2, "save_steps": 2, "lr": 3e-3} | more
+    given = {
+        "target": str(family_dirs["llama"]),
+        "data": str(text),
+        "student": "medusa:heads=2",
+        "steps": 6,
+        "batch_size": 2,
+    }
+    return (
+        given
+        | {"batch_size": 2, "seq_len": 32, "training_dtype": "float32", "eval_steps": 2, "save_steps": 2, "lr": 3e-3}
+        | more
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(family_dirs: dict[str, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("medusa") / "heads"
-    train_medusa(**words(family_dirs, text), out=out)
+    COMMANDS["distill"](**words(family_dirs, text), out=out)
     return out
 
 
 def test_training_lowers_the_loss_of_heads_and_leaves_the_target_alone(family_dirs, text, tmp_path):
     before = (family_dirs["llama"] / "model.safetensors").read_bytes()
-    outcome = train_medusa(**words(family_dirs, text, steps=30, lr=1e-2, eval_steps=30), out=tmp_path / "heads")
+    outcome = COMMANDS["distill"](**words(family_dirs, text, steps=30, lr=1e-2, eval_steps=30), out=tmp_path / "heads")
     found = cast(Any, outcome.data)
     assert found["after"]["loss"] < 0.9 * found["before"]["loss"]
     assert [set(one) for one in found["heads"]] == [{"acceptance", "agreement"}] * 2
@@ -118,8 +128,8 @@ def test_training_lowers_the_loss_of_heads_and_leaves_the_target_alone(family_di
 
 def test_a_killed_run_writes_the_heads_of_one_that_was_not(trained, family_dirs, text, tmp_path):
     with training_killed_at(4):
-        train_medusa(**words(family_dirs, text), out=tmp_path / "heads")
-    train_medusa(**words(family_dirs, text), out=tmp_path / "heads")
+        COMMANDS["distill"](**words(family_dirs, text), out=tmp_path / "heads")
+    COMMANDS["distill"](**words(family_dirs, text), out=tmp_path / "heads")
     assert [p.name for p in tmp_path.iterdir()] == ["heads"]
     found, wanted = (load_file(folder / medusa.WEIGHTS) for folder in (tmp_path / "heads", trained))
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
@@ -205,7 +215,7 @@ def test_fewer_exported_heads_are_the_first(heads, family_dirs, tmp_path):
 
 
 def test_the_programs_show_their_options():
-    for module in ("train_medusa", "export_medusa", "import_paper_trace"):
+    for module in ("export_medusa", "import_paper_trace"):
         command = [sys.executable, "-m", f"draftlab_research.{module}", "--help"]
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "--target" in shown
@@ -228,7 +238,7 @@ class Output:
 
 
 def test_heads_are_those_of_a_run_on_the_cpu(family_dirs, text, tmp_path, monkeypatch):
-    wanted = cast(Any, train_medusa(**words(family_dirs, text), out=tmp_path / "cpu").data)
+    wanted = cast(Any, COMMANDS["distill"](**words(family_dirs, text), out=tmp_path / "cpu").data)
     load = checkpoint.load_model
 
     def loaded(directory: Path, dtype: torch.dtype, device: torch.device, *others: Any) -> Any:
@@ -243,6 +253,6 @@ def test_heads_are_those_of_a_run_on_the_cpu(family_dirs, text, tmp_path, monkey
     monkeypatch.setattr(checkpoint, "load_model", loaded)
     monkeypatch.setattr(medusa_training, "select_device", select)
     with SecondDevice():
-        found = cast(Any, train_medusa(**words(family_dirs, text), out=tmp_path / "elsewhere").data)
+        found = cast(Any, COMMANDS["distill"](**words(family_dirs, text), out=tmp_path / "elsewhere").data)
     for moment in ("before", "after"):
         assert found[moment]["loss"] == pytest.approx(wanted[moment]["loss"], rel=1e-4)

@@ -1,0 +1,252 @@
+"""The command that trains a student of a target."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftlab.commands.base import Outcome, command
+from draftlab.config.distill import DistillConfig
+from draftlab.config.inputs import check_store
+from draftlab.console import note_if_slow
+from draftlab.errors import UserError, about
+from draftlab.model import hub
+from draftlab.output import Output
+from draftlab.reading import check_json_lines
+from draftlab.trust import check_address
+
+if TYPE_CHECKING:
+    from draftlab.training.answers import PromptFile
+    from draftlab.training.distill import Distillation, Served
+    from draftlab.training.run import LengthComparison, TrainingResult
+    from draftlab.training.texts import TrainingText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Trained(Outcome):
+    """A trained draft or head. acceptance: held out, before training and of the weights that are written.
+
+    tokens: trained on. lengths: tokens per target pass for every K; empty where no target could write text.
+    """
+
+    acceptance_before: float | None
+    acceptance: float | None
+    tokens: int
+    seconds: float
+    lengths: "list[LengthComparison]"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDistill:
+    """A checked distillation, and the name of its output."""
+
+    name: str
+    job: "Distillation"
+
+    def facts(self) -> Mapping[str, object]:
+        """Return models and cost; weights are neither read nor fetched."""
+        return self.job.student.facts(self.job)
+
+
+def prepare(config: DistillConfig, weights: bool) -> PreparedDistill:
+    """Resolve and check the settings.
+
+    weights: the files of weights must be here.
+
+    Raises:
+        UserError: a checkpoint, text, server or outputs that are not there or do not fit each other; settings that
+            cannot be trained.
+    """
+    with note_if_slow("distill: loading torch and transformers"):
+        from draftlab.training import distributed, trackers
+        from draftlab.training.distill import Distillation
+        from draftlab.training.loop import Loop
+        from draftlab.training.losses import parse_loss
+        from draftlab.training.texts import Hardware
+
+    with about("--loss"):
+        parse_loss(config.loss)
+    trackers.check(config.report_to)
+    distributed.check(optimizer=config.optimizer)
+    draft = target = None
+    if config.draft is not None:
+        with about("--draft"):
+            draft = hub.locate(config.draft, weights)
+    if config.needs_target:
+        with about("--target"):
+            target = hub.locate(config.target, weights)
+    if config.outputs is not None:
+        with about("--outputs"):
+            check_store(config.outputs)
+    answers = _answers(config, target)
+    if config.outputs is None and answers is None:
+        with about("--data"):
+            hub.check_data(config.data)
+    _check_models(config, draft, target, windows=config.outputs is None and answers is None, weights=weights)
+    job = Distillation(
+        student=config.kind,
+        draft=draft,
+        target=target,
+        text=_text(config, answered=answers is not None),
+        loop=Loop(
+            steps=config.steps,
+            batch_size=config.batch_size,
+            lr=config.lr,
+            seed=config.seed,
+            optimizer=config.optimizer,
+            weight_decay=config.weight_decay,
+            warmup_ratio=config.warmup_ratio,
+            dtype=config.training_dtype,
+            micro_batch_tokens=config.micro_batch_tokens,
+            torch_compile=config.torch_compile,
+            eval_steps=config.eval_steps,
+            save_steps=config.save_steps,
+            patience=config.patience,
+        ),
+        loss=config.loss,
+        temperature=config.temperature,
+        vocab=config.vocab,
+        outputs=config.outputs,
+        answers=answers,
+        served=_served(config, weights),
+        hardware=Hardware(device=config.device, device_map=config.device_map, memory=config.memory),
+        lora_rank=config.lora_rank,
+        gradient_checkpointing=config.gradient_checkpointing,
+        report_to=config.report_to,
+    )
+    config.kind.check(job)
+    return PreparedDistill(config.kind.name(Path(config.draft or ""), Path(config.target.partition("@")[0])), job)
+
+
+@command(DistillConfig, prepare=prepare, dry_run=True)
+def distill(prepared: PreparedDistill, output: Output) -> Trained:
+    """Train a draft to agree with the target, or a head on the target's states."""
+    from draftlab.training import distill as library
+
+    return _trained(output, library.distill(prepared.job, output))
+
+
+def _check_models(
+    config: DistillConfig, draft: Path | None, target: Path | None, *, windows: bool, weights: bool
+) -> None:
+    """Check that draft and target fit the text and each other."""
+    from draftlab.model import checkpoint
+    from draftlab.model.head_ids import check_trimmable
+    from draftlab.model.hf_files import check_length
+    from draftlab.model.tokenizer import common_vocabulary
+
+    starts = config.kind.starts_from_draft
+    for model in (draft, target) if windows or not starts else ():
+        if model is not None:
+            with about("--seq-len"):
+                check_length(model, config.seq_len)
+    if starts and draft is not None and target is not None:
+        with about("--draft"):
+            common_vocabulary(draft, target)
+    if starts and draft is not None and config.vocab is not None:
+        with about("--vocab"):
+            check_trimmable(draft, config.vocab)
+    for model in (draft if starts else None, target) if weights else ():
+        if model is not None:
+            checkpoint.check(model)
+
+
+def _text(config: DistillConfig, *, answered: bool) -> "TrainingText":
+    from draftlab.data import loss_on_of, parse_mixture
+    from draftlab.training.texts import TrainingText
+
+    read = config.outputs is None and not answered
+    with about("--text"):
+        shares = parse_mixture(config.text)
+    return TrainingText(
+        data=config.data,
+        shares=shares,
+        seq_len=config.seq_len,
+        loss_on=loss_on_of(config.data, config.loss_on) if read else None,
+        prompt_tokens=config.prompt_tokens,
+        temperature=config.sample_temperature,
+        reweigh_steps=config.reweigh_steps,
+    )
+
+
+def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
+    """Return the prompts that the target answers: those of the file, or the conversations of the data.
+
+    The held-out conversations are left out: `score` takes its prompts from those.
+    """
+    from draftlab.data import is_chat_file
+    from draftlab.training.answers import PromptFile
+    from draftlab.training.texts import Hardware
+
+    file, of_data, longest = config.prompt_file, False, config.max_new_tokens
+    if file is not None:
+        with about("--prompt-file"):
+            check_json_lines(file)
+    elif config.may_answer_data and is_chat_file(config.data):
+        file, of_data = Path(config.data), True
+    elif config.is_set("max_new_tokens"):
+        raise UserError(f"--max-new-tokens: {config.data} has no conversations to answer; it needs --prompt-file")
+    if file is None or target is None:
+        return None
+    answers = PromptFile(
+        name=config.target,
+        target=target,
+        file=file,
+        of_data=of_data,
+        chat=config.chat,
+        system_prompt=config.system_prompt,
+        max_new_tokens=longest,
+        temperature=config.sample_temperature,
+        seed=config.seed,
+        hardware=Hardware(device=config.device, device_map=config.device_map, memory=config.memory),
+    )
+    answers.check(config.temperature)
+    return answers
+
+
+def _served(config: DistillConfig, weights: bool) -> "Served | None":
+    if config.server is None:
+        return None
+    from draftlab.servers.client import Server
+    from draftlab.training.distill import Served
+
+    with about("--server"):
+        check_address(config.server)
+    if config.api_key_file is not None and not config.api_key_file.exists():
+        raise UserError(f"--api-key-file {config.api_key_file}: No such file or directory")
+    if weights:
+        Server.check(config.server, model=config.served_model, api_key_file=config.api_key_file)
+    return Served(
+        address=config.server,
+        model=config.served_model,
+        api_key_file=config.api_key_file,
+        top_logprobs=config.top_logprobs,
+    )
+
+
+def _trained(output: Output, result: "TrainingResult") -> Trained:
+    cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; {result.bits_per_byte:.3f} bits per byte held out"
+    lines = [str(output.out), cost]
+    before, after = result.before.acceptance, result.after.acceptance
+    if before is not None and after is not None:
+        more = f" (up to {result.after.slack:.3f} more: only the most probable tokens are known)"
+        lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}" + (more if result.after.slack > 0.001 else ""))
+    if result.after.offsets:
+        lines.append("held-out acceptance by token: " + " ".join(f"{a:.3f}" for a in result.after.offsets))
+    if result.lengths:
+        chosen = {2, 4, result.lengths[-1].k} if result.after.offsets else {2, 4}
+        shown = [n for n in result.lengths if n.k in chosen]
+        text = [f"K = {n.k}: {n.before:.2f} -> {n.after:.2f} ({n.low:.2f} to {n.high:.2f})" for n in shown]
+        lines.append("tokens per target pass: " + "; ".join(text))
+    if result.lengths and all(n.gain_low <= 1 for n in result.lengths):
+        lines.append("no gain beyond the noise at any K: more steps, another --lr or other text may help")
+    return Trained(
+        path=output.out,
+        show=lines,
+        data={"path": str(output.out), **result.as_dict()},
+        acceptance_before=before,
+        acceptance=after,
+        tokens=result.tokens,
+        seconds=result.seconds,
+        lengths=result.lengths,
+    )

@@ -1,0 +1,190 @@
+"""Drafts as students: ordinary and parallel language models, with the target as teacher in memory, stored or served."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftlab.acceptance.token_logprobs import max_positions
+from draftlab.console import note
+from draftlab.data import TokenBatches
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, hub, parallel, saving
+from draftlab.model.head_ids import write_head_ids
+from draftlab.model.size import read_size, training_cost
+from draftlab.model.tokenizer import check_embeds
+from draftlab.model.trimmed_head import trimmed_head_of
+from draftlab.model.weights import Weights
+from draftlab.servers.client import Server
+from draftlab.target_outputs.batches import open_stored
+from draftlab.target_outputs.store import logits_of, read_texts
+from draftlab.target_outputs.targets import check_server_tokenizer
+from draftlab.training import checkpointer, vocabulary
+from draftlab.training.distill import Distillation, Served
+from draftlab.training.evaluate import TargetTextEvaluator, affordable
+from draftlab.training.lora import adapt, merged_weights
+from draftlab.training.losses import parse_loss
+from draftlab.training.on_policy import Batches
+from draftlab.training.optimizers import training_dtype
+from draftlab.training.parallel import Offsets
+from draftlab.training.teachers import ServedTeacher, StoredTeacher
+from draftlab.training.texts import HELDOUT_ROWS, Author, mixed, reweighing
+from draftlab.training.trainer import TrainingSetup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenDraft:
+    """A draft that is trained. like: the checkpoint that it comes from. offsets: of a parallel draft.
+
+    vocab: logits to write; None: as many as like has.
+    """
+
+    module: PreTrainedModel
+    setup: TrainingSetup
+    like: Path
+    offsets: Offsets | None
+    lora_rank: int
+    vocab: int | None
+
+    def write(self, work: Path, state: Path) -> dict[str, object]:
+        """Write the best weights in the dtype of like; return what the record says of them."""
+        trained, dtype = checkpointer.best_weights(state, "student"), checkpoint.stored_dtype(self.like)
+        whole = merged_weights(self.like, self.lora_rank, trained) if self.lora_rank else trained
+        config = checkpoint.read_config(self.like) | (self.offsets.config if self.offsets else {})
+        saving.write_checkpoint(work, config, ((n, weight.to(dtype)) for n, weight in whole.items()), self.like)
+        notes: dict[str, object] = {}
+        if self.vocab is not None:
+            notes["vocab"] = vocabulary.resize(work, self.vocab)
+        if (head := trimmed_head_of(self.module)) is not None:
+            write_head_ids(work, head.ids.tolist())
+            notes["draft_vocab"] = len(head.ids)
+        return notes
+
+
+def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
+    """Return models and cost of a distillation, for people. Raises UserError: text that cannot be read."""
+    assert job.draft is not None  # starts_from_draft
+    if job.outputs is None and job.answers is None:
+        job.text.check(job.draft, job.loop)
+    student, teacher = read_size(job.draft), read_size(job.target) if job.target else None
+    seq_len = job.text.seq_len
+    tokens = job.loop.steps * job.loop.batch_size * seq_len
+    models = {"draft": student.describe(), "target": teacher.describe() if teacher else "none"}
+    text = {} if job.answers is None else {"text": job.answers.describe()}
+    cost = training_cost(student, teacher, tokens=tokens, seq_len=seq_len)
+    wider = {"in parallel": f"{offsets.cost:.2f} tokens are read for each of these"} if offsets else {}
+    return models | text | cost | wider
+
+
+def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenDraft:
+    """Return the draft in fp32 with its teacher and text.
+
+    Raises:
+        UserError: see stored_setup, served_teacher and Text.open.
+    """
+    assert job.draft is not None  # starts_from_draft
+    student = _load(job, job.draft, offsets)
+    if job.outputs is not None:
+        setup = _stored_setup(job, job.draft, job.outputs)
+    else:
+        setup = _text_setup(job, student, job.draft, state, offsets)
+    setup = replace(setup, offsets=offsets)
+    if job.vocab is not None:
+        if job.outputs is not None:
+            texts = [output.ids for output in read_texts(job.outputs)]
+        else:
+            texts = vocabulary.trained_texts(setup.batches, job.loop.steps)
+        vocabulary.trim(student, job.vocab, texts, [path for path in (job.draft, job.target) if path is not None])
+    vocab = checkpoint.vocab_size(job.target) if job.target else None
+    return OpenDraft(module=student, setup=setup, like=job.draft, offsets=offsets, lora_rank=job.lora_rank, vocab=vocab)
+
+
+def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrainedModel:
+    if parallel.pard_token(draft) is not None and offsets is None:
+        note(
+            f"{hub.checkpoint_name(draft)} is a parallel draft; this trains it as an ordinary one, and its offsets fade"
+        )
+    student = checkpoint.load_model(draft, torch.float32)
+    if job.gradient_checkpointing:
+        student.gradient_checkpointing_enable()
+    if job.lora_rank:
+        student = adapt(student, job.lora_rank, job.loop.seed)
+    if offsets is not None:
+        name = checkpoint.load_tokenizer(draft).convert_ids_to_tokens(offsets.token)
+        note(f"mask token {offsets.token}: {name}")
+        offsets.prepare(student)
+    return student
+
+
+def _stored_setup(job: Distillation, draft: Path, outputs: Path) -> TrainingSetup:
+    """Return a setup from stored target outputs.
+
+    Raises:
+        UserError: another vocabulary, unfinished or corrupt outputs, or a temperature that they do not hold.
+    """
+    check_embeds(draft)
+    batches, heldout = open_stored(
+        outputs, draft, batch_size=job.loop.batch_size, temperature=job.temperature, seed=job.loop.seed
+    )
+    teacher = StoredTeacher(batches.manifest.vocab)
+    return TrainingSetup(
+        teacher=teacher, batches=batches, heldout=heldout, loss=parse_loss(job.loss), temperature=job.temperature
+    )
+
+
+def served_teacher(served: Served, draft: Path) -> ServedTeacher:
+    """Return a teacher that asks a server for its k most probable tokens.
+
+    Raises:
+        UserError: no such server, another tokenizer, or a server that cannot score given text.
+    """
+    server = Server.connect(served.address, served.model, served.api_key_file)
+    check_server_tokenizer(server, draft)
+    if not server.adapter.has_prompt_logprobs:
+        raise UserError(f"{server.kind} does not score given text; store target outputs, or use vLLM or SGLang")
+    return ServedTeacher(server, served.top_logprobs, logits_of(draft))
+
+
+def _text_setup(
+    job: Distillation, student: PreTrainedModel, draft: Path, state: Path, offsets: Offsets | None
+) -> TrainingSetup:
+    """Return a setup from text, with the target loaded here or run by a server; with neither if text alone is learnt.
+
+    What the target writes is written first and stored in state, so that the target is in memory once at a time.
+    """
+    tokenizer, loss = checkpoint.load_tokenizer(draft), parse_loss(job.loss)
+    served = None if job.served is None else served_teacher(job.served, draft)
+    note(f"reading {job.text.data}")
+    data, heldout = job.text.open(tokenizer, job.loop)
+    author = None if job.target is None else Author.of(job.target, job.hardware, job.loop, draft)
+    batches = _batches(job, data, tokenizer, student, draft, author, state)
+    length = None
+    if author is not None and loss.needs_teacher:
+        length = TargetTextEvaluator.of(author, draft, heldout, state, offsets)
+    setup = TrainingSetup(
+        teacher=served, batches=batches, heldout=heldout, loss=loss, temperature=job.temperature, length=length
+    )
+    del author  # and the target with it, before it is loaded as a teacher
+    return setup if job.target is None or not loss.needs_teacher else _with_target(job, setup, student, job.target)
+
+
+def _batches(
+    job: Distillation, data: TokenBatches, tokenizer: PreTrainedTokenizerBase, student: PreTrainedModel, draft: Path,
+    author: Author | None, state: Path,
+) -> Batches:  # fmt: skip
+    reweighed = author is not None and job.text.reweigh_steps > 0
+    source = reweighing(job.text, data, author, tokenizer) if author is not None and reweighed else data
+    return mixed(job.text, source, student, draft, author, job.loop, job.hardware.memory, state)
+
+
+def _with_target(job: Distillation, setup: TrainingSetup, student: PreTrainedModel, target: Path) -> TrainingSetup:
+    """Load the target as teacher, and fit the held-out batches to the memory for its logits."""
+    operations, seq_len = 2 * (Weights(target).parameters + student.num_parameters()), job.text.seq_len
+    dtype = training_dtype(job.loop.dtype)
+    note(f"loading {hub.checkpoint_name(target)} as teacher in {dtype}")
+    teacher = checkpoint.load_model(target, checkpoint.DTYPES[dtype], device_map=job.hardware.device_map)
+    spread = setup.heldout.subset(affordable(HELDOUT_ROWS, operations * seq_len, job.hardware.resolved))
+    fitting = max_positions(checkpoint.vocab_size(target), job.hardware.memory) // seq_len
+    return replace(setup, teacher=teacher, heldout=spread.batched(max(1, min(job.loop.batch_size, fitting))))

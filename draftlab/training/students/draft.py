@@ -1,0 +1,40 @@
+"""An ordinary draft: a language model with the target's vocabulary, of which one pass drafts one token."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftlab.config.students import StudentSpec, student
+from draftlab.model import hub
+
+if TYPE_CHECKING:
+    from draftlab.training.distill import Distillation, OpenStudent
+    from draftlab.training.parallel import Offsets
+
+
+class DraftSpec(StudentSpec):
+    """A student that is a checkpoint to train."""
+
+    starts_from_draft = True
+
+    def name(self, draft: Path, target: Path) -> str:
+        return f"distill-{hub.checkpoint_name(draft).removeprefix('prune-')}"
+
+    def offsets(self, job: "Distillation") -> "Offsets | None":
+        """Return what a parallel draft learns to predict; None: it learns the next token."""
+        return None
+
+    def facts(self, job: "Distillation") -> Mapping[str, object]:
+        from draftlab.training import drafts
+
+        return drafts.facts(job, self.offsets(job))
+
+    def open(self, job: "Distillation", state: Path) -> "OpenStudent":
+        from draftlab.training import drafts
+
+        return drafts.open_draft(job, self.offsets(job), state)
+
+
+@student("draft")
+class OrdinarySpec(DraftSpec):
+    """A draft that makes one pass for each drafted token."""

@@ -1,0 +1,61 @@
+"""An EAGLE-3 head (Li et al. 2025, 2503.01840): one layer that drafts from the states of the frozen target."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BeforeValidator, Field
+
+from draftlab.config.students import StudentSpec, student
+from draftlab.errors import UserError
+
+if TYPE_CHECKING:
+    from draftlab.training.distill import Distillation, OpenStudent
+
+LARGEST_DEFAULT = 32_000  # draft ids, as SafeAILab and speculators have
+
+Layers = Annotated[
+    list[int] | None, BeforeValidator(lambda value: value.split("+") if isinstance(value, str) else value)
+]
+
+
+@student("eagle")
+class EagleStudent(StudentSpec):
+    """ttt_steps: steps of training-time test, tokens in a row that the head learns to draft.
+
+    layer_ids: layers of the target after which the head reads its states, as 2+12+21; by default 2, n / 2 and n - 3.
+    norm_before_residual: take the residual after hidden_norm, which SGLang does not compute.
+    """
+
+    unused = frozenset(
+        {"server", "served_model", "api_key_file", "top_logprobs", "lora_rank", "gradient_checkpointing",
+         "reweigh_steps"}
+    )  # fmt: skip
+    lr_share = 0.5  # of what pruned drafts take, by runs on SmolLM2-135M
+    ttt_steps: int = Field(4, ge=1, le=16)
+    layer_ids: Layers = None
+    norm_before_residual: bool = False
+
+    def check(self, job: "Distillation") -> None:
+        if "draft" in job.text.shares:
+            raise UserError("--text: the text of an EAGLE-3 head is the target's own; want data and target")
+        if job.text.seq_len <= self.ttt_steps + 1:
+            raise UserError(
+                f"--student {self.text}: sequences of {job.text.seq_len} tokens are too short for {self.ttt_steps} "
+                "steps; raise --seq-len"
+            )
+        if job.draft is not None and (job.vocab or self.layer_ids or self.norm_before_residual):
+            raise UserError(f"--draft {job.draft} has ids and layers of its own; leave --vocab and layer_ids out")
+        from draftlab.training.eagle import head_of
+
+        head_of(self, job)
+
+    def facts(self, job: "Distillation") -> Mapping[str, object]:
+        from draftlab.training import eagle
+
+        return eagle.facts(self, job)
+
+    def open(self, job: "Distillation", state: Path) -> "OpenStudent":
+        from draftlab.training import eagle
+
+        return eagle.open_head(self, job, state)

@@ -1,0 +1,213 @@
+"""Text to train on: of sources, and what the target or the draft writes.
+
+N rows, P prompt tokens, G generated tokens.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftlab.config.shared import LossOn
+from draftlab.console import note, progress
+from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_batches, open_heldout, parse_mixture
+from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, hub
+from draftlab.model.decoder import Decoder
+from draftlab.model.tokenizer import known_ids
+from draftlab.sampling import SamplingParams
+from draftlab.training.checkpointer import load_or_make
+from draftlab.training.loop import Loop
+from draftlab.training.losses import parse_loss
+from draftlab.training.objectives import DistillStep
+from draftlab.training.on_policy import Batches, GeneratedRows, MixedBatches, StudentBatches
+from draftlab.training.optimizers import training_dtype
+
+HELDOUT_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingText:
+    """Text to train on in sequences of seq_len tokens.
+
+    shares: of the steps, by "data", "target" (the target continues starts of the data) and "draft" (the student does).
+    loss_on: of conversations; None: the data has none. prompt_tokens, temperature: of generated text. reweigh_steps:
+    steps between updates of a mixture's weights by held-out loss; 0: fixed weights.
+    """
+
+    data: str
+    shares: Mapping[str, float]
+    seq_len: int
+    loss_on: LossOn | None = None
+    prompt_tokens: int = 32
+    temperature: float = 1.0
+    reweigh_steps: int = 0
+
+    @property
+    def generated(self) -> bool:
+        return bool(self.shares.keys() & {"target", "draft"})
+
+    def open(self, tokenizer: PreTrainedTokenizerBase, loop: Loop) -> tuple[TokenBatches, HeldOut]:
+        """Return the batches to train on and the held-out windows of the data.
+
+        Raises:
+            UserError: the data cannot be read or has too little text, or it has conversations that a model is to
+                continue.
+        """
+        if self.loss_on is not None and self.generated:
+            raise UserError(
+                "--text: the data has conversations, which --text target answers if they are one JSON-lines file; "
+                "other shares of text take data without conversations"
+            )
+        rows, seq_len, loss_on = loop.batch_size, self.seq_len, self.loss_on
+        heldout = open_heldout(
+            self.data, tokenizer, rows=rows, seq_len=seq_len, most_rows=HELDOUT_ROWS, loss_on=loss_on
+        )
+        batches = open_batches(
+            self.data, tokenizer, rows=rows, seq_len=seq_len, steps=loop.steps, seed=loop.seed, loss_on=loss_on
+        )
+        return batches, heldout
+
+    def check(self, directory: Path, loop: Loop) -> None:
+        """Open the files of the data as training does, for a plan; built-in text and sets of the hub are left alone.
+
+        directory: of the tokenizer.
+
+        Raises:
+            UserError: see open.
+        """
+        if all(Path(name).exists() for name in parse_mixture(self.data)):
+            self.open(checkpoint.load_tokenizer(directory), loop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Where the target runs. memory: GB that its logits and KV caches may take."""
+
+    device: str = "auto"
+    device_map: str | None = None
+    memory: float = 2.0
+
+    @property
+    def resolved(self) -> torch.device:
+        return checkpoint.resolve_device(self.device)
+
+
+@dataclass(frozen=True)
+class Author:
+    """The target as a writer of text, loaded at first use. known: ids that the draft knows, too."""
+
+    target: Path
+    known: int
+    hardware: Hardware
+    loop: Loop
+
+    @classmethod
+    def of(cls, target: Path, hardware: Hardware, loop: Loop, draft: Path | None = None) -> "Author":
+        known = known_ids(target) if draft is None else known_ids(draft, target)
+        return cls(target, known, hardware, loop)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return checkpoint.DTYPES[training_dtype(self.loop.dtype)]
+
+    def load_model(self) -> PreTrainedModel:
+        return checkpoint.load_model(self.target, self.dtype, self.hardware.resolved, self.hardware.device_map)
+
+    @cached_property
+    def model(self) -> Decoder:
+        return load_generator(self.target, self.dtype, self.hardware.resolved, self.hardware.device_map)
+
+    @property
+    def batching(self) -> Batching:
+        return Batching(vocab=self.known, memory=self.hardware.memory)
+
+    def sampling(self, length: int, temperature: float) -> SamplingParams:
+        ends = checkpoint.eos_token_ids(self.target)
+        return SamplingParams(max_tokens=length, temperature=temperature, seed=self.loop.seed, stop_token_ids=ends)
+
+
+def mixed(
+    text: TrainingText, data: Batches, student: PreTrainedModel, draft: Path, author: Author | None, loop: Loop,
+    memory: float, state: Path,
+) -> Batches:  # fmt: skip
+    """Mix data, text of the target and text of the draft by their shares of steps."""
+    sources: dict[str, Batches] = {"data": data}
+    if "target" in text.shares and author is not None:
+        sources["target"] = target_text(text, data, author, state)
+    if "draft" in text.shares:
+        ends, known = (author.target, author.known) if author else (draft, known_ids(draft))
+        sources["draft"] = StudentBatches(
+            student, data, text.prompt_tokens, text.temperature, checkpoint.eos_token_ids(ends), known, loop.seed,
+            memory,
+        )  # fmt: skip
+    return in_turns(text, sources, loop)
+
+
+def in_turns(text: TrainingText, sources: Mapping[str, Batches], loop: Loop) -> Batches:
+    """Return the batches of several sources in turn, by their shares of the steps."""
+    shares = dict(text.shares)
+    return sources[next(iter(shares))] if len(shares) == 1 else MixedBatches.of(sources, shares, loop.steps)
+
+
+def target_text(text: TrainingText, data: Batches, author: Author, state: Path) -> GeneratedRows:
+    """Return rows that begin like those of data and that the target continues; made once, and stored in state."""
+    loop = author.loop
+    steps = min(loop.steps, math.ceil(loop.steps * text.shares["target"]) + 1)
+    starts = [data.batch(step).ids[:, : text.prompt_tokens] for step in range(steps)]
+    return continued(np.concatenate(starts), text, author, state / "target_text.pt", "train on")
+
+
+def continued(prompts: np.ndarray, text: TrainingText, author: Author, file: Path, purpose: str) -> GeneratedRows:
+    """Return prompts [N, P] with what the target writes after them, up to the length of a row; made once, in a file.
+
+    purpose: completes "text to ..." for the bar of progress.
+    """
+    rows, length = author.loop.batch_size, text.seq_len + 1 - prompts.shape[1]
+
+    def make() -> dict[str, np.ndarray]:
+        with progress(f"the target writes text to {purpose}", len(prompts)) as advance:
+            texts = generate_batch(
+                author.model, prompts.tolist(), author.sampling(length, text.temperature), author.batching,
+                advance=lambda n: advance(n, "texts"),
+            )  # fmt: skip
+        written = GeneratedRows.of(prompts, texts, length, rows)
+        return {"ids": written.ids, "lengths": written.lengths}
+
+    arrays = load_or_make(file, make)
+    return GeneratedRows(arrays["ids"], arrays["lengths"], prompts.shape[1], rows)
+
+
+def reweighing(
+    text: TrainingText, batches: TokenBatches, author: Author, tokenizer: PreTrainedTokenizerBase
+) -> DynamicBatches:
+    """Return batches whose weights follow the student's held-out loss on each source, relative to the target's.
+
+    Xia et al. 2023 (Sheared LLaMA, 2310.06694), dynamic batch loading.
+
+    Raises:
+        UserError: a source without one held-out window.
+    """
+    note(f"loading {hub.checkpoint_name(author.target)} for its loss on each source")
+    reference, rows = author.load_model().eval(), min(8, batches.rows)
+    heldout = {
+        name: open_heldout(
+            name, tokenizer, rows=rows, seq_len=batches.seq_len, most_rows=16, loss_on=text.loss_on
+        ).batches
+        for name in batches.weights
+    }  # fmt: skip
+    losses = {name: _cross_entropy(reference, b) for name, b in heldout.items()}
+    return DynamicBatches.start(batches, heldout, losses, text.reweigh_steps)
+
+
+@torch.inference_mode()
+def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
+    step, device = DistillStep(model, parse_loss("ce"), 1.0), model.device
+    sums = [step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None) for b in batches]
+    return float(sum(s[0, 1] for s in sums) / sum(int(b.mask.sum()) for b in batches))

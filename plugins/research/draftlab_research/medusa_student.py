@@ -1,0 +1,45 @@
+"""Medusa heads (Cai et al. 2024, 2401.10774) as a student of distill."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from draftlab.config.students import StudentSpec, student
+from draftlab.errors import UserError
+
+if TYPE_CHECKING:
+    from draftlab.training.distill import Distillation, OpenStudent
+
+
+@student("medusa")
+class MedusaStudent(StudentSpec):
+    """heads: the number of heads, each for one drafted token."""
+
+    unused = frozenset(
+        {"draft", "outputs", "prompt_file", "server", "loss", "temperature", "vocab", "lora_rank",
+         "gradient_checkpointing", "reweigh_steps", "device_map"}
+    )  # fmt: skip
+    lr_share = 0.25  # 0.001, as in the paper: the heads are not matrices of blocks
+    heads: int = Field(3, ge=1, le=8)
+
+    def check(self, job: "Distillation") -> None:
+        from draftlab.model import llama
+
+        if set(job.text.shares) != {"data"} or job.answers is not None:
+            raise UserError("--text: Medusa heads learn on data; store the target's text with outputs build")
+        assert job.target is not None  # a head reads its states
+        llama.check_supported(job.target)  # the engine drafts with the states that the heads read
+
+    def facts(self, job: "Distillation") -> Mapping[str, object]:
+        from draftlab.model import llama
+
+        assert job.target is not None  # a head reads its states
+        shape = llama.check_supported(job.target)
+        return {"heads": f"{self.heads} of {shape.hidden**2:,} parameters each", "steps": job.loop.steps}
+
+    def open(self, job: "Distillation", state: Path) -> "OpenStudent":
+        from draftlab_research import medusa_training
+
+        return medusa_training.open_heads(self.heads, job)

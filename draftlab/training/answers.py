@@ -103,6 +103,5 @@ class PromptFile:
             "target": self.name, "chat": self.chat, "max_new_tokens": self.max_new_tokens, "seed": self.seed,
             "temperature": self.temperature, "device": self.hardware.device, "out": workspace.load().runs / name,
         }  # fmt: skip
-        optional = {"system_prompt": self.system_prompt, "device_map": self.hardware.device_map}
-        given |= {option: value for option, value in optional.items() if value is not None}
+        given |= {"device_map": self.hardware.device_map} if self.hardware.device_map else {}
         return OutputsBuildConfig.build(given | text)

@@ -131,8 +131,7 @@ def _check_models(
 ) -> None:
     """Check that draft and target fit the text and each other."""
     from draftlab.model import checkpoint
-    from draftlab.model.head_ids import check_trimmable
-    from draftlab.model.hf_files import check_length
+    from draftlab.model.hf_files import check_length, check_trimmable
     from draftlab.model.tokenizer import common_vocabulary
 
     starts = config.kind.starts_from_draft

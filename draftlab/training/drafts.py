@@ -12,11 +12,11 @@ from draftlab.console import note
 from draftlab.data import TokenBatches
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub, parallel, saving
-from draftlab.model.head_ids import write_head_ids
+from draftlab.model.checkpoint import Weights
+from draftlab.model.hf_files import write_head_ids
 from draftlab.model.size import read_size, training_cost
 from draftlab.model.tokenizer import check_embeds
 from draftlab.model.trimmed_head import trimmed_head_of
-from draftlab.model.weights import Weights
 from draftlab.servers.client import Server
 from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.store import logits_of, read_texts

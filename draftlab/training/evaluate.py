@@ -19,10 +19,9 @@ from draftlab.console import note, progress
 from draftlab.data import HeldOut
 from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.intervals import ratio_interval
-from draftlab.model.checkpoint import max_model_len
+from draftlab.model.checkpoint import Weights, max_model_len
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.weights import Weights
 from draftlab.sampling import SamplingParams
 from draftlab.training import checkpointer
 from draftlab.training.parallel import Offsets

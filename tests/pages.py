@@ -12,30 +12,14 @@ ORDER = [name for layer in LAYERS for name in layer if name != "__main__"]
 
 
 def tree() -> str:
-    """Return every module in one line, lowest layer first."""
-    lines = ["```", "draftlab/"]
+    """Return every room and every module beside them in one line, the lowest layer first."""
+    lines = []
     for name in ORDER:
         place = ROOT / "draftlab" / name
-        lines += directory(place, 1) if place.is_dir() else [line(place.with_suffix(".py"), 1)]
-    return "\n".join([*lines, "```"])
-
-
-def directory(folder: Path, depth: int) -> list[str]:
-    lines = [entry(f"{folder.name}/", purpose(folder / "__init__.py"), depth)]
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and (path / "__init__.py").exists():
-            lines += directory(path, depth + 1)
-        elif path.suffix == ".py" and path.name != "__init__.py":
-            lines.append(line(path, depth + 1))
-    return lines
-
-
-def line(file: Path, depth: int) -> str:
-    return entry(file.name, purpose(file), depth)
-
-
-def entry(name: str, text: str, depth: int) -> str:
-    return f"{'    ' * depth}{name}".ljust(38) + text
+        room = place.is_dir()
+        file = place / "__init__.py" if room else place.with_suffix(".py")
+        lines.append(f"{name}/".ljust(16) + purpose(file) if room else file.name.ljust(16) + purpose(file))
+    return "\n".join(["```", *lines, "```"])
 
 
 def purpose(file: Path) -> str:

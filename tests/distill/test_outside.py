@@ -1,39 +1,21 @@
-"""A loss and a student of one file each, outside of draftlab, go through help, errors and training."""
+"""The loss and the student of docs/extending.md, outside of draftlab, go through help, errors and training."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-LOSS = """
-from draftlab.training.losses import loss
+GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
 
-@loss("squares")
-def squares(x):
-    "The squared distance of the distributions; its slope is q times the derivative by q."
-    return (x.p - x.q).square().sum(-1), 2 * x.q * (x.q - x.p)
-"""
-STUDENT = """
-from dataclasses import replace
 
-from pydantic import Field
-
-from draftlab.config.students import student
-from draftlab.training.students.draft import DraftSpec
-
-@student("quiet")
-class QuietSpec(DraftSpec):
-    "An ordinary draft whose loss has a temperature of its own."
-
-    unused = frozenset({"temperature"})
-    softness: float = Field(2.0, gt=0)
-
-    def open(self, job, state):
-        return super().open(replace(job, temperature=self.softness), state)
-"""
+def example(name: str) -> str:
+    """Return the block of the guide that registers a kind."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    return next(block for block in blocks if f'("{name}")' in block)
 
 
 def install(site: Path, group: str, name: str, text: str) -> None:
@@ -49,8 +31,8 @@ def install(site: Path, group: str, name: str, text: str) -> None:
 def site(tmp_path: Path) -> Path:
     folder = tmp_path / "site"
     folder.mkdir()
-    install(folder, "draftlab.losses", "squares", LOSS)
-    install(folder, "draftlab.students", "quiet", STUDENT)
+    install(folder, "draftlab.losses", "squares", example("squares"))
+    install(folder, "draftlab.students", "quiet", example("quiet"))
     return folder
 
 

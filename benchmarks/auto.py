@@ -17,13 +17,12 @@ import typer
 
 from benchmarks import environment
 from draftlab.commands import COMMANDS
-from draftlab.pipeline.command import auto
-from draftlab.pipeline.verdict import Training, Verdict
+from draftlab.commands.auto import auto
 from draftlab.reading import read_model, read_object
 from draftlab.recipe import run
 from draftlab.results.compare import speedup_ratio
 from draftlab.results.score import read_score, score_files
-from draftlab.training.learning_curve import fit
+from draftlab.searching.verdict import Verdict
 
 BY_HAND = Path("runs/quickstart")
 STREAMS, RULES = (Path(__file__).parent / "results" / name for name in ("streams.json", "server_rules.json"))
@@ -42,8 +41,6 @@ def main(
     auto(target="tiny", minutes=minutes, threads=1, out=folder)
     seconds, cpu = time.time() - start, _cpu_seconds() - cpu
     verdict, done = read_model(Verdict, folder, "auto.json"), [folder, *(smollm2 or [])]
-    errors = {path.name: forecast_error(path) for path in done}
-    known = [error for error in errors.values() if error is not None]
     by_hand_ratio = over_by_hand(folder, verdict) if by_hand else None
     served = None if vllm is None else gap(folder, vllm, minutes)
     rules = read_object(RULES)
@@ -57,8 +54,6 @@ def main(
         "server_rule_half_width": (served["high"] - served["low"]) / 2 if served else rules["half_width"],
         "served": served,
         "streams_prediction_error": read_object(STREAMS)["streams_prediction_error"],
-        "cost_forecast_error": max(known) if known else None,
-        "cost_forecast_errors": errors,
         "verdicts": {path.name: read_model(Verdict, path, "auto.json").model_dump(mode="json") for path in done},
     }
     print(json.dumps(result | environment(1)))
@@ -90,18 +85,6 @@ def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
         ratio = speedup_ratio(scores[verdict.ranking[0].name], best)
         ends = {"value": ratio.value, "low": ratio.low, "high": ratio.high}
     return {**ends, "best": best.name, "speedups": speedups}
-
-
-def forecast_error(folder: Path) -> float | None:
-    """Return how far the curve of a run's first pilots, to a quarter of its training, is from what its end measured."""
-    if not (folder / "training.json").exists():
-        return None
-    training = read_model(Training, folder, "training.json")
-    last = training.pilots[-1]
-    early = [pilot for pilot in training.pilots if pilot.tokens <= last.tokens / 4 * 1.05]
-    if len(early) < 2:
-        return None
-    return abs(fit(early, training.k).at(last.tokens).value / last.length - 1)
 
 
 def gap(folder: Path, vllm: Path, minutes: float) -> Any:

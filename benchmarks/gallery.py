@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from benchmarks import cpu_name
-from draftlab.pipeline.plan import Plan
-from draftlab.pipeline.verdict import Verdict
 from draftlab.provenance import Record
 from draftlab.reading import read_model
+from draftlab.searching.plan import Plan
+from draftlab.searching.verdict import Verdict
 
 GALLERY = Path("docs/gallery")
 FILES = ("index.html", "auto.json", "plan.json", "draftlab.json", "recipe.yaml", "report/report.html")

@@ -23,7 +23,6 @@ from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
 from draftlab.console import is_main_process, print_words, processes
 from draftlab.errors import UsageError, UserError, one_line
-from draftlab.pipeline.command import auto
 from draftlab.recipe import run
 from draftlab.trust import printable
 
@@ -194,7 +193,7 @@ def options(version: Annotated[bool, Option("--version", help="Print the version
 
 def _add_commands() -> None:
     groups = {"": app} | {name: typer.Typer(help=text, no_args_is_help=True) for name, (text, _) in GROUPS.items()}
-    for panel, commands in {"From a target to a served draft": (auto,), **PANELS, "Run saved commands": (run,)}.items():
+    for panel, commands in {**PANELS, "Run saved commands": (run,)}.items():
         for command in commands:
             group, _, leaf = command.name.rpartition(" ")
             advanced = any(extra(field)["advanced"] for field in command.config.model_fields.values())

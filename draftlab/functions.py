@@ -12,7 +12,6 @@ from pydantic_core import PydanticUndefined
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import extra
-from draftlab.pipeline.command import auto
 
 SWITCHES = {"force": "Replace an existing output.", "dry_run": "Return the plan and do nothing."}
 
@@ -29,7 +28,7 @@ class Unset:
 
 def library_function(name: str) -> Callable[..., Outcome]:
     """Return a command as a function whose signature and documentation name every option."""
-    command = {**COMMANDS, auto.name: auto}[name.replace("_", " ")]
+    command = COMMANDS[name.replace("_", " ")]
     fields = command.config.model_fields
 
     def call(**settings: Any) -> Outcome:

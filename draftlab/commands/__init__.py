@@ -1,6 +1,7 @@
 """The commands, grouped as --help shows them. The command line, recipes and tests call these same objects."""
 
 from draftlab.commands import outputs
+from draftlab.commands.auto import auto
 from draftlab.commands.base import Command
 from draftlab.commands.distill import distill
 from draftlab.commands.environment import env
@@ -13,6 +14,7 @@ from draftlab.commands.score import score
 from draftlab.commands.search import search
 
 PANELS: dict[str, tuple[Command, ...]] = {
+    "From a target to a served draft": (auto,),
     "Set up": (init, import_checkpoint, env),
     "Make a draft": (
         design, prune, distill, search, outputs.build, outputs.info,

@@ -1,17 +1,21 @@
 """The command that searches for a draft."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from draftlab.commands.base import Outcome, command, plan
+from draftlab.commands.base import Outcome, command
 from draftlab.config.search import SearchConfig
+from draftlab.errors import UserError, about
+from draftlab.model import hub
 from draftlab.output import Output
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from draftlab.intervals import Interval
+    from draftlab.searching.run import Wanted
     from draftlab.searching.schedule import Search
 
 
@@ -32,20 +36,128 @@ class Searched(Outcome):
         return self.interval.value
 
 
-@command(SearchConfig, dry_run=True)
-def search(config: SearchConfig, output: Output) -> Searched | Outcome:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSearch:
+    """What to search among. running: settings that every step shares."""
+
+    name: str
+    wanted: "Wanted"
+    running: dict[str, Any]
+
+    def facts(self) -> Mapping[str, object]:
+        from draftlab.model.size import read_size
+
+        wanted = self.wanted
+        kept = [*wanted.named, *(head.name for head in wanted.heads)]
+        return {
+            "target": read_size(wanted.target).describe(),
+            "source": wanted.source_shape.describe(),
+            "try": ", ".join(f"{shape.layers} x {shape.hidden}" for shape in wanted.tried),
+            "compare with": ", ".join(kept) or "nothing",
+            "minutes": wanted.minutes,
+        }
+
+
+def prepare_search(config: SearchConfig, weights: bool) -> PreparedSearch:
+    """Resolve and check the settings.
+
+    Raises:
+        UserError: checkpoints, shapes, heads or text that cannot be searched with, or too few cheap shapes to come.
+    """
+    from draftlab.drafters.eagle import EagleSpec
+    from draftlab.model import checkpoint, eagle, llama
+    from draftlab.model.decoder import resolve_mode
+    from draftlab.model.hf_files import check_trimmable
+    from draftlab.model.tokenizer import common_vocabulary
+    from draftlab.pruning.trial_model import prunable_shape
+    from draftlab.searching.run import Wanted, shapes_to_try
+
+    with about("--target"):
+        target = hub.locate(config.target, weights)
+    with about("--source"):
+        source = hub.locate(config.source, weights)
+        _, shape = prunable_shape(config.source)
+        common_vocabulary(source, target)
+    if config.vocab is not None:
+        check_trimmable(source, config.vocab)
+        shape = shape.model_copy(update={"draft_vocab": config.vocab})
+    tried = shapes_to_try(shape, config.layers, config.widths)
+    with about("--against"):
+        heads = [EagleSpec.of(heads=name) for name in config.against if hub.is_eagle_head(Path(name))]
+        named = dict(prunable_shape(name) for name in config.against if not hub.is_eagle_head(Path(name)))
+        params = [eagle.check(Path(head.heads), target).params() for head in heads]
+        if heads:
+            llama.check_supported(target)
+    names = [hub.checkpoint_name(Path(head.heads)) for head in heads]
+    if len({*names, hub.checkpoint_name(target)}) <= len(heads):
+        raise UserError(f"--against: two directories have the same name, rename one: {', '.join(names)}")
+    text, prompts = _texts(config, weights)
+    device = checkpoint.resolve_device(config.device)
+    dtype = checkpoint.resolve_dtype(config.dtype, device)
+    return PreparedSearch(
+        name=f"search-{hub.checkpoint_name(Path(config.source.partition('@')[0]))}",
+        wanted=Wanted(
+            target=target,
+            source=source,
+            source_shape=shape,
+            minutes=config.minutes,
+            ks=config.k,
+            offsets=max(config.k) if config.parallel else 1,
+            first_steps=config.first_steps,
+            tried=tried,
+            named=named,
+            heads=heads,
+            head_params=params,
+            text=text,
+            prompts=prompts,
+            inputs=[*filter(None, (config.outputs, config.prompt_file)), *(Path(head.heads) for head in heads)],
+        ),
+        running={
+            "device": config.device,
+            "dtype": checkpoint.dtype_name(dtype),
+            "mode": resolve_mode("auto", device, dtype, [target, source]),
+            "threads": config.threads,
+            "trust_remote_code": config.trust_remote_code or None,
+        },
+    )
+
+
+@command(SearchConfig, prepare=prepare_search, dry_run=True)
+def search(prepared: PreparedSearch, output: Output) -> Searched:
     """Find the shape and K with which the target is fastest here; a killed search resumes."""
-    from draftlab.searching.shapes import shapes_to_try
-
-    tried = shapes_to_try(config)  # before torch is imported
+    from draftlab.commands.steps import step_of
     from draftlab.searching import run
+    from draftlab.searching.steps import Steps
 
-    if output.dry_run:
-        return plan(output, run.estimate(config, tried))
-    result = run.search(config, tried, output)
+    steps = Steps(folder=output.state, make=lambda name, settings: step_of(name, settings, prepared.running, "search"))
+    result = run.search(prepared.wanted, steps, output)
     lines = [_rung_table(result), *result.explain(), str(output.out / "draft")]
     data = {"path": str(output.out), **result.model_dump(mode="json")}
     return Searched(path=output.out, show=lines, data=data, search=result, draft=output.out / "draft")
+
+
+def _texts(config: SearchConfig, weights: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the text to learn from, and of the prompts. Raises UserError: they cannot be read."""
+    from draftlab.reading import check_json_lines
+    from draftlab.searching.run import PROMPT_TOKENS
+    from draftlab.target_outputs.store import finished_manifest
+
+    data = {"data": config.data}
+    if config.outputs is not None:
+        with about("--outputs"):
+            if finished_manifest(config.outputs).top_logprobs == 0:
+                raise UserError(f"{config.outputs} stores no probabilities; build it with --use distill")
+    if config.prompt_file is not None:
+        with about("--prompt-file"):
+            check_json_lines(config.prompt_file)
+    if config.outputs is None or config.prompt_file is None:
+        with about("--data"):
+            hub.check_data(config.data) if weights else hub.check_local_data(config.data)
+    prompts = data | {"prompt_tokens": PROMPT_TOKENS}
+    return (
+        data if config.outputs is None else {"outputs": config.outputs},
+        prompts if config.prompt_file is None else {"prompt_file": config.prompt_file},
+    )
 
 
 def _rung_table(search: "Search") -> "Table":

@@ -6,17 +6,16 @@ from typing import Literal
 from pydantic import model_validator
 from typing_extensions import Self
 
-from draftlab import workspace
-from draftlab.config import inputs, shared
+from draftlab.config import shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
-from draftlab.config.server_rules import ServerName
-from draftlab.model import hub
 
 Runtime = Literal["vllm", "sglang", "llama.cpp", "transformers"]
 VERIFIED = {"vllm": "vllm", "llama.cpp": "llama-server"}  # runtimes that an export can be verified in, with programs
 
 
 class AutoConfig(OutputConfig, shared.CheckpointSettings):
+    """The target, how it is served, and the time to find its draft."""
+
     target: str = option(help="Checkpoint of the target: a directory, or a hub name with @REVISION.", argument=True)
     minutes: float = option(60.0, "Time to spend, approximately.", gt=0)
     server: Runtime | None = option(
@@ -28,22 +27,16 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         "text of --data for models without a chat template.", flag="--prompts",
     )  # fmt: skip
     data: str | None = option(
-        None, "Text whose parts are the prompts of a target without a chat template. Default: the workspace's.",
-        reads=inputs.text,
-    )  # fmt: skip
+        None, "Text whose parts are the prompts of a target without a chat template. Default: the workspace's."
+    )
     streams: Numbers = numbers("1", "Prompts that are served at once, as 1,4,16: the draft must pay over all of them.")
     temperature: float = option(0.0, "Temperature that prompts are served at; 0 is greedy.", ge=0)
-    acceptance_length: float | None = option(
-        None, "Also say what training to so many tokens per target pass would cost.", gt=1
-    )
     verify_with: Path | None = option(
-        None, "Program of the server, vllm or llama-server. Default: the one on the PATH, if there is one.",
-        reads=inputs.program,
-    )  # fmt: skip
+        None, "Program of the server, vllm or llama-server. Default: the one on the PATH, if there is one."
+    )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: shared.Device = shared.device()
     threads: int | None = shared.threads()
-    seed: int = shared.seed()
 
     only = (
         Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompts, not by both"),
@@ -57,25 +50,3 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         if "," in str(self.out or ""):
             raise ValueError(f"--out {self.out}: leave out the comma, which separates the options of drafters")
         return self
-
-    @property
-    def text(self) -> str | None:
-        """Return the data source of prompts, by the workspace or the preset of the target; None: there is none."""
-        if self.data is not None:
-            return self.data
-        if workspace.FILE.exists():
-            return workspace.load().data
-        return next((p.data for p in workspace.PRESETS.values() if p.target == self.target), None)
-
-    @property
-    def rule(self) -> ServerName | None:
-        """Return the rule that what is drafted is accepted by; None: greedy decoding, or draftlab's own.
-
-        The script for vLLM asks for sampled drafts, so that is its rule here.
-        """
-        if self.temperature == 0:
-            return None
-        return "vllm-probabilistic" if self.server == "vllm" else self.server
-
-    def default_name(self) -> str:
-        return f"auto-{hub.checkpoint_name(Path(self.target.partition('@')[0]))}"

@@ -58,7 +58,6 @@ class RunFacts:
 class DrafterSpec(KindSpec):
     """A kind of drafter with its options."""
 
-    kind: ClassVar[str]
     served_by: ClassVar[frozenset[str]] = frozenset()  # servers that draft in the same way
     own_engine: ClassVar[bool] = False  # models that transformers runs are refused
     mode: ClassVar[Mode | None] = None  # the only mode in which it drafts

@@ -1,8 +1,9 @@
 """Kinds with options as text: NAME or NAME:KEY=VALUE,... for drafters and students. No torch."""
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import Self
 
 from draftlab.errors import UserError, did_you_mean
 from draftlab.registry import Registry
@@ -13,7 +14,15 @@ class KindSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    kind: ClassVar[str]
+
     text: str
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """Return a kind with these options, and the text that a command line has for it."""
+        words = ",".join(f"{name}={value}" for name, value in options.items())
+        return cls(text=f"{cls.kind}:{words}" if words else cls.kind, **options)
 
 
 Spec = TypeVar("Spec", bound=KindSpec)

@@ -22,7 +22,6 @@ class StudentSpec(KindSpec):
     of the proven learning rate.
     """
 
-    kind: ClassVar[str]
     starts_from_draft: ClassVar[bool] = False
     unused: ClassVar[frozenset[str]] = frozenset()
     lr_share: ClassVar[float] = 1.0

@@ -4,7 +4,7 @@ On each rung every candidate is made (on rung 0 only cut, on the others distille
 target's own text, and priced by a latency law; the best advance. Those of the last rung are measured.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -101,15 +101,10 @@ class Search(FileModel):
         rung = last.model_copy(update={"trials": [*last.trials, trial]})
         return self.model_copy(update={"rungs": [*self.rungs[:-1], rung], "spent_seconds": spent_seconds})
 
-    def with_promises(self, promise: Callable[[str, float], float]) -> "Search":
-        """Return the search with the promise of every trial on the last rung.
-
-        promise(name, remaining): tokens per second of a candidate if this share of its rejections remains.
-        """
-        last, remaining = self.rungs[-1], self.remaining_rejections()
-        rates = {t.name: t.tokens_per_second for t in last.trials if t.name in self.heads}  # no rung trains these
-        promises = {t.name: promise(t.name, remaining) for t in last.trials if t.name not in rates} | rates
-        trials = [t.model_copy(update={"promise": promises[t.name]}) for t in last.trials]
+    def with_promises(self, promises: Mapping[str, float]) -> "Search":
+        """Return the search with the promise of every trial on the last rung: tokens per second after the next one."""
+        last = self.rungs[-1]
+        trials = [trial.model_copy(update={"promise": promises[trial.name]}) for trial in last.trials]
         return self.model_copy(update={"rungs": [*self.rungs[:-1], last.model_copy(update={"trials": trials})]})
 
     def remaining_rejections(self) -> float:
@@ -187,7 +182,7 @@ def candidates(
         fastest = min(latency_ms(s) for s in shapes) / target_ms
         raise NoCheapShape(
             f"passes of {len(cheap)} of {len(shapes)} shapes take at most {share:.0%} of the target's, the "
-            f"fastest {fastest:.0%}; try smaller --layers, --widths or --params"
+            f"fastest {fastest:.0%}; try smaller --layers or --widths"
         )
     ordered = sorted(cheap, key=lambda name: latency_ms(cheap[name]))
     middle_first = sorted(cheap, key=lambda name: abs(ordered.index(name) - len(ordered) // 2))

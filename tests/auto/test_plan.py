@@ -8,20 +8,28 @@ from builders import save_neox
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftlab.config.auto import AutoConfig
+from draftlab.commands.auto import auto
 from draftlab.errors import UserError
 from draftlab.model.hub import locate
 from draftlab.model.size import read_size
-from draftlab.pipeline import run
-from draftlab.pipeline.costs import Machine
-from draftlab.pipeline.plan import EXPENDABLE, SHARES, Plan, PlannedStep, make_plan, seconds_of_steps, served_by
-from draftlab.pipeline.prompts import sizes, write_prompts
+from draftlab.searching.costs import Machine
+from draftlab.searching.plan import (
+    EXPENDABLE,
+    STEPS,
+    Plan,
+    PlannedStep,
+    Request,
+    make_plan,
+    seconds_of_steps,
+    served_by,
+)
+from draftlab.searching.prompts import find_prompts
 
 FAST = Machine(
     device="cpu", cores=1, dtype="float32", tflops=0.1, training_dtype="float32", training_tflops=0.1,
     gigabytes_per_second=20, slowdown=1, free_memory=10**10, free_disk=10**10,
 )  # fmt: skip
-seconds = st.dictionaries(st.sampled_from(list(SHARES)), st.floats(0.1, 100), min_size=1)
+seconds = st.dictionaries(st.sampled_from(list(STEPS)), st.floats(0.1, 100), min_size=1)
 
 
 def prompt_file(folder, count):
@@ -30,12 +38,14 @@ def prompt_file(folder, count):
     return file
 
 
-def planned(target, tmp_path, minutes=60.0, machine=FAST, **settings):
-    files = {"prompt_file": prompt_file(tmp_path, 128)} if target != "tiny" else {}
-    config = AutoConfig.build(
-        {"target": str(target), "minutes": minutes, "out": tmp_path / "out", "threads": 1, **files, **settings}
-    )
-    return make_plan(config, machine)
+def planned(target, tmp_path, minutes=60.0, machine=FAST, server=None, streams=(1,)):
+    directory = locate(str(target))
+    file = None if target == "tiny" else prompt_file(tmp_path, 128)
+    request = Request(
+        name=str(target), target=directory, size=read_size(directory), server=server, streams=list(streams),
+        prompts=find_prompts(file, None, "stdlib", directory, streams), temperature=0.0, program=None,
+    )  # fmt: skip
+    return make_plan(request, machine, minutes, {})
 
 
 @given(seconds, st.floats(0, 1e5))
@@ -51,7 +61,7 @@ def test_what_a_step_leaves_goes_to_the_later_ones(least, more, used):
     total = sum(least.values()) + more
     steps = [
         PlannedStep(name=n, command="", what="", minutes=s / 60, least_minutes=least[n] / 60)
-        for n, s in seconds_of_steps({name: least[name] for name in SHARES if name in least}, total).items()
+        for n, s in seconds_of_steps({name: least[name] for name in STEPS if name in least}, total).items()
     ]
     plan = Plan(
         settings={}, target="", machine=FAST, prompts="", candidates=[], left_out={}, layers=[], widths=[],
@@ -69,25 +79,23 @@ def test_what_a_step_leaves_goes_to_the_later_ones(least, more, used):
 
 def test_a_plan_names_its_steps_with_time_memory_and_disk(tmp_path):
     plan = planned("tiny", tmp_path)
-    assert [step.name for step in plan.steps] == [name for name in SHARES if name != "trimmed"]
+    assert [step.name for step in plan.steps] == [name for name in STEPS if name != "trimmed"]
     assert plan.minutes == pytest.approx(60)
     assert plan.left_out == {"trimmed": "a vocabulary of 4,096 costs a draft little"}
-    needs = {step.name: step.needs for step in plan.steps}
-    assert "MB" in needs["answers"]["disk"]
-    assert "GB" in needs["eagle"]["memory"]
-    assert "GB" in needs["parallel"]["memory"]
+    assert "GB of memory for the target" in plan.needs
+    assert "MB of disk" in plan.needs
     assert len(plan.layers) * len(plan.widths) >= 2
     assert not (tmp_path / "out").exists()
 
 
 def test_a_disk_too_small_for_the_drafts_is_said_before_anything_runs(tmp_path, monkeypatch):
-    config = AutoConfig.build({"target": "tiny", "out": tmp_path / "out", "threads": 1})
     new = planned("tiny", tmp_path)
     assert new.disk > 10 * read_size(locate("tiny")).weight_bytes() / 6
-    assert "MB" in {step.name: step.needs for step in new.steps}["export"]["disk"]
+    assert "MB" in new.needs
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, new.disk - 1))
     with pytest.raises(UserError, match="not enough disk for its drafts"):
-        run.plan(config, tmp_path / "out")
+        auto(target="tiny", data="stdlib", out=tmp_path / "out", threads=1)
     assert not (tmp_path / "out").exists()
 
 
@@ -125,34 +133,35 @@ def test_a_target_that_cannot_be_pruned_keeps_lookup_and_says_why(neox, tmp_path
     assert "gpt_neox" in plan.left_out["eagle"]
     assert {step.name for step in plan.steps} == {"answers", "score", "final", "export"}
     with pytest.raises(UserError, match="gpt_neox models here, which decodes one prompt at a time"):
-        planned(neox, tmp_path, streams="1,2")
+        planned(neox, tmp_path, streams=[1, 2])
 
 
 def test_prompts_are_parted_without_overlap_and_always_alike(family_dirs, tmp_path):
-    config = AutoConfig.build(
-        {"target": str(family_dirs["llama"]), "prompt_file": prompt_file(tmp_path, 160), "streams": "1,5"}
-    )
-    assert sizes([1, 5]) == (50, 25)
-    parts = [write_prompts(config, family_dirs["llama"], tmp_path / name) for name in ("a", "b")]
-    texts = [[file.read_text() for file in (p.choose, p.measure, p.train) if file is not None] for p in parts]
+    target, parts = family_dirs["llama"], ("choose", "measure", "train")
+    prompts = find_prompts(prompt_file(tmp_path, 160), None, None, target, [1, 5])
+    assert (prompts.choose, prompts.measure, prompts.train) == (50, 25, 85)
+    for name in ("a", "b"):
+        prompts.write(tmp_path / name, target)
+    texts = [[(tmp_path / name / f"{part}.jsonl").read_text() for part in parts] for name in ("a", "b")]
     assert texts[0] == texts[1]
     rows = [set(text.splitlines()) for text in texts[0]]
     assert list(map(len, rows)) == [50, 25, 85]
-    assert parts[0].train_count == 85
     assert len(set.union(*rows)) == 160
 
 
-def test_bad_prompts_are_refused_in_a_line(family_dirs, tmp_path):
-    target = family_dirs["llama"]
-    with pytest.raises(UserError, match="90 different prompts; auto wants 96 or more"):
-        make_plan(AutoConfig.build({"target": str(target), "prompt_file": prompt_file(tmp_path, 90)}), FAST)
-    with pytest.raises(UserError, match="no chat template: name your users' prompts with --prompts"):
-        make_plan(AutoConfig.build({"target": str(target)}), FAST)
-    with pytest.raises(UserError, match="by --data or by --prompts"):
-        AutoConfig.build({"target": "tiny", "data": "stdlib", "prompt_file": "x"})
-    with pytest.raises(UserError, match="--verify-with: belongs to --for vllm"):
-        AutoConfig.build({"target": "tiny", "verify_with": "vllm"})
-    with pytest.raises(UserError, match="one prompt at a time"):
-        AutoConfig.build({"target": "tiny", "server": "transformers", "streams": "1,4"})
-    with pytest.raises(UserError, match="leave out the comma"):
-        AutoConfig.build({"target": "tiny", "out": "a,b"})
+@pytest.mark.parametrize(
+    ("settings", "option"),
+    [
+        ({"prompt_file": 90}, "--prompts: "),
+        ({}, "--prompts: "),
+        ({"data": "stdlib", "prompt_file": 96}, "--data: "),
+        ({"prompt_file": 96, "verify_with": "vllm"}, "--verify-with: "),
+        ({"prompt_file": 96, "server": "transformers", "streams": "1,4"}, "--streams: "),
+        ({"prompt_file": 96, "out": "a,b"}, "--out a,b"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_its_option(family_dirs, tmp_path, monkeypatch, settings, option):
+    monkeypatch.chdir(tmp_path)
+    files = {"prompt_file": prompt_file(tmp_path, settings["prompt_file"])} if "prompt_file" in settings else {}
+    with pytest.raises(UserError, match=option):
+        auto(target=str(family_dirs["llama"]), **settings | files, dry_run=True)

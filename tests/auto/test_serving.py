@@ -7,18 +7,19 @@ import pytest
 import torch
 from builders import build
 
+from draftlab.commands.auto import _rule
+from draftlab.commands.steps import step_of
 from draftlab.config.auto import AutoConfig
+from draftlab.drafters.eagle import EagleSpec
+from draftlab.drafters.prompt_lookup import PromptLookupSpec
 from draftlab.model import eagle
-from draftlab.pipeline.costs import Machine
-from draftlab.pipeline.plan import Plan, PlannedStep, served_by
-from draftlab.pipeline.serving import FASTEST, serve, unverified
-from draftlab.pipeline.steps import Steps
-from draftlab.pipeline.verdict import Candidate
+from draftlab.model.size import read_size
+from draftlab.searching.plan import Request, served_by
+from draftlab.searching.prompts import Prompts
+from draftlab.searching.serving import FASTEST, serve, unverified
+from draftlab.searching.steps import Steps
+from draftlab.searching.verdict import Candidate
 
-MACHINE = Machine(
-    device="cpu", cores=1, dtype="float32", tflops=1, training_dtype="float32", training_tflops=1, slowdown=1,
-    gigabytes_per_second=1, free_memory=1, free_disk=1,
-)  # fmt: skip
 SERVERS = ["vllm", "sglang", "llama.cpp", "transformers"]
 
 
@@ -37,23 +38,24 @@ def space(tmp_path, monkeypatch, family_dirs):
     head = eagle.Head(config=config, weights=weights, ids=torch.arange(64), embedding=None)
     Path("head").mkdir()
     eagle.write(Path("head"), head, "native", target=target, k=3)
-    Path("prompts.jsonl").write_text('{"prompt": "def f(x):"}\n{"prompt": "class A:"}\n')
+    Path("out/prompts").mkdir(parents=True)
+    Path("out/prompts/measure.jsonl").write_text('{"prompt": "def f(x):"}\n{"prompt": "class A:"}\n')
     return tmp_path
 
 
-def served(
-    target: Path, chosen: Candidate, k_by_streams: dict[int, int] | None = None, **settings: object
-) -> tuple[str, list[str]]:
-    config = AutoConfig.build({"target": str(target), "out": Path("out"), **settings})
-    export = PlannedStep(name="export", command="export", what="", minutes=1, least_minutes=0)
-    plan = Plan(
-        settings={}, target="", machine=MACHINE, prompts="", candidates=[], left_out={}, layers=[], widths=[],
-        first_steps=0, steps=[export],
+def request_of(target: Path, server: str | None = None, program: Path | None = None, temperature: float = 0) -> Request:
+    return Request(
+        name=str(target), target=target, size=read_size(target), server=server, streams=[1], temperature=temperature,
+        prompts=Prompts(about="", rows=[], data=None, choose=1, measure=1), program=program,
     )  # fmt: skip
-    Path("out").mkdir(exist_ok=True)
-    steps = Steps(config=config, plan=plan, folder=Path("out"))
-    by_streams = k_by_streams or {1: 3}
-    return serve(steps, chosen, 3, scores=[], prompts=Path("prompts.jsonl"), int8=False, k_by_streams=by_streams)
+
+
+def served(
+    target: Path, chosen: Candidate, k_by_streams: dict[int, int] | None = None, **wanted: object
+) -> tuple[str, list[str]]:
+    steps = Steps(folder=Path("out"), make=lambda name, settings: step_of(name, settings, {}, "auto"))
+    request = request_of(target, **wanted)
+    return serve(request, steps, chosen, k_by_streams or {1: 3}, k=3, scores=[], int8=False)
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -62,7 +64,7 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
     if kind not in served_by(server):
         pytest.skip("not tried there")
     draft = {"draft": Path("draft"), "eagle": Path("head"), "prompt-lookup": None}[kind]
-    drafter = "" if kind == "draft" else "eagle:heads=head" if kind == "eagle" else "prompt-lookup"
+    drafter = {"draft": None, "eagle": EagleSpec.of(heads="head"), "prompt-lookup": PromptLookupSpec.of()}[kind]
     command, notes = served(family_dirs["llama"], Candidate(kind=kind, draft=draft, drafter=drafter), server=server)
     program, script = command.split()[:2]
     assert Path(script).is_file()
@@ -75,12 +77,12 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
 
 
 def test_drafts_are_chosen_by_the_rule_that_the_script_for_vllm_sets(space, family_dirs):
-    target, settings = family_dirs["llama"], {"server": "vllm", "temperature": 0.8}
-    rule = AutoConfig.build({"target": str(target), **settings}).rule
-    command, _ = served(target, Candidate(kind="draft", draft=Path("draft")), **settings)
-    method = {"vllm-probabilistic": "probabilistic", "vllm": "greedy"}[rule]
+    target = family_dirs["llama"]
+    config = AutoConfig.build({"target": str(target), "server": "vllm", "temperature": 0.8})
+    command, _ = served(target, Candidate(kind="draft", draft=Path("draft")), server="vllm", temperature=0.8)
+    method = {"vllm-probabilistic": "probabilistic", "vllm": "greedy"}[_rule(config)]
     assert f"draft_sample_method = {method}, above temperature 0" in Path(command.split()[1]).read_text()
-    assert AutoConfig.build({"target": str(target), **settings, "temperature": 0}).rule is None
+    assert _rule(config.model_copy(update={"temperature": 0.0})) is None
 
 
 @pytest.mark.parametrize(
@@ -97,22 +99,23 @@ def test_k_by_streams_is_in_vllms_script_where_it_differs_and_the_draft_pays_fro
     ks, server, ranges, space, family_dirs
 ):
     chosen = Candidate(kind="draft", draft=Path("draft"))
-    command, _ = served(family_dirs["llama"], chosen, ks, server=server, streams=",".join(map(str, ks)))
+    command, _ = served(family_dirs["llama"], chosen, ks, server=server)
     text = Path(command.split()[1]).read_text()
     assert (f'per_batch_size\\": {ranges}' in text) if ranges else ("per_batch_size" not in text)
     assert "# K = 3: " in text
 
 
-def test_what_is_not_verified_is_said():
-    said = {name: unverified(AutoConfig.build({"target": "tiny", "server": name})) for name in ("sglang", None)}
-    assert said == {"sglang": ["not verified in sglang: draftlab starts vllm and llama.cpp only"], None: []}
-    program = {"target": "tiny", "server": "vllm", "verify_with": Path("/bin/false")}
-    assert unverified(AutoConfig.build(program)) == []
+def test_what_is_not_verified_is_said(family_dirs):
+    target = family_dirs["llama"]
+    assert unverified(request_of(target)) == []
+    assert "not verified in sglang" in unverified(request_of(target, "sglang"))[0]
+    assert "--verify-with" in unverified(request_of(target, "vllm"))[0]
+    assert unverified(request_of(target, "vllm", Path("/bin/false"))) == []
 
 
 def test_a_server_that_does_not_start_costs_the_verification_only(space, family_dirs):
     chosen = Candidate(kind="draft", draft=Path("draft"))
-    settings = {"server": "vllm", "verify_with": Path("/bin/false")}
+    settings = {"server": "vllm", "program": Path("/bin/false")}
     command, notes = served(family_dirs["llama"], chosen, **settings)
     assert Path(command.split()[1]).is_file()
     assert len(notes) == 1
@@ -125,11 +128,9 @@ def test_a_server_that_does_not_start_costs_the_verification_only(space, family_
 
 def test_draftlabs_own_engine_gets_a_command(space, family_dirs):
     target = family_dirs["llama"]
-    lookup, _ = served(target, Candidate(kind="prompt-lookup", drafter="prompt-lookup"))
-    assert lookup == f"draftlab score --target {target} --drafter prompt-lookup --k 3 --prompt-file prompts.jsonl"
+    typed = f"draftlab score --target {target} --drafter %s --k 3 --prompt-file out/prompts/measure.jsonl"
+    lookup, _ = served(target, Candidate(kind="prompt-lookup", drafter=PromptLookupSpec.of()))
+    assert lookup == typed % "prompt-lookup"
     command, _ = served(target, Candidate(kind="draft", draft=Path("draft")))
-    assert (
-        command
-        == f"draftlab score --target {target} --drafter model:draft=out/export --k 3 --prompt-file prompts.jsonl"
-    )
+    assert command == typed % "model:draft=out/export"
     assert Path("out/export/config.json").is_file()

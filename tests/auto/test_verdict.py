@@ -5,9 +5,11 @@ from typing import get_args
 
 import pytest
 
+from draftlab.config.drafters import parse_drafter
+from draftlab.drafters.fallback import FallbackSpec
 from draftlab.intervals import Interval
-from draftlab.pipeline.plan import Kind
-from draftlab.pipeline.verdict import Candidate, Choice, Verdict, finalists, judged
+from draftlab.searching.plan import Kind
+from draftlab.searching.verdict import Candidate, Choice, Verdict, finalists, judged
 
 
 def gain(value: float, half: float = 0.05) -> Interval:
@@ -50,7 +52,7 @@ def test_no_draft_is_a_verdict_with_its_reason_and_what_would_change_it():
     verdict = Verdict(
         target="tiny", use=False, choice="no draft", speedups={1: gain(0.8)}, measured_on="on prompts",
         precision="target int8, draft int8", reason="too slow", plain_tokens_per_second=100,
-        would_change=["a cheaper draft"], ranking=[], training=None, forecast=None,
+        would_change=["a cheaper draft"], ranking=[], training=None,
         left_out={"eagle": "too few minutes", "fallback-eagle": "too few minutes"}, planned_minutes=10, minutes=9,
     )  # fmt: skip
     text = "\n".join(verdict.lines())
@@ -66,7 +68,7 @@ def test_a_verdict_from_scores_in_doubt_says_that_nobody_can_tell():
     settings = {
         "target": "tiny", "use": True, "choice": "prompt lookup", "k": 3, "speedups": {1: gain(1.5)},
         "reason": "a gain", "measured_on": "on prompts", "plain_tokens_per_second": 100, "ranking": [],
-        "training": None, "forecast": None, "left_out": {}, "planned_minutes": 10, "minutes": 9,
+        "training": None, "left_out": {}, "planned_minutes": 10, "minutes": 9,
     }  # fmt: skip
     assert Verdict(**settings).lines()[0] == "Use prompt lookup with K = 3: a gain."
     doubtful = Verdict(**settings, doubt="12 of 40 steps stalled")
@@ -77,8 +79,9 @@ def test_a_verdict_from_scores_in_doubt_says_that_nobody_can_tell():
 
 def test_candidates_have_the_names_of_their_scores():
     assert Candidate(kind="draft", draft=Path("runs/a/2x64-1")).name == "2x64-1"
-    drafter = "fallback:draft=runs/a/2x64,outputs=runs/a/answers"
-    assert Candidate(kind="fallback", draft=Path("runs/a/2x64"), drafter=drafter).name == drafter.replace("/", "_")
+    drafter = FallbackSpec.of(draft="runs/a/2x64", draft_tokens=2)
+    assert drafter.text == "fallback:draft=runs/a/2x64,draft_tokens=2"
+    assert Candidate(kind="fallback", drafter=drafter).name == drafter.name == parse_drafter(drafter.text).name
     assert Candidate(kind="fallback", drafter=drafter, shape="2x64").label == "prompt lookup, then draft model 2x64"
 
 

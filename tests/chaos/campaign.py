@@ -98,9 +98,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "2", "--num-prompts", "3", "--prompt-tokens", "8", "--max-tokens", "8", *TIMED,
     ),
     "search": (
-        "search", "--target", "larger", "--source", "larger", "--data", "text", "--law", "made/law", "--k",
-        "1-2", "--layers", "1,2", "--widths", "64", "--minutes", "0.01", "--first-steps", "1", "--max-steps", "1",
-        "--batch-size", "1", "--num-prompts", "2", "--mode", "eager",
+        "search", "--target", "larger", "--source", "larger", "--data", "text", "--k", "1-2", "--layers", "1,2",
+        "--widths", "64", "--minutes", "0.01", "--first-steps", "1",
     ),
 }  # fmt: skip
 

@@ -34,9 +34,6 @@ from draftlab.model.checkpoint import Weights
 from draftlab.model.families import widths_folder
 from draftlab.model.hf_files import check_causal, eos_ids, read_head_ids, write_head_ids
 from draftlab.model.shape import Shape, read_shape_file, write_shape_file
-from draftlab.pipeline.costs import Machine
-from draftlab.pipeline.plan import Plan, PlannedStep
-from draftlab.pipeline.verdict import Training
 from draftlab.prompts import file_prompts
 from draftlab.pruning.importance import Importance, load_scores, save_scores
 from draftlab.reading import read_model
@@ -46,6 +43,8 @@ from draftlab.results.decoding import ServedGeneration
 from draftlab.results.score import Latency, read_score
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.servers import PlainAnswers
+from draftlab.searching.costs import Machine
+from draftlab.searching.plan import Plan, PlannedStep
 from draftlab.searching.schedule import Rung, Search, Trial, read_search
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
 from draftlab.target_outputs.replay import Replay, ReplayedText, read_replay
@@ -53,7 +52,6 @@ from draftlab.target_outputs.server_log import ServerLog
 from draftlab.target_outputs.store import Manifest, read_store, vocabulary_sha256, write_store
 from draftlab.training.checkpointer import CONTENT, save
 from draftlab.training.checkpointer import load as load_state
-from draftlab.training.learning_curve import Pilot
 from draftlab.training.run import read_log
 
 SHAPE = Shape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=24, vocab=307)
@@ -144,7 +142,6 @@ def readers(root: Path) -> list[Reader]:
             "prediction again", root / "prediction.json", "json", lambda f: [c.speedup for c in read_candidates([f])]
         ),
         Reader("plan.json", root / "plan.json", "json", lambda f: read_model(Plan, f)),
-        Reader("training.json", root / "training.json", "json", lambda f: read_model(Training, f)),
         Reader("plain answers", root / "plain.json", "json", lambda f: read_model(PlainAnswers, f)),
         Reader(".bin", root / "pickled/pytorch_model.bin", "binary", lambda f: _stored_dtype(f.parent)),
         Reader("store manifest", store / "manifest.json", "json", lambda f: read_store(f.parent).outputs),
@@ -281,16 +278,12 @@ def _records(root: Path) -> None:
         device="cpu", cores=2, dtype="float32", tflops=0.1, training_dtype="float32", training_tflops=0.1,
         gigabytes_per_second=10, slowdown=1, free_memory=1 << 33, free_disk=1 << 33,
     )  # fmt: skip
-    step = PlannedStep(
-        name="score", command="score", what="score", minutes=2, least_minutes=1, needs={"memory": "1 GB"}
-    )
+    step = PlannedStep(name="score", command="score", what="score", minutes=2, least_minutes=1)
     dump("plan.json", Plan(
         settings={"target": "tiny", "minutes": 5}, target="tiny", machine=machine, prompts="p", candidates=["draft"],
         left_out={"eagle": "no time"}, layers=[1, 2], widths=[64], first_steps=20, steps=[step],
     ))  # fmt: skip
     length = Interval(value=2.0, low=1.9, high=2.1, n=8)
-    pilots = [Pilot(tokens=1e4 * n, length=1.5 + n / 8, deviation=0.1, seconds=9) for n in (1, 2)]
-    dump("training.json", Training(k=3, pilots=pilots, expected=length, most=length, stopped="no time"))
     runs = [ServedGeneration(prompt=n, tokens=3, seconds=0.5) for n in (0, 1)]
     dump("plain.json", PlainAnswers(
         kind="vllm", model="m", version="1", asked={"seed": 0}, runs=runs, tokens=[[1, 2, 3], [4, 5, 6]]

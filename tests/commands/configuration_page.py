@@ -5,7 +5,6 @@ from typing import Any, Literal, get_args, get_origin
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command
 from draftlab.config.base import bound, extra
-from draftlab.pipeline.command import auto
 
 HEAD = """# Configuration
 
@@ -26,7 +25,7 @@ is generated (`make docs`).
 
 
 def page() -> str:
-    return "\n".join([HEAD, *(section(command) for command in (auto, *COMMANDS.values()))])
+    return "\n".join([HEAD, *map(section, COMMANDS.values())])
 
 
 def section(command: Command) -> str:

@@ -233,7 +233,7 @@ def test_init_writes_a_preset(tmp_path, monkeypatch):
     assert "did you mean 'tiny'" in refused("init", "--preset", "tinny")
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "auto", "run"])
+@pytest.mark.parametrize("name", [*COMMANDS, "run"])
 def test_every_command_explains_itself(name):
     out = call(*name.split(), "--help").output
     assert "Usage:" in out

@@ -24,11 +24,11 @@ from benchmarks.expand import expand
 from benchmarks.tiny_target import train_tokenizer
 from draftlab import provenance
 from draftlab.commands import COMMANDS
+from draftlab.commands.auto import auto
 from draftlab.commands.base import Command
 from draftlab.config.base import Config, bound, extra, option
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.pipeline.command import auto
 from draftlab.recipe import run
 
 
@@ -295,8 +295,7 @@ def _(w: World) -> Settings:
 
 @case("search", "widths")
 def _(w: World) -> Settings:
-    few = {"minutes": 0.01, "layers": "1,2", "widths": "24,48", "k": "1,2", "first_steps": 1, "max_steps": 1}
-    few |= {"batch_size": 2, "finalists": 1, "num_prompts": 2, "mode": "auto", "threads": 1}
+    few = {"minutes": 0.01, "layers": "1,2", "widths": "24,48", "k": "1,2", "first_steps": 1, "threads": 1}
     data = str(write_text(Path("more.jsonl"), 700))
     return few | {"target": str(costly_target(w)), "source": str(w.source), "data": data}
 
@@ -309,13 +308,6 @@ def costly_target(w: World) -> Path:
     return folder
 
 
-def measured_law(w: World) -> Path:
-    folder = w.root / "law"
-    if not folder.exists():
-        COMMANDS["profile"](**LAW | {"context": "16,162", "mode": "auto"}, models=[str(w.source)], out=folder)
-    return folder
-
-
 @case("search", "parallel drafts")
 def _(w: World) -> Settings:
     return CASES["search", "widths"](w) | {"parallel": True}
@@ -323,7 +315,7 @@ def _(w: World) -> Settings:
 
 @case("search", "beside an EAGLE-3 head")
 def _(w: World) -> Settings:
-    return CASES["search", "widths"](w) | {"drafter": [f"eagle:heads={trained_head(w)}"], "law": measured_law(w)}
+    return CASES["search", "widths"](w) | {"against": [trained_head(w)]}
 
 
 @case("search", "stored outputs and prompts")
@@ -332,9 +324,7 @@ def _(w: World) -> Settings:
     prompts = [{"prompt": f"def parse{i}(line):"} for i in range(60)]
     Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     settings = {name: value for name, value in CASES["search", "widths"](w).items() if name != "data"}
-    return settings | {
-        "outputs": stored, "prompt_file": Path("asked.jsonl"), "vocab": "200", "law": measured_law(w),
-    }  # fmt: skip
+    return settings | {"outputs": stored, "prompt_file": Path("asked.jsonl"), "vocab": "200"}
 
 
 LAW: Settings = {"law": True, "repeats": 3, "context": "8", "threads": 1, "mode": "eager"}
@@ -640,7 +630,7 @@ def test_every_option_of_auto_is_read_or_refused(tokenizer_dir: Path, tmp_path: 
 
 
 def test_every_command_has_a_case() -> None:
-    without = {"env"}  # has no settings
+    without = {"env", "auto"}  # env has no settings, auto a test of its own
     assert {name for name, _ in CASES} | without == set(COMMANDS)
 
 
@@ -655,7 +645,7 @@ def test_an_ignored_option_is_noticed(world: World, tmp_path: Path, monkeypatch)
     assert unread(ignoring, CASES["design", "parameters"](world)) == {"shuffled"}
 
 
-@pytest.mark.parametrize("command", [*COMMANDS.values(), auto, run], ids=lambda command: command.name)
+@pytest.mark.parametrize("command", [*COMMANDS.values(), run], ids=lambda command: command.name)
 def test_refused_options_exist(command: Command) -> None:
     for rule in command.config.only:
         assert set(rule.options) <= set(command.config.model_fields)

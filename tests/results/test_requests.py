@@ -1,17 +1,18 @@
 """Speed-ups are of whole requests, over the fastest plain decoding; TPOT and TTFT stand next to them."""
 
 import json
+from pathlib import Path
 
 import pytest
 from test_report import CONDITIONS, change, model, rendered, score
 
-from draftlab.pipeline.verdict import Candidate, ranking
 from draftlab.results.compare import candidate_of, category_rows, missed_thresholds, rank
 from draftlab.results.decoding import Generation, share_of_equal_texts
 from draftlab.results.report import html, json_rows, markdown
 from draftlab.results.score import Latency, Prompt, Score
 from draftlab.results.tables import score_table
 from draftlab.results.warnings import score_warnings
+from draftlab.searching.verdict import Candidate, ranking
 
 PROMPTS = 8
 TOKENS = 21
@@ -90,7 +91,7 @@ def test_k_and_the_verdict_are_chosen_by_requests_where_decoding_alone_says_othe
     assert lookup.headline().startswith("Faster: 1.15x")
     assert missed_thresholds(places[1].candidate, 5.0, 1.1, None)
     assert not missed_thresholds(places[0].candidate, 5.0, 1.1, None)
-    candidates = [Candidate(kind="draft", drafter="draft"), Candidate(kind="prompt-lookup", drafter="lookup")]
+    candidates = [Candidate(kind="draft", draft=Path("draft")), Candidate(kind="draft", draft=Path("lookup"))]
     by_auto = ranking(candidates, {1: {"draft": model_draft, "lookup": lookup}})
     assert [choice.name for choice in by_auto] == ["lookup", "draft"]
     assert by_auto[0].speedup == pytest.approx(1.5 / 1.3)

@@ -7,11 +7,11 @@ from statistics import geometric_mean
 
 from pydantic import Field
 
+from draftlab.config.drafters import DrafterSpec
 from draftlab.intervals import Interval
-from draftlab.pipeline.plan import Kind, not_tried, streams
 from draftlab.reading import FileModel
 from draftlab.results.score import Score
-from draftlab.training.learning_curve import Forecast, Pilot
+from draftlab.searching.plan import Kind, not_tried, streams
 
 NO_DRAFT = "no draft"
 COMPARED, UNSEEN = "on the prompts that compared candidates", "on prompts that nothing was chosen on"
@@ -19,30 +19,34 @@ COMPARED, UNSEEN = "on the prompts that compared candidates", "on prompts that n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A way to draft.
-
-    draft: its checkpoint or heads. shape: of a draft model. drafter: as score --drafter takes it; empty: a plain draft.
-    """
+    """A way to draft. draft: its checkpoint or head. shape: of a draft model. drafter: None for a plain draft."""
 
     kind: Kind
     draft: Path | None = None
     shape: str = ""
-    drafter: str = ""
+    drafter: DrafterSpec | None = None
 
     @property
     def name(self) -> str:
         """Return what a score calls it."""
-        return self.drafter.replace("/", "_") if self.drafter or self.draft is None else self.draft.name
+        if self.drafter is not None:
+            return self.drafter.name
+        assert self.draft is not None
+        return self.draft.name
 
     @property
     def label(self) -> str:
         """Return it in words."""
         return {
-            "draft": f"draft model {self.shape}", "parallel": f"parallel draft {self.shape}",
-            "trimmed": f"draft model {self.shape} with a trimmed head", "eagle": "EAGLE-3 head",
-            "prompt-lookup": "prompt lookup", "fallback": f"prompt lookup, then draft model {self.shape}",
-            "fallback-eagle": "prompt lookup, then the EAGLE-3 head", "ngram": "n-grams of what drafts learn from",
-        }[self.kind]  # fmt: skip
+            "draft": f"draft model {self.shape}",
+            "parallel": f"parallel draft {self.shape}",
+            "trimmed": f"draft model {self.shape} with a trimmed head",
+            "eagle": "EAGLE-3 head",
+            "prompt-lookup": "prompt lookup",
+            "fallback": f"prompt lookup, then draft model {self.shape}",
+            "fallback-eagle": "prompt lookup, then the EAGLE-3 head",
+            "ngram": "n-grams of what drafts learn from",
+        }[self.kind]
 
 
 class Choice(FileModel):
@@ -62,24 +66,25 @@ class Choice(FileModel):
     changed: bool = False  # it changed the target's output, so that its speed-up does not count
 
 
+class Round(FileModel):
+    """A draft after all its rounds of training so far: tokens trained on, tokens per target pass, and seconds."""
+
+    tokens: float
+    length: float
+    seconds: float
+
+
 class Training(FileModel):
-    """The training of the winner so far. expected: by the curve, after twice the training. most: after any."""
+    """The rounds of training of the winner, each as long as all before. stopped: why no further round follows."""
 
     k: int
-    pilots: list[Pilot]
-    expected: Interval | None = None
-    most: Interval | None = None
+    rounds: list[Round]
     stopped: str = ""
 
     def line(self) -> str:
-        """Return it in words; empty: there is no curve."""
-        if self.expected is None:
-            return ""
-        last = self.pilots[-1]
-        return (
-            f"{last.length:.2f} tokens per pass at K = {self.k} after {last.tokens:,.0f} tokens; twice that gives "
-            f"{self.expected}, any amount at most {self.most}; {self.stopped}."
-        )
+        """Return it in words."""
+        lengths = ", ".join(f"{each.length:.2f} after {each.tokens:,.0f} tokens" for each in self.rounds)
+        return f"tokens per pass at K = {self.k}: {lengths}; {self.stopped}"
 
 
 class Verdict(FileModel):
@@ -89,7 +94,7 @@ class Verdict(FileModel):
     doubt: why nobody can tell from these scores; empty: there is no reason.
     """
 
-    version: int = 2
+    version: int = 3
     target: str
     use: bool
     choice: str  # label of a candidate, or "no draft"
@@ -104,7 +109,6 @@ class Verdict(FileModel):
     would_change: list[str] = Field(default_factory=list)
     ranking: list[Choice]
     training: Training | None
-    forecast: Forecast | None
     left_out: dict[Kind, str]
     planned_minutes: float
     minutes: float
@@ -126,10 +130,8 @@ class Verdict(FileModel):
         of = f"; whole requests, {self.precision}" if self.precision else ""
         lines = [f"{self.head()}: {self.reason}.", f"measured: {'; '.join(gains)}, {self.measured_on}{of}"]
         lines += [f"what would change it: {text}" for text in self.would_change]
-        if self.training is not None and self.training.expected is not None:
+        if self.training is not None:
             lines.append(f"training: {self.training.line()}")
-        if self.forecast is not None:
-            lines.append(f"cost: {self.forecast.line()}")
         lines += not_tried(self.left_out) + self.notes
         return lines + [text for text in (self.serve and f"run it: {self.serve}", self.page) if text]
 

@@ -5,18 +5,18 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from pydantic import Field
 
-from draftlab.config.auto import AutoConfig
 from draftlab.console import note_if_slow
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
-from draftlab.model import checkpoint, hub, memory
+from draftlab.model import checkpoint, memory
 from draftlab.model.shape import Shape, resolve
-from draftlab.model.size import ApproximateSize, read_size
-from draftlab.pipeline.prompts import CHOOSE
+from draftlab.model.size import ApproximateSize
 from draftlab.reading import FileModel
+from draftlab.searching.prompts import CHOOSE
 from draftlab.training.optimizers import training_dtype
 
 WRITTEN, SEQ_LEN, BATCH_SIZE = 96, 256, 8
@@ -110,28 +110,27 @@ class Costs:
         return self.start + len(streams) * arms * (5 + repeats * prompts) * answer
 
 
-def measure_machine(config: AutoConfig) -> Machine:
-    """Time a large product, and the reading of as many weights as the target has."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    size = read_size(hub.locate(config.target, weights=False))
-    device = checkpoint.resolve_device(config.device)
-    dtype, trained = checkpoint.resolve_dtype(config.dtype, device), checkpoint.DTYPES[training_dtype("auto")]
-    place = next(
-        path for path in (config.output_directory(), *config.output_directory().absolute().parents) if path.exists()
-    )
+def measure_machine(size: Shape | ApproximateSize, device: torch.device, dtype: torch.dtype, folder: Path) -> Machine:
+    """Time a large product, and the reading of as many weights as the target has. folder: where drafts will lie."""
+    trained = checkpoint.DTYPES[training_dtype("auto")]
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     started, used = time.perf_counter(), time.process_time()
     with note_if_slow("measuring this machine: products and memory"):
         tflops, bandwidth = matmul_tflops(dtype, device), bandwidth_gbs(size.params(), dtype, device)
         training_tflops = tflops if trained == dtype else matmul_tflops(trained, device)
-        wall, busy = time.perf_counter() - started, time.process_time() - used
-        return Machine(
-            device=str(device), cores=torch.get_num_threads(),
-            dtype=checkpoint.dtype_name(dtype), tflops=tflops, training_dtype=checkpoint.dtype_name(trained),
-            training_tflops=training_tflops, gigabytes_per_second=bandwidth,
-            slowdown=max(1.0, wall / busy) if device.type == "cpu" else 1.0, free_memory=memory.free_bytes(device),
-            free_disk=shutil.disk_usage(place).free,
-        )  # fmt: skip
+    wall, busy = time.perf_counter() - started, time.process_time() - used
+    return Machine(
+        device=str(device),
+        cores=torch.get_num_threads(),
+        dtype=checkpoint.dtype_name(dtype),
+        tflops=tflops,
+        training_dtype=checkpoint.dtype_name(trained),
+        training_tflops=training_tflops,
+        gigabytes_per_second=bandwidth,
+        slowdown=max(1.0, wall / busy) if device.type == "cpu" else 1.0,
+        free_memory=memory.free_bytes(device),
+        free_disk=shutil.disk_usage(place).free,
+    )
 
 
 def guessed_draft(size: Shape | ApproximateSize) -> Shape:

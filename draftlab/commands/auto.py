@@ -1,0 +1,181 @@
+"""The command that goes from a target to a served draft."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftlab import workspace
+from draftlab.commands.base import Outcome, command
+from draftlab.config.auto import VERIFIED, AutoConfig
+from draftlab.config.server_rules import ServerName
+from draftlab.console import note
+from draftlab.errors import UserError, about
+from draftlab.model import hub
+from draftlab.output import Output
+
+if TYPE_CHECKING:
+    from draftlab.searching.plan import Plan, Request
+    from draftlab.searching.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Found(Outcome):
+    """What to serve a target with, and why."""
+
+    verdict: "Verdict"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedAuto:
+    """What is wanted, and the plan for it. running: settings that every step shares; engine: those of what decodes."""
+
+    name: str
+    request: "Request"
+    plan: "Plan"
+    running: dict[str, Any]
+    engine: dict[str, Any]
+
+    def facts(self) -> Mapping[str, object]:
+        from draftlab.searching.plan import not_tried
+        from draftlab.searching.serving import unverified
+
+        plan = self.plan
+        facts: dict[str, object] = {
+            "target": plan.target,
+            "machine": plan.machine.describe(),
+            "prompts": plan.prompts,
+            "candidates": ", ".join(["no draft", *plan.candidates]),
+            "needs": plan.needs,
+        }
+        facts |= {f"{count}. {step.name}": step.line() for count, step in enumerate(plan.steps, 1)}
+        said = [*not_tried(plan.left_out), *unverified(self.request)]
+        return facts | {"minutes": round(plan.minutes)} | ({"notes": "; ".join(said)} if said else {})
+
+
+def prepare_auto(config: AutoConfig, weights: bool) -> PreparedAuto:
+    """Resolve and check the settings, and plan, which measures this machine; an unfinished run keeps its plan.
+
+    Raises:
+        UserError: a target, prompts or a program that cannot be used; a run with other settings in the same place; too
+            little time, memory or disk.
+    """
+    with about("TARGET"):
+        target = hub.locate(config.target, weights=False)
+    if config.verify_with is not None and not config.verify_with.is_file():
+        raise UserError(f"--verify-with {config.verify_with}: no such program")
+    from draftlab.model import checkpoint
+    from draftlab.model.size import read_size
+    from draftlab.searching.plan import Request
+    from draftlab.searching.prompts import find_prompts
+
+    with about("--device"):
+        device = checkpoint.resolve_device(config.device)
+    default_text = next((p.data for p in workspace.PRESETS.values() if p.target == config.target), None)
+    if workspace.FILE.exists():
+        default_text = workspace.load().data
+    with about("--prompts" if config.prompt_file else "--data"):
+        prompts = find_prompts(config.prompt_file, config.data, default_text, target, config.streams)
+    program = config.verify_with or shutil.which(VERIFIED.get(str(config.server), ""))
+    request = Request(
+        name=config.target,
+        target=target,
+        size=read_size(target),
+        server=config.server,
+        prompts=prompts,
+        streams=config.streams,
+        temperature=config.temperature,
+        program=None if program is None else Path(program),
+    )
+    name = f"auto-{hub.checkpoint_name(Path(config.target.partition('@')[0]))}"
+    return PreparedAuto(
+        name=name,
+        request=request,
+        plan=_plan(config, request, device, config.out or workspace.load().runs / name),
+        running={
+            "device": config.device,
+            "trust_remote_code": config.trust_remote_code or None,
+            "server_rule": _rule(config),
+        },
+        engine={"dtype": config.dtype, "threads": config.threads},
+    )
+
+
+@command(AutoConfig, prepare=prepare_auto, dry_run=True, resumes=True)
+def auto(prepared: PreparedAuto, output: Output) -> Found:
+    """Make the draft that serves a target fastest here, or say that none does; a killed run goes on."""
+    from draftlab.atomic import write_atomic
+    from draftlab.commands.steps import Step, step_of
+    from draftlab.searching.auto import PAGE, PLAN, VERDICT, AutoRun
+    from draftlab.searching.page import page
+    from draftlab.searching.steps import Steps
+
+    plan, folder = prepared.plan, output.out
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / PLAN).exists():
+        write_atomic(folder / PLAN, plan.model_dump_json(indent=1))
+    for line in plan.lines():
+        note(line)
+
+    def make(name: str, settings: dict[str, Any]) -> Step:
+        shared = dict(prepared.running)
+        if name in ("search", "score", "replay"):
+            shared |= prepared.engine
+        if name == "export":  # whose device is that of the verification
+            del shared["device"]
+        return step_of(name, settings, shared, "auto")
+
+    def label(name: str, command_name: str) -> str:
+        finish = datetime.now() + timedelta(minutes=max(0.0, plan.minutes - steps.seconds() / 60))
+        return f"{name}: {command_name}, all done at about {finish:%H:%M}"
+
+    steps = Steps(folder=folder, make=make, label=label)
+    run = AutoRun(request=prepared.request, plan=plan, steps=steps)
+    verdict = run.verdict()
+    write_atomic(folder / PAGE, page(verdict, plan, run.seconds_by_step(), output.command_line))
+    write_atomic(folder / VERDICT, verdict.model_dump_json(indent=1))
+    output.record(folder, [hub.locate(prepared.request.name)], minutes=verdict.minutes)
+    data = {"path": str(folder), **verdict.model_dump(mode="json")}
+    return Found(path=folder, show=[*verdict.lines(), str(folder)], data=data, verdict=verdict)
+
+
+def _plan(config: AutoConfig, request: "Request", device: Any, folder: Path) -> "Plan":
+    """Return the plan of an unfinished run in folder, or a new one.
+
+    Raises:
+        UserError: the run there had other settings, or the disk is too small; see make_plan.
+    """
+    import torch
+
+    from draftlab.atomic import check_space
+    from draftlab.model import checkpoint
+    from draftlab.reading import read_model
+    from draftlab.searching.auto import PLAN
+    from draftlab.searching.costs import measure_machine
+    from draftlab.searching.plan import Plan, make_plan
+
+    settings = {name: value for name, value in config.settings().items() if name != "out"}
+    if (folder / PLAN).exists():
+        before = read_model(Plan, folder, PLAN)
+        changed = [config.flag(name) for name, value in settings.items() if before.settings.get(name) != value]
+        if changed:
+            raise UserError(f"{folder} is a run with other {', '.join(changed)}; choose another --out, or remove it")
+        return before
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    machine = measure_machine(request.size, device, checkpoint.resolve_dtype(config.dtype, device), folder)
+    plan = make_plan(request, machine, config.minutes, settings)
+    check_space(folder, plan.disk, "its drafts")
+    return plan
+
+
+def _rule(config: AutoConfig) -> ServerName | None:
+    """Return the rule that what is drafted is accepted by; None: greedy decoding, or draftlab's own.
+
+    The script for vLLM asks for sampled drafts.
+    """
+    if config.temperature == 0:
+        return None
+    return "vllm-probabilistic" if config.server == "vllm" else config.server

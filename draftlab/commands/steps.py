@@ -1,0 +1,92 @@
+"""Steps: commands with their settings, each done once. Recipes, search and auto run them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftlab import provenance
+from draftlab.commands.base import Command, Outcome
+from draftlab.config.base import Config, OutputConfig
+from draftlab.console import note
+from draftlab.errors import UserError, did_you_mean, one_line
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A command with the settings that a recipe names."""
+
+    command: Command
+    settings: dict[str, Any]
+    where: str
+
+    @property
+    def config(self) -> Config:
+        return self.command.config.build(self.settings, self.where)
+
+    @property
+    def out(self) -> Path | None:
+        config = self.config
+        return self.command.output_directory(config) if isinstance(config, OutputConfig) else None
+
+    @property
+    def entry(self) -> dict[str, dict[str, Any]]:
+        """Return the step as a recipe has it."""
+        return {self.command.name: {name: _plain(value) for name, value in self.settings.items()}}
+
+    def __str__(self) -> str:
+        return f"{self.command.name} {self.out or ''}".rstrip()
+
+    def is_done(self) -> bool:
+        """Return whether the step's output was made by the same command and settings from the same inputs.
+
+        Settings that the record does not know, of an older version, count as their defaults.
+        """
+        record = provenance.read_record(self.out) if self.out is not None else None
+        if record is None or record.command != self.command.name:
+            return False
+        try:
+            recorded = self.command.config.build(record.config)
+        except UserError:
+            return False
+        return recorded.settings() == self.config.resolved().settings() and all(
+            Path(path).exists() and provenance.fingerprint(Path(path)) == digest
+            for path, digest in record.inputs.items()
+        )
+
+    def run(self, label: str) -> Outcome:
+        """Run the command unless its output is there. label: what to print before it."""
+        if self.is_done():
+            note(f"{label}: already done")
+            return Outcome(path=self.out, show=[str(self.out)], data={"path": str(self.out)})
+        note(label)
+        return self.command.run(self.config)
+
+
+def step_of(name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> Step:
+    """Return a command with settings, and with those shared ones that it has. Raises UserError: a wrong setting."""
+    from draftlab.commands import COMMANDS
+
+    command = COMMANDS[name]
+    known = {key: value for key, value in shared.items() if key in command.config.model_fields and value is not None}
+    return read_step({name: {**known, **settings}}, where)
+
+
+def read_step(content: object, where: str) -> Step:
+    """Return the step that an entry of a recipe is. Raises UserError: no such command or setting."""
+    from draftlab.commands import COMMANDS
+
+    if not isinstance(content, dict) or len(content) != 1:
+        raise UserError(f"{where}: want one command with its settings, got {one_line(content, 80)}")
+    name, settings = next(iter(content.items()))
+    if not isinstance(name, str) or name not in COMMANDS:
+        raise UserError(f"{where}: no command {name!r}{did_you_mean(str(name), COMMANDS)}")
+    if not isinstance(settings, dict | None) or not all(isinstance(key, str) for key in settings or ()):
+        raise UserError(f"{where} ({name}): want NAME: VALUE for each setting, got {one_line(settings, 80)}")
+    step = Step(COMMANDS[name], settings or {}, f"{where} ({name}): ")
+    step.config.settings()  # raises for bad settings
+    return step
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else [_plain(v) for v in value] if isinstance(value, list) else value

@@ -1,0 +1,300 @@
+"""The plan of auto: what fits the time on this machine, as data, before anything runs.
+
+Times are estimates from the machine's matrix products and memory bandwidth. While a plan runs, each step gets its share
+of the time that is left, and its size from what the steps before it measured.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from draftlab.config.auto import Runtime
+from draftlab.config.drafters import DRAFTERS
+from draftlab.errors import UserError
+from draftlab.exporting import gguf
+from draftlab.exporting.compatibility import unservable
+from draftlab.exporting.head_checks import EXPORTED, check_exported
+from draftlab.model import checkpoint, eagle, hub, memory
+from draftlab.model.shape import Shape, resolve
+from draftlab.model.size import ApproximateSize, training_cost
+from draftlab.pruning.trial_model import prunable_shape
+from draftlab.reading import FileModel
+from draftlab.searching.costs import (
+    BATCH_SIZE,
+    LAW_PASSES,
+    LAW_SECONDS,
+    OFFSET_COST,
+    SEQ_LEN,
+    WRITTEN,
+    Costs,
+    Machine,
+    guessed_draft,
+)
+from draftlab.searching.prompts import Prompts
+from draftlab.searching.run import default_depths, default_widths
+
+Kind = Literal["draft", "parallel", "trimmed", "eagle", "prompt-lookup", "fallback", "fallback-eagle", "ngram"]
+DRAFTER: dict[Kind, str] = {  # kinds of drafters that servers run
+    "draft": "model", "parallel": "parallel", "eagle": "eagle", "prompt-lookup": "prompt-lookup",
+}  # fmt: skip
+OF_SHAPES: tuple[Kind, ...] = ("draft", "parallel", "trimmed", "fallback")  # cut from the target
+OF_HEADS: tuple[Kind, ...] = ("eagle", "fallback-eagle")
+STEPS = {  # share of the time, commands, and what is done; what is left out leaves its share to the others
+    "texts": (0.03, "outputs build", "the target's answers to the prompts to choose by, to replay drafts on"),
+    "answers": (0.22, "outputs build", "what drafts learn from: the target's answers, or text with its probabilities"),
+    "search": (0.24, "search", "a latency law of this machine; shapes are cut, distilled, replayed and measured"),
+    "train": (0.22, "distill, replay", "the winner in rounds, until a round gains less than 1 %"),
+    "parallel": (0.06, "distill", "a parallel draft, from the winner"),
+    "trimmed": (0.04, "distill", "the winner with a head for frequent ids"),
+    "eagle": (0.07, "distill", "an EAGLE-3 head"),
+    "score": (0.08, "score", "all candidates side by side"),
+    "final": (0.04, "score", "the choice on other prompts"),
+    "export": (0.01, "export, report", "the choice, its script and card, and a page"),
+}
+EXPENDABLE: tuple[tuple[Kind, ...], ...] = (  # in turn
+    ("trimmed",), ("eagle", "fallback-eagle"), ("parallel",), ("draft", "fallback"), ("ngram",)
+)  # fmt: skip
+ANSWER_TOKENS = 128
+KS, OFFSETS = (2, 3, 5), 5
+LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
+ROUNDS = 6  # of training, at most as they are seen
+LARGE_VOCAB = 16_384  # from which a trimmed head pays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a draft is wanted for.
+
+    name: of the target, as typed. server: None stands for draftlab's own engine. program: of the server, to verify
+    with; None where it is not installed.
+    """
+
+    name: str
+    target: Path
+    size: Shape | ApproximateSize
+    server: Runtime | None
+    prompts: Prompts
+    streams: list[int]
+    temperature: float
+    program: Path | None
+
+
+class PlannedStep(FileModel):
+    """One step. minutes: the least that it needs, and its share of the rest."""
+
+    name: str
+    command: str
+    what: str
+    minutes: float
+    least_minutes: float
+
+    def line(self) -> str:
+        return f"{self.minutes:.1f} minutes: {self.what}"
+
+
+class Plan(FileModel):
+    """plan.json. settings: of the command that it is for. left_out: candidates that are not tried, and why.
+
+    disk: bytes of its drafts, while the last of them is trained. needs: of memory and disk, in words.
+    """
+
+    version: Literal[2] = 2
+    settings: dict[str, Any]
+    target: str
+    machine: Machine
+    prompts: str
+    candidates: list[Kind]
+    left_out: dict[Kind, str]
+    layers: list[int]  # to search
+    widths: list[int]
+    first_steps: int
+    disk: int = 0
+    needs: str = ""
+    steps: list[PlannedStep]
+
+    @property
+    def minutes(self) -> float:
+        return sum(step.minutes for step in self.steps)
+
+    def seconds_for(self, name: str, spent: float) -> float:
+        """Return the seconds that a step may take after spent ones."""
+        names = [step.name for step in self.steps]
+        later = {step.name: 60 * step.least_minutes for step in self.steps[names.index(name) :]}
+        return seconds_of_steps(later, 60 * self.minutes - spent)[name]
+
+    def lines(self) -> list[str]:
+        """Return the plan for people."""
+        out = [f"target: {self.target}", f"machine: {self.machine.describe()}", f"prompts: {self.prompts}"]
+        out += [f"candidates: no draft, {', '.join(self.candidates)}", f"needs: {self.needs}"]
+        out += not_tried(self.left_out)
+        return out + [f"{number}. {step.name}, {step.line()}" for number, step in enumerate(self.steps, 1)]
+
+
+def served_by(server: Runtime | None) -> tuple[Kind, ...]:
+    """Return the candidates that a server runs; None: all, in draftlab's engine."""
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    if server is None:
+        return kinds
+    return tuple(k for k in kinds if k in DRAFTER and server in DRAFTERS.get(DRAFTER[k], "--for").served_by)
+
+
+def not_tried(left_out: Mapping[Kind, str]) -> list[str]:
+    """Return a line for each reason for which candidates were left out."""
+    kinds: dict[str, list[str]] = {}
+    for kind, reason in left_out.items():
+        kinds.setdefault(reason, []).append(kind)
+    return [f"not tried: {', '.join(each)}: {reason}" for reason, each in kinds.items()]
+
+
+def streams(numbers: Sequence[int]) -> str:
+    """Return numbers of streams in words."""
+    return f"{', '.join(map(str, numbers))} stream{'s' * (list(numbers) != [1])}"
+
+
+def make_plan(request: Request, machine: Machine, minutes: float, settings: dict[str, Any]) -> Plan:
+    """Return what fits the time on a machine.
+
+    Raises:
+        UserError: a target that cannot be used, no gguf package for llama.cpp, too little memory, or too few minutes
+            for anything.
+    """
+    size = request.size
+    if request.server == "llama.cpp":
+        gguf.library()
+    costs = Costs(machine=machine, size=size, bytes_per_weight=checkpoint.DTYPES[machine.dtype].itemsize)
+    needed = size.weight_bytes(costs.bytes_per_weight)
+    device = torch.device(machine.device)
+    memory.check_fits({"weights of the target": needed}, device, "--dtype bfloat16, or a larger device")
+    if isinstance(size, ApproximateSize) and request.streams != [1]:
+        raise UserError(f"--streams: transformers runs {size.kind} models here, which decodes one prompt at a time")
+    left_out = _unsuitable(request)
+    candidates: list[Kind] = [kind for kind in served_by(request.server) if kind not in left_out]
+    least = _least(costs, request, candidates)
+    for dropped in EXPENDABLE:
+        fewest = math.ceil(sum(least.values()) / 60)
+        if fewest <= minutes:
+            break
+        left_out |= {kind: f"with it the least is {fewest} minutes" for kind in dropped if kind in candidates}
+        candidates = [kind for kind in candidates if kind not in dropped]
+        least = _least(costs, request, candidates)
+    if sum(least.values()) > 60 * minutes:
+        raise UserError(
+            f"--minutes {minutes:g} is too few for anything here: no draft and prompt lookup take "
+            f"{math.ceil(sum(least.values()) / 60)} or more"
+        )
+    seconds = seconds_of_steps(least, 60 * minutes)
+    layers, widths, first_steps = _grid(request.target, costs, seconds["search"]) if "search" in least else ([], [], 0)
+    steps = [
+        PlannedStep(
+            name=name,
+            command=STEPS[name][1],
+            what=STEPS[name][2],
+            minutes=seconds[name] / 60,
+            least_minutes=least[name] / 60,
+        )
+        for name in least
+    ]
+    needs, disk = f"about {needed / 1e9:.2g} GB of memory for the target", 0
+    if "draft" in candidates:
+        draft = guessed_draft(size)
+        trained = training_cost(draft, None, tokens=LEAST_STEPS * BATCH_SIZE * SEQ_LEN, seq_len=SEQ_LEN)
+        drafts = 2 + ROUNDS + len({"parallel", "trimmed"} & {*candidates}) + 1  # a search keeps two; the export
+        disk = drafts * draft.weight_bytes() + 12 * draft.params()
+        needs += f", {trained['memory']} to train a draft, {disk / 1e6:,.4g} MB of disk for drafts"
+    return Plan(
+        settings=settings,
+        target=f"{hub.checkpoint_name(request.target)}, {size.describe()}",
+        machine=machine,
+        prompts=request.prompts.about,
+        candidates=candidates,
+        left_out=left_out,
+        layers=layers,
+        widths=widths,
+        first_steps=first_steps,
+        disk=disk,
+        needs=needs,
+        steps=steps,
+    )
+
+
+def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, float]:
+    """Return the seconds of each step: the least that it needs, and its share of what is left."""
+    left, shares = max(0.0, total - sum(least.values())), sum(STEPS[name][0] for name in least)
+    return {name: needed + left * STEPS[name][0] / shares for name, needed in least.items()}
+
+
+def _unsuitable(request: Request) -> dict[Kind, str]:
+    """Return the candidates that this target cannot have, with the reason."""
+    target, server, reasons = request.target, request.server, dict[Kind, str]()
+    try:
+        prunable_shape(str(target))
+        reasons |= dict.fromkeys(OF_SHAPES, unservable(target, server) if server else "")
+    except UserError as error:
+        reasons |= dict.fromkeys(OF_SHAPES, f"it cannot be pruned: {error}")
+    reasons |= dict.fromkeys(OF_HEADS, _no_head(request))
+    vocab = checkpoint.vocab_size(target)
+    if not reasons["trimmed"] and vocab < LARGE_VOCAB:
+        reasons["trimmed"] = f"a vocabulary of {vocab:,} costs a draft little"
+    return {kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)}
+
+
+def _no_head(request: Request) -> str:
+    """Return why the target cannot have an EAGLE-3 head; empty: it can."""
+    try:
+        ids = max(1, checkpoint.vocab_size(request.target) // 4)
+        head = eagle.head_config(request.target, None, ids, norm_before_residual=False)
+    except UserError as error:
+        return str(error)
+    if isinstance(request.size, ApproximateSize):
+        return f"draftlab's engine does not decode {request.size.kind} models, and measures heads there only"
+    if request.server not in EXPORTED:
+        return ""
+    findings = check_exported(head, request.target, request.server)
+    return "; ".join(finding.text for finding in findings if finding.level == "error")
+
+
+def arms(candidates: Sequence[Kind]) -> int:
+    """Return the ways to decode that a score compares."""
+    return 1 + len(candidates) * len(KS)
+
+
+def _least(costs: Costs, request: Request, candidates: Sequence[Kind]) -> dict[str, float]:
+    """Return the fewest seconds in which each step is worth it, by its name."""
+    sequences, prompts = 2 * LEAST_SEQUENCES, request.prompts
+    least: dict[str, float] = {}
+    if {"draft", "eagle", "ngram"} & {*candidates}:
+        reads = prompts.data is not None
+        least["answers"] = costs.read(sequences * SEQ_LEN) if reads else costs.write(sequences, ANSWER_TOKENS, 64)
+    if "draft" in candidates:
+        shape = guessed_draft(costs.size)
+        law = costs.machine.slowdown * LAW_SECONDS + LAW_PASSES * costs.write(1, 1, 1)
+        least["texts"] = costs.write(prompts.choose, WRITTEN, 16)
+        least["search"] = law + 3 * costs.candidate(shape, FIRST_STEPS[-1])
+        least["train"] = costs.train(shape, 2 * LEAST_STEPS)
+        least |= {"parallel": OFFSET_COST * costs.train(shape, LEAST_STEPS)} if "parallel" in candidates else {}
+        least |= {"trimmed": costs.train(shape, LEAST_STEPS)} if "trimmed" in candidates else {}
+    if "eagle" in candidates:
+        least["eagle"] = costs.train_head(LEAST_STEPS)
+    least["score"] = costs.score(arms(candidates), LEAST_PROMPTS, request.streams)
+    least["final"] = costs.score(2, prompts.measure, request.streams, repeats=2)
+    least["export"] = 0.0
+    return {name: costs.start + least[name] for name in STEPS if name in least}
+
+
+def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[int], int]:
+    """Return depths, widths and first steps of as many shapes as three quarters of a search's time allow."""
+    source = checkpoint.planned_shape(target)
+    depths = [n for n in default_depths(source) if n <= max(2, 3 * source.layers // 8)]
+    wide = default_widths(source)
+    thinned = sorted({depths[0], depths[len(depths) // 3], depths[2 * len(depths) // 3], depths[-1]})
+    left = 0.75 * (seconds - costs.machine.slowdown * LAW_SECONDS - LAW_PASSES * costs.write(1, 1, 1))
+    for layers, widths in ((depths, wide), (depths, wide[1:]), (depths, wide[-1:]), (thinned, wide[-1:])):
+        shapes = [resolve(source, layers=n, hidden=width) for n in layers for width in widths]
+        for steps in FIRST_STEPS:
+            if sum(costs.candidate(shape, steps) for shape in shapes) <= left:
+                return layers, widths, steps
+    return thinned, wide[-1:], FIRST_STEPS[-1]

@@ -57,6 +57,8 @@ class Passes:
         weight = sum(n * n for n in slopes)
         cached = max(0.0, sum(n * slope for n, slope in slopes.items()) / weight) if slopes else 0.0
         bare = [float(np.mean([ms - cached * n * c for c, ms in by_streams[n]])) for n in sorted(by_streams)]
+        if min(bare) <= 0:
+            raise UserError("--server: cached tokens seem to cost more than passes: other work disturbs the servers")
         return Passes(streams=sorted(by_streams), tokens_ms=np.array(bare), cached_ms=cached)
 
     def ms(self, width: int, batch: int, context: float) -> float:

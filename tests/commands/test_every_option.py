@@ -549,7 +549,7 @@ def _(w: World) -> Settings:
 
 @case("profile", "servers")
 def _(w: World) -> Settings:
-    few = {"batch": "1,2", "context": "4,8", "repeats": 3}
+    few = {"batch": "1", "context": "4,40", "repeats": 3}
     return few | {"models": [str(w.source), "mine"], "server": [w.paced, w.paced_drafting]}
 
 
@@ -668,5 +668,5 @@ def world(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]
     with ExitStack() as stack:
         server = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset())))
         drafting = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset(), draft=small)))
-        paced = [stack.enter_context(running(PacedVLLM(tokenizer, *pace))) for pace in ((0.002,), (0.006, 3))]
+        paced = [stack.enter_context(running(PacedVLLM(tokenizer, *pace))) for pace in ((0.005,), (0.015, 3))]
         yield World(root, source, draft, text, server, drafting, *paced)

@@ -8,7 +8,7 @@ import yaml
 from draftlab import provenance, workspace
 from draftlab.errors import UserError
 from draftlab.latency.roofline import parse_profile
-from draftlab.recipe import is_done, read_recipe, run
+from draftlab.recipe import read_recipe, run
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {"huggyllama/llama-7b", "huggyllama/llama-65b"}  # on the hub
@@ -100,14 +100,14 @@ def test_finished_steps_are_skipped_until_their_inputs_or_arguments_change(tmp_p
     steps()
     run(recipe=recipe)
     made = provenance.read_record(tmp_path / "a")
-    assert all(is_done(step) for step in steps())
+    assert all(step.is_done() for step in steps())
     run(recipe=recipe)
     assert provenance.read_record(tmp_path / "a") == made
     assert not is_done(steps(layers=1)[0])
     with (source / "model.safetensors").open("r+b") as stream:
         stream.seek(-1, 2)
         stream.write(b"\x01")
-    assert not any(is_done(step) for step in steps())
+    assert not any(step.is_done() for step in steps())
 
 
 def test_a_distillation_whose_options_are_left_out_is_done_when_it_is_done(tmp_path, family_dirs):

@@ -16,12 +16,12 @@ from typing import Annotated, TypeVar
 import numpy as np
 import torch
 import typer
-from draftlab.commands.train import distill
 
 from benchmarks import environment
 from draftlab import intervals
 from draftlab.acceptance.expected import chances
 from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.commands.distill import distill
 from draftlab.commands.prune import prune
 from draftlab.console import note
 from draftlab.data import heldout_prompts

@@ -290,26 +290,6 @@ def step_times(entries: list[Entry]) -> list[StepTime]:
     ]
 
 
-def plot_learning_curve(
-    measured: Sequence[tuple[float, Interval]], tokens: Sequence[float], fitted: Sequence[Interval]
-) -> Markup:
-    """Draw tokens per target pass against training tokens: as measured, and the fitted curve with its interval."""
-
-    def draw(ax: Axes) -> None:
-        colour = COLOURS[0]
-        ax.fill_between(tokens, [f.low for f in fitted], [f.high for f in fitted], color=colour, alpha=0.15, lw=0)
-        ax.plot(tokens, [f.value for f in fitted], color=colour)
-        for at, gain in measured:
-            ax.plot([at, at], [gain.low, gain.high], color=colour)
-            ax.plot(at, gain.value, color=colour, marker="o")
-        ax.set(xlabel="training tokens", ylabel="tokens per target pass", xscale="log")
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.xaxis.set_major_formatter(lambda t, _: f"{t / 1e6:g}M" if t >= 1e6 else f"{t / 1e3:g}k")
-        ax.xaxis.set_minor_formatter(NullFormatter())
-
-    return _svg(draw, "tokens per target pass against training tokens")
-
-
 def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
     """Scale from zero, which shows proportions, or logarithmically where a large target would squeeze the drafts."""
     ax.margins(0.2)

@@ -103,7 +103,7 @@ def test_finished_steps_are_skipped_until_their_inputs_or_arguments_change(tmp_p
     assert all(step.is_done() for step in steps())
     run(recipe=recipe)
     assert provenance.read_record(tmp_path / "a") == made
-    assert not is_done(steps(layers=1)[0])
+    assert not steps(layers=1)[0].is_done()
     with (source / "model.safetensors").open("r+b") as stream:
         stream.seek(-1, 2)
         stream.write(b"\x01")
@@ -116,7 +116,7 @@ def test_a_distillation_whose_options_are_left_out_is_done_when_it_is_done(tmp_p
     options = {"draft": source, "data": str(text), "steps": 1, "batch_size": 1, "loss": "ce"}
     recipe = write(tmp_path / "r.yaml", {"distill": options | {"out": str(tmp_path / "a")}})
     run(recipe=recipe)
-    assert is_done(read_recipe(recipe)[0])
+    assert read_recipe(recipe)[0].is_done()
 
 
 def test_dry_run_says_what_is_to_do_and_does_nothing(tmp_path, family_dirs):

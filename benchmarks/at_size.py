@@ -33,7 +33,7 @@ from draftlab.errors import UserError
 from draftlab.importing import init
 from draftlab.model import checkpoint, decoder, hub, llama
 from draftlab.model.shape import parse_numbers
-from draftlab.results.compare import speedup_ratio
+from draftlab.results.ranking import speedup_ratio
 from draftlab.results.score import read_score
 from draftlab.target_outputs.store import read_store
 

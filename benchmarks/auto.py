@@ -20,7 +20,7 @@ from draftlab.commands import COMMANDS
 from draftlab.commands.auto import auto
 from draftlab.reading import read_model, read_object
 from draftlab.recipe import run
-from draftlab.results.compare import speedup_ratio
+from draftlab.results.ranking import speedup_ratio
 from draftlab.results.score import read_score, score_files
 from draftlab.searching.verdict import Verdict
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.results.compare import category_rows
 from draftlab.results.plots import Panel, save_figure
+from draftlab.results.ranking import category_rows
 from draftlab.results.score import Score, read_score
 
 

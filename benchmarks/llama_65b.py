@@ -18,7 +18,7 @@ from draftlab.latency.cost_model import CostModel
 from draftlab.latency.predict import best_k, predict
 from draftlab.latency.roofline import parse_profile
 from draftlab.latency.workload import constant_workload
-from draftlab.results.leaderboard import COLOURS, MARKERS
+from draftlab.results.plots import COLOURS, MARKERS
 
 DRAFTS = {  # layers, parameters
     "noft-1.3b": "NoFT-1.3B, 24 layers",

@@ -23,7 +23,7 @@ from draftlab.model import checkpoint, llama
 from draftlab.model.sentencepiece import PROBES
 from draftlab.prompts import Prompts, data_prompts, file_prompts, load_prompts
 from draftlab.provenance import read_record
-from draftlab.results.compare import rank, read_candidates
+from draftlab.results.ranking import rank, read_candidates
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.replay import read_replay

@@ -8,8 +8,8 @@ from rich.table import Table
 from draftlab.latency.cost_model import Profile, pass_bytes
 from draftlab.latency.predict import BestK, DraftPrediction, Prediction, required_length
 from draftlab.latency.scaling_law import ScalingLaw
-from draftlab.results.leaderboard import NO_DRAFT
 from draftlab.results.plots import Panel, save_figure
+from draftlab.results.ranking import NO_DRAFT
 from draftlab.results.score import Latency
 from draftlab.results.tables import terminal_table
 

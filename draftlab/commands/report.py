@@ -12,7 +12,7 @@ from draftlab.config.results import ReportConfig
 from draftlab.errors import UserError, about
 
 if TYPE_CHECKING:
-    from draftlab.results.compare import Candidate
+    from draftlab.results.ranking import Candidate
     from draftlab.results.score import Score
 
 
@@ -49,7 +49,7 @@ def prepare(config: ReportConfig, weights: bool) -> PreparedReport:
     Raises:
         UserError: there is no score, a file is neither a score nor predictions, or a page of predictions alone.
     """
-    from draftlab.results.compare import read_candidates
+    from draftlab.results.ranking import read_candidates
 
     if config.html is not None:
         import_module("draftlab.results.plots")  # matplotlib may be missing
@@ -74,7 +74,8 @@ def prepare(config: ReportConfig, weights: bool) -> PreparedReport:
 @command(ReportConfig, prepare=prepare)
 def report(prepared: PreparedReport) -> Reported:
     """Rank drafts by their scores, test which differences are significant, and write a page about them."""
-    from draftlab.results.compare import as_dict, comparison_table, missed_thresholds, rank, verdict_lines
+    from draftlab.results.ranking import missed_thresholds, rank, verdict_lines
+    from draftlab.results.report import accuracy_table, ranking_table
     from draftlab.results.warnings import score_warnings
 
     scores = prepared.scores
@@ -83,8 +84,13 @@ def report(prepared: PreparedReport) -> Reported:
     written = _write(prepared)
     warnings = [f"warning: {text}" for text in score_warnings(scores)]
     missed = missed_thresholds(best, best.tokens_per_pass, prepared.min_speedup, prepared.min_acceptance_length)
-    show = [comparison_table(ranking), *verdict_lines(ranking), *warnings, *map(str, written)]
-    data: dict[str, object] = {"path": str(written[0]) if written else None, "ranking": list(map(as_dict, ranking))}
+    tables = [ranking_table(ranking), accuracy_table(scores)]
+    shown = [table.terminal() for table in tables if table]
+    show = [*shown, *verdict_lines(ranking), *warnings, *map(str, written)]
+    data: dict[str, object] = {
+        "path": str(written[0]) if written else None,
+        "ranking": [ranked.as_dict() for ranked in ranking],
+    }
     return Reported(path=written[0] if written else None, show=show, data=data, missed=missed, scores=scores)
 
 

@@ -305,33 +305,29 @@ def _stored(answers: "PlainAnswers", output: Output) -> Outcome:
 
 
 def _outcome(scores: "list[Score]", output: Output, min_speedup: float | None) -> Scored:
-    from draftlab.results.compare import (
+    from draftlab.results.ranking import (
         candidate_of,
         category_rows,
-        category_table,
         missed_thresholds,
         prompt_rows,
         rank,
         verdict_lines,
     )
-    from draftlab.results.report import json_rows
-    from draftlab.results.tables import accuracy_table, score_table
+    from draftlab.results.report import accuracy_table, category_table, json_rows, ranking_table
     from draftlab.results.warnings import score_warnings
 
     candidates = [candidate_of(s) for s in scores]
     missed = [text for c in candidates for text in missed_thresholds(c, c.tokens_per_pass, min_speedup, None)]
-    verdicts = [f"{s.name}: {s.verdict()}" for s in scores]
-    warnings = [f"warning: {text}" for text in score_warnings(scores)]
+    ranking = rank(candidates)
     comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
-    ranking = verdict_lines(rank(candidates)) if comparable else []
-    categories = [category_table(s) for s in scores if s.prompts_by_category]
-    accuracies = {model.name: model.tasks for s in scores for model in (s.draft, s.target) if model.tasks}
+    tables = [ranking_table(ranking), *map(category_table, scores), accuracy_table(scores)]
+    show: list[object] = [table.terminal() for table in tables if table]
+    show += [f"{s.name}: {s.verdict()}" for s in scores]
+    show += verdict_lines(ranking) if comparable else []
+    show += [f"warning: {text}" for text in score_warnings(scores)]
     data: dict[str, Any] = {
         "scores": json_rows(scores),
         "categories": {s.name: category_rows(s) for s in scores},
         "prompts": {s.name: prompt_rows(s) for s in scores},
     }
-    show: list[object] = [score_table(scores), *categories]
-    show += [accuracy_table(list(accuracies.items()))] if accuracies else []
-    show += [*verdicts, *ranking, *warnings, str(output.out)]
-    return Scored(path=output.out, show=show, data=data, missed=missed, scores=scores)
+    return Scored(path=output.out, show=[*show, str(output.out)], data=data, missed=missed, scores=scores)

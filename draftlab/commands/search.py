@@ -163,7 +163,7 @@ def _texts(config: SearchConfig, weights: bool) -> tuple[dict[str, Any], dict[st
 def _rung_table(search: "Search") -> "Table":
     """Return a table of every candidate on its last rung."""
     from draftlab.model.shape import format_count
-    from draftlab.results.leaderboard import NO_DRAFT
+    from draftlab.results.ranking import NO_DRAFT
     from draftlab.results.tables import terminal_table
 
     measured = {each.name: each for each in search.measured}

@@ -69,24 +69,6 @@ class ServedGeneration(FileModel):
         return self.tokens, self.seconds
 
 
-class ExampleStep(FileModel):
-    """One step as text: drafted tokens that were kept, drafted tokens that were lost, and the target's own token."""
-
-    kept: list[str]
-    lost: list[str]
-    own: str  # empty where a kept token ended the output
-
-
-class Example(FileModel):
-    """One prompt and its output, step by step."""
-
-    prompt: int  # index into the score's prompts
-    k: int
-    text: str  # of the prompt
-    first: str  # the prefill's token
-    steps: list[ExampleStep]
-
-
 AnyGeneration = Generation | ServedGeneration
 G = TypeVar("G", bound=AnyGeneration)
 T = TypeVar("T")

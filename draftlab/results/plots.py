@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -16,21 +16,53 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarForm
 
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
-from draftlab.provenance import CurvePoint
-from draftlab.results.leaderboard import COLOURS, MARKERS, NO_DRAFT, Entry, Mark
+from draftlab.results.ranking import NO_DRAFT
 
+# After Okabe and Ito (2008), each at 3:1 or more against the page; the second is for a dark one.
+COLOURS = ("#0072b2", "#c04c00", "#00805d", "#b5508a", "#2b86bb", "#a36a00", "#86307a", "#74741a")
+DARK_COLOURS = ("#56b0e8", "#f0883e", "#2cc299", "#e59cc6", "#9bd5f7", "#f0bb4a", "#d48acb", "#c6c65c")
+MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
+LABEL_LENGTH = 28
 PHASES = {"draft": "#c04c00", "verify": "#0072b2", "host": "#6b6b6b"}
-PHASE_NAMES = {"draft": "draft", "verify": "target verifies", "host": "sampling and other"}
-PHASE_MARKS = [Mark(name, PHASES[phase], "s", "■") for phase, name in PHASE_NAMES.items()]
 VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {PHASES["host"]: "var(--soft)"}
 WIDTH = 4.6  # inches; text of 9 pt is readable where a phone shrinks that to 300 px
-IN_CATEGORIES = 3  # drafts in the plot of categories
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a $ in a name is a $
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Colour and marker of what has this name in plots. glyph: the marker as a character, for the key beside them."""
+
+    name: str
+    colour: str
+    marker: str
+    glyph: str
+
+    @classmethod
+    def of(cls, name: str, number: int) -> "Mark":
+        """Return the mark of that number; the first 64 differ."""
+        at = number % len(COLOURS)
+        return cls(name, COLOURS[at], *MARKERS[(at + number // len(COLOURS)) % len(MARKERS)])
+
+    @property
+    def label(self) -> str:
+        """The kind of drafter and the end of the name, where names of one family differ."""
+        kind = "".join(self.name.partition(":")[:2]) if ":" in self.name else ""
+        if len(self.name) <= LABEL_LENGTH:
+            return self.name
+        return f"{kind}…{self.name[1 + len(kind) - LABEL_LENGTH :]}"
+
+
+PHASE_MARKS = [
+    Mark("draft", PHASES["draft"], "s", "■"),
+    Mark("target verifies", PHASES["verify"], "s", "■"),
+    Mark("sampling and other", PHASES["host"], "s", "■"),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,43 +120,55 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
     return figure
 
 
-def plot_ranking(entries: list[Entry]) -> Markup:
+def plot_ranking(gains: Sequence[tuple[Mark, Interval]]) -> Markup:
+    """Plot the speed-up of each draft with its interval, the fastest on top."""
+
     def draw(ax: Axes) -> None:
         ax.axvline(1, color="black", linewidth=1, linestyle="--")
-        for row, entry in enumerate(entries):
-            gain = entry.best_k_speedup
-            _interval(ax, gain, row, entry)
-            ax.annotate(
-                f"{entry.label}  {gain.value:.2f}", (gain.value, row), (0, 6), textcoords="offset points", ha="center"
-            )
-        ends = [1.0, *(x for e in entries for x in (e.best_k_speedup.low, e.best_k_speedup.high))]
+        ends = [1.0]
+        for row, (mark, gain) in enumerate(gains):
+            ax.hlines(row, gain.low, gain.high, color=mark.colour, linewidth=2)
+            ax.plot(gain.value, row, color=mark.colour, marker=mark.marker, markersize=7)
+            text = f"{mark.label}  {gain.value:.2f}"
+            ax.annotate(text, (gain.value, row), (0, 6), textcoords="offset points", ha="center")
+            ends += [gain.low, gain.high]
         margin = 0.25 * (max(ends) - min(ends) or 1)
-        ax.text(1, len(entries) - 0.4, f" {NO_DRAFT}  1.00", va="center")
-        ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(entries), -0.9), yticks=[])
+        ax.text(1, len(gains) - 0.4, f" {NO_DRAFT}  1.00", va="center")
+        ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(gains), -0.9), yticks=[])
         ax.set(xlabel="speed-up of whole requests, 95% interval")
 
-    return _svg(draw, "Speed-up of each draft at its best K, with its interval", inches=1.0 + 0.42 * len(entries))
+    return _svg(draw, "Speed-up of each draft at its best K, with its interval", inches=1.0 + 0.42 * len(gains))
 
 
-def plot_categories(entries: list[Entry], rows: list[list[dict[str, Any]]]) -> Markup:
-    """Plot the speed-up of the first drafts by category. rows: of each of them, as category_rows() returns them."""
-    names = [row["category"] for row in rows[0]]
-    shown = list(zip(entries, rows, strict=True))[:IN_CATEGORIES]
+def plot_by_k(speedups: Sequence[tuple[Mark, Mapping[int, Interval]]]) -> Markup:
+    """Plot the speed-up of each draft against K, with a band for its interval."""
 
     def draw(ax: Axes) -> None:
-        ax.axvline(1, color="black", linewidth=1, linestyle="--")
-        for i, (entry, own) in enumerate(shown):
-            for at, row in enumerate(own):
-                if row["speedup"] is None:
-                    continue
-                ends = row["speedup_low"] or row["speedup"], row["speedup_high"] or row["speedup"]
-                gain = Interval(value=row["speedup"], low=ends[0], high=ends[1], n=row["prompts"])
-                _interval(ax, gain, at + 0.22 * (i - (len(shown) - 1) / 2), entry)
-        ax.set(xlabel="speed-up of whole requests, 95% interval", ylim=(len(names) - 0.5, -0.5))
-        ax.set_yticks(range(len(names)), names)
-        ax.tick_params("y", length=0)
+        ax.axhline(1, color="black", linewidth=1, linestyle="--")
+        for mark, by_k in speedups:
+            ks, gains = list(by_k), list(by_k.values())
+            low, high = [g.low for g in gains], [g.high for g in gains]
+            ax.plot(ks, [g.value for g in gains], color=mark.colour, marker=mark.marker)
+            ax.fill_between(ks, low, high, color=mark.colour, alpha=0.15, linewidth=0)
+            if len(ks) == 1:  # a band over one K has no width
+                ax.vlines(ks, low, high, color=mark.colour)
+        ks = sorted({k for _, by_k in speedups for k in by_k})
+        ax.set(xlabel="K, drafted tokens per step", ylabel="speed-up", xticks=ks, xlim=(ks[0] - 0.5, ks[-1] + 0.5))
 
-    return _svg(draw, "Speed-up by category of prompts", inches=0.8 + 0.36 * len(names))
+    return _svg(draw, "Speed-up against K")
+
+
+def plot_positions(shares: Sequence[tuple[Mark, Sequence[float]]]) -> Markup:
+    """Plot the share of steps that accepted at least i drafted tokens."""
+
+    def draw(ax: Axes) -> None:
+        for mark, values in shares:
+            ax.plot(range(1, len(values) + 1), values, color=mark.colour, marker=mark.marker)
+        positions = range(1, max(len(values) for _, values in shares) + 1)
+        ax.set(xlabel="position in the draft", xticks=positions, xlim=(0.5, positions[-1] + 0.5))
+        ax.set(ylabel="share of steps", ylim=(0, 1.02))
+
+    return _svg(draw, "Acceptance by position")
 
 
 def plot_prompts(points: Sequence[tuple[Mark, float, float]]) -> Markup:
@@ -143,161 +187,20 @@ def plot_prompts(points: Sequence[tuple[Mark, float, float]]) -> Markup:
     return _svg(draw, "Tokens per second of each prompt, with the draft against without")
 
 
-def plot_loss(curves: Sequence[tuple[Entry, Sequence[CurvePoint]]]) -> Markup:
-    def draw(ax: Axes) -> None:
-        for entry, curve in curves:
-            steps, evals = ([p for p in curve if p.heldout is heldout] for heldout in (False, True))
-            ax.plot([p.step for p in steps], [p.loss for p in steps], color=entry.colour, linewidth=1)
-            ax.plot([p.step for p in evals], [p.loss for p in evals], color=entry.colour, marker=entry.marker, ls="")
-        _by_step(ax, "loss, nats per token")
-
-    return _svg(draw, "Loss by training step")
-
-
-def plot_heldout(curves: Sequence[tuple[Entry, Sequence[CurvePoint]]]) -> Markup:
-    def draw(ax: Axes) -> None:
-        for entry, curve in curves:
-            steps, accepted = zip(*((p.step, p.acceptance) for p in curve), strict=True)
-            ax.plot(steps, accepted, color=entry.colour, marker=entry.marker)
-        _by_step(ax, "acceptance per token")
-
-    return _svg(draw, "Held-out acceptance by training step")
-
-
-def _by_step(ax: Axes, what: str) -> None:
-    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    ax.set(xlabel="step", ylabel=what, ylim=(0, 1.05 * ax.get_ylim()[1]))
-
-
-def _interval(ax: Axes, gain: Interval, row: float, entry: Entry) -> None:
-    ax.hlines(row, gain.low, gain.high, color=entry.colour, linewidth=2)
-    ax.plot(gain.value, row, color=entry.colour, marker=entry.marker, markersize=7)
-
-
-def plot_speedup(entries: list[Entry]) -> Markup:
-    def draw(ax: Axes) -> None:
-        ax.axhline(1, color="black", linewidth=1, linestyle="--")
-        for entry in entries:
-            ks, gains = list(entry.speedups), list(entry.speedups.values())
-            low, high = [g.low for g in gains], [g.high for g in gains]
-            ax.plot(ks, [g.value for g in gains], color=entry.colour, marker=entry.marker)
-            ax.fill_between(ks, low, high, color=entry.colour, alpha=0.15, linewidth=0)
-            if len(ks) == 1:  # a band over one K has no width
-                ax.vlines(ks, low, high, color=entry.colour)
-        ks = sorted({k for e in entries for k in e.speedups})
-        ax.set(xlabel="K, drafted tokens per step", ylabel="speed-up", xticks=ks, xlim=(ks[0] - 0.5, ks[-1] + 0.5))
-
-    return _svg(draw, "Speed-up against K")
-
-
-def plot_latency(entries: list[Entry]) -> Markup | None:
-    """Plot milliseconds per token against layers; None where no latency was measured.
-
-    The target's latency is the one measured with the fastest draft.
-    """
-    target = next((e.score.target for e in entries if e.score.target.latency and e.score.target.shape), None)
-    drafts = [(e, e.score.draft.shape, e.score.draft.latency[0]) for e in entries if e.score.draft.latency]
-    shapes = [shape.params() for _, shape, _ in drafts if shape]
-    if target is None or target.shape is None or not shapes:
-        return None
-    points = [(target.shape.layers, target.latency[0], "black", "*", 200.0)]
-    for entry, shape, latency in drafts:
-        if shape:
-            area = 25 + 175 * shape.params() / max(shapes)
-            points.append((shape.layers, latency, entry.colour, entry.marker, area))
+def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
+    """Plot the milliseconds of a step by phase. steps: with their labels."""
 
     def draw(ax: Axes) -> None:
-        for layers, t, colour, marker, area in points:
-            ax.vlines(layers, t.low_ms, t.high_ms, color=colour)
-            ax.scatter(layers, t.median_ms, s=area, color=colour, marker=marker)
-        _scale(ax, [layers for layers, *_ in points], [latency.median_ms for _, latency, *_ in points])
-        ax.set(xlabel="layers", ylabel="ms per token")
-
-    return _svg(draw, "Latency of one pass over one token against layers")
-
-
-def plot_accuracy(entries: list[Entry]) -> Markup | None:
-    """Plot tokens per target pass against accuracy; None where no draft has an accuracy."""
-    scored = [(e, e.accuracy) for e in entries if e.accuracy]
-
-    def draw(ax: Axes) -> None:
-        for entry, accuracy in scored:
-            error = accuracy.stderr or 0.0
-            ax.errorbar(accuracy.value, entry.tokens_per_pass, xerr=error, color=entry.colour, marker=entry.marker)
-        ax.margins(0.2)
-        ax.set(xlabel=f"accuracy of the draft, {scored[0][1].task}", ylabel="tokens per target pass")
-        ax.set_ylim(0, 1.15 * max(entry.tokens_per_pass for entry, _ in scored))
-
-    return _svg(draw, "Tokens per target pass against accuracy of the draft") if scored else None
-
-
-def plot_positions(entries: list[Entry]) -> Markup:
-    def draw(ax: Axes) -> None:
-        for entry in entries:
-            shares = entry.score.acceptance(entry.k).per_position_acceptance
-            ax.plot(range(1, len(shares) + 1), shares, color=entry.colour, marker=entry.marker)
-        positions = range(1, max(e.k for e in entries) + 1)
-        ax.set(xlabel="position in the draft", xticks=positions, xlim=(0.5, positions[-1] + 0.5))
-        ax.set(ylabel="share of steps", ylim=(0, 1.02))
-
-    return _svg(draw, "Acceptance by position")
-
-
-def plot_time(entries: list[Entry]) -> Markup | None:
-    """Plot the time of a step by phase; None where no draft has it: servers do not report it."""
-    steps = step_times(entries)
-    if not steps:
-        return None
-
-    def draw(ax: Axes) -> None:
-        for row, step in enumerate(steps):
+        for row, (label, ms) in enumerate(steps):
             left = 0.0
             for phase, colour in PHASES.items():
-                ax.barh(row, step.ms[phase], left=left, height=0.4, color=colour)
-                left += step.ms[phase]
-            tokens = "1 token" if step.tokens == 1 else f"{step.tokens:.2f} tokens"
-            ax.text(0, row - 0.28, f"{step.label}: {tokens}, {step.total_ms / step.tokens:.3g} ms each", va="bottom")
-        widest = max(step.total_ms for step in steps)
+                ax.barh(row, ms[phase], left=left, height=0.4, color=colour)
+                left += ms[phase]
+            ax.text(0, row - 0.28, label, va="bottom")
+        widest = max(sum(ms.values()) for _, ms in steps)
         ax.set(xlabel="ms per step", xlim=(0, 1.05 * widest), ylim=(len(steps) - 0.7, -0.8), yticks=[])
 
     return _svg(draw, "Time of one step by phase", inches=0.8 + 0.45 * len(steps))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """Milliseconds of a step by phase, and the tokens that it yields."""
-
-    label: str
-    ms: dict[str, float]
-    tokens: float
-
-    @property
-    def total_ms(self) -> float:
-        return sum(self.ms.values())
-
-
-def step_times(entries: list[Entry]) -> list[StepTime]:
-    """Return those of plain decoding, with the fastest draft's target, and of each draft whose phases are known."""
-    known = [e for e in entries if e.score.time_shares(e.k)]
-    return [
-        StepTime(
-            label=f"{e.label}, K = {k}" if k else NO_DRAFT,
-            ms={phase: 1000 * tokens / tokens_per_second * share for phase, share in e.score.time_shares(k).items()},
-            tokens=tokens,
-        )
-        for e, k, tokens in [*((e, 0, 1.0) for e in known[:1]), *((e, e.k, e.tokens_per_pass) for e in known)]
-        if (tokens_per_second := e.score.decode_tps(k))
-    ]
-
-
-def _scale(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
-    """Scale from zero, which shows proportions, or logarithmically where a large target would squeeze the drafts."""
-    ax.margins(0.2)
-    if max(xs) <= 8 * min(xs) and max(ys) <= 8 * min(ys):
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # layers
-        ax.set(xlim=(0, 1.15 * max(xs)), ylim=(0, 1.15 * max(ys)))
-        return
-    _log_axes(ax, (1, 2, 5))
 
 
 def _log_axes(ax: Axes, ticks: Sequence[float]) -> None:

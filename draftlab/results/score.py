@@ -6,7 +6,7 @@ K drafted tokens per step; a step is one target pass after the prefill, and the 
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
@@ -18,7 +18,6 @@ from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import (
     Acceptance,
     Counters,
-    Example,
     Generation,
     ServedGeneration,
     count_acceptance,
@@ -150,7 +149,7 @@ class Score(FileModel):
     counters: dict[int, Counters] = Field(default={})  # by K, where a server decoded
     equal_texts: float | None = Field(ge=0, le=1)  # share of texts, over all K, that equal plain's; None when sampling
     distinct_4grams: float = Field(ge=0, le=1)  # share, in the target's output; low in a loop, which drafts predict
-    example: Example | None = None  # the prompt of median speed-up at the best K
+    example: dict[str, Any] | None = None  # of older files; nothing writes it
     learnt: str | None = None  # a drafter with what it learnt when it was built, as --drafter takes it
     made: list[Stage] | None = None  # commands that made the draft; []: nothing to make; None: not known
     command: str
@@ -338,13 +337,6 @@ class Score(FileModel):
             fastest = min(g.request[1] for g in repeats)
             spreads.append(1 + (max(prefills) - min(prefills)) / fastest if fastest else 1.0)
         return spreads
-
-    @property
-    def median_prompt(self) -> int:
-        """The prompt of median speed-up at the best K, the lower of two middle ones."""
-        rates = self.prompt_tps(self.best_k)
-        ordered = sorted((drafted / plain, prompt) for prompt, (plain, drafted) in rates.items())
-        return ordered[(len(ordered) - 1) // 2][1]
 
     def prompt_tps(self, k: int) -> dict[int, tuple[float, float]]:
         """Return tokens per second of each prompt that was timed, plain and at K, each at its repeat of median time."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from draftlab.results.leaderboard import COLOURS, DARK_COLOURS
+from draftlab.results.plots import COLOURS, DARK_COLOURS
 from draftlab.results.tables import three_digits
 from draftlab.searching.plan import Plan, not_tried, streams
 from draftlab.searching.verdict import Choice, Verdict

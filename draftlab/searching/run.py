@@ -24,7 +24,7 @@ from draftlab.latency.workload import Workload, workload_of_replay
 from draftlab.model import hub
 from draftlab.model.shape import Shape, resolve
 from draftlab.output import Output
-from draftlab.results.compare import candidate_of, rank
+from draftlab.results.ranking import candidate_of, rank
 from draftlab.results.score import read_score
 from draftlab.searching.schedule import (
     FILE,

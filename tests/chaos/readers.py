@@ -38,8 +38,8 @@ from draftlab.prompts import file_prompts
 from draftlab.pruning.importance import Importance, load_scores, save_scores
 from draftlab.reading import read_model
 from draftlab.recipe import read_recipe
-from draftlab.results.compare import read_candidates
 from draftlab.results.decoding import ServedGeneration
+from draftlab.results.ranking import read_candidates
 from draftlab.results.score import Latency, read_score
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.servers import PlainAnswers

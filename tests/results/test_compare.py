@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 
 from draftlab.cli import app
 from draftlab.errors import UserError
-from draftlab.results.compare import (
-    as_dict,
+from draftlab.results.decoding import Counters, Generation, ServedGeneration
+from draftlab.results.environment import Environment
+from draftlab.results.ranking import (
     category_rows,
-    category_table,
-    comparison_table,
     paired_tests,
     prompt_rows,
     rank,
@@ -24,9 +23,7 @@ from draftlab.results.compare import (
     speedup_ratio,
     verdict_lines,
 )
-from draftlab.results.decoding import Counters, Generation, ServedGeneration
-from draftlab.results.environment import Environment
-from draftlab.results.report import html, json_rows, markdown
+from draftlab.results.report import category_table, html, json_rows, ranking_table
 from draftlab.results.score import Latency, Prompt, Score, TaskResult
 from draftlab.results.warnings import score_warnings
 
@@ -69,7 +66,7 @@ def test_a_difference_that_prompts_do_not_agree_on_is_not_told_apart(tmp_path):
     places = rank(read_candidates(kept(tmp_path, fast, noisy)))
     assert places[1].significant is False
     assert "does not differ significantly" in verdict_lines(places)[1]
-    assert "~ noisy" in rendered(comparison_table(places), 80)
+    assert "~ noisy" in rendered(ranking_table(places), 80)
 
 
 def test_plain_decoding_of_two_runs_is_taken_out():
@@ -78,13 +75,6 @@ def test_plain_decoding_of_two_runs_is_taken_out():
     here, there = at("a", one), at("b", slower)
     doubled = [plain(g.prompt, 2 * g.decode_seconds) for g in UNEVEN]
     assert speedup_ratio(here, change(there, plain=doubled)).value == pytest.approx(1)
-
-
-def test_a_draft_that_changed_the_output_is_last_whatever_its_speed(tmp_path):
-    wrong = change(at("wrong", [0.05] * PROMPTS), equal_texts=0.5)
-    places = rank(read_candidates(kept(tmp_path, wrong, at("right", [0.2] * PROMPTS))))
-    assert [p.candidate.name for p in places] == ["right", "wrong"]
-    assert "wrong changed the output" in verdict_lines(places)[1]
 
 
 def test_a_draft_that_changes_the_output_is_last_and_not_called_the_fastest(tmp_path):
@@ -96,7 +86,7 @@ def test_a_draft_that_changes_the_output_is_last_and_not_called_the_fastest(tmp_
     assert verdict_lines(alone) == [
         f"lossy changed the output: its speed-up of {lossy.speedup_value(4):.2f}x does not count."
     ]
-    assert as_dict(alone[0])["identical"] is False
+    assert alone[0].as_dict()["identical"] is False
 
 
 def test_drafts_of_different_targets_do_not_compare(tmp_path):
@@ -182,9 +172,6 @@ def test_a_served_score_stands_beside_a_local_one(tmp_path):
     assert [p.candidate.name for p in places] == ["served", "a"]
     page = html([served, score("a")], "")
     assert "servers decoded it" in page
-    assert "Latency against depth" in page  # of the local one
-    alone = change(served, target=change(served.target, latency=[]))
-    assert "Latency against depth" not in html([alone], "")
     assert json_rows([served])[0]["draft_share"] is None
 
 
@@ -197,7 +184,7 @@ def test_a_slow_down_is_not_praised(tmp_path):
     (line,) = verdict_lines(places)
     assert line.startswith("Plain decoding is fastest")
     assert "slow, reaches 0.67 (0.67 to 0.67)" in line
-    table = rendered(comparison_table(places), 100)
+    table = rendered(ranking_table(places), 100)
     assert table.index("* no draft") < table.index("slow")
     both = rank(read_candidates(kept(tmp_path / "o", slow, even)))
     assert verdict_lines(both)[0].startswith("No draft is significantly faster than plain decoding; the best is even")
@@ -205,9 +192,9 @@ def test_a_slow_down_is_not_praised(tmp_path):
 
 def test_no_draft_has_its_place(tmp_path):
     places = rank(read_candidates(kept(tmp_path, at("fast", [0.2] * PROMPTS), at("slow", [2.0] * PROMPTS))))
-    table = rendered(comparison_table(places), 100)
+    table = rendered(ranking_table(places), 100)
     assert table.index("* fast") < table.index("no draft") < table.index("slow")
-    assert as_dict(places[0])["plain_tokens_per_second"] == pytest.approx(places[0].candidate.score.output_tps(0))
+    assert places[0].as_dict()["plain_tokens_per_second"] == pytest.approx(places[0].candidate.score.output_tps(0))
 
 
 def test_a_kind_of_prompt_that_is_answered_with_its_end_gains_nothing(tmp_path):
@@ -224,7 +211,9 @@ def test_a_kind_of_prompt_that_is_answered_with_its_end_gains_nothing(tmp_path):
     assert (of_ended["speedup"], of_ended["tpot_speedup"]) == (pytest.approx(1), None)  # 0.1 s of prefill, either way
     assert (of_others["speedup"], of_others["tpot_speedup"]) == (pytest.approx(3.5), pytest.approx(3.5))
     assert prompt_rows(one)[0]["output_tps"] == pytest.approx(10)
-    assert "1.00x" in rendered(category_table(one), 80)
+    table = category_table(one)
+    assert table is not None
+    assert "1.00x" in rendered(table, 80)
     assert any("1 of 8 prompts were answered with one token" in text for text in score_warnings([one]))
 
 
@@ -333,8 +322,8 @@ def test_a_doubtful_score_is_not_called_the_fastest_and_reaches_no_bar(tmp_path)
     places = rank(read_candidates(kept(tmp_path, sound, doubtful)))
     assert verdict_lines(places)[0].startswith("Cannot tell which is fastest: loud has ")
     assert "but other work kept 1.5 of 2 cores busy" in verdict_lines(places)[0]
-    assert [as_dict(place)["doubt"] for place in places] == [doubtful.doubt, None]
-    assert "* " not in rendered(comparison_table(places), 80).partition("* Fastest")[0]
+    assert [place.as_dict()["doubt"] for place in places] == [doubtful.doubt, None]
+    assert "* " not in rendered(ranking_table(places), 80).partition("* Fastest")[0]
     assert json_rows([doubtful, sound])[0]["doubt"] == doubtful.doubt
     assert {row["doubt"] for row in json_rows([sound])} == {None}
     alone = CliRunner().invoke(app, ["report", str(tmp_path / "loud"), "--min-speedup", "1.01"])
@@ -342,16 +331,3 @@ def test_a_doubtful_score_is_not_called_the_fastest_and_reaches_no_bar(tmp_path)
     assert "loud: cannot tell whether it reaches --min-speedup 1.01, because other work kept 1.5 of 2" in alone.stderr
     last = rank(read_candidates(kept(tmp_path / "o", at("first", [0.05] * PROMPTS), doubtful)))
     assert verdict_lines(last)[1] == f"loud cannot be told from first, because {doubtful.doubt}."
-
-
-def test_scores_of_several_batches_stand_side_by_side():
-    one, four = at("draft-b1", [0.2] * PROMPTS), conditioned(at("draft-b4", [0.3] * PROMPTS), batch=4)
-    other = conditioned(change(at("other-b4", [0.4] * PROMPTS), environment=BUSY_MACHINE), batch=4)
-    assert "batch 4" not in markdown([one])
-    text = markdown([one, four, other])
-    assert "| draft | batch 1 | batch 4 |" in text
-    fast, slow = (f"{s.best_k_speedup.as_speedup()}, K = 4" for s in (one, four))
-    assert f"| draft | {fast} | {slow} |" in text
-    assert "| other | – | cannot tell |" in text
-    assert "By batch size" in html([one, four], command="")
-    assert "By batch size" not in html([one], command="")

@@ -2,7 +2,7 @@
 
 import json
 import re
-from html import escape, unescape
+from html import escape
 from html.parser import HTMLParser
 
 import pytest
@@ -10,24 +10,22 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
-from draftlab.errors import UserError
 from draftlab.exporting.card import Card
 from draftlab.model.shape import Shape
-from draftlab.provenance import CurvePoint, Stage
+from draftlab.provenance import Stage
 from draftlab.results import plots
-from draftlab.results.decoding import Example, ExampleStep, Generation
-from draftlab.results.environment import Environment
-from draftlab.results.leaderboard import Mark
-from draftlab.results.report import html, json_rows, markdown
+from draftlab.results.decoding import Generation
+from draftlab.results.plots import Mark
+from draftlab.results.ranking import candidate_of, rank
+from draftlab.results.report import html, json_rows, markdown, ranking_table
 from draftlab.results.score import Conditions, Latency, Model, Prompt, Score, TaskResult
-from draftlab.results.tables import score_table
+from draftlab.results.tables import Table
 from draftlab.results.warnings import score_warnings
 
 PROMPTS = 8
 ACC = TaskResult(task="py_choice", metric="acc", value=0.612, stderr=0.014, n=200, higher_is_better=True)
-PERPLEXITY = TaskResult(task="py_text", metric="perplexity", value=12.3, stderr=None, n=200, higher_is_better=False)
 CONDITIONS = Conditions(
     device="cpu",
     dtype="float32",
@@ -147,10 +145,10 @@ class Page(HTMLParser):
         self.text += data
 
 
-def rendered(table: Table, width: int) -> str:
+def rendered(table: Table | TerminalTable, width: int) -> str:
     console = Console(width=width, force_terminal=False, color_system=None)
     with console.capture() as capture:
-        console.print(table)
+        console.print(table.terminal() if isinstance(table, Table) else table)
     return capture.get()
 
 
@@ -159,6 +157,10 @@ def markdown_rows(text: str) -> list[dict[str, str]]:
     heads = [cell.strip() for cell in lines[0]]
     board = [line for line in lines[2:] if len(line) == len(heads)]
     return [dict(zip(heads, (cell.strip() for cell in line), strict=True)) for line in board]
+
+
+def board(*scores: Score) -> Table:
+    return ranking_table(rank(list(map(candidate_of, scores))))
 
 
 def draft_rows(text: str) -> list[dict[str, str]]:
@@ -175,17 +177,16 @@ def test_markdown_holds_the_records_numbers():
         "draft ms per token (quartiles)": "2.50 (2.25 to 3.00)",
         "c": "0.125",
         "K": "4",
-        "acceptance rate": "50.0%",
-        "tokens per target pass": "3.00",
-        "tokens/s plain": "25.0",
-        "tokens/s speculative": "50.0",
-        "speed-up of requests (95% interval)": "2.00x (2.00 to 2.00)",
-        "TPOT speed-up (95% interval)": "2.00x (2.00 to 2.00)",
-        "TTFT, ms": "20.0, 40.0 without",
+        "accept rate": "50.0%",
+        "tokens per pass": "3.00",
+        "tok/s": "50.0",
+        "requests (95%)": "2.00x (2.00 to 2.00)",
+        "relative to best": "–",
+        "TPOT (95%)": "2.00x (2.00 to 2.00)",
+        "TTFT, ms": "20.0",
         "weights, target/draft": "float32/float32",
         "equal texts": "100.0%",
-        "acc, py_choice": "0.612 ± 0.014",
-        "KV bytes per token": "512",
+        "accuracy": "0.612 ± 0.014",
     }
 
 
@@ -194,17 +195,12 @@ def test_interval_is_the_records():
     gain = uneven.speedup(4)
     assert gain.low < gain.value < gain.high
     text = f"{gain.value:.2f}x ({gain.low:.2f} to {gain.high:.2f})"
-    assert markdown_rows(markdown([uneven]))[0]["speed-up of requests (95% interval)"] == text
+    assert markdown_rows(markdown([uneven]))[0]["requests (95%)"] == text
 
 
 def test_one_prompt_has_no_interval():
     single = change(score(), plain=[plain(0, 0.6)], speculative={4: [speculative(0, [4, 2, 0, 3, 1], 4, 0.3)]})
-    assert markdown_rows(markdown([single]))[0]["speed-up of requests (95% interval)"] == "2.00x (n = 1)"
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [("float32", "512"), ("bfloat16", "256"), ("float8_e4m3fn", "128")])
-def test_kv_bytes_follow_the_dtype(dtype: str, expected: str):
-    assert markdown_rows(markdown([conditioned(score(), dtype=dtype)]))[0]["KV bytes per token"] == expected
+    assert markdown_rows(markdown([single]))[0]["requests (95%)"] == "2.00x (n = 1)"
 
 
 def test_fastest_draft_comes_first():
@@ -217,15 +213,11 @@ def test_a_draft_that_changes_the_output_is_never_the_fastest():
     assert [row["draft"] for row in rows] == ["true", "lossy"]
 
 
-def caption(one: Score) -> str:
-    return " ".join(str(score_table([one]).caption).split())
-
-
 def test_a_changed_output_is_said_everywhere():
     changed = change(score("typ", speed=2), equal_texts=0.5)
     assert "not the target's own" in changed.verdict()
     assert score_warnings([changed])
-    assert markdown([changed]).startswith("Every draft here changes the output of target")
+    assert "typ changed the output" in markdown([changed])
 
 
 @pytest.mark.parametrize(
@@ -241,30 +233,11 @@ def test_a_changed_output_is_said_everywhere():
     ],
 )
 def test_the_table_says_how_tokens_were_chosen(how, text):
-    assert f"at its best K, {text}; " in caption(conditioned(score(), **how))
+    assert f"Decoding: {text}. " in board(conditioned(score(), **how)).caption
 
 
 def test_sampling_is_no_fault():
     assert score_warnings([change(score(), equal_texts=None)]) == []
-
-
-@pytest.mark.parametrize(
-    ("speed", "expected"),
-    [
-        (1.0, "With wide as its draft, target answers whole requests 2.17 times as fast"),
-        (0.5, "No draft here makes whole requests of target significantly faster"),
-        (0.2, "No draft here helps target"),
-    ],
-)
-def test_answer_says_whether_the_best_draft_helps(speed: float, expected: str):
-    assert markdown([change(score(speed=speed), plain=UNEVEN)]).startswith(expected)
-
-
-def test_answer_claims_nothing_from_a_busy_machine():
-    busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
-    text = markdown([change(score(), environment=busy)])
-    assert text.startswith("The best draft for target here is wide. Cannot tell, because other work kept 1.5")
-    assert "speed-up of requests, in doubt" in html([change(score(), environment=busy)], command="")
 
 
 def implying(ms: float) -> Score:
@@ -300,16 +273,10 @@ def card_of(one: Score) -> list[str]:
     return facts.text().splitlines()
 
 
-def test_answer_tells_drafts_apart_only_where_intervals_part():
-    near = [change(score("a"), plain=UNEVEN), change(score("b", speed=0.98), plain=UNEVEN)]
-    assert "do not separate them" in markdown(near)
-    assert "do not separate them" not in markdown([score("a"), score("b", speed=0.8)])
-
-
 def test_accuracy_column_never_mixes_tasks():
     other = ACC.model_copy(update={"task": "other_choice"})
     rows = draft_rows(markdown([score("a"), score("b", speed=0.9, tasks=(other,))]))
-    assert [row["acc, py_choice"] for row in rows] == ["0.612 ± 0.014", "–"]
+    assert [row["accuracy"] for row in rows] == ["0.612 ± 0.014", "–"]
 
 
 HOSTILE = '<b>"x"</b> | & [red]y[/red] $z$ _w_'
@@ -336,36 +303,17 @@ def test_names_are_text_on_the_page():
 @pytest.mark.parametrize("count", [1, 5])
 def test_score_table_shows_every_number_whole(width: int, count: int):
     names = ["a-draft-with-quite-a-long-name", *(f"draft-{i}" for i in range(1, count))]
-    text = rendered(score_table([score(name, speed=1 - 0.1 * i) for i, name in enumerate(names)]), width)
+    text = rendered(board(*[score(name, speed=1 - 0.1 * i) for i, name in enumerate(names)]), width)
     assert max(map(len, text.splitlines())) <= width
     lines = text.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("* "))
     words = " ".join(lines[first : first + 2]).split()
-    assert {
-        "2.50",
-        "0.125",
-        "4",
-        "50.0%",
-        "3.00",
-        "50.0",
-        "25.0",
-        "2.00x",
-        "2.00-2.00",
-        "0.612",
-        "20.0",
-        "40.0",
-    } <= set(words)
+    assert {"4", "50.0%", "3.00", "50.0", "2.00x", "2.00-2.00", "0.612"} <= set(words)
     assert sum(line.startswith("* ") for line in lines) == 2  # the best draft, and the caption that explains the mark
 
 
 def test_names_are_text_in_the_terminal():
-    assert HOSTILE in rendered(score_table([score(HOSTILE)]), 120)
-
-
-def test_the_page_has_a_row_for_each_k():
-    rows = re.findall(r'<th scope="row">([14])</th>((?:<td>[^<]*</td>)*)', html([score()], command=""))
-    cells = {k: re.findall("<td>([^<]*)</td>", row)[4:7] for k, row in rows}
-    assert cells == {"1": ["1.88", cells["1"][1], "87.5%"], "4": ["3.00", "1.50", "50.0%"]}
+    assert HOSTILE in rendered(board(*[score(HOSTILE)]), 120)
 
 
 def test_page_loads_nothing():
@@ -395,15 +343,9 @@ def test_page_draws_every_draft(count: int):
     scores = [score(f"draft-{i}", speed=1 - 0.05 * i, layers=1 + i) for i in range(count)]
     source = html(scores, command="")
     page = Page(source)
-    assert sum(tag == "svg" for tag, _ in page.tags) == 7
+    assert sum(tag == "svg" for tag, _ in page.tags) == 5
     assert all(page.text.count(f"draft-{i}") >= 5 for i in range(count))
     assert "nan" not in "".join(attrs.get("d") or "" for _, attrs in page.tags)
-
-
-def test_best_draft_and_best_k_are_marked():
-    source = html([score("slow", speed=0.5), score("fast")], command="")
-    rows = re.findall(r'<tr class="best"><th scope="row">(?:<span.*?</span> )?([^<]*)<', source)
-    assert rows == ["fast", "4", "4"]
 
 
 @pytest.mark.parametrize(("speeds", "at"), [((1.0, 0.8), 2), ((1.0, 0.4), 1), ((0.4, 0.3), 0)])
@@ -413,51 +355,19 @@ def test_no_draft_has_its_place_in_every_ranking(speeds: tuple[float, ...], at: 
     names.insert(at, "no draft")
     assert [row["draft"] for row in markdown_rows(markdown(scores))] == names
     source = html(scores, command="")
-    boards = re.findall(
-        r'aria-label="(?:Leaderboard|Speed-up of each draft, whole requests|Speed-up against K)"><table.*?</table>',
-        source,
-        re.S,
-    )
-    assert len(boards) == 3
-    for board in boards:
-        assert re.findall(r'<th scope="row">(?:<span.*?</span> )?([^<]*)<', board) == names
-    table = rendered(score_table(scores), 120)
+    boards = re.findall(r'aria-label="(?:Ranking|Speed-up of each draft)"><table.*?</table>', source, re.S)
+    assert len(boards) == 2
+    for each in boards:
+        assert re.findall(r'<th scope="row">(?:<span.*?</span> )?([^<]*)<', each) == names
+    table = rendered(board(*scores), 120)
     assert sorted(names, key=table.index) == names
     assert "1.00x" in next(line for line in table.splitlines() if "no draft" in line)
 
 
-EXAMPLE = Example(
-    prompt=3,
-    k=4,
-    text="Why <b>?",
-    first="Be",
-    steps=[
-        ExampleStep(kept=["cause", " it"], lost=[" was", " a\n"], own=" <i>is</i>"),
-        ExampleStep(kept=[], lost=[], own=" so"),
-        ExampleStep(kept=[" here", "\n"], lost=[], own=""),
-    ],
-)
 STAGES = [
     Stage(command="prune", output="p", seconds=30, tokens=1000),
     Stage(command="distill", output="d", seconds=630, tokens=2_000_000),
 ]
-
-
-def test_the_example_shows_what_was_kept_and_lost():
-    source = html([change(score(), example=EXAMPLE)], command="")
-    page = Page(source)
-    assert (
-        "in 3 passes of the target 6 tokens were drafted, 4 of them kept (67%) and 2 lost; 6 were written" in page.text
-    )
-    answer = re.search(r'aria-label="answer">(.*?)</div>', source, re.S)
-    assert answer is not None
-    written = re.sub(r"<del>.*?</del>|</?ins>", "", answer[1])
-    assert unescape(written) == "Because it <i>is</i> so here\n"
-    assert re.findall("<del>(.*?)</del>", answer[1]) == [" was", " a↵"]
-    assert re.findall("<ins>(.*?)</ins>", answer[1], re.S) == ["cause", " it", " here", "\n"]
-    assert "Why <b>?" in page.text
-    assert '<th scope="row">1</th><td>cause it</td><td> was a↵</td><td> &lt;i&gt;is&lt;/i&gt;</td>' in source
-    assert "step by step" not in html([score()], command="")
 
 
 def test_the_cost_of_a_draft_is_its_records():
@@ -468,17 +378,6 @@ def test_the_cost_of_a_draft_is_its_records():
     assert "| old | – | – | not recorded |" in text
     page = Page(html(made, command=""))
     assert "prune 0.5 min (1k tokens), distill 10.5 min (2M tokens)" in page.text
-    assert "11.0 min" in page.text
-
-
-def test_categories_are_shown_where_the_prompts_have_them():
-    named = change(score(), prompts=[Prompt(tokens=5, category=["maths", "code"][i % 2]) for i in range(PROMPTS)])
-    source = html([named, change(named, name="other")], command="")
-    table = re.search(r'aria-label="Speed-up by category"><table.*?</table>', source, re.S)
-    assert table is not None
-    rows = re.findall(r'<th scope="row">(.*?)</th><td>4</td><td>(.*?)</td><td>(.*?)</td>', table[0], re.S)
-    assert rows == [(name, "2.00x\n(2.00 to 2.00)", "2.00x\n(2.00 to 2.00)") for name in ("code", "maths")]
-    assert "By category" not in html([named, score()], command="")
 
 
 def test_a_steps_time_is_its_phases():
@@ -486,14 +385,14 @@ def test_a_steps_time_is_its_phases():
     source = html([score()], command="")
     table = re.search(r'aria-label="Where the time of a step goes"><table.*?</table>', source, re.S)
     assert table is not None
-    cells = [re.findall(r"<td>(.*?)</td>", row) for row in table[0].split("<tr>")[2:]]
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in table[0].split("<tr")[2:]]
     assert cells == [["0.00", "40.0", "0.00", "40.0", "1.00", "40.0"], ["20.0", "30.0", "10.0", "60.0", "3.00", "20.0"]]
 
 
 def numbers_under(source: str, title: str) -> list[list[str]]:
     table = re.search(rf'aria-label="{title}"><table.*?</table>', source, re.S)
     assert table is not None
-    rows = table[0].split("<tr>")[2:]
+    rows = table[0].split("<tr")[2:]
     return [re.findall(r"<t[hd][^>]*>(?:<span.*?</span> )?(.*?)</t[hd]>", row) for row in rows]
 
 
@@ -517,36 +416,6 @@ def test_each_prompt_is_a_point_of_its_category_plain_against_drafted(drawn):
 
 def test_marks_of_many_categories_differ():
     assert len({(mark.colour, mark.marker) for mark in (Mark.of("", i) for i in range(64))}) == 64
-
-
-CURVE = [
-    CurvePoint(step=1, loss=2.5, acceptance=None, heldout=False),
-    CurvePoint(step=2, loss=1.5, acceptance=None, heldout=False),
-    CurvePoint(step=0, loss=3.0, acceptance=0.25, heldout=True),
-    CurvePoint(step=2, loss=2.0, acceptance=0.5, heldout=True),
-]
-
-
-def test_training_curves_are_those_of_each_drafts_last_run(drawn):
-    early = STAGES[0].model_copy(update={"curve": CURVE[:1]})
-    last = STAGES[1].model_copy(update={"curve": CURVE})
-    trained = [change(score(name), made=[early, last]) for name in ("a", "the-same-draft")]
-    source = html([*trained, change(score("lookup", speed=0.5), made=[])], command="")
-    lines = {f.axes[0].get_ylabel(): f.axes[0].lines for f in drawn if f.axes[0].get_xlabel() == "step"}
-    assert {name: [line.get_xydata().tolist() for line in each] for name, each in lines.items()} == {
-        "loss, nats per token": [[[1, 2.5], [2, 1.5]], [[0, 3], [2, 2]]],
-        "acceptance per token": [[[0, 0.25], [2, 0.5]]],
-    }
-    assert numbers_under(source, "Loss by step") == [["a", "0", "3.000"], ["a", "2", "2.000"]]
-    assert numbers_under(source, "Held-out acceptance by step") == [["a", "0", "0.250"], ["a", "2", "0.500"]]
-
-
-def test_without_a_target_there_is_no_curve_of_acceptance():
-    points = [point.model_copy(update={"acceptance": None}) for point in CURVE]
-    source = html([change(score(), made=[STAGES[1].model_copy(update={"curve": points})])], command="")
-    assert "Loss by step" in source
-    assert "Held-out acceptance by step" not in source
-    assert "Loss by step" not in html([change(score(), made=STAGES)], command="")
 
 
 def luminance(colour: str) -> float:
@@ -573,8 +442,7 @@ def drawn(monkeypatch) -> list[Figure]:
 
 def test_no_label_is_clipped_and_no_axis_exaggerates(drawn):
     long = "distilled-on-more-answers-3x256"
-    trained = change(score(long, speed=1.5), made=[STAGES[1].model_copy(update={"curve": CURVE})])
-    html([trained, score("b", layers=3, speed=0.5)], "c")
+    html([score(long, speed=1.5), score("b", layers=3, speed=0.5)], "c")
     html([score("one", tasks=(ACC,))], "c")
     for figure in drawn:
         FigureCanvasAgg(figure).draw()
@@ -584,10 +452,6 @@ def test_no_label_is_clipped_and_no_axis_exaggerates(drawn):
                 box = text.get_window_extent()
                 assert page.x0 <= box.x0 <= box.x1 <= page.x1, text.get_text()
                 assert page.y0 <= box.y0 <= box.y1 <= page.y1, text.get_text()
-            if ax.get_xlabel() == "layers":
-                assert all(tick == int(tick) for tick in ax.get_xticks())
-            if ax.get_ylabel() == "tokens per target pass":
-                assert ax.get_ylim()[0] == 0
 
 
 def test_colours_stand_out_from_light_dark_and_paper():
@@ -622,17 +486,9 @@ def test_every_table_scrolls_in_its_own_box():
 def test_one_draft_with_one_k_and_no_tasks():
     bare = change(score(tasks=()), speculative={4: score().speculative[4]})
     page = Page(html([bare], command=""))
-    assert sum(tag == "svg" for tag, _ in page.tags) == 6
-    assert "No draft has a task with the metric acc" in page.text
+    assert sum(tag == "svg" for tag, _ in page.tags) == 5
     assert markdown_rows(markdown([bare]))[0]["accuracy"] == "–"
-    assert "2.00x" in rendered(score_table([bare]), 80)
-
-
-def test_a_draft_without_accuracy_is_left_out_of_that_plot_only():
-    source = html([score("a"), score("b", speed=0.9, tasks=(PERPLEXITY,))], command="")
-    assert sum(tag == "svg" for tag, _ in Page(source).tags) == 7
-    figure = next(part for part in source.split("<figure>") if "Accuracy against acceptance" in part)
-    assert re.findall("</span> ([ab])</span>", figure) == ["a"]
+    assert "2.00x" in rendered(board(*[bare]), 80)
 
 
 FAULTS = [
@@ -719,9 +575,3 @@ def test_json_has_vllms_names_and_the_records_numbers():
     shares = {"draft_share": 1 / 3, "verify_share": 1 / 2, "host_share": 1 / 6, "break_even_length": 1.5}
     assert {name: row[name] for name in counts} == counts
     assert {name: row[name] for name in measured | shares} == pytest.approx(measured | shares)
-
-
-@pytest.mark.parametrize("render", [score_table, markdown, lambda scores: html(scores, command="")])
-def test_nothing_to_report_is_the_users_to_fix(render):
-    with pytest.raises(UserError, match="no scores"):
-        render([])

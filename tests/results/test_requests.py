@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from test_report import CONDITIONS, change, model, rendered, score
+from test_report import CONDITIONS, board, change, model, rendered, score
 
-from draftlab.results.compare import candidate_of, category_rows, missed_thresholds, rank
 from draftlab.results.decoding import Generation, share_of_equal_texts
+from draftlab.results.ranking import candidate_of, category_rows, missed_thresholds, rank
 from draftlab.results.report import html, json_rows, markdown
 from draftlab.results.score import Latency, Prompt, Score
-from draftlab.results.tables import score_table
 from draftlab.results.warnings import score_warnings
 from draftlab.searching.verdict import Candidate, ranking
 
@@ -170,7 +169,7 @@ def test_every_table_has_both_plain_runs_and_the_precision_of_both_sides():
     one = change(drafted("d", 0.4, {4: 0.2}), conditions=precise, plain=arm(0.4, 0.6))
     one = change(one, other_plain={"bfloat16": arm(0.5, 1.0)})
     said = "weights: target int8, draft int8; activations bfloat16; mode eager, 1 thread, batch 1"
-    texts = [rendered(score_table([one]), 120), markdown([one]), html([one], command="")]
+    texts = [rendered(board(one), 120), markdown([one]), html([one], command="")]
     for text in texts:
         assert said in " ".join(text.split())
         assert text.index("no draft, int8") < text.index("no draft, bfloat16")
@@ -217,9 +216,9 @@ def test_share_of_equal_texts():
 def test_identical_follows_from_the_equal_texts():
     assert [change(score(), equal_texts=share).identical for share in (1.0, 0.99, None)] == [True, False, None]
     lossy = change(score(), equal_texts=0.75)
-    assert "75.0%" in rendered(score_table([lossy]), 120)
+    assert "75.0%" in rendered(board(lossy), 120)
     assert "75.0%" in markdown([lossy])
-    assert "75.0%" not in rendered(score_table([score()]), 120)
+    assert "75.0%" not in rendered(board(score()), 120)
 
 
 def test_a_score_of_requests_survives_its_file():

@@ -167,10 +167,3 @@ def test_a_score_from_before_examples_and_costs_is_read(tmp_path):
     old = score().model_dump(mode="json", exclude={"example", "made"})
     (tmp_path / "score.json").write_text(json.dumps(old))
     assert read_score(tmp_path) == score()
-
-
-def test_the_median_prompt_has_the_median_speed_up():
-    """Speed-ups 2, 4, 1 and 3 times that of K = 1; the lower of the two middle ones is prompt 0's."""
-    plain = [generation(i, [0] * 4, [0] * 4) for i in range(4)]
-    fast = [generation(i, [1] * 2, [1] * 2, seconds=1 / rate) for i, rate in enumerate((2, 4, 1, 3))]
-    assert score().model_copy(update={"plain": plain, "speculative": {1: fast}}).median_prompt == 0

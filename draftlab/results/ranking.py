@@ -6,23 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from rich.table import Table
-from rich.text import Text
 
 from draftlab import intervals
 from draftlab.errors import UserError
 from draftlab.intervals import Interval, bootstrap, interval
 from draftlab.reading import read_json, validation_text
-from draftlab.results.leaderboard import ACCURACY_METRICS, NO_DRAFT, precision
-from draftlab.results.score import Score, TaskResult, read_score
-from draftlab.results.tables import terminal_table, two_lines
+from draftlab.results.score import Score, TaskResult, read_score, score_files
 
-HEADS = ("draft", "K", "tokens/\npass", "tok/s", "request\n95%", "relative to\nfastest", "TPOT\n95%", "acc")
+NO_DRAFT = "no draft"
+ACCURACY_METRICS = ("acc", "exact_match")  # lm-eval's, without the name of a filter
 SIGNIFICANCE_LEVEL = 0.05
 SAME_PROMPTS = (
-    "data", "prompts_sha256", "prompts", "prompt_tokens", "chat", "max_tokens", "temperature", "top_k", "top_p",
-    "min_p", "seed",
-)  # fmt: skip
+    "data",
+    "prompts_sha256",
+    "prompts",
+    "prompt_tokens",
+    "chat",
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+)
 
 
 class _Read(BaseModel):
@@ -72,14 +78,9 @@ class Candidate:
         return None if self.score is None else self.score.doubt
 
     @property
-    def plain_tokens_per_second(self) -> float:
-        """Tokens per second without a draft, in the same run."""
-        return self.score.output_tps(0) if self.score else self.tokens_per_second / self.speedup.value
-
-    @property
     def plain_tps(self) -> dict[str, float]:
-        """Tokens per second without a draft by the target's weights, '' where they were predicted."""
-        return self.score.plain_tps if self.score else {"": self.plain_tokens_per_second}
+        """Tokens per second without a draft in the same run by the target's weights, '' where they were predicted."""
+        return self.score.plain_tps if self.score else {"": self.tokens_per_second / self.speedup.value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,36 @@ class Ranked:
         ratio = self.ratio_to_fastest
         return None if ratio is None or ratio.n < 2 else ratio.high < 1
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the ranked draft as JSON has it."""
+        c, score = self.candidate, self.candidate.score
+        tests = [
+            asdict(t) | {"difference": t.difference.model_dump(), "significant": t.significant} for t in self.tasks
+        ]
+        return {
+            "draft": c.name,
+            "target": c.target,
+            "measured": score is not None,
+            "k": c.k,
+            "mean_acceptance_length": score.acceptance(c.k).mean_acceptance_length if score else c.tokens_per_pass,
+            "tokens_per_target_pass": c.tokens_per_pass,
+            "tokens_per_second": c.tokens_per_second,
+            "plain_tokens_per_second": max(c.plain_tps.values()),
+            "plain_tokens_per_second_by_weights": c.plain_tps,
+            "speedup": c.speedup.model_dump(),
+            "speedup_of": "whole requests" if score else "tokens after the first",
+            "tpot_speedup": c.tpot_speedup and c.tpot_speedup.model_dump(),
+            "doubt": c.doubt,
+            "identical": not c.output_differs,
+            "equal_texts": score and score.equal_texts,
+            "ratio_to_fastest": self.ratio_to_fastest and self.ratio_to_fastest.model_dump(),
+            "same_prompts": self.paired,
+            "significant": self.significant,
+            "accuracy": [r.model_dump(exclude={"items"}) for r in c.tasks],
+            "tasks": tests,
+            "categories": category_rows(score) if score else [],
+        }
+
 
 def read_candidates(paths: Sequence[Path]) -> list[Candidate]:
     """Read scores, directories of scores, and what `predict --json` printed.
@@ -126,8 +157,7 @@ def read_candidates(paths: Sequence[Path]) -> list[Candidate]:
     Raises:
         UserError: there is none, or a file is neither.
     """
-    files = [f for p in paths for f in ([p] if p.suffix == ".json" else sorted(p.rglob("score.json")))]
-    read = [(candidate, file) for file in files for candidate in _read_file(file)]
+    read = [(candidate, file) for file in score_files(paths) for candidate in _read_file(file)]
     if not read:
         raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
     names = [candidate.name for candidate, _ in read]
@@ -192,16 +222,6 @@ def category_rows(score: Score) -> list[dict[str, Any]]:
     return rows
 
 
-def category_table(score: Score) -> Table:
-    """Return the best K by category of prompts as a table, the fastest first."""
-    ordered = sorted(category_rows(score), key=lambda row: -(row["speedup"] or 0))
-    rows = [[row["category"], str(row["prompts"]), *_category_cells(row)] for row in ordered]
-    heads = ("prompts", "n", "tokens per\ntarget pass", "tok/s", "speed-up of\nrequests (95%)")
-    table = terminal_table(heads, rows, best=-1, flexible=0)
-    table.caption = Text(f"{score.name} at K = {score.best_k}, by category of prompts.")
-    return table
-
-
 def prompt_rows(score: Score) -> list[dict[str, Any]]:
     """Return the best K by prompt."""
     categories = [p.category for p in score.prompts] or [""] * score.conditions.prompts
@@ -228,26 +248,6 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
     return lines
 
 
-def comparison_table(ranking: Sequence[Ranked]) -> Table:
-    """Return one row per candidate, the fastest first and marked, with plain decoding at its place."""
-    speeds = ranking[0].candidate.plain_tps
-    plain = [_plain_row(ranking, weights if len(speeds) > 1 else "", speed) for weights, speed in speeds.items()]
-    rows = [*plain, *((r.candidate.speedup.value, r.candidate.output_differs, _row(r)) for r in ranking)]
-    rows.sort(key=lambda row: (row[1], -row[0]))
-    first = ranking[0].candidate
-    doubtful = first.doubt is not None and first.speedup.value > 1 and not first.output_differs
-    table = terminal_table(HEADS, [row for *_, row in rows], best=None if doubtful else 0, flexible=0)
-    scores = [ranked.candidate.score for ranked in ranking if ranked.candidate.score]
-    table.caption = Text(
-        "* Fastest. ~ No significant difference from the fastest draft. Each draft at its best K; its speed-up is of a "
-        "K chosen on other prompts. request: whole requests, over the fastest plain decoding; of predicted drafts the "
-        "tokens after the first. TPOT: the tokens after the first. Relative to fastest: ratio of the two speed-ups, "
-        "paired where both have the same prompts. Intervals: 95% bootstrap over prompts. acc: the first task with that "
-        f"metric.{f' How both sides ran: {precision(scores)}.' if scores else ''}"
-    )
-    return table
-
-
 def missed_thresholds(
     candidate: Candidate, acceptance_length: float, min_speedup: float | None, min_acceptance_length: float | None
 ) -> list[str]:
@@ -263,24 +263,6 @@ def missed_thresholds(
         bar = f"--min-acceptance-length {min_acceptance_length}"
         missed.append(f"{name}: acceptance length {acceptance_length:.3f} is below {bar}")
     return missed
-
-
-def as_dict(ranked: Ranked) -> dict[str, Any]:
-    c = ranked.candidate
-    tests = [asdict(t) | {"difference": t.difference.model_dump(), "significant": t.significant} for t in ranked.tasks]
-    return {
-        "draft": c.name, "target": c.target, "measured": c.score is not None, "k": c.k,
-        "mean_acceptance_length": c.score.acceptance(c.k).mean_acceptance_length if c.score else c.tokens_per_pass,
-        "tokens_per_target_pass": c.tokens_per_pass, "tokens_per_second": c.tokens_per_second,
-        "plain_tokens_per_second": c.plain_tokens_per_second, "plain_tokens_per_second_by_weights": c.plain_tps,
-        "speedup": c.speedup.model_dump(), "speedup_of": "whole requests" if c.score else "tokens after the first",
-        "tpot_speedup": c.tpot_speedup and c.tpot_speedup.model_dump(),
-        "doubt": c.doubt, "identical": not c.output_differs, "equal_texts": c.score and c.score.equal_texts,
-        "ratio_to_fastest": ranked.ratio_to_fastest and ranked.ratio_to_fastest.model_dump(),
-        "same_prompts": ranked.paired, "significant": ranked.significant,
-        "accuracy": [r.model_dump(exclude={"items"}) for r in c.tasks],
-        "tasks": tests, "categories": category_rows(c.score) if c.score else [],
-    }  # fmt: skip
 
 
 def _first_line(c: Candidate) -> str:
@@ -311,12 +293,17 @@ def _read_file(file: Path) -> Iterator[Candidate]:
         raise UserError(f"{file} is not what predict --json prints: {validation_text(error)}") from None
     for prediction in predictions:
         row = max(prediction.rows, key=lambda row: row.speedup.value)
-        target = prediction.target.partition(" on ")[0]
         yield Candidate(
-            name=prediction.name, target=target, k=row.k, tokens_per_pass=row.tokens_per_pass.value,
-            tokens_per_second=row.tokens_per_second, speedup=row.speedup, tpot_speedup=row.speedup, score=None,
+            name=prediction.name,
+            target=prediction.target.partition(" on ")[0],
+            k=row.k,
+            tokens_per_pass=row.tokens_per_pass.value,
+            tokens_per_second=row.tokens_per_second,
+            speedup=row.speedup,
+            tpot_speedup=row.speedup,
+            score=None,
             tasks=[],
-        )  # fmt: skip
+        )
 
 
 def _ranked(candidate: Candidate, fastest: Candidate) -> Ranked:
@@ -324,25 +311,6 @@ def _ranked(candidate: Candidate, fastest: Candidate) -> Ranked:
     if a is None or b is None:
         return Ranked(candidate=candidate, ratio_to_fastest=None, paired=False, tasks=tests)
     return Ranked(candidate=candidate, ratio_to_fastest=speedup_ratio(a, b), paired=same_prompts(a, b), tasks=tests)
-
-
-def _row(ranked: Ranked) -> list[str]:
-    c, ratio = ranked.candidate, ranked.ratio_to_fastest
-    accuracy = [r.value for r in c.tasks if r.metric.partition(",")[0] in ACCURACY_METRICS]
-    mark = "~ " if ranked.significant is False else ""
-    return [
-        mark + c.name + ("" if c.score else " (predicted)"),
-        str(c.k), f"{c.tokens_per_pass:.2f}", f"{c.tokens_per_second:.4g}", two_lines(c.speedup),
-        "" if ratio is None else str(ratio).replace(" (", "\n("), two_lines(c.tpot_speedup),
-        f"{accuracy[0]:.3f}" if accuracy else "–",
-    ]  # fmt: skip
-
-
-def _plain_row(ranking: Sequence[Ranked], weights: str, speed: float) -> tuple[float, bool, list[str]]:
-    """Return the speed-up of plain decoding over the fastest one, False, and its row."""
-    speedup = speed / ranking[0].candidate.plain_tokens_per_second
-    name = f"{NO_DRAFT}, {weights}" if weights else NO_DRAFT
-    return speedup, False, [name, "–", "1.00", f"{speed:.4g}", f"{speedup:.2f}x", "", "–", "–"]
 
 
 def _paired_test(a: TaskResult, b: TaskResult) -> PairedTest:
@@ -376,14 +344,6 @@ def _subset_row(score: Score, prompts: list[int]) -> dict[str, Any]:
         "speedup": part.speedup_value(k) if timed else None,
         "tpot_speedup": part.tpot_speedup_value(k),
     }
-
-
-def _category_cells(row: dict[str, Any]) -> list[str]:
-    length = "–" if row["tokens_per_target_pass"] is None else f"{row['tokens_per_target_pass']:.2f}"
-    if row["speedup"] is None:
-        return [length, "–", "–"]
-    ends = f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})" if row["prompts"] > 1 else ""
-    return [length, f"{row['output_tps']:.4g}", f"{row['speedup']:.2f}x{ends}"]
 
 
 def _test_line(test: PairedTest, name: str, other: str) -> str:

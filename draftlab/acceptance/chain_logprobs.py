@@ -48,8 +48,7 @@ def _score(target: Llama, head: EagleLlama, text: Text, vocab: int, sampling: Sa
     prompt, completion = text
     whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64)).to(target.device)
     first, places = max(0, len(prompt) - 2), len(whole) - 2  # the first place that drafts, and all of them
-    by_age = (len(completion), k)
-    result = TokenLogprobs(np.full(by_age, -np.inf), np.full(by_age, vocab), np.zeros(by_age))
+    result = TokenLogprobs.unlikely(len(completion), k, vocab)
     if places <= first:
         return result
     states = head.combine(_target_states(target, head, whole[:places]))
@@ -60,8 +59,7 @@ def _score(target: Llama, head: EagleLlama, text: Text, vocab: int, sampling: Sa
         logits, states = head.decode_states(following[None], states, cache, metadata, places - first)
         drafted = whole[first + 2 + age :]
         own = token_logprobs(logits[0, : len(drafted), :vocab].float(), drafted, sampling)
-        at = slice(first + 2 + age - len(prompt), None), age
-        result.logprobs[at], result.ranks[at], result.max_probs[at] = own.logprobs, own.ranks, own.max_probs
+        result.put((slice(first + 2 + age - len(prompt), None), age), own)
     return result
 
 

@@ -21,9 +21,10 @@ ROWS = 1024  # texts walked at once, so that the arrays stay in the processor's 
 class Counts:
     """Expected counts over the steps of each of R texts; exact integers where all chances are 0 or 1.
 
-    A step without a draft (the last token before the length limit, or an unsure draft) is a pass, but no step.
+    The last token before the length limit is a pass without a draft, and so no step.
     """
 
+    starts: np.ndarray  # [R, n] passes that begin at each token
     tokens: np.ndarray  # [R]
     passes: np.ndarray  # [R] target passes
     steps: np.ndarray  # [R] passes that had a draft to verify
@@ -54,7 +55,7 @@ class Counts:
 class Texts:
     """Texts padded to n tokens, with their lengths and the length limits of decoding, [R] each."""
 
-    chances: np.ndarray  # [R, n]; of a parallel draft [R, n, D], by the age of the step
+    chances: np.ndarray  # [R, n]; of a drafter whose chances differ by the age of the step [R, n, D]
     lengths: np.ndarray
     limits: np.ndarray
 
@@ -90,51 +91,20 @@ def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Tex
 def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
     """Return the expected number of steps that begin at each token, [n] or [R, n]; their sum is the target passes.
 
-    chances: [n] or [R, n]; of a parallel draft [R, n, D], by the age of the step. k: tokens drafted per step, fewer
-    only at the end of the text; or, for each token, by the step that begins there. Later tokens do not matter to a
-    token, so any padding will do.
+    chances: [n] or [R, n]; by the age of the step [R, n, D]. k: tokens drafted per step, fewer only at the end of the
+    text; or, for each token, by the step that begins there. Later tokens do not matter to a token, so any padding will
+    do.
     """
-    rows, deepest = np.atleast_2d(np.asarray(chances, dtype=np.float64)), int(np.max(k))
-    by_age = rows[:, :, None] if rows.ndim == 2 else rows[:, :, :deepest]
+    rows = np.atleast_2d(np.asarray(chances, dtype=np.float64))
     lengths = np.full(len(rows), rows.shape[1])
-    walk = _walk(by_age, np.broadcast_to(k, rows.shape[:2]), lengths, deepest)
-    return walk.visits.reshape(np.shape(chances)[:2])
+    depth = np.broadcast_to(k, rows.shape[:2])
+    return count(lengths, rows, depth, depth, int(np.max(k))).starts.reshape(np.shape(chances)[:2])
 
 
 def chain(texts: Texts, k: int | np.ndarray) -> Counts:
     """Count steps that draft a chain of k tokens; k may differ by the token where a step begins, [R, n]."""
-    depth, deepest = np.minimum(k, texts.room()), int(np.max(k))
-    by_age = texts.chances[:, :, None] if texts.chances.ndim == 2 else texts.chances[:, :, :deepest]
-    return _count(texts, by_age, depth, depth, deepest)
-
-
-def tree(texts: Texts, ranks: np.ndarray, widths: list[int]) -> Counts:
-    """Count steps that draft a full tree: each node at depth j has the widths[j] most probable tokens as children.
-
-    ranks: of each token in the draft's distribution, 0 the most probable, [R, n], or [R, n, D] by age. texts.chances is
-    ignored. The rule accepts the target's own token if the tree has it, so this holds for a target that samples, too.
-    """
-    nodes = np.concatenate([[0], np.cumsum(np.cumprod(widths))])
-    depth = np.minimum(len(widths), texts.room())
-    by_age = ranks[:, :, None] if ranks.ndim == 2 else ranks[:, :, : len(widths)]
-    return _count(texts, by_age < np.asarray(widths), depth, nodes[depth], len(widths))
-
-
-def confident(max_probs: np.ndarray, threshold: float, k: int, keep_unsure: bool = True) -> np.ndarray:
-    """Return how many tokens, at most k, a step that begins at each token drafts with a confidence stop, [R, n].
-
-    max_probs: the draft's largest probability at each token, [R, n]. The first one below the threshold ends the draft,
-    with its token (transformers, older llama.cpp) or without it (llama.cpp, keep_unsure=False). The accepted tokens
-    are exact, because up to a rejection the draft's path is the text. The tokens drafted after a rejected one cannot be
-    known from the text and are counted as if the draft were as confident as on the text: the true count of a step lies
-    between its ``examined`` tokens and k.
-    """
-    n = max_probs.shape[1]
-    distance = np.full(max_probs.shape, k)
-    for i in range(n - 1, -1, -1):
-        ahead = distance[:, i + 1] if i + 1 < n else k
-        distance[:, i] = np.where(max_probs[:, i] < threshold, 0, ahead + 1)  # tokens until the first unsure one
-    return np.minimum(distance + keep_unsure, k)
+    depth = np.minimum(k, texts.room())
+    return count(texts.lengths, texts.chances, depth, depth, int(np.max(k)))
 
 
 def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
@@ -143,44 +113,29 @@ def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
     return np.stack([counts.tokens, counts.passes], 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Walked:
-    visits: np.ndarray  # [R, n]
-    drafting: np.ndarray  # [R] steps with a draft
-    reached: np.ndarray  # [R, D + 1]; its first column counts steps without a draft, too
-    examined: np.ndarray  # [R, D]
-    truncated: np.ndarray  # [R]
+def count(lengths: np.ndarray, chances: np.ndarray, depth: np.ndarray, drafted: np.ndarray, deepest: int) -> Counts:
+    """Count steps by the recursion from the first token, ROWS texts at a time.
+
+    chances: of each token to be accepted, [R, n], or by the age of the step [R, n, D]. depth, drafted: how deep the
+    draft of a step is, and its tokens, by the step's first token, [R, n]. deepest: the largest depth to count.
+    """
+    by_age = chances[:, :, None] if chances.ndim == 2 else chances[:, :, :deepest]
+    parts: list[Counts] = []
+    for at in range(0, max(1, len(lengths)), ROWS):
+        rows = slice(at, at + ROWS)
+        parts.append(_walk(lengths[rows], by_age[rows], depth[rows], drafted[rows], deepest))
+    return Counts(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in Counts.__slots__})
 
 
-def _count(texts: Texts, accept: np.ndarray, depth: np.ndarray, drafted: np.ndarray, deepest: int) -> Counts:
-    """Count in parts. accept: [R, n, 1 or D] by token and age; depth, drafted: by a step's first token, [R, n]."""
-    walks = [
-        _walk(accept[at : at + ROWS], depth[at : at + ROWS], texts.lengths[at : at + ROWS], deepest)
-        for at in range(0, len(accept), ROWS)
-    ]
-    columns = (np.concatenate([getattr(walk, name) for walk in walks]) for name in _Walked.__slots__)
-    visits, drafting, reached, examined, truncated = columns
-    reached[:, 0] = drafting
-    return Counts(
-        tokens=texts.lengths.astype(np.float64),
-        passes=visits.sum(1),
-        steps=drafting,
-        drafted=(visits * drafted).sum(1),
-        reached=reached,
-        examined=examined,
-        truncated=truncated,
-    )
-
-
-def _walk(accept: np.ndarray, depth: np.ndarray, lengths: np.ndarray, deepest: int) -> _Walked:
+def _walk(lengths: np.ndarray, by_age: np.ndarray, depth: np.ndarray, drafted: np.ndarray, deepest: int) -> Counts:
     rows, n = depth.shape
-    chances = np.ascontiguousarray(accept.transpose(1, 2, 0))  # [n, 1 or D, R]
+    chances = np.ascontiguousarray(by_age.transpose(1, 2, 0))  # [n, 1 or D, R]
     depths = np.concatenate([np.zeros((deepest, rows), dtype=depth.dtype), depth.T])  # depth of the step of each age
     ages = np.arange(deepest + 1)[:, None]
     now = np.zeros((deepest + 1, rows))  # expected steps of each age at token i
     now[0] = 1
-    visits, examined, reached = np.zeros((n, rows)), np.zeros((deepest, rows)), np.zeros((deepest + 1, rows))
-    drafting, truncated = np.zeros(rows), np.zeros(rows)
+    starts, examined, reached = np.zeros((n, rows)), np.zeros((deepest, rows)), np.zeros((deepest + 1, rows))
+    steps, truncated = np.zeros(rows), np.zeros(rows)
     for i in range(n + 1):
         inside = i < lengths
         reached[1:] += now[1:]
@@ -188,13 +143,22 @@ def _walk(accept: np.ndarray, depth: np.ndarray, lengths: np.ndarray, deepest: i
         now *= inside
         if i == n:
             break
-        reached[0] += now[0]
-        visits[i] = now[0]
-        drafting_now = now * (depths[i : i + deepest + 1][::-1] > ages)  # drafted a token at this position
-        drafting += drafting_now[0]
-        examined += drafting_now[:-1]
-        accepted = drafting_now[:-1] * chances[i]
+        starts[i] = now[0]
+        drafting = now * (depths[i : i + deepest + 1][::-1] > ages)  # drafted a token at this position
+        steps += drafting[0]
+        examined += drafting[:-1]
+        accepted = drafting[:-1] * chances[i]
         now[:-1] -= accepted
         now[0] = now.sum(0)
         now[1:] = accepted
-    return _Walked(visits.T, drafting, reached.T, examined.T, truncated)
+    reached[0] = steps
+    return Counts(
+        starts=starts.T,
+        tokens=lengths.astype(np.float64),
+        passes=starts.sum(0),
+        steps=steps,
+        drafted=(starts.T * drafted).sum(1),
+        reached=reached.T,
+        examined=examined.T,
+        truncated=truncated,
+    )

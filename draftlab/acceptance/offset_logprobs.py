@@ -47,8 +47,7 @@ def _score(
 ) -> TokenLogprobs:
     prompt, completion = text
     whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64)).to(model.device)
-    first, size = len(prompt) - 1, (len(completion), offsets)
-    result = TokenLogprobs(np.full(size, -np.inf), np.full(size, vocab), np.zeros(size))
+    first, result = len(prompt) - 1, TokenLogprobs.unlikely(len(completion), offsets, vocab)
     for at in range(first, len(whole) - 1, step):  # the positions that draft, in parts
         end = min(at + step, len(whole) - 1)
         depths = torch.zeros(1, len(whole) - 1, dtype=torch.long, device=model.device)
@@ -56,6 +55,5 @@ def _score(
         packed = pack(whole[None, :-1], depths, token)
         logits = forward_uncached(model, packed.ids, packed.ids.shape[1] - at, packed.tree())[0, :, :vocab]
         own = token_logprobs(logits[packed.predicting - at].float(), whole[packed.predicted + 1], sampling)
-        index = (packed.predicted - first).cpu().numpy(), (packed.offset - 1).cpu().numpy()
-        result.logprobs[index], result.ranks[index], result.max_probs[index] = own.logprobs, own.ranks, own.max_probs
+        result.put(((packed.predicted - first).cpu().numpy(), (packed.offset - 1).cpu().numpy()), own)
     return result

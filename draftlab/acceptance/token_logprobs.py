@@ -5,6 +5,7 @@ B texts in a pass, W tokens fed of each, n scored tokens of a text, V vocab.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +24,18 @@ Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A model's view of each token of one completion, [n]."""
+    """A model's view of each token of one completion, [n]; by the age of the step that drafts it, [n, K]."""
 
     logprobs: np.ndarray  # in the distribution that the model would sample from
     ranks: np.ndarray  # number of more probable tokens; ties go to the lowest id
-    max_probs: np.ndarray  # the largest probability at each position, at temperature 1
+
+    @classmethod
+    def unlikely(cls, n: int, k: int, vocab: int) -> "TokenLogprobs":
+        """Return the view of tokens that no step drafts, by the age of the step, [n, k]."""
+        return cls(np.full((n, k), -np.inf), np.full((n, k), vocab))
+
+    def put(self, index: Any, own: "TokenLogprobs") -> None:
+        self.logprobs[index], self.ranks[index] = own.logprobs, own.ranks
 
 
 def score_tokens(
@@ -46,7 +54,7 @@ def score_tokens(
         UserError: a text is longer than the model's context.
     """
     check_fits(model, texts)
-    scored: list[TokenLogprobs] = [TokenLogprobs(*np.zeros((3, 0)))] * len(texts)
+    scored: list[TokenLogprobs] = [TokenLogprobs(*np.zeros((2, 0)))] * len(texts)
     order = sorted((i for i, (_, completion) in enumerate(texts) if len(completion)), key=lambda i: -_length(texts[i]))
     done, limit = 0, max_positions(vocab, memory)
     while done < len(order):
@@ -116,12 +124,11 @@ def token_logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingParams) -> 
     own = logits.gather(1, tokens[:, None])  # [n, 1]
     lower_ids = torch.arange(logits.shape[1], device=logits.device) < tokens[:, None]
     ranks = ((logits > own) | ((logits == own) & lower_ids)).sum(1)
-    max_probs = (logits.amax(1) - logits.logsumexp(1)).exp()
     if sampling.temperature == 0:
         logprobs = torch.where(ranks == 0, 0.0, -torch.inf)
     else:
         logprobs = distribution(logits, sampling).gather(1, tokens[:, None]).squeeze(1).log()
-    return TokenLogprobs(logprobs.cpu().numpy(), ranks.cpu().numpy(), max_probs.cpu().numpy())
+    return TokenLogprobs(logprobs.cpu().numpy(), ranks.cpu().numpy())
 
 
 def _length(text: Text) -> int:

@@ -133,5 +133,4 @@ def test_logits_in_parts_are_those_of_one_pass(name, models):
     parts = token_logprobs.score_tokens(models[name], texts, 307, warp, memory=7 * 16 * 307 / 1e9)  # of seven positions
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
-        np.testing.assert_allclose(a.max_probs, b.max_probs, atol=1e-4)
         assert (a.ranks == b.ranks).mean() > 0.95

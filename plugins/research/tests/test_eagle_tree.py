@@ -23,6 +23,7 @@ from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.eagle_tree import EagleTreeDrafter
 from draftlab_research.drafting.tree import full_tree
+from draftlab_research.expected_trees import tree
 
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 
@@ -93,7 +94,7 @@ def test_replay_expects_what_greedy_decoding_with_trees_counts(near_head, k):
     ranks = expected.padded([each.ranks[1:] for each in scored])
     widths = [3, 2, 1][: min(3, k)]
     drafter = EagleTreeDrafter(EagleDrafter(target, head), full_tree(widths), "top")
-    counts = expected.tree(chances, ranks, widths)
+    counts = tree(chances, ranks, widths)
     live = list(speculative_decode(target, drafter, PROMPTS, len(full_tree(widths)), sampling))
     for row in range(len(PROMPTS)):
         own = [step for step in live if step.row == row][1:]

@@ -1,0 +1,18 @@
+"""Expected acceptance of token trees from one pass over the target's text."""
+
+import numpy as np
+
+from draftlab.acceptance.expected import Counts, Texts, count
+
+
+def tree(texts: Texts, ranks: np.ndarray, widths: list[int]) -> Counts:
+    """Count steps that draft a full tree: each node at depth j has the widths[j] most probable tokens as children.
+
+    ranks: of each token in the draft's distribution, 0 the most probable, [R, n], or [R, n, D] by the age of the step.
+    texts.chances is ignored. The rule accepts the target's own token if the tree has it, so this holds for a target
+    that samples, too.
+    """
+    nodes = np.concatenate([[0], np.cumsum(np.cumprod(widths))])
+    depth = np.minimum(len(widths), texts.room())
+    by_age = ranks[:, :, None] if ranks.ndim == 2 else ranks[:, :, : len(widths)]
+    return count(texts.lengths, by_age < np.asarray(widths), depth, nodes[depth], len(widths))

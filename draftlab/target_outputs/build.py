@@ -3,9 +3,9 @@
 import functools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from draftlab import provenance, turns
 from draftlab.data import Batch, loss_on_of, open_batches, open_heldout
@@ -207,10 +207,10 @@ def _whole_conversations(prompts: Prompts, numbers: list[int]) -> list[int]:
     return numbers + [i for i, talk in enumerate(talks) if talk in chosen and i not in already]
 
 
-def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: object) -> Manifest:
-    info = asdict(target.info())
-    info |= {} if sampling is not None else {"logprobs": "none"}
-    return Manifest.model_validate(
-        info | facts | {"sampling": sampling, "tokenizer_sha256": vocabulary_sha256(target.directory)}
-        | {"versions": provenance.versions()}
-    )  # fmt: skip
+def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: Any) -> Manifest:
+    info = target.info().model_dump() | facts
+    if sampling is None:
+        info["logprobs"] = "none"
+    return Manifest(
+        **info, sampling=sampling, tokenizer_sha256=vocabulary_sha256(target.directory), versions=provenance.versions()
+    )

@@ -5,30 +5,64 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeInt, model_validator
 
 from draftlab.console import note
-from draftlab.errors import UserError, one_line
-from draftlab.reading import FileModel, parse_json, read_lines, validation_text
+from draftlab.errors import UserError
+from draftlab.reading import FileModel, parse_json, read_lines, reading
 from draftlab.servers.adapters import Completion
 from draftlab.target_outputs.outputs import ROUNDING, StoredLogprobs, TargetOutput, with_top
+from draftlab.target_outputs.store import ABOVE_ZERO
 from draftlab.target_outputs.targets import listed, of_completion
 
-ABOVE_ZERO = 1e-3  # nats that rounding may put a log-probability above 0
 ABOVE_ONE = 0.01  # by which the probabilities of a list may sum to more than 1
 HELD_OUT = 12  # one line of so many is held out
+Logprob = Annotated[float, Field(le=ABOVE_ZERO, allow_inf_nan=False)]
 
 
 class _Line(FileModel):
+    """A request: its tokens, and at each of them the most probable tokens in any order."""
+
     model_config = ConfigDict(strict=True)
 
-    prompt_ids: list[int]
-    ids: list[int]
-    top_ids: list[list[int]]
-    top_logprobs: list[list[float]]
-    logprobs: list[float]
+    prompt_ids: list[NonNegativeInt] = Field(min_length=1)  # text starts with at least one token, such as bos
+    ids: list[NonNegativeInt]
+    top_ids: list[list[NonNegativeInt]]
+    top_logprobs: list[list[Logprob]]
+    logprobs: list[Logprob]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "_Line":
+        if not len(self.ids) == len(self.top_ids) == len(self.top_logprobs) == len(self.logprobs):
+            raise ValueError("ids, top_ids, top_logprobs and logprobs differ in their number of entries")
+        places = zip(self.ids, self.logprobs, self.top_ids, self.top_logprobs, strict=True)
+        for place, (token, logprob, ids, values) in enumerate(places):
+            listed = dict(zip(ids, values, strict=False))
+            if not len(ids) == len(values) == len(listed) > 0:
+                raise ValueError(f"place {place}: top_ids and top_logprobs differ in length, or list a token twice")
+            if (total := sum(map(math.exp, values))) > 1 + ABOVE_ONE:
+                raise ValueError(f"place {place}: the listed probabilities sum to {total:.3f}")
+            by_list = listed.get(token, min(logprob, *values))
+            if abs(by_list - logprob) > ROUNDING:
+                raise ValueError(
+                    f"place {place}: token {token} has log-probability {logprob}, and by the list {by_list}"
+                )
+        return self
+
+    def completion(self) -> Completion:
+        """Return the request with the most probable tokens first."""
+        top_ids, top_logprobs = [], []
+        for ids, values in zip(self.top_ids, self.top_logprobs, strict=True):
+            order = sorted(range(len(ids)), key=lambda i, values=values: -values[i])
+            top_ids.append([ids[i] for i in order])
+            top_logprobs.append([values[i] for i in order])
+        return Completion(
+            prompt_ids=self.prompt_ids, ids=self.ids, logprobs=self.logprobs, top_ids=top_ids,
+            top_logprobs=top_logprobs, finish_reason=None,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +110,7 @@ class ServerLog:
         with self.path.open("rb") as stream:
             for _, start in (self.starts[i] for i in which):
                 stream.seek(start)
-                written.append(self._cut(_sorted(_Line.model_validate_json(stream.readline()))))
+                written.append(self._cut(_Line.model_validate_json(stream.readline()).completion()))
         tokens, own = (np.concatenate([getattr(w, name) for w in written]) for name in ("ids", "logprobs"))
         top = StoredLogprobs.of_lists(*listed(written, self.top_logprobs), own.astype(np.float32), tokens)
         return with_top([of_completion(w, i) for w, i in zip(written, which, strict=True)], top)
@@ -90,55 +124,9 @@ class ServerLog:
 
 def _checked(text: bytes, where: str, vocab: int) -> _Line:
     """Raises UserError: the place and the first error."""
-    try:
+    with reading(where):
         line = _Line.model_validate(parse_json(text))
-    except ValidationError as error:
-        raise UserError(f"{where}: {validation_text(error)}") from None
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({one_line(error)})") from None
-    problem = _problem(line, vocab)
-    if problem:
-        raise UserError(f"{where}: {problem}")
+    largest = max(chain(line.prompt_ids, line.ids, *line.top_ids))
+    if largest >= vocab:
+        raise UserError(f"{where}: id {largest} is not among the tokenizer's {vocab:,}")
     return line
-
-
-def _problem(line: _Line, vocab: int) -> str | None:
-    n = len(line.ids)
-    for name in ("top_ids", "top_logprobs", "logprobs"):
-        if len(getattr(line, name)) != n:
-            return f"{name} has {len(getattr(line, name))} entries for {n} ids"
-    if not line.prompt_ids:
-        return "prompt_ids is empty; text starts with at least one token, such as bos"
-    foreign = next((i for i in chain(line.prompt_ids, line.ids, *line.top_ids) if not 0 <= i < vocab), None)
-    if foreign is not None:
-        return f"id {foreign} is not among the tokenizer's {vocab:,}"
-    places = zip(line.ids, line.logprobs, line.top_ids, line.top_logprobs, strict=True)
-    problems = ((place, _contradiction(*entry)) for place, entry in enumerate(places))
-    return next((f"place {place}: {problem}" for place, problem in problems if problem), None)
-
-
-def _contradiction(token: int, logprob: float, ids: list[int], values: list[float]) -> str | None:
-    if len(ids) != len(values) or not ids or len(set(ids)) != len(ids):
-        return f"{len(ids)} top_ids, {len(set(ids))} of them different, with {len(values)} top_logprobs"
-    bad = next((v for v in (*values, logprob) if not -math.inf < v <= ABOVE_ZERO), None)
-    if bad is not None:
-        return f"{bad} is not a log-probability, which is at most 0"
-    total = sum(map(math.exp, values))
-    if total > 1 + ABOVE_ONE:
-        return f"the listed probabilities sum to {total:.3f}"
-    by_list = dict(zip(ids, values, strict=True)).get(token, min(logprob, *values))
-    if abs(by_list - logprob) > ROUNDING:
-        return f"token {token} has log-probability {logprob}, and by the list {by_list}"
-    return None
-
-
-def _sorted(line: _Line) -> Completion:
-    """Return a line with the most probable tokens first."""
-    lists = [
-        sorted(zip(values, ids, strict=True), key=lambda pair: -pair[0])
-        for values, ids in zip(line.top_logprobs, line.top_ids, strict=True)
-    ]
-    return Completion(
-        prompt_ids=line.prompt_ids, ids=line.ids, logprobs=line.logprobs, top_ids=[[i for _, i in p] for p in lists],
-        top_logprobs=[[v for v, _ in p] for p in lists], finish_reason=None,
-    )  # fmt: skip

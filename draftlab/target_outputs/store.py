@@ -22,7 +22,7 @@ from draftlab.atomic import check_free, replacing, write_atomic
 from draftlab.config.inputs import MANIFEST, check_store
 from draftlab.config.shared import LossOn
 from draftlab.console import note
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.reading import FileModel, read_model, reading
 from draftlab.sampling import SamplingParams
@@ -31,13 +31,12 @@ from draftlab.target_outputs.repeats import repeats
 from draftlab.trust import folder_name
 
 HELDOUT = "heldout"
+ABOVE_ZERO = 1e-3  # nats that rounding may put a log-probability above 0
 Logprobs = Literal["sampled", "raw", "none"]
 TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of its fields
     "top_ids": np.uint32, "top_logprobs": np.float16, "rest_logprob": np.float32, "token_logprob": np.float16,
     "normalizers": np.float32,
 }  # fmt: skip
-
-
 FolderName = Annotated[str, AfterValidator(lambda name: folder_name(name, "the target of stored outputs"))]
 
 
@@ -47,20 +46,27 @@ class Shard(FileModel):
     sha256: str
 
 
-class Manifest(FileModel):
-    """Contents and origin of a store.
+class TargetInfo(FileModel):
+    """A target as its outputs name it.
 
     logprobs: of each written token, in the distribution that it was sampled from, or in that of the raw logits.
     """
 
-    version: Literal[1] = 1
     source: str  # draftlab, the server's kind and version, or log
     target: FolderName
     target_sha256: str | None  # None: the weights were elsewhere
-    tokenizer_sha256: str
     vocab: int = Field(ge=1, le=1 << 24)  # ids that have a meaning
     dtype: str
     batch_size: int  # prompts decoded together, which in half precision affects rounding
+    logprobs: Logprobs
+    temperatures: tuple[float, ...]
+
+
+class Manifest(TargetInfo):
+    """Contents and origin of a store."""
+
+    version: Literal[1] = 1
+    tokenizer_sha256: str
     text: Literal["data", "target"]
     data: str
     chat: bool = False  # prompts have the form of the tokenizer's chat template
@@ -69,9 +75,7 @@ class Manifest(FileModel):
     prompt_tokens: int | None  # prompts were cut to this length
     categories: tuple[str, ...] = ("",)
     sampling: SamplingParams | None  # None: the target did not write the text, or nobody knows
-    logprobs: Logprobs
     top_logprobs: int = Field(ge=0, le=1 << 24)
-    temperatures: tuple[float, ...]
     seq_len: int | None  # of the rows to distil from; None: of the longest sequence
     seed: int
     planned: PositiveInt  # sequences of the finished store
@@ -98,14 +102,6 @@ class StoredOutputs:
     directory: Path
     manifest: Manifest
     outputs: list[TargetOutput]
-
-    def of_category(self, name: str) -> "StoredOutputs":
-        """Raises UserError: no such category."""
-        if name not in self.manifest.categories:
-            names = [c for c in self.manifest.categories if c]
-            hint = did_you_mean(name, names) if names else "; its prompts have no categories"
-            raise UserError(f"{self.directory} has no category {name!r}{hint}")
-        return StoredOutputs(self.directory, self.manifest, [o for o in self.outputs if o.category == name])
 
     @property
     def vocabulary(self) -> Path:
@@ -188,16 +184,14 @@ def read_texts(directory: Path) -> list[TargetOutput]:
 
 
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
-    """Raises UserError: the shard is missing, not what the manifest says, or misaligned."""
-    file = directory / _shard_name(number)
+    """Raises UserError: the shard is missing, damaged, or not what a target can have written."""
+    file, shard = directory / _shard_name(number), manifest.shards[number]
     with reading(file):
-        if provenance.file_sha256(file) != manifest.shards[number].sha256:
+        if provenance.file_sha256(file) != shard.sha256:
             raise UserError(f"{file} is corrupt: its checksum is not the manifest's; remove the store and build again")
         arrays = load_file(file)
-    _check_arrays(arrays, manifest, manifest.shards[number], file)
-    if manifest.top_logprobs:
-        _check_alignment(arrays, file)
-    return _outputs(arrays, manifest)
+        _check(arrays, manifest, shard)
+        return _outputs(arrays, manifest)
 
 
 def describe(directory: Path) -> dict[str, object]:
@@ -251,6 +245,8 @@ def _add_shard(out: Path, manifest: Manifest, outputs: Sequence[TargetOutput]) -
     with replacing(out / name) as part:
         save_file(arrays, part)
         shard = Shard(sequences=len(outputs), tokens=len(arrays["ids"]), sha256=provenance.file_sha256(part))
+        with reading(f"{manifest.target} writes what cannot be stored"):
+            _check(arrays, manifest, shard)
     grown = manifest.model_copy(update={"shards": (*manifest.shards, shard)})
     _write_manifest(out, grown)
     return grown
@@ -327,41 +323,52 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
     return outputs
 
 
-def _check_arrays(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard, file: Path) -> None:
-    """Raises UserError: the arrays are not those of a shard of this store, which its checksum alone cannot tell."""
-    n, tokens = shard.sequences, shard.tokens
-    sizes = {"number": n, "category": n, "stopped": n, "prompt_offsets": n + 1, "offsets": n + 1, "ids": tokens}
-    sizes |= {"counted": tokens} if "counted" in arrays else {}
-    sizes |= {"logprobs": tokens} if manifest.logprobs != "none" else {}
-    sizes |= {"prompt_ids": len(arrays.get("prompt_ids", ()))}
-    listed = int((arrays["counted"] > 0).sum()) if "counted" in arrays else tokens
-    sizes |= dict.fromkeys(TOP, listed) if manifest.top_logprobs else {}
-    wrong = next((name for name, size in sizes.items() if name not in arrays or len(arrays[name]) != size), None)
-    if wrong is None and manifest.top_logprobs:
-        shapes = {arrays[name].shape for name in ("top_ids", "top_logprobs")}
-        wrong = None if shapes == {(listed, manifest.top_logprobs)} else "top_ids"
-    bounds = (("prompt_offsets", "prompt_ids"), ("offsets", "ids"))
-    for offsets, ids in bounds if wrong is None else ():
-        at = arrays[offsets]
-        if at[0] != 0 or at[-1] != len(arrays[ids]) or (np.diff(at) < 0).any():
-            wrong = offsets
-    if wrong is None and arrays["category"].max(initial=0) >= len(manifest.categories):
-        wrong = "category"
-    if wrong is not None:
-        raise UserError(f"{file}: its {wrong} is missing or does not fit {MANIFEST}; remove the store and build again")
+def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -> None:
+    """Raises ValueError: arrays that the manifest does not describe, or that no target can have given."""
+    n, tokens, counted = shard.sequences, shard.tokens, arrays.get("counted")
+    expected: dict[str, tuple[type, tuple[int, ...]]] = {
+        "number": (np.int64, (n,)), "category": (np.uint16, (n,)), "stopped": (np.uint8, (n,)),
+        "prompt_offsets": (np.int64, (n + 1,)), "prompt_ids": (np.uint32, (int(arrays["prompt_offsets"][-1]),)),
+        "offsets": (np.int64, (n + 1,)), "ids": (np.uint32, (tokens,)),
+    }  # fmt: skip
+    if counted is not None:
+        expected["counted"] = (np.uint8, (tokens,))
+    if manifest.logprobs != "none":
+        expected["logprobs"] = (np.float32, (tokens,))
+    if manifest.top_logprobs:
+        listed = tokens if counted is None else int(np.count_nonzero(counted))
+        k, temperatures = manifest.top_logprobs, len(manifest.temperatures)
+        shapes = ((listed, k), (listed, k), (listed,), (listed,), (listed, temperatures))
+        expected |= {name: (TOP[name], shape) for name, shape in zip(TOP, shapes, strict=True)}
+    for name, (dtype, shape) in expected.items():
+        if name not in arrays or arrays[name].dtype != dtype or arrays[name].shape != shape:
+            raise ValueError(f"{name} is missing or does not fit {MANIFEST}; remove the store and build again")
+    for name, end, least in (("prompt_offsets", None, 1), ("offsets", tokens, 0)):
+        at = arrays[name]
+        if at[0] != 0 or end not in (None, at[-1]) or (np.diff(at) < least).any():
+            raise ValueError(f"{name} do not ascend from 0 to the number of tokens")
+    limits = {"prompt_ids": manifest.vocab, "ids": manifest.vocab, "top_ids": manifest.vocab}
+    for name, limit in (limits | {"category": len(manifest.categories)}).items():
+        if name in arrays and arrays[name].max(initial=0) >= limit:
+            raise ValueError(f"{name} has {arrays[name].max()}, and the store has {limit:,} of them")
     for name, values in arrays.items():
-        if values.dtype.kind == "f" and (np.isnan(values) | (values == np.inf)).any():  # -inf: a probability of 0
-            raise UserError(f"{file}: its {name} has values that are not finite (NaN or infinity)")
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            raise ValueError(f"{name} has values that are not finite")
+        if name.endswith(("logprob", "logprobs")) and values.max(initial=0) > ABOVE_ZERO:
+            raise ValueError(f"{name} has {values.max():g}, and a log-probability is at most 0")
+    if manifest.top_logprobs:
+        _check_alignment(arrays)
 
 
-def _check_alignment(arrays: dict[str, np.ndarray], file: Path) -> None:
+def _check_alignment(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises ValueError: tokens contradict the lists at their places."""
     logprobs, token = arrays["top_logprobs"], arrays["token_logprob"]
     ids = arrays["ids"][arrays["counted"] > 0] if "counted" in arrays else arrays["ids"]
     inside = arrays["top_ids"] == ids[:, None]  # [n, k]
     matches = np.where(inside.any(1), np.where(inside, logprobs, 0).sum(1) == token, token <= logprobs[:, -1])
     if not matches.all():
-        raise UserError(
-            f"{file}: {np.count_nonzero(~matches)} of {len(matches)} tokens contradict their lists; "
+        raise ValueError(
+            f"{np.count_nonzero(~matches)} of {len(matches)} tokens contradict their lists; "
             "the outputs belong to another text or tokenizer, or are shifted"
         )
 

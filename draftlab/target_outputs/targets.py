@@ -28,28 +28,14 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.adapters import Completion
 from draftlab.servers.client import Probe, Server
 from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, TargetOutput, padded, with_top
-from draftlab.target_outputs.store import Logprobs, logits_of
-from draftlab.trust import folder_name
+from draftlab.target_outputs.store import Logprobs, TargetInfo, logits_of
 
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
 SEEDS = 256  # between prompts: a server counts the seed up over at most so many that it gets at once
 CPU_TOKENS = 2048  # in one pass at most, so that progress shows; a CPU gains nothing from more
 SCORED_ROWS = {"cpu": 16, "cuda": 256}  # positions whose log-probabilities are computed at once: few fit a cache
+LEAST_LOGPROB = -1e4  # of an id that the model never gives: finite in float16
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetInfo:
-    """Facts about a target; see Manifest."""
-
-    source: str
-    target: str
-    target_sha256: str | None
-    vocab: int
-    dtype: str
-    batch_size: int
-    logprobs: Logprobs  # of text that it writes
-    temperatures: tuple[float, ...]
 
 
 class Target(Protocol):
@@ -189,10 +175,9 @@ class ServedTarget:
         return {"kind": self.server.kind, "version": self.server.version, "model": self.server.model}
 
     def info(self) -> TargetInfo:
-        name = folder_name(self.server.model, "the server's model")
         return TargetInfo(
-            source=f"{self.server.kind} {self.server.version}".strip(), target=name,
-            target_sha256=None, vocab=self.vocab, dtype="as served", batch_size=self.server.workers,
+            source=f"{self.server.kind} {self.server.version}".strip(), target=self.server.model, target_sha256=None,
+            vocab=self.vocab, dtype="as served", batch_size=self.server.workers,
             logprobs=LOGPROBS.get(self.probe.logprobs_mode, "none"), temperatures=(1.0,),
         )  # fmt: skip
 
@@ -233,7 +218,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
     pieces = [StoredLogprobs.empty(k, len(TEMPERATURES))]
     rows = SCORED_ROWS.get(logits.device.type, SCORED_ROWS["cuda"])
     for start in range(0, len(logits), rows):
-        log_p = torch.log_softmax(logits[start : start + rows].float(), -1)
+        log_p = torch.log_softmax(logits[start : start + rows].float(), -1).clamp_min(LEAST_LOGPROB)
         values, ids = log_p.topk(k)
         rest = log_p.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(-80)
         own = log_p.gather(1, tokens[start : start + rows, None].to(log_p.device)).squeeze(1)

@@ -31,7 +31,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.adapters import VLLM, Completion, LlamaCpp, SGLang
 from draftlab.servers.client import TRIES, Probe, Server, parse_metrics, spec_decode_counters
 from draftlab.target_outputs.targets import PROBE_TEXT, LocalTarget, ServedTarget
-from draftlab.target_outputs.verify import verify_store
+from draftlab.target_outputs.verify import verify
 from draftlab.training.fused_loss import TopK
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
@@ -492,13 +492,13 @@ def test_outputs_of_a_real_vllm_are_those_of_the_local_model(text, vllm, fp32, t
     sizes = {"num_sequences": 16, "seq_len": 64, "top_logprobs": 32, "text": text, "data": "stdlib"}
     sizes |= {"prompt_tokens": 16} if text == "target" else {}
     COMMANDS["outputs build"](target=str(fp32), server=vllm.http.url, out=tmp_path / "served", **sizes)
-    found = verify_store(tmp_path / "served", LocalTarget(fp32, torch.device("cpu")), 0)
+    found = verify(tmp_path / "served", LocalTarget(fp32, torch.device("cpu")), 0)
     print(f"{text}: {found}")
     assert (found.sequences, found.same_top) == (16, 1.0)
     assert found.worst < 0.02  # fp16
     if text == "data":
         COMMANDS["outputs build"](target=str(fp32), out=tmp_path / "local", **sizes)
-        again = verify_store(tmp_path / "local", ServedTarget.connected(vllm, fp32, None, 32), 0)
+        again = verify(tmp_path / "local", ServedTarget.connected(vllm, fp32, None, 32), 0)
         print(f"the local one, scored by vLLM: {again}")
         assert again.worst < 0.02
         ours, theirs = (load_file(tmp_path / n / "shard-00000.safetensors") for n in ("served", "local"))

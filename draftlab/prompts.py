@@ -5,16 +5,15 @@ import json
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import data, provenance
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
-from draftlab.data.conversations import Message, chat_ids, read_messages
+from draftlab.data.conversations import chat_ids
+from draftlab.data.text import Message, Row, prompt_of, rows_of
 from draftlab.errors import UserError
-from draftlab.reading import read_json_lines
 
 FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of each
 
@@ -110,9 +109,9 @@ def file_prompts(
     system_prompt: str | None = None,
     split: data.Split | None = None,
 ) -> Prompts:
-    """Read one prompt per JSON line: `messages`, `prompt`, `turns`, or another text column; `category`.
+    """Read one prompt per row of a file, in any of the forms of data/text.py, with its `category`.
 
-    Blank lines are skipped. Conversations that end with an answer are prompts up to the user's last turn. count: read
+    Conversations that end with an answer are prompts up to the user's last turn. count: read
     the first prompts only. tokens: cut every prompt to this length. chat: apply the chat template; the first of several
     turns is then a prompt, which the later ones follow (turns.answered), and otherwise the only one used. split: read
     the lines that are in this split where the file is a data source, None: all.
@@ -122,19 +121,20 @@ def file_prompts(
             template does not take; a chat without a template; no line in the split.
     """
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
-    numbered = list(islice(read_json_lines(file), count))
+    numbered = list(islice(rows_of(file, prompt_of), count))
     chosen = [each for each in numbered if split is None or data.in_split(data.line_name(file, each[0]), split)]
-    lines = [_read_line(row, f"{file}:{number}") for number, row in chosen]
-    if not lines:
+    if not chosen:
         few = f"; its {len(numbered)} lines have none in the {split} split, so add lines" if numbered else ""
         raise UserError(f"{file} has no prompts{few}")
-    rows = [
-        _chat_prompt(x, number, tokenizer, system_prompt) if on
-        else Prompt(_ids(x, tokenizer, tokens), x.category, number)
-        for number, x in enumerate(lines)
-    ]  # fmt: skip
-    if not on and (several := sum(bool(line.later) for line in lines)):
-        note(f"{file.name}: {several} of {len(lines)} prompts have several turns; without a chat the first is used")
+    rows: list[Prompt] = []
+    for conversation, (number, row) in enumerate(chosen):
+        where = f"{file}:{number}"
+        if on:
+            rows.append(_chat_prompt(row, where, conversation, tokenizer, system_prompt))
+        else:
+            rows.append(Prompt(_ids(row, where, tokenizer, tokens), row.category, conversation))
+    if not on and (several := sum(bool(row.later) for _, row in chosen)):
+        note(f"{file.name}: {several} of {len(chosen)} prompts have several turns; without a chat the first is used")
     sha256 = digest(rows) if on else provenance.file_sha256(file)
     return Prompts(rows=rows, source=file.name, sha256=sha256, tokens=tokens, chat=on)
 
@@ -143,47 +143,6 @@ def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, t
     """Return starts of held-out documents of a data source."""
     rows = [Prompt(ids) for ids in data.heldout_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)]
     return Prompts(rows=rows, source=spec, sha256=digest(rows), tokens=tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """A line of a prompt file. text: None where it is a whole conversation. later: turns after the first."""
-
-    where: str
-    text: str | None
-    messages: list[Message]
-    later: tuple[str, ...] = ()
-    category: str
-
-
-def _read_line(row: Any, where: str) -> _Line:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: not a JSON object with a prompt")
-    category, turns = str(row.get("category", "")), row.get("turns")
-    if "messages" in row:
-        return _Line(where=where, text=None, messages=_messages(row["messages"], where), category=category)
-    turns = turns if isinstance(turns, list) else []
-    if not all(isinstance(turn, str) for turn in turns):
-        raise UserError(f"{where}: turns must be a list of texts, each what the user says")
-    texts = [row.get("prompt"), *turns[:1], *(row.get(c) for c in data.TEXT_COLUMNS)]
-    text = turns[0] if len(turns) > 1 else next((t for t in texts if isinstance(t, str)), None)
-    if text is None:
-        columns = ", ".join(data.TEXT_COLUMNS)
-        raise UserError(f"{where}: no text; it needs one of messages, prompt, turns, {columns}")
-    if not text.strip():
-        raise UserError(f"{where}: the prompt is empty")
-    messages: list[Message] = [{"role": "user", "content": text}]
-    return _Line(where=where, text=text, messages=messages, later=tuple(turns[1:]), category=category)
-
-
-def _messages(value: object, where: str) -> list[Message]:
-    """Return a conversation up to the user's last turn. Raises UserError: it has none."""
-    messages = read_messages(value, where)
-    while messages and messages[-1]["role"] != "user":
-        messages = messages[:-1]
-    if not messages:
-        raise UserError(f"{where}: messages have no turn of the user")
-    return messages
 
 
 def _has_chat(
@@ -202,24 +161,27 @@ def _has_chat(
     return True
 
 
-def _ids(line: _Line, tokenizer: PreTrainedTokenizerBase, tokens: int | None) -> list[int]:
-    if line.text is None:
+def _ids(row: Row, where: str, tokenizer: PreTrainedTokenizerBase, tokens: int | None) -> list[int]:
+    if row.messages:
         reason = "--chat is off" if tokenizer.chat_template else "the tokenizer has no chat template"
-        raise UserError(f"{line.where}: messages are for a chat, and {reason}")
-    ids: list[int] = tokenizer(line.text, verbose=False)["input_ids"]
+        raise UserError(f"{where}: messages are for a chat, and {reason}")
+    ids: list[int] = tokenizer(row.text, verbose=False)["input_ids"]
     if not ids:
-        raise UserError(f"{line.where}: the prompt is empty")
+        raise UserError(f"{where}: the prompt is empty")
     if tokens is not None and len(ids) < tokens:
-        raise UserError(f"{line.where}: the prompt has {len(ids)} tokens, fewer than --prompt-tokens {tokens}")
+        raise UserError(f"{where}: the prompt has {len(ids)} tokens, fewer than --prompt-tokens {tokens}")
     return ids[:tokens]
 
 
-def _chat_prompt(line: _Line, number: int, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> Prompt:
-    system: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    if system and line.messages[0]["role"] == "system":
-        raise UserError(f"{line.where}: the conversation has a system prompt of its own; drop --system-prompt")
-    messages = (*system, *line.messages)
-    return Prompt(chat_ids(messages, tokenizer, line.where), line.category, number, messages, line.later)
+def _chat_prompt(
+    row: Row, where: str, conversation: int, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
+) -> Prompt:
+    messages = row.messages or ({"role": "user", "content": row.text},)
+    if system_prompt is not None and messages[0]["role"] == "system":
+        raise UserError(f"{where}: the conversation has a system prompt of its own; drop --system-prompt")
+    if system_prompt is not None:
+        messages = ({"role": "system", "content": system_prompt}, *messages)
+    return Prompt(chat_ids(messages, tokenizer, where), row.category, conversation, messages, row.later)
 
 
 def digest(rows: list[Prompt]) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import reprlib
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,12 +89,6 @@ def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
         with reading(f"{file}:{number}: not JSON"):
             value = parse_json(line)
         yield number, value
-
-
-def check_json_lines(file: Path | None) -> None:
-    """Check that a file can be read later. Raises UserError: see read_json_lines."""
-    if file is not None:
-        deque(read_json_lines(file), maxlen=0)
 
 
 def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> Kind:

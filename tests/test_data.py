@@ -5,9 +5,11 @@ import math
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
 from draftlab import data
 from draftlab.data import Batch, DynamicBatches, TokenBatches, sources
+from draftlab.data.text import prompt_of, rows_of
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import load_tokenizer
 
@@ -102,7 +104,7 @@ def test_prompts_have_the_length_asked_for_and_differ_by_seed(tokenizer):
     ("content", "name", "message"),
     [
         ('{"text": "a"}\n{oops\n', "x.jsonl", "x.jsonl:2: not JSON"),
-        ('{"label": 3}\n', "x.jsonl", "x.jsonl:1: no text column"),
+        ('{"label": 3}\n', "x.jsonl", "x.jsonl:1: no text"),
         ("a,b\n", "x.csv", "cannot read .csv"),
     ],
 )
@@ -123,19 +125,51 @@ def test_json_lines_are_read_with_any_text_column(tmp_path):
     assert {d.text for d in data.documents(str(tmp_path / "x.jsonl"))} == {"q", "t", "t2"}
 
 
-def test_a_prompt_with_its_completion_is_a_conversation(tmp_path):
-    user, assistant = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    rows = [
+SAID, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [SAID, ANSWER]},
         {"prompt": "q", "completion": "a"},
-        {"prompt": [user], "completion": [assistant]},
-        {"messages": [user, assistant]},
-    ]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    assert [d.messages for d in data.documents(str(tmp_path / "x.jsonl"))] == [(user, assistant)] * 3
-    for wrong in ({"prompt": "q", "completion": None}, {"prompt": 3, "completion": "a"}):
-        (tmp_path / "y.jsonl").write_text(json.dumps(wrong) + "\n")
-        with pytest.raises(UserError, match=r"y\.jsonl:1"):
-            data.documents(str(tmp_path / "y.jsonl"))
+        {"prompt": [SAID], "completion": [ANSWER]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image"}]}, ANSWER]},
+        {"messages": [SAID, {"role": "assistant", "content": None}, {"role": "tool", "content": "1"}, ANSWER]},
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_one_conversation_is_read_from_every_form(row, suffix, tmp_path):
+    """As text to train on with its answer, and as a prompt without it."""
+    file = tmp_path / f"chats{suffix}"
+    if suffix == ".parquet":
+        if any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in row.get("messages", [])):
+            pytest.skip("a column of Parquet has one type")
+        Dataset.from_list([row, row]).to_parquet(file)
+    else:
+        file.write_text(json.dumps([row, row]) if suffix == ".json" else 2 * (json.dumps(row) + "\n"))
+    assert [d.messages for d in data.documents(str(file))] == [(SAID, ANSWER)] * 2
+    prompts = [prompt for _, prompt in rows_of(file, prompt_of)]
+    assert all(prompt.messages == (SAID,) or prompt.text == "q" for prompt in prompts)
+    assert data.is_chat_file(str(file))
+
+
+def test_few_bad_rows_are_left_out_and_named(tmp_path, capsys):
+    good = [json.dumps({"prompt": f"p{i}"}) for i in range(200)]
+    (tmp_path / "x.jsonl").write_text("\n".join([*good[:150], "{oops", *good[150:]]))
+    assert len(list(rows_of(tmp_path / "x.jsonl", prompt_of))) == 200
+    assert "x.jsonl:151: not JSON" in capsys.readouterr().err
+    (tmp_path / "x.jsonl").write_text("\n".join([*good[:50], "{oops", '{"prompt": ""}']))
+    with pytest.raises(UserError, match=r"x.jsonl:51: not JSON"):
+        list(rows_of(tmp_path / "x.jsonl", prompt_of))
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": "q", "completion": None}, {"prompt": 3, "completion": "a"}])
+def test_a_completion_that_is_no_text_is_refused(wrong, tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps(wrong) + "\n")
+    with pytest.raises(UserError, match=r"x.jsonl:1: want a list of messages"):
+        data.documents(str(tmp_path / "x.jsonl"))
 
 
 def dynamic(rows: int = 8) -> DynamicBatches:

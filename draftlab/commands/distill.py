@@ -12,7 +12,6 @@ from draftlab.console import note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
-from draftlab.reading import check_json_lines
 from draftlab.trust import check_address
 
 if TYPE_CHECKING:
@@ -174,13 +173,14 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
     The held-out conversations are left out: `score` takes its prompts from those.
     """
     from draftlab.data import is_chat_file
+    from draftlab.data.text import check_prompts
     from draftlab.training.answers import PromptFile
     from draftlab.training.texts import Hardware
 
     file, of_data, longest = config.prompt_file, False, config.max_new_tokens
     if file is not None:
         with about("--prompt-file"):
-            check_json_lines(file)
+            check_prompts(file)
     elif config.may_answer_data and is_chat_file(config.data):
         file, of_data = Path(config.data), True
     elif config.is_set("max_new_tokens"):

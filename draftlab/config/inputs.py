@@ -9,7 +9,6 @@ from draftlab.errors import UserError, did_you_mean
 from draftlab.model import families, hub
 from draftlab.model.hf_files import check_has_tokenizer, check_length, max_model_len
 from draftlab.model.tokenizer import check_files
-from draftlab.reading import check_json_lines
 from draftlab.trust import check_address
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of a GGUF file's matrices
@@ -60,7 +59,8 @@ def local_text(mixture: str, weights: bool) -> None:
 
 
 def prompts(file: Path, weights: bool) -> None:
-    check_json_lines(file)
+    if not file.is_file():
+        raise UserError(f"{file}: No such file or directory")
 
 
 def program(path: Path, weights: bool) -> None:

@@ -11,7 +11,6 @@ from draftlab.data.batches import loss_on_of as loss_on_of
 from draftlab.data.batches import open_batches as open_batches
 from draftlab.data.batches import open_heldout as open_heldout
 from draftlab.data.batches import tokenize as tokenize
-from draftlab.data.sources import TEXT_COLUMNS as TEXT_COLUMNS
 from draftlab.data.sources import Document as Document
 from draftlab.data.sources import Split as Split
 from draftlab.data.sources import documents as documents

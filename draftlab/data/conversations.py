@@ -10,9 +10,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
+from draftlab.data.text import Message
 from draftlab.errors import UserError, one_line
 
-Message = dict[str, Any]  # role and content, as chat templates take them
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template's own mark of what the assistant says
 
 
@@ -30,32 +30,6 @@ class Conversation:
         ids[:length] = self.ids[:length]
         mask[: length - 1] = self.counted[1:length]
         return ids, mask
-
-
-def row_messages(row: dict[str, Any], where: str) -> list[Message]:
-    """Return the conversation of a row: its `messages`, or its `prompt` with its `completion`.
-
-    Prompt and completion are texts of the user and of the assistant, or lists of messages, as TRL has them.
-
-    Raises:
-        UserError: not a list of messages.
-    """
-    if "messages" in row:
-        return read_messages(row["messages"], where)
-    messages: list[Message] = []
-    for name, role in (("prompt", "user"), ("completion", "assistant")):
-        value = row[name]
-        messages += [{"role": role, "content": value}] if isinstance(value, str) else read_messages(value, where)
-    return messages
-
-
-def read_messages(value: object, where: str) -> list[Message]:
-    """Raises UserError: not a list of messages with text."""
-    messages = value if isinstance(value, list) else []
-    fields = [m.get(name) if isinstance(m, dict) else None for m in messages for name in ("role", "content")]
-    if not messages or not all(isinstance(field, str) for field in fields):
-        raise UserError(f"{where}: want a list of messages, each with a role and a content that is text")
-    return messages
 
 
 def chat_ids(

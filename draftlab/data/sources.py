@@ -1,8 +1,9 @@
 """Documents of text sources, split by hash into training and held-out text.
 
 A source is ``stdlib`` (the Python standard library on this disk, without its tests), ``stdlib-tests``, ``packages``
-(Python packages installed beside draftlab), ``hf:NAME`` (a hub data set with a ``text`` column), or a path of a
-``.txt``, ``.py`` or ``.jsonl`` file or a folder of these. A mixture is ``stdlib=0.5,packages=0.5``.
+(Python packages installed with draftlab), ``hf:NAME`` (a data set of the hub), or a path of a ``.txt``, ``.md``,
+``.py``, ``.jsonl``, ``.json`` or ``.parquet`` file or a folder of these; data/text.py has the forms of rows. A mixture
+is ``stdlib=0.5,packages=0.5``.
 """
 
 import hashlib
@@ -15,15 +16,14 @@ from typing import Literal
 
 import numpy as np
 
-from draftlab.data.conversations import Message, row_messages
+from draftlab.data.text import ROW_FILES, Message, Row, checked_rows, row_of, rows_of
 from draftlab.errors import UserError
 from draftlab.model import hub
-from draftlab.reading import read_json_lines, reading
+from draftlab.reading import reading
 
 Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 0.08  # of documents, by a hash of their names
 HUB_ROWS = 50_000  # streamed from a hub data set; calibration and distillation need no more
-TEXT_COLUMNS = ("text", "prompt", "question", "content")
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 NOT_STDLIB = {"site-packages", "dist-packages", "encodings", "pydoc_data"}  # the last two are generated tables
 
@@ -98,8 +98,8 @@ def in_split(name: str, split: Split) -> bool:
 
 
 def is_chat_file(source: str) -> bool:
-    """Return whether a source is one JSON-lines file of conversations."""
-    return source.endswith(".jsonl") and Path(source).is_file() and has_conversations(source)
+    """Return whether a source is one file of conversations."""
+    return Path(source).suffix in ROW_FILES and Path(source).is_file() and has_conversations(source)
 
 
 def first_source(spec: str) -> str:
@@ -114,13 +114,17 @@ def has_conversations(source: str) -> bool:
 
 def _read(source: str) -> Iterator[Document]:
     if source in PYTHON_SOURCES:
-        return PYTHON_SOURCES[source]()
+        yield from PYTHON_SOURCES[source]()
+        return
     if source.startswith("hf:"):
-        return _hub_dataset(source.removeprefix("hf:"))
+        yield from _hub_dataset(source.removeprefix("hf:"))
+        return
     hub.check_local_text(source)
     path = Path(source)
-    files = [f for f in sorted(path.rglob("*")) if f.suffix in READERS] if path.is_dir() else [path]
-    return (doc for file in files for doc in READERS[file.suffix](file))
+    suffixes = set(hub.TEXT_SUFFIXES) - {".json"}  # which folders have for other things
+    files = [f for f in sorted(path.rglob("*")) if f.suffix in suffixes] if path.is_dir() else [path]
+    for file in files:
+        yield from _row_file(file) if file.suffix in ROW_FILES else _text_file(file)
 
 
 def _stdlib() -> Iterator[Document]:
@@ -169,9 +173,8 @@ def _text_file(path: Path) -> Iterator[Document]:
         yield Document(f"{path.name}:{index}", separator.join(part))
 
 
-def _json_lines(path: Path) -> Iterator[Document]:
-    for number, row in read_json_lines(path):
-        yield _document(line_name(path, number), row, f"{path}:{number}")
+def _row_file(path: Path) -> Iterator[Document]:
+    return (_document(line_name(path, number), row) for number, row in rows_of(path, row_of))
 
 
 def _hub_dataset(name: str) -> Iterator[Document]:
@@ -179,23 +182,13 @@ def _hub_dataset(name: str) -> Iterator[Document]:
 
     hub.check_data(f"hf:{name}")  # without it the client tries for half a minute
     with reading(f"data set {name!r} could not be loaded"):
-        rows = load_dataset(name, split="train", streaming=True)
-    return (_document(f"{name}:{i}", row, f"{name}:{i}") for i, row in enumerate(rows.take(HUB_ROWS)))
+        values = load_dataset(name, split="train", streaming=True)
+    rows = checked_rows(name, enumerate(values.take(HUB_ROWS)), row_of)
+    return (_document(f"{name}:{number}", row) for number, row in rows)
 
 
-def _document(name: str, row: object, where: str) -> Document:
-    if isinstance(row, dict) and ("messages" in row or {"prompt", "completion"} <= row.keys()):
-        messages = row_messages(row, where)
-        return Document(name, "\n".join(m["content"] for m in messages), tuple(messages))
-    return Document(name, _text_of(row, where))
-
-
-def _text_of(row: object, where: str) -> str:
-    texts = [row.get(column) for column in TEXT_COLUMNS] if isinstance(row, dict) else []
-    text = next((text for text in texts if isinstance(text, str)), None)
-    if text is None:
-        raise UserError(f"{where}: no text column; want one of messages, {', '.join(TEXT_COLUMNS)}")
-    return text
+def _document(name: str, row: Row) -> Document:
+    return Document(name, row.text, row.messages)
 
 
 def unit_hash(text: str) -> float:
@@ -211,4 +204,3 @@ def _overlap(lines: set[str], others: set[str]) -> float:
 
 
 PYTHON_SOURCES = dict(zip(hub.BUILT_IN_TEXT, (_stdlib, _stdlib_tests, _packages), strict=True))
-READERS = {suffix: _json_lines if suffix == ".jsonl" else _text_file for suffix in hub.TEXT_SUFFIXES}

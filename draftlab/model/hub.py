@@ -24,7 +24,7 @@ PLAIN = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"
 TIMEOUT_SECONDS = 3
 IMPORTED = "draftlab import converts .bin files and adapters by this name, and a downloaded GGUF file"
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
-TEXT_SUFFIXES = (".jsonl", ".md", ".py", ".txt")
+TEXT_SUFFIXES = (".json", ".jsonl", ".md", ".parquet", ".py", ".txt")
 
 
 def locate(name: str | Path, weights: bool = True) -> Path:

@@ -1,0 +1,178 @@
+"""One reader of people's text, to train on and as prompts: rows of JSON lines, JSON arrays, Parquet files and the hub.
+
+A row is a conversation (`messages`, ShareGPT's `conversations`, or `prompt` with `completion` as TRL has them), the
+turns of a user (`turns`), or a plain text. A message's content is a text, or a list of parts of which the texts count;
+calls and answers of tools are left out.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from draftlab.console import note
+from draftlab.errors import UserError
+from draftlab.reading import parse_json, read_json, read_lines, reading
+
+Message = dict[str, Any]  # role and content, as chat templates take them
+TEXT_COLUMNS = ("text", "prompt", "question", "content")
+PROMPT_COLUMNS = ("prompt", "text", "question", "content")
+FORMS = f"messages, conversations, prompt with completion, turns, or one of {', '.join(TEXT_COLUMNS)}"
+SHARE_GPT = {"human": "user", "gpt": "assistant", "function_call": "tool", "observation": "tool"}
+TOOLS = ("tool", "function")
+ROW_FILES = (".json", ".jsonl", ".parquet")
+MOST_BAD = 0.01  # of the rows of a file, which are left out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of text. text: of a conversation the contents of its messages. later: turns after the first.
+
+    left_out: messages that have no text.
+    """
+
+    text: str
+    messages: tuple[Message, ...] = ()
+    later: tuple[str, ...] = ()
+    category: str = ""
+    left_out: int = 0
+
+
+def rows_of(file: Path, parse: "Callable[[Any, str], Row]") -> Iterator[tuple[int, Row]]:
+    """Yield number and content of every row of a file that is not blank, from 1 on; see checked_rows."""
+    return checked_rows(str(file), _values(file), parse)
+
+
+def check_prompts(file: Path) -> None:
+    """Raises UserError: no such file, or too many rows that are no prompts."""
+    deque(rows_of(file, prompt_of), maxlen=0)
+
+
+def checked_rows(
+    name: str, values: Iterable[tuple[int, Any]], parse: "Callable[[Any, str], Row]"
+) -> Iterator[tuple[int, Row]]:
+    """Yield numbers and parsed values. Bad ones are named and left out, at most MOST_BAD of all. name: of the source.
+
+    Raises:
+        UserError: the first row is bad, or too many rows are.
+    """
+    bad: list[str] = []
+    total = left_out = 0
+    for number, value in values:
+        total += 1
+        try:
+            if isinstance(value, UserError):
+                raise value
+            row = parse(value, f"{name}:{number}")
+        except UserError as error:
+            if total == 1:
+                raise
+            bad.append(str(error))
+            continue
+        left_out += row.left_out
+        yield number, row
+    if len(bad) > MOST_BAD * total:
+        more = "" if len(bad) == 1 else f" ({len(bad)} of {total:,} rows are bad)"
+        raise UserError(bad[0] + more)
+    if bad:
+        note(f"{name}: {len(bad)} of {total:,} rows are left out; the first: {bad[0]}")
+    if left_out:
+        note(f"{name}: {left_out:,} messages without text (calls of tools, images, null) are left out")
+
+
+def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> Row:
+    """Return a row of text to train on. columns: of plain text, the first that is there counts.
+
+    Raises:
+        UserError: none of the forms.
+    """
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: not a JSON object; want {FORMS}")
+    category, turns = str(value.get("category", "")), value.get("turns")
+    if (given := _messages(value)) is not None:
+        messages = read_messages(given, where)
+        text = "\n".join(message["content"] for message in messages)
+        left_out = len(given) - len(messages)
+        return Row(text=text, messages=tuple(messages), category=category, left_out=left_out)
+    if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
+        raise UserError(f"{where}: turns must be a list of texts, each what the user says")
+    if turns:
+        return Row(text=turns[0], later=tuple(turns[1:]), category=category)
+    text = next((value[column] for column in columns if isinstance(value.get(column), str)), None)
+    if text is None:
+        raise UserError(f"{where}: no text in its columns ({', '.join(map(str, value))}); want {FORMS}")
+    return Row(text=text, category=category)
+
+
+def prompt_of(value: Any, where: str) -> Row:
+    """Return a row as a prompt: a text, or a conversation up to the user's last turn.
+
+    Raises:
+        UserError: none of the forms, an empty text, or a conversation without a turn of the user.
+    """
+    row = row_of(value, where, PROMPT_COLUMNS)
+    messages = row.messages
+    while messages and messages[-1]["role"] != "user":
+        messages = messages[:-1]
+    if row.messages and not messages:
+        raise UserError(f"{where}: messages have no turn of the user")
+    if row.messages and isinstance(value.get("prompt"), str):  # with a completion
+        row, messages = replace(row, text=value["prompt"]), ()
+    if not messages and not row.text.strip():
+        raise UserError(f"{where}: the prompt is empty")
+    return replace(row, messages=messages)
+
+
+def read_messages(value: object, where: str) -> list[Message]:
+    """Return the messages that have text. Raises UserError: not a list of messages, or none has text."""
+    messages: list[Message] = []
+    for each in value if isinstance(value, list) else [None]:
+        given = each if isinstance(each, dict) else {}
+        role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
+        role = SHARE_GPT.get(role, role) if isinstance(role, str) else None
+        if isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict)]
+            content = "".join(part for part in parts if isinstance(part, str)) or None
+        if role is None or not isinstance(content, str | None):
+            raise UserError(f"{where}: want a list of messages, each with a role and a content that is text")
+        if role not in TOOLS and content is not None:
+            messages.append({"role": role, "content": content})
+    if not messages:
+        raise UserError(f"{where}: want a list of messages, each with a role and a content that is text")
+    return messages
+
+
+def _messages(value: dict[str, Any]) -> list[Any] | None:
+    """Return the messages of a conversation as they stand in a row, None for a row of another form."""
+    for name in ("messages", "conversations"):
+        if name in value:
+            return value[name] if isinstance(value[name], list) else []
+    if not {"prompt", "completion"} <= value.keys():
+        return None
+    messages: list[Any] = []
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        said = value[name]
+        messages += said if isinstance(said, list) else [{"role": role, "content": said} if said is not None else None]
+    return messages
+
+
+def _values(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yield number and value of every row; in place of a line that is not JSON, the error."""
+    if file.suffix == ".parquet":
+        from datasets import load_dataset
+
+        with reading(file):
+            yield from enumerate(load_dataset("parquet", data_files=str(file), split="train", streaming=True), 1)
+        return
+    if file.suffix == ".json":
+        content = read_json(file)
+        yield from enumerate(content if isinstance(content, list) else [content], 1)
+        return
+    for number, _, line in read_lines(file):
+        try:
+            with reading(f"{file}:{number}: not JSON"):
+                value = parse_json(line)
+        except UserError as error:
+            value = error
+        yield number, value

@@ -7,16 +7,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 from pydantic import ConfigDict, Field, NonNegativeInt, model_validator
 
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.reading import FileModel, parse_json, read_lines, reading
 from draftlab.servers.adapters import Completion
-from draftlab.target_outputs.outputs import ROUNDING, StoredLogprobs, TargetOutput, with_top
+from draftlab.target_outputs.outputs import ROUNDING, TargetOutput
 from draftlab.target_outputs.store import ABOVE_ZERO
-from draftlab.target_outputs.targets import listed, of_completion
+from draftlab.target_outputs.targets import outputs_of
 
 ABOVE_ONE = 0.01  # by which the probabilities of a list may sum to more than 1
 HELD_OUT = 12  # one line of so many is held out
@@ -111,9 +110,7 @@ class ServerLog:
             for _, start in (self.starts[i] for i in which):
                 stream.seek(start)
                 written.append(self._cut(_Line.model_validate_json(stream.readline()).completion()))
-        tokens, own = (np.concatenate([getattr(w, name) for w in written]) for name in ("ids", "logprobs"))
-        top = StoredLogprobs.of_lists(*listed(written, self.top_logprobs), own.astype(np.float32), tokens)
-        return with_top([of_completion(w, i) for w, i in zip(written, which, strict=True)], top)
+        return outputs_of(written, which, self.top_logprobs)
 
     def _cut(self, w: Completion) -> Completion:
         n = self.seq_len + 1 - len(w.prompt_ids)

@@ -3,8 +3,9 @@
 R rows, T tokens, n of them that count, k listed tokens, V vocab.
 """
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -186,29 +187,22 @@ class ServedTarget:
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:
         lists = score_on_server(self.server, batch, k, self.vocab)
-        return self._top(*lists, batch.ids[:, 1:][batch.mask > 0])
+        with self._consistent():
+            return StoredLogprobs.of_lists(*lists, batch.ids[:, 1:][batch.mask > 0])
 
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
     ) -> list[TargetOutput]:
         seed = (sampling.seed * 1_000_003 + numbers[0] * SEEDS) % 2**31
         written = self.server.generate([p.ids for p in prompts], replace(sampling, seed=seed, stop_token_ids=()), k=k)
-        outputs = [
-            of_completion(w, number, category=prompt.category, greedy=sampling.temperature == 0)
-            for prompt, number, w in zip(prompts, numbers, written, strict=True)
-        ]
-        if not k:
-            return outputs
-        ids, logprobs = listed(written, k)
-        check_ids(ids, self.vocab)
-        tokens, own = (np.concatenate([getattr(w, name) for w in written]) for name in ("ids", "logprobs"))
-        return with_top(outputs, self._top(ids, logprobs, own.astype(np.float32), tokens))
+        categories, greedy = [prompt.category for prompt in prompts], sampling.temperature == 0
+        with self._consistent():
+            return outputs_of(written, numbers, k, categories=categories, greedy=greedy)
 
-    def _top(
-        self, ids: np.ndarray, logprobs: np.ndarray, token_logprobs: np.ndarray, tokens: np.ndarray
-    ) -> StoredLogprobs:
+    @contextlib.contextmanager
+    def _consistent(self) -> Iterator[None]:
         try:
-            return StoredLogprobs.of_lists(ids, logprobs, token_logprobs, tokens)
+            yield
         except ValueError as error:
             raise UserError(f"{self.server.http.url} contradicts itself: {error}") from None
 
@@ -250,20 +244,39 @@ def score_on_server(server: Server, batch: Batch, k: int, vocab: int) -> tuple[n
     return top_ids, np.concatenate(logprobs), np.concatenate(own)
 
 
-def of_completion(written: Completion, number: int, *, category: str = "", greedy: bool = False) -> TargetOutput:
-    """Return what a server or its log says, without lists; greedy: tokens have log-probability 0."""
-    logprobs = np.zeros(len(written.ids)) if greedy else np.array(written.logprobs)
-    return TargetOutput(
-        number=number, category=category, prompt=np.array(written.prompt_ids), ids=np.array(written.ids, np.int64),
-        finish_reason="stop" if written.finish_reason == "stop" else "length", logprobs=logprobs.astype(np.float32),
-    )  # fmt: skip
+def outputs_of(
+    written: Sequence[Completion],
+    numbers: Sequence[int],
+    k: int,
+    *,
+    categories: Sequence[str] | None = None,
+    greedy: bool = False,
+) -> list[TargetOutput]:
+    """Return what a server or its log says, with the first k listed tokens; greedy: tokens have log-probability 0.
 
-
-def listed(written: Sequence[Completion], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and log-probabilities of the first k listed tokens at all places, [n, k] each."""
-    ids = [top[:k] for w in written for top in w.top_ids]
-    logprobs = [top[:k] for w in written for top in w.top_logprobs]
-    return np.array(ids, np.int64).reshape(-1, k), np.array(logprobs, np.float32).reshape(-1, k)
+    Raises:
+        ValueError: the log-probability of a token contradicts its list.
+    """
+    outputs: list[TargetOutput] = []
+    for i, (completion, number) in enumerate(zip(written, numbers, strict=True)):
+        ids, own = np.array(completion.ids, np.int64), np.array(completion.logprobs, np.float32)
+        top = None
+        if k:
+            top_ids = np.array([row[:k] for row in completion.top_ids], np.int64).reshape(-1, k)
+            listed = np.array([row[:k] for row in completion.top_logprobs], np.float32).reshape(-1, k)
+            top = StoredLogprobs.of_lists(top_ids, listed, own, ids)
+        outputs.append(
+            TargetOutput(
+                number=number,
+                category="" if categories is None else categories[i],
+                prompt=np.array(completion.prompt_ids),
+                ids=ids,
+                finish_reason="stop" if completion.finish_reason == "stop" else "length",
+                logprobs=np.zeros_like(own) if greedy else own,
+                top=top,
+            )
+        )
+    return outputs
 
 
 def check_ids(ids: np.ndarray, vocab: int) -> None:

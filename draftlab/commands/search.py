@@ -138,7 +138,7 @@ def search(prepared: PreparedSearch, output: Output) -> Searched:
 
 def _texts(config: SearchConfig, weights: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of the text to learn from, and of the prompts. Raises UserError: they cannot be read."""
-    from draftlab.reading import check_json_lines
+    from draftlab.data.text import check_prompts
     from draftlab.searching.run import PROMPT_TOKENS
     from draftlab.target_outputs.store import finished_manifest
 
@@ -149,7 +149,7 @@ def _texts(config: SearchConfig, weights: bool) -> tuple[dict[str, Any], dict[st
                 raise UserError(f"{config.outputs} stores no probabilities; build it with --use distill")
     if config.prompt_file is not None:
         with about("--prompt-file"):
-            check_json_lines(config.prompt_file)
+            check_prompts(config.prompt_file)
     if config.outputs is None or config.prompt_file is None:
         with about("--data"):
             hub.check_data(config.data) if weights else hub.check_local_data(config.data)

@@ -11,10 +11,10 @@ from draftlab import data
 from draftlab.atomic import write_atomic
 from draftlab.data.instructions import mixed
 from draftlab.data.sources import unit_hash
+from draftlab.data.text import Row, prompt_of, rows_of
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.prompts import FROM_DATA_TOKENS, file_prompts
-from draftlab.reading import read_json_lines
 
 CHOOSE, MEASURE, LEAST_TRAINED = 48, 24, 24  # search replays 48 texts
 BUILT_IN = 12_000
@@ -84,10 +84,9 @@ def find_prompts(
 def _of_file(file: Path, target: Path, choose: int, measure: int, *, batched: bool) -> list[dict[str, Any]]:
     """Return the rows of a file in an order of their own, each distinct; batches take the first turn of each."""
     file_prompts(file, checkpoint.load_tokenizer(target), chat="auto")  # each line is checked
-    lines = dict.fromkeys(json.dumps(row, sort_keys=True) for _, row in read_json_lines(file))
+    said = (_said(row, batched) for _, row in rows_of(file, prompt_of))
+    lines = dict.fromkeys(json.dumps(row, sort_keys=True) for row in said)
     rows = [json.loads(line) for line in sorted(lines, key=lambda line: unit_hash(f"0:{line}"))]
-    if batched:
-        rows = [row | {"turns": row["turns"][:1]} if isinstance(row.get("turns"), list) else row for row in rows]
     needed = choose + measure + LEAST_TRAINED
     if len(rows) < needed:
         raise UserError(
@@ -95,3 +94,13 @@ def _of_file(file: Path, target: Path, choose: int, measure: int, *, batched: bo
             f"{measure} to measure with, and {LEAST_TRAINED} or more to train on"
         )
     return rows
+
+
+def _said(row: Row, batched: bool) -> dict[str, Any]:
+    """Return a prompt in a form of its own; batches take the first turn."""
+    said: dict[str, Any] = {"category": row.category} if row.category else {}
+    if row.messages:
+        return said | {"messages": list(row.messages)}
+    if row.later and not batched:
+        return said | {"turns": [row.text, *row.later]}
+    return said | {"prompt": row.text}

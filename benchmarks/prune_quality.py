@@ -95,7 +95,7 @@ def _arms(source: Path, shape: Path, data: str, mask_steps: int, mask_lr: float)
         "activation + pca + refit": cut(refit="layers", rotate=True),
         "masks frozen": cut(**masks),
         "masks frozen + refit": cut(**masks, refit="layers"),
-        "masks joint": cut(**masks, train_weights="full", lr=mask_lr),
+        "masks joint": cut(**masks, lr=mask_lr),
     }
 
 

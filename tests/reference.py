@@ -19,7 +19,7 @@ from draftlab.cli import app
 from draftlab.model import checkpoint, hub, saving
 
 Facts = dict[str, Any]
-SHAPE = "--layers 3 --width 128 --heads 2 --kv-heads 2 --ffn 200"
+SHAPE = "--layers 3 --width 128 --ffn 200"
 TEXT = "--data text.jsonl --seq-len 48"
 TRAINING = f"{TEXT} --steps 3 --batch-size 2 --training-dtype float32 --seed 3"
 PROMPTS = "--data text.jsonl --num-prompts 3 --prompt-tokens 24"

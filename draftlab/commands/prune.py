@@ -87,7 +87,7 @@ class PreparedPrune:
 
     def _training_facts(self) -> dict[str, object]:
         have, training, seq_len = self.have, self.training, self.text.seq_len
-        weights = have.params() * (16 if training.train_weights == "full" else 4)  # with gradients, two Adam moments
+        weights = have.params() * (16 if training.lr else 4)  # with gradients, two Adam moments
         tokens = training.steps * training.batch_size * seq_len
         return {
             "training tokens": f"{tokens:,}",
@@ -155,14 +155,7 @@ def prepare(config: PruneConfig, weights: bool) -> PreparedPrune:
         method=None if config.method == "masks" else config.method,
         depth=config.depth,
         scores_cache=config.scores_cache,
-        training=MaskTraining(
-            steps=config.steps,
-            batch_size=config.batch_size,
-            train_weights=config.train_weights,
-            loss=config.loss,
-            lr=config.lr,
-            dtype=config.training_dtype,
-        ),
+        training=MaskTraining(steps=config.steps, batch_size=config.batch_size, lr=config.lr),
         shipped=shipped,
     )
 
@@ -211,8 +204,6 @@ def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
     sizes = {
         "layers": config.layers,
         "hidden": config.width,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
         "ffn": config.ffn,
         "params": parse_count(config.params) if config.params else None,
     }

@@ -4,34 +4,17 @@ from pathlib import Path
 from typing import Literal
 
 from draftlab.config.base import TRAINING, Only, OutputConfig, option
-from draftlab.config.shared import (
-    CheckpointSettings,
-    Count,
-    Device,
-    LossName,
-    Vocab,
-    data,
-    device,
-    draft_vocab,
-    seed,
-    source,
-)
+from draftlab.config.shared import Count, Device, Vocab, data, device, draft_vocab, seed, source
 
 SHAPE, CALIBRATION = "Shape of the draft", "Calibration and refit"  # panels of --help
-SIZES = ("layers", "width", "heads", "kv_heads", "ffn", "params")
+SIZES = ("layers", "width", "ffn", "params")
 
 
-class PruneConfig(OutputConfig, CheckpointSettings):
+class PruneConfig(OutputConfig):
     """The source, the shape to cut from it, how its parts are chosen, and the text to calibrate on."""
 
     layers: int | None = option(None, "Layers to keep.", ge=1, panel=SHAPE)
     width: int | None = option(None, "Hidden dimensions to keep.", ge=1, panel=SHAPE)
-    heads: int | None = option(
-        None, "Query heads to keep. Default: width / head_dim.", ge=1, panel=SHAPE, advanced=True
-    )
-    kv_heads: int | None = option(
-        None, "Key-value heads to keep. Default: the source's ratio.", ge=1, panel=SHAPE, advanced=True
-    )
     ffn: int | None = option(None, "FFN neurons to keep. Default: the source's ratio.", ge=1, panel=SHAPE)
     params: Count = option(None, "Total parameters, as in 1.3b: solves for the FFN.", panel=SHAPE)
     shape: Path | None = option(None, "Shape file in place of all these sizes.", panel=SHAPE, advanced=True)
@@ -69,20 +52,12 @@ class PruneConfig(OutputConfig, CheckpointSettings):
     scores_cache: Path | None = option(
         None, "File to keep the importance scores in, to cut many shapes.", panel=CALIBRATION, advanced=True
     )
-    train_weights: Literal["frozen", "lora", "full"] = option(
-        "frozen", "What trains besides the masks: nothing, LoRA adapters or all weights.", panel=TRAINING, advanced=True
-    )
-    loss: LossName = option(
-        "fkl", "ce on text, or a divergence from the source: fkl, rkl, jsd(0.5).", panel=TRAINING, advanced=True
-    )
     steps: int = option(300, "Optimizer steps of the masks.", ge=1, panel=TRAINING)
     batch_size: int = option(16, "Sequences per step, over all processes.", ge=1, panel=TRAINING, advanced=True)
-    lr: float = option(
-        1.0e-4, "Peak learning rate of the weights; masks have their own.", gt=0, panel=TRAINING, advanced=True
-    )
-    training_dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "auto", "bfloat16: autocast with fp32 weights; auto: where that is fast.", panel=TRAINING, advanced=True
-    )
+    lr: float | None = option(
+        None, "Train the weights beside the masks, with this peak learning rate. Default: they are frozen.", gt=0,
+        panel=TRAINING, advanced=True,
+    )  # fmt: skip
     device: Device = device()
     seed: int = seed()
 
@@ -96,12 +71,7 @@ class PruneConfig(OutputConfig, CheckpointSettings):
         Only(("data",), lambda c: c.outputs is None or c.method == "masks", "--outputs are the text"),
         Only(("calibration_tokens",), lambda c: c.calibrates, "nothing is calibrated or refitted"),
         Only(("depth", "scores_cache"), lambda c: c.method == "importance", "belongs to --method importance"),
-        Only(
-            ("train_weights", "loss", "steps", "batch_size", "training_dtype"),
-            lambda c: c.method == "masks",
-            "belongs to --method masks",
-        ),
-        Only(("lr",), lambda c: c.method == "masks" and c.train_weights != "frozen", "no weights are trained"),
+        Only(("steps", "batch_size", "lr"), lambda c: c.method == "masks", "belongs to --method masks"),
         Only(("seed",), lambda c: c.calibrates or c.method in ("random", "masks"), "nothing is random"),
     )
 

@@ -170,8 +170,6 @@ def requested_shape(
     *,
     layers: int | None,
     hidden: int | None,
-    heads: int | None,
-    kv_heads: int | None,
     ffn: int | None,
     params: int | None,
     multiple_of: int,
@@ -179,36 +177,23 @@ def requested_shape(
 ) -> tuple[Shape, str | None]:
     """Return the requested shape, and the name of its preset if it is one.
 
-    A file excludes numbers. Layers and hidden alone mean the preset with these sizes, if there is one whose ffn is a
+    Layers and hidden alone mean the preset with these sizes, if there is one whose ffn is a
     multiple of multiple_of; resolve() chooses all other defaults.
 
     Raises:
-        UserError: no request, a file beside numbers, or a shape that cannot be cut from source.
+        UserError: no request, or a shape that cannot be cut from source.
     """
-    details = [heads, kv_heads, ffn, params]
-    numbers = [layers, hidden, *details]
+    numbers = [layers, hidden, ffn, params]
     named: tuple[str, Shape] | None = None
     if file is not None:
-        if any(n is not None for n in numbers):
-            raise UserError(f"--shape {file} sets all sizes; remove the other size options")
         named = file.stem, read_shape_file(file)
     elif all(n is None for n in numbers):
         raise UserError("name a size: --layers 12 --width 2560, --params 1.3b, or --shape FILE")
-    elif layers is not None and hidden is not None and all(n is None for n in details):
+    elif layers is not None and hidden is not None and ffn is None and params is None:
         named = matching_preset(source, layers, hidden, widths_folder())
         named = named if named is None or named[1].ffn % multiple_of == 0 else None
     if named is None:
-        shape = resolve(
-            source,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            ffn=ffn,
-            params=params,
-            multiple_of=multiple_of,
-        )
-        return shape, None
+        return resolve(source, layers=layers, hidden=hidden, ffn=ffn, params=params, multiple_of=multiple_of), None
     check_within(named[1], source)
     return named[1], named[0]
 

@@ -91,7 +91,7 @@ def _(w: World) -> Settings:
 
 @case("prune", "masks, full")
 def _(w: World) -> Settings:
-    return CASES["prune", "masks, frozen"](w) | {"train_weights": "full", "loss": "ce"}
+    return CASES["prune", "masks, frozen"](w) | {"lr": 1e-4}
 
 
 def other_words(w: World) -> str:

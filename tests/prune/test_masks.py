@@ -14,7 +14,7 @@ from draftlab.commands.prune import prune
 from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.shape import Shape
+from draftlab.model.shape import Shape, write_shape_file
 from draftlab.pruning.cut import Cut, Untied
 from draftlab.pruning.masks.hard_concrete import (
     BETA,
@@ -274,9 +274,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         list(records)
 
 
-@pytest.mark.parametrize("weights", ["frozen", "lora", "full"])
-@pytest.mark.parametrize(("dtype", "family"), [("float32", "qwen3"), ("bfloat16", "qwen3"), ("float32", "qwen2_tied")])
-def test_a_masks_prune_on_disk_is_a_plain_checkpoint(weights, dtype, family, family_dirs, tmp_path):
+@pytest.mark.parametrize("lr", [None, 1e-4])
+@pytest.mark.parametrize(("dtype", "family"), [("bfloat16", "qwen3"), ("float32", "qwen2_tied")])
+def test_a_masks_prune_on_disk_is_a_plain_checkpoint(lr, dtype, family, family_dirs, tmp_path):
     source = tmp_path / "source"
     build(family).to(checkpoint.DTYPES[dtype]).save_pretrained(source)
     for file in family_dirs[family].glob("tokenizer*"):
@@ -285,12 +285,12 @@ def test_a_masks_prune_on_disk_is_a_plain_checkpoint(weights, dtype, family, fam
     (tmp_path / "text.txt").write_text(text)
     have = checkpoint.read_shape(source)
     shape = smaller(have)
-    refit = {"refit": "layers", "calibration_tokens": 128} if weights == "frozen" else {"refit": "none"}
+    refit = {"refit": "layers", "calibration_tokens": 128} if lr is None else {"refit": "none"}
+    write_shape_file(shape.model_copy(update={"tied": False}), tmp_path / "shape.yaml", "for a test")
     made = prune(
         method="masks", source=str(source),
-        layers=shape.layers, width=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
-        ffn=shape.ffn, data=str(tmp_path / "text.txt"), seq_len=32, batch_size=2, steps=3,
-        train_weights=weights, training_dtype=dtype, untie=have.tied, out=tmp_path / "out", device="cpu", **refit,
+        shape=tmp_path / "shape.yaml", data=str(tmp_path / "text.txt"), seq_len=32, batch_size=2, steps=3,
+        lr=lr, untie=have.tied, out=tmp_path / "out", device="cpu", **refit,
     )  # fmt: skip
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]

@@ -21,7 +21,7 @@ from draftlab.config.prune import PruneConfig
 from draftlab.data import text_batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hf_files, llama, saving
-from draftlab.model.shape import Shape, check, resolve
+from draftlab.model.shape import Shape, check, resolve, write_shape_file
 from draftlab.output import Output
 from draftlab.pruning import choose as choosing
 from draftlab.pruning import run
@@ -47,21 +47,17 @@ def text(tmp_path) -> str:
     return str(tmp_path / "text.txt")
 
 
-def sizes(shape: Shape) -> dict[str, int]:
-    """All sizes of a shape, as prune takes them."""
-    return {
-        "layers": shape.layers, "width": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
-        "ffn": shape.ffn,
-    }  # fmt: skip
-
-
 def prune_to(
     source: Path, out: Path, text: str, shape: Shape | None = None, *, rotate: bool = False, **settings: Any
 ) -> run.Pruned:
     """Cut to a shape, the source's own if left out, by coordinates."""
     defaults = {"calibration_tokens": 256, "seq_len": 64, "device": "cpu"}
-    sized = sizes(shape or checkpoint.read_shape(source))
-    config = PruneConfig.build({"source": str(source), "data": text, "out": out, **sized, **defaults, **settings})
+    file = out.with_suffix(".yaml")
+    asked = (shape or checkpoint.read_shape(source)).with_whole_head()
+    tied = asked.tied and not settings.get("untie")
+    write_shape_file(asked.model_copy(update={"tied": tied}), file, "for a test")
+    given = {"source": str(source), "data": text, "out": out, "shape": file}
+    config = PruneConfig.build(given | defaults | settings)
     prepared = prepare(config, True)
     assert prepared.source is not None
     assert prepared.method is not None

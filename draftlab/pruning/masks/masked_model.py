@@ -6,6 +6,7 @@ cut out; folding makes that true for soft masks too.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,8 +23,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
     """Let a model compute with masks.values inside the block.
 
-    Masks multiply the weights of a projection, of which there are fewer than activations; the inputs and outputs of a
-    wrapped one, such as LoRA's.
+    Masks multiply the weights of a projection, of which there are fewer than activations.
     """
     handles, patched = [], []
     for path, module in model.named_modules():
@@ -35,13 +35,8 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
             module.forward = _masked_norm(module, masks, eps)
             patched.append(module)
         elif part in ("o_proj", "down_proj") and layer is not None:
-            site = _Site(masks, part, layer)
-            if isinstance(module, nn.Linear):
-                module.forward = site.masked_linear(module)
-                patched.append(module)
-            else:
-                handles.append(module.register_forward_pre_hook(site.mask_input))
-                handles.append(module.register_forward_hook(site.mask_output))
+            module.forward = _masked_linear(cast(nn.Linear, module), masks, part, layer)
+            patched.append(module)
     try:
         yield
     finally:
@@ -87,34 +82,16 @@ def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor]
     return forward
 
 
-class _Site:
-    """The masks of one o_proj or down_proj."""
+def _masked_linear(linear: nn.Linear, masks: Masks, part: str, layer: int) -> Callable[[Tensor], Tensor]:
+    """Return an o_proj or down_proj whose inputs, heads [H C] or neurons [F], and outputs [D] are masked."""
 
-    def __init__(self, masks: Masks, part: str, layer: int) -> None:
-        self.masks, self.part, self.layer = masks, part, layer
+    def forward(x: Tensor) -> Tensor:
+        values = masks.values
+        heads = values.heads[layer].repeat_interleave(masks.source.head_dim)
+        rows = values.hidden * values.layers[layer]
+        columns = values.ffn[layer] if part == "down_proj" else heads
+        weight = linear.get_parameter("weight") * columns * rows[:, None]
+        bias = None if linear.bias is None else (linear.get_parameter("bias") * rows).to(x.dtype)
+        return functional.linear(x, weight.to(x.dtype), bias)
 
-    def columns(self) -> Tensor:
-        """Return the masks of its inputs: query heads, [H C], or neurons, [F]."""
-        values = self.masks.values
-        if self.part == "down_proj":
-            return values.ffn[self.layer]
-        return values.heads[self.layer].repeat_interleave(self.masks.source.head_dim)
-
-    def rows(self) -> Tensor:
-        """Return the masks of its outputs, [D]."""
-        return self.masks.values.hidden * self.masks.values.layers[self.layer]
-
-    def masked_linear(self, linear: nn.Linear) -> Callable[..., Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            rows = self.rows()
-            weight = linear.get_parameter("weight") * self.columns() * rows[:, None]
-            bias = None if linear.bias is None else (linear.get_parameter("bias") * rows).to(x.dtype)
-            return functional.linear(x, weight.to(x.dtype), bias)
-
-        return forward
-
-    def mask_input(self, _: nn.Module, args: tuple[Tensor]) -> Tensor:
-        return args[0] * self.columns().to(args[0].dtype)
-
-    def mask_output(self, _: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-        return output * self.rows().to(output.dtype)
+    return forward

@@ -1,4 +1,4 @@
-"""Mask training on disk: masks under their constraint, with the weights frozen, adapted by LoRA or free."""
+"""Mask training on disk: masks under their constraint, with the weights frozen or free."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,14 +20,13 @@ from draftlab.pruning.source import Source
 from draftlab.pruning.texts import Text
 from draftlab.training.checkpointer import best_weights
 from draftlab.training.loop import Loop
-from draftlab.training.lora import adapt, merged_weights
 from draftlab.training.losses import parse_loss
 from draftlab.training.optimizers import training_dtype
 from draftlab.training.run import fit
 from draftlab.training.trainer import TrainingSetup
 
 MASKS_FILE = "masks/masks.safetensors"  # in a directory: runtimes load every safetensors file beside config.json
-LORA_RANK = 16
+LR = 1.0e-4  # of a run without trained weights: masks have rates of their own
 HELDOUT_ROWS = 32
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
 SAVE_STEPS = 100  # most steps between checkpoints to resume from
@@ -35,20 +34,19 @@ SAVE_STEPS = 100  # most steps between checkpoints to resume from
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskTraining:
-    """Training of masks. train_weights: what else trains. lr: peak learning rate of the weights."""
+    """Training of masks. lr: peak learning rate of the weights, which are frozen if it is None."""
 
     steps: int
     batch_size: int
-    train_weights: Literal["frozen", "lora", "full"] = "frozen"
     loss: str = "fkl"
-    lr: float = 1.0e-4
+    lr: float | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def loop(self, seed: int) -> Loop:
         """Return what the trainer takes."""
         return Loop(
             steps=self.steps, batch_size=self.batch_size, warmup_ratio=WARM_UP, dtype=self.dtype, seed=seed,
-            save_steps=max(1, min(SAVE_STEPS, self.steps // 4)), optimizer="adamw", lr=self.lr,
+            save_steps=max(1, min(SAVE_STEPS, self.steps // 4)), optimizer="adamw", lr=self.lr or LR,
         )  # fmt: skip
 
 
@@ -72,7 +70,7 @@ def train_masks(source: Source, shape: Shape, text: Text, training: MaskTraining
         UserError: a loss that is not finite.
     """
     masks = Masks(source.shape, shape, text.seed)
-    student = _student(source, training, text.seed)
+    student = _student(source, training)
     setup = _setup(source, text, training)
     with masked(student, masks, float(str(source.config["rms_norm_eps"]))):
         fit(student, setup, training.loop(text.seed), state=state, what="masks", constraint=masks)
@@ -96,14 +94,14 @@ def _setup(source: Source, text: Text, training: MaskTraining) -> TrainingSetup:
     return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=loss)
 
 
-def _student(source: Source, training: MaskTraining, seed: int) -> PreTrainedModel:
-    wide = training.train_weights == "full" or training_dtype(training.dtype) == "float32"
+def _student(source: Source, training: MaskTraining) -> PreTrainedModel:
+    wide = training.lr is not None or training_dtype(training.dtype) == "float32"
     student = checkpoint.load_model(source.directory, torch.float32 if wide else source.dtype)
-    if training.train_weights == "frozen":
+    if training.lr is None:
         student.requires_grad_(False)
-    if training.train_weights == "full" and source.untied:
+    elif source.untied:
         _untie(student)
-    return adapt(student, LORA_RANK, seed) if training.train_weights == "lora" else student
+    return student
 
 
 def _untie(student: PreTrainedModel) -> None:
@@ -114,8 +112,6 @@ def _untie(student: PreTrainedModel) -> None:
 
 
 def _trained_weights(source: Source, training: MaskTraining, state: Path) -> Mapping[str, Tensor]:
-    if training.train_weights == "frozen":
+    if training.lr is None:
         return source.weights
-    trained = best_weights(state, "student")
-    whole = merged_weights(source.directory, LORA_RANK, trained) if training.train_weights == "lora" else trained
-    return source.with_head({name: tensor.to(source.dtype) for name, tensor in whole.items()})
+    return source.with_head({name: tensor.to(source.dtype) for name, tensor in best_weights(state, "student").items()})

@@ -69,8 +69,6 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     Raises:
         UserError: no depth meets the budget; names what each can reach.
     """
-    if (budget.kind == "latency") != (budget.latency_ms is not None):
-        raise ValueError(f"latency_ms belongs to kind latency, not {budget.kind}")
     candidates = [_at_depth(source, layers, budget) for layers in depths]
     shapes = [shape for shape in candidates if shape is not None]
     if not shapes:
@@ -78,8 +76,7 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
         raise UserError(f"no depth comes within {budget.tolerance:.3g} of {_amount(budget)}: {reach}")
     left_out = [layers for layers, shape in zip(depths, candidates, strict=True) if shape is None]
     if left_out:
-        reach = "; ".join(_reach(source, layers, budget) for layers in left_out[:3])
-        note(f"depths left out, which do not come near {_amount(budget)}: {', '.join(map(str, left_out))} ({reach})")
+        note(f"depths left out, which do not come near {_amount(budget)}: {', '.join(map(str, left_out))}")
     return shapes
 
 

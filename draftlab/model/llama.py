@@ -131,11 +131,12 @@ class Llama:
     ) -> None:
         """inv_freq: rotary frequencies, [C / 2]; rope_scale multiplies both tables; context: longest S."""
         self.shape, self.eps, self.context = shape, eps, context
-        self.embed = weights["model.embed_tokens.weight"]
-        self.head = self.embed if shape.tied else weights["lm_head.weight"]
+        names = shape.names()
+        self.embed = weights[names["embed"]]
+        self.head = self.embed if shape.tied else weights[names["head"]]
         self.head_ids: Tensor | None = None
         self.pard_token: int | None = None  # of a parallel draft (model/parallel.py)
-        self.norm = weights["model.norm.weight"]
+        self.norm = weights[names["norm"]]
         self.blocks = [_block(shape, weights, layer) for layer in range(shape.layers)]
         angles = torch.outer(torch.arange(context, dtype=torch.float32), inv_freq.float().cpu())
         angles = torch.cat([angles, angles], -1)  # [context, C]
@@ -316,34 +317,35 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
 
 
 def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
-    attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-    queries, cached = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    names, axes = shape.names(layer), shape.axes()
 
-    def stack(prefix: str, rows: dict[str, int], kind: str) -> Tensor:
+    def tensor(role: str) -> Tensor | None:
+        return weights[names[role]] if role in names else None
+
+    def stack(*roles: str) -> Tensor:
         """Return the parts one below the other; one part at a time is in memory beside the result."""
+        sizes = [shape.sizes[axes[names[role]][0]] for role in roles]
         stacked, at = None, 0
-        for name, size in rows.items():
-            part = weights[f"{prefix}{name}.{kind}"]
-            stacked = part.new_empty(sum(rows.values()), *part.shape[1:]) if stacked is None else stacked
+        for role, size in zip(roles, sizes, strict=True):
+            part = weights[names[role]]
+            stacked = part.new_empty(sum(sizes), *part.shape[1:]) if stacked is None else stacked
             stacked[at : at + size] = part
             at += size
         assert stacked is not None
         return stacked
 
-    qkv = {"q_proj": queries, "k_proj": cached, "v_proj": cached}
-    gate_up = {"gate_proj": shape.ffn, "up_proj": shape.ffn}
     return Block(
-        input_norm=weights[f"model.layers.{layer}.input_layernorm.weight"],
-        qkv=stack(attention, qkv, "weight"),
-        qkv_bias=stack(attention, qkv, "bias") if shape.qkv_bias else None,
-        qk_norm=(weights[attention + "q_norm.weight"], weights[attention + "k_norm.weight"]) if shape.qk_norm else None,
-        o=weights[attention + "o_proj.weight"],
-        o_bias=weights[attention + "o_proj.bias"] if shape.o_bias else None,
-        post_norm=weights[f"model.layers.{layer}.post_attention_layernorm.weight"],
-        gate_up=stack(mlp, gate_up, "weight"),
-        gate_up_bias=stack(mlp, gate_up, "bias") if shape.mlp_bias else None,
-        down=weights[mlp + "down_proj.weight"],
-        down_bias=weights[mlp + "down_proj.bias"] if shape.mlp_bias else None,
+        input_norm=weights[names["input_norm"]],
+        qkv=stack("q", "k", "v"),
+        qkv_bias=stack("q_bias", "k_bias", "v_bias") if shape.qkv_bias else None,
+        qk_norm=(weights[names["q_norm"]], weights[names["k_norm"]]) if shape.qk_norm else None,
+        o=weights[names["o"]],
+        o_bias=tensor("o_bias"),
+        post_norm=weights[names["post_norm"]],
+        gate_up=stack("gate", "up"),
+        gate_up_bias=stack("gate_bias", "up_bias") if shape.mlp_bias else None,
+        down=weights[names["down"]],
+        down_bias=tensor("down_bias"),
     )
 
 

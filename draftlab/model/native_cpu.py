@@ -22,10 +22,9 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from draftlab import provenance
-from draftlab.atomic import replacing, write_atomic
+from draftlab.atomic import replacing
 from draftlab.console import note
-from draftlab.errors import UserError
+from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint
 from draftlab.model.llama import Block, Cache, Llama, Tree
 
@@ -165,7 +164,7 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
 def library(tuned: str = TUNED) -> ctypes.CDLL:
     """Return native_cpu.cpp, compiled for this processor on first use. tuned: the compiler's flag for that.
 
-    It is kept in the user's cache, where nobody else can write, and compiled anew if its hash is not the stored one.
+    It is kept in the user's cache, where nobody else can write.
 
     Raises:
         UserError: no compiler, or a compiler error.
@@ -205,23 +204,17 @@ def _is_own(path: Path) -> bool:
 
 
 def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
-    """Return the library in file, compiled if it is missing, not the user's own, or not what was compiled."""
-    digest = file.with_suffix(".sha256")
+    """Return the library in file, compiled if it is missing or not the user's own."""
     with FileLock(file.with_suffix(".lock")):
-        known = file.exists() and digest.exists() and _is_own(file) and _is_own(digest)
-        if not known or digest.read_text() != provenance.file_sha256(file):
-            _compile(command, file, digest)
+        if not (file.exists() and _is_own(file)):
+            note(f"compiling {SOURCE.name}, once per machine")
+            with replacing(file) as part:
+                done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
+                if done.returncode:
+                    reason = one_line(done.stderr)
+                    raise UserError(f"{command[0]} cannot compile {SOURCE}: {reason}; use --mode eager")
+                part.chmod(0o755)
     return ctypes.CDLL(str(file))
-
-
-def _compile(command: list[str], file: Path, digest: Path) -> None:
-    note(f"compiling {SOURCE.name}, once per machine")
-    with replacing(file) as part:
-        done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UserError(f"{command[0]} cannot compile {SOURCE}: {done.stderr.strip()[:300]}; use --mode eager")
-        part.chmod(0o755)
-        write_atomic(digest, provenance.file_sha256(part))
 
 
 def _features() -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from draftlab.atomic import write_atomic
 from draftlab.errors import UserError, one_line
-from draftlab.reading import read_yaml, validation_text
+from draftlab.reading import reading
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
 Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"]
@@ -22,8 +22,9 @@ MOST_NUMBERS = 10_000  # of a list as 1-6
 
 
 class Row(NamedTuple):
-    """One weight: its name with {} for the layer, the axis of each dimension, and the option that it needs."""
+    """One weight: what it is for, its name with {} for the layer, the axis of each dimension, the option it needs."""
 
+    role: str
     name: str
     axes: tuple[Axis, ...]
     when: Option | None = None
@@ -31,29 +32,29 @@ class Row(NamedTuple):
 
 BLOCK = "model.layers.{}."
 TABLE: tuple[Row, ...] = (
-    Row("model.embed_tokens.weight", ("vocab", "hidden")),
-    Row(BLOCK + "self_attn.q_proj.weight", ("q", "hidden")),
-    Row(BLOCK + "self_attn.q_proj.bias", ("q",), "qkv_bias"),
-    Row(BLOCK + "self_attn.k_proj.weight", ("kv", "hidden")),
-    Row(BLOCK + "self_attn.k_proj.bias", ("kv",), "qkv_bias"),
-    Row(BLOCK + "self_attn.v_proj.weight", ("kv", "hidden")),
-    Row(BLOCK + "self_attn.v_proj.bias", ("kv",), "qkv_bias"),
-    Row(BLOCK + "self_attn.o_proj.weight", ("hidden", "q")),
-    Row(BLOCK + "self_attn.o_proj.bias", ("hidden",), "o_bias"),
-    Row(BLOCK + "self_attn.q_norm.weight", ("head_dim",), "qk_norm"),
-    Row(BLOCK + "self_attn.k_norm.weight", ("head_dim",), "qk_norm"),
-    Row(BLOCK + "self_attn.query_layernorm.weight", ("head_dim",), "qk_layernorm"),
-    Row(BLOCK + "self_attn.key_layernorm.weight", ("head_dim",), "qk_layernorm"),
-    Row(BLOCK + "mlp.gate_proj.weight", ("ffn", "hidden")),
-    Row(BLOCK + "mlp.gate_proj.bias", ("ffn",), "mlp_bias"),
-    Row(BLOCK + "mlp.up_proj.weight", ("ffn", "hidden")),
-    Row(BLOCK + "mlp.up_proj.bias", ("ffn",), "mlp_bias"),
-    Row(BLOCK + "mlp.down_proj.weight", ("hidden", "ffn")),
-    Row(BLOCK + "mlp.down_proj.bias", ("hidden",), "mlp_bias"),
-    Row(BLOCK + "input_layernorm.weight", ("hidden",)),
-    Row(BLOCK + "post_attention_layernorm.weight", ("hidden",)),
-    Row("model.norm.weight", ("hidden",)),
-    Row("lm_head.weight", ("vocab", "hidden"), "untied"),
+    Row("embed", "model.embed_tokens.weight", ("vocab", "hidden")),
+    Row("q", BLOCK + "self_attn.q_proj.weight", ("q", "hidden")),
+    Row("q_bias", BLOCK + "self_attn.q_proj.bias", ("q",), "qkv_bias"),
+    Row("k", BLOCK + "self_attn.k_proj.weight", ("kv", "hidden")),
+    Row("k_bias", BLOCK + "self_attn.k_proj.bias", ("kv",), "qkv_bias"),
+    Row("v", BLOCK + "self_attn.v_proj.weight", ("kv", "hidden")),
+    Row("v_bias", BLOCK + "self_attn.v_proj.bias", ("kv",), "qkv_bias"),
+    Row("o", BLOCK + "self_attn.o_proj.weight", ("hidden", "q")),
+    Row("o_bias", BLOCK + "self_attn.o_proj.bias", ("hidden",), "o_bias"),
+    Row("q_norm", BLOCK + "self_attn.q_norm.weight", ("head_dim",), "qk_norm"),
+    Row("k_norm", BLOCK + "self_attn.k_norm.weight", ("head_dim",), "qk_norm"),
+    Row("q_layernorm", BLOCK + "self_attn.query_layernorm.weight", ("head_dim",), "qk_layernorm"),
+    Row("k_layernorm", BLOCK + "self_attn.key_layernorm.weight", ("head_dim",), "qk_layernorm"),
+    Row("gate", BLOCK + "mlp.gate_proj.weight", ("ffn", "hidden")),
+    Row("gate_bias", BLOCK + "mlp.gate_proj.bias", ("ffn",), "mlp_bias"),
+    Row("up", BLOCK + "mlp.up_proj.weight", ("ffn", "hidden")),
+    Row("up_bias", BLOCK + "mlp.up_proj.bias", ("ffn",), "mlp_bias"),
+    Row("down", BLOCK + "mlp.down_proj.weight", ("hidden", "ffn")),
+    Row("down_bias", BLOCK + "mlp.down_proj.bias", ("hidden",), "mlp_bias"),
+    Row("input_norm", BLOCK + "input_layernorm.weight", ("hidden",)),
+    Row("post_norm", BLOCK + "post_attention_layernorm.weight", ("hidden",)),
+    Row("norm", "model.norm.weight", ("hidden",)),
+    Row("head", "lm_head.weight", ("vocab", "hidden"), "untied"),
 )
 
 
@@ -112,6 +113,10 @@ class Shape(BaseModel):
         blocks = [(row.name.format(layer), row.axes) for layer in range(self.layers) for row in rows[first:last]]
         ends = [(row.name, row.axes) for row in rows]
         return dict(ends[:first] + blocks + ends[last:])
+
+    def names(self, layer: int = 0) -> dict[str, str]:
+        """Return the name of each weight by its role; of the weights of blocks, that of a layer."""
+        return {row.role: row.name.format(layer) for row in self._rows()}
 
     def dims(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
         return tuple(self.sizes[axis] for axis in axes)
@@ -176,11 +181,8 @@ def read_shape_file(path: Path) -> Shape:
     Raises:
         UserError: no such file, not YAML, unknown or missing fields.
     """
-    content = read_yaml(path, f"shape file {path}")
-    try:
-        return Shape.model_validate(content)
-    except ValidationError as error:
-        raise UserError(f"shape file {path}: {validation_text(error)}") from None
+    with reading(f"shape file {path}"):
+        return Shape.model_validate(yaml.safe_load(path.read_bytes()))
 
 
 def write_shape_file(shape: Shape, path: Path, note: str) -> None:
@@ -204,20 +206,13 @@ def check(shape: Shape, *, llama: bool = True) -> None:
     head_dim is set.
 
     Raises:
-        UserError: kv_heads does not divide heads, or heads does not divide hidden; names the nearest legal numbers.
+        UserError: kv_heads does not divide heads, or heads does not divide hidden.
     """
     if shape.heads % shape.kv_heads:
-        raise UserError(
-            f"heads ({shape.heads}) is not a multiple of kv_heads ({shape.kv_heads}); "
-            f"nearest heads: {_join(multiples_near(shape.heads, shape.kv_heads))}, "
-            f"nearest kv_heads: {_join(divisors_near(shape.kv_heads, shape.heads))}"
-        )
+        raise UserError(f"heads ({shape.heads}) is not a multiple of kv_heads ({shape.kv_heads})")
     if llama and shape.hidden % shape.heads:
-        raise UserError(
-            f"width ({shape.hidden}) is not a multiple of heads ({shape.heads}), which LLaMA configs require; "
-            f"nearest widths: {_join(multiples_near(shape.hidden, shape.heads))}, "
-            f"nearest heads: {_join(divisors_near(shape.heads, shape.hidden))}"
-        )
+        widths = " or ".join(map(str, multiples_near(shape.hidden, shape.heads)))
+        raise UserError(f"width ({shape.hidden}) is not a multiple of heads ({shape.heads}); nearest widths: {widths}")
 
 
 def check_within(shape: Shape, source: Shape) -> None:
@@ -226,21 +221,19 @@ def check_within(shape: Shape, source: Shape) -> None:
     Raises:
         UserError: an axis is longer than the source's, or head_dim, vocab or an option differs.
     """
-    names = {"layers": "layers", "hidden": "width", "heads": "heads", "kv_heads": "kv-heads", "ffn": "ffn"}
-    for field, option in names.items():
+    for field, option in {"layers": "--layers", "hidden": "--width", "ffn": "--ffn"}.items():
         size, limit = getattr(shape, field), getattr(source, field)
         if size > limit:
-            raise UserError(f"--{option} {size} is more than the source has; at most --{option} {limit}")
-    for field in ("head_dim", "vocab", "tied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"):
-        value, kept_value = getattr(shape, field), getattr(source, field)
-        if value != kept_value:
-            raise UserError(f"{field} {value} differs from the source's {kept_value}, and pruning does not change it")
-    if shape.heads // shape.kv_heads > source.heads // source.kv_heads:
-        group = source.heads // source.kv_heads
-        fewest = fewest_kv_heads(shape.heads, group)
+            raise UserError(f"{option} {size} is more than the source has; at most {option} {limit}")
+    for field in sorted(Shape.model_fields.keys() - {"layers", "hidden", "heads", "kv_heads", "ffn", "draft_vocab"}):
+        value, expected = getattr(shape, field), getattr(source, field)
+        if value != expected:
+            raise UserError(f"{field} {value} differs from the source's {expected}, and pruning does not change it")
+    group, most = shape.heads // shape.kv_heads, source.heads // source.kv_heads
+    if shape.heads > source.heads or shape.kv_heads > source.kv_heads or group > most:
         raise UserError(
-            f"{shape.heads} heads on {shape.kv_heads} kv-heads is more per group than the source's {group}; "
-            f"try --kv-heads {fewest} or more, or --heads {group * shape.kv_heads} or fewer"
+            f"{shape.heads} heads on {shape.kv_heads} kv_heads cannot be cut from the source's {source.heads} on "
+            f"{source.kv_heads}, in groups of {most}"
         )
 
 
@@ -385,14 +378,3 @@ def multiples_near(value: int, base: int) -> list[int]:
     """Return the multiples of base around value, none below base."""
     below = value // base * base
     return sorted({max(base, below), below + base})
-
-
-def divisors_near(value: int, of: int) -> list[int]:
-    """Return the divisors of ``of`` nearest to value from below and above."""
-    divisors = [d for d in range(1, of + 1) if of % d == 0]
-    below, above = [d for d in divisors if d <= value], [d for d in divisors if d > value]
-    return below[-1:] + above[:1]
-
-
-def _join(values: list[int]) -> str:
-    return " or ".join(map(str, values))

@@ -13,13 +13,14 @@ from draftlab.model.devices import exact_products
 from draftlab.model.shape import Axis, Shape
 from draftlab.reading import FileModel
 
-# matrix -> the norm whose output it reads
+# role of a matrix -> role of the norm whose output it reads
 READS = {
-    "self_attn.q_proj": "input_layernorm",
-    "self_attn.k_proj": "input_layernorm",
-    "self_attn.v_proj": "input_layernorm",
-    "mlp.gate_proj": "post_attention_layernorm",
-    "mlp.up_proj": "post_attention_layernorm",
+    "q": "input_norm",
+    "k": "input_norm",
+    "v": "input_norm",
+    "gate": "post_norm",
+    "up": "post_norm",
+    "head": "norm",
 }
 
 
@@ -52,6 +53,7 @@ class TensorView(Mapping[str, Tensor]):
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape) -> None:
         self.weights, self.shape, self.axes = weights, shape, shape.axes()
+        self.roles = {name: role for layer in range(shape.layers) for role, name in shape.names(layer).items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.axes)
@@ -64,7 +66,7 @@ class Untied(TensorView):
     """A tied source with a head of its own: its embedding once more."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.weights["model.embed_tokens.weight" if name == "lm_head.weight" else name]
+        return self.weights[self.shape.names()["embed"] if self.roles[name] == "head" else name]
 
 
 class Cut(TensorView):
@@ -110,7 +112,7 @@ class Rotated(TensorView):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self.weights[name]
-        if name.endswith("norm.weight") and self.axes[name] == ("hidden",):
+        if self.roles[name] in READS.values():
             return torch.ones_like(tensor)
         rotated = tensor.to(self.rotation)
         scale = self._scale(name)
@@ -122,8 +124,5 @@ class Rotated(TensorView):
         return rotated.to(tensor)
 
     def _scale(self, name: str) -> Tensor | None:
-        if name == "lm_head.weight":
-            return self.weights["model.norm.weight"].float()
-        part = name.split(".", 3)[-1].removesuffix(".weight")
-        norm = READS.get(part) if name.startswith("model.layers.") and name.endswith(".weight") else None
-        return None if norm is None else self.weights[f"model.layers.{layer_of(name)}.{norm}.weight"].float()
+        norm = READS.get(self.roles[name])
+        return None if norm is None else self.weights[self.shape.names(layer_of(name) or 0)[norm]].float()

@@ -141,7 +141,6 @@ def test_an_output_with_a_torn_record_is_skipped(space, torn):
     ("arguments", "message"),
     [
         (("prune", "--layers", "9", "--width", "32"), "at most --layers 5"),
-        (("prune", "--layers", "2", "--width", "30", "--heads", "4", "--kv-heads", "2"), "nearest widths: 28 or 32"),
         (("prune",), "--layers 12 --width 2560"),
         (("prune", "--layers", "2", "--params", "9b"), "cannot have 9B parameters"),
         (("prune", "--params", "lots"), "not a count"),

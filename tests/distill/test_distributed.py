@@ -134,8 +134,8 @@ def test_the_commands_write_once_and_what_one_process_writes(family_dirs, tmp_pa
     distilled += ["--seq-len", "48", "--text", "data=0.5,draft=0.5", "--prompt-tokens", "8", "--lr", "1e-3"]
     distilled += ["--micro-batch-tokens", "64", "--eval-steps", "2", "--optimizer", "adamw"]
     masked = ["prune", "--method", "masks", "--source", str(source), *same]
-    masked += ["--layers", "3", "--width", "48", "--heads", "4"]
-    masked += ["--seq-len", "32", "--calibration-tokens", "256", "--train-weights", "full"]
+    masked += ["--layers", "3", "--width", "48"]
+    masked += ["--seq-len", "32", "--calibration-tokens", "256", "--lr", "1e-4"]
     for words in (distilled, masked):
         made = {}
         for processes in (1, 2):

@@ -55,16 +55,15 @@ class Folded(TensorView):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor, layer = self.weights[name], layer_of(name)
-        hidden = self.z.hidden.to(tensor.device)
-        if name == "model.embed_tokens.weight" or (self.axes[name] == ("hidden",) and "norm" in name):
+        role, hidden = self.roles[name], self.z.hidden.to(tensor.device)
+        if role in ("embed", "input_norm", "post_norm", "norm"):
             return (tensor * hidden).to(tensor.dtype)
-        if layer is None or not ("o_proj" in name or "down_proj" in name):
+        if layer is None or role not in ("o", "down", "o_bias", "down_bias"):
             return tensor  # the head too: its input is masked by the last norm
         out = hidden * self.z.layers[layer].to(tensor.device)
         if tensor.ndim == 1:
             return (tensor * out).to(tensor.dtype)
-        heads = self.z.heads[layer].repeat_interleave(self.shape.head_dim)
-        columns = heads if "o_proj" in name else self.z.ffn[layer]
+        columns = self.z.heads[layer].repeat_interleave(self.shape.head_dim) if role == "o" else self.z.ffn[layer]
         return (tensor * out[:, None] * columns.to(tensor.device)).to(tensor.dtype)
 
 

@@ -48,7 +48,7 @@ class World:
 
 Settings = dict[str, Any]
 CASES: dict[tuple[str, str], Callable[[World], Settings]] = {}
-TINY_CUT: Settings = {"layers": 2, "width": 48, "heads": 4, "kv_heads": 2, "ffn": 40, "seq_len": 16}
+TINY_CUT: Settings = {"layers": 2, "width": 48, "ffn": 40, "seq_len": 16}
 
 
 def case(command: str, mode: str) -> Callable[[Callable[[World], Settings]], Callable[[World], Settings]]:

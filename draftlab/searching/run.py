@@ -22,7 +22,7 @@ from draftlab.latency.predict import best_k
 from draftlab.latency.scaling_law import ScalingLaw, read_law
 from draftlab.latency.workload import Workload, workload_of_replay
 from draftlab.model import hub
-from draftlab.model.shape import Shape, resolve
+from draftlab.model.shape import Shape, resolve, write_shape_file
 from draftlab.output import Output
 from draftlab.results.ranking import candidate_of, rank
 from draftlab.results.score import read_score
@@ -339,15 +339,13 @@ class Searcher:
         )
 
     def _cut(self, name: str, shape: Shape) -> Path:
+        file = self.state / f"{name}.yaml"
+        write_shape_file(shape.with_whole_head(), file, name)
         return self.steps.run(
             f"rung-0/{name}",
             "prune",
             source=str(self.wanted.source),
-            layers=shape.layers,
-            width=shape.hidden,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            ffn=shape.ffn,
+            shape=file,
             vocab=shape.draft_vocab,
             **self.wanted.text,
             calibration_tokens=CALIBRATION_TOKENS,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from draftlab.intervals import Interval
     from draftlab.model import Mode
     from draftlab.results.score import Score
-    from draftlab.scoring.comparison import Comparison, Engine, Requests
+    from draftlab.scoring.comparison import Comparison, Requests
     from draftlab.scoring.lm_eval import Tasks
     from draftlab.scoring.servers import PlainAnswers, ServedComparison
 
@@ -79,9 +79,22 @@ def prepare(config: ScoreConfig, weights: bool) -> PreparedScore:
     """
     if config.include_path is not None and not config.include_path.is_dir():
         raise UserError(f"--include-path {config.include_path}: no such directory")
+    tasks = None
+    if config.tasks is not None and weights:
+        from draftlab.scoring.lm_eval import load_tasks
+
+        tasks = load_tasks(
+            config.tasks.split(","),
+            limit=config.task_limit,
+            batch_size=config.task_batch_size,
+            num_fewshot=config.num_fewshot,
+            apply_chat_template=config.apply_chat_template,
+            include_path=config.include_path,
+            seed=config.seed,
+        )
     if config.served:
-        return PreparedScore(served=_served(config), min_speedup=config.min_speedup)
-    return PreparedScore(local=_local(config, weights), min_speedup=config.min_speedup)
+        return PreparedScore(served=_served(config, tasks), min_speedup=config.min_speedup)
+    return PreparedScore(local=_local(config, tasks, weights), min_speedup=config.min_speedup)
 
 
 @command(ScoreConfig, prepare=prepare, dry_run=True)
@@ -98,7 +111,7 @@ def score(prepared: PreparedScore, output: Output) -> Scored | Outcome:
     return _outcome([result], output, prepared.min_speedup)
 
 
-def _local(config: ScoreConfig, weights: bool) -> "Comparison":
+def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Comparison":
     """Return the comparison of models in this process."""
     with about("--target"):
         target = _checkpoint(config.target, weights)
@@ -117,8 +130,9 @@ def _local(config: ScoreConfig, weights: bool) -> "Comparison":
         note(f"draft of the drafters: {default}")
     with note_if_slow("loading torch and transformers"):
         from draftlab.model import checkpoint
+        from draftlab.model.decoder import resolve_mode
         from draftlab.model.tokenizer import common_vocabulary
-        from draftlab.scoring.comparison import Comparison
+        from draftlab.scoring.comparison import Comparison, Engine
     named = [path for spec in specs for path in spec.paths(default, weights=weights, models_only=True)]
     models = list(dict.fromkeys([*drafts.values(), *named]))
     with about("--draft"):
@@ -127,6 +141,14 @@ def _local(config: ScoreConfig, weights: bool) -> "Comparison":
     if weights:
         for directory in (target, *models):
             checkpoint.check(directory)
+    with about("--device"):
+        device = checkpoint.resolve_device(config.device)
+    dtype = checkpoint.resolve_dtype(config.dtype, device)
+    mode: Mode | None = next((spec.mode for spec in specs if spec.mode is not None), None)
+    if config.mode != "auto":
+        mode = config.mode
+    elif config.device_map is not None:
+        mode = "eager"
     requests = _requests(config, target, source)
     stop = checkpoint.eos_token_ids(target)
     comparison = Comparison(
@@ -135,18 +157,26 @@ def _local(config: ScoreConfig, weights: bool) -> "Comparison":
         drafters=specs,
         default_draft=default,
         requests=replace(requests, sampling=replace(requests.sampling, stop_token_ids=stop)),
-        engine=_engine(config, specs, [target, *models] if weights else []),
+        engine=Engine(
+            device=device,
+            dtype=dtype,
+            mode=mode or resolve_mode(config.mode, device, dtype, [target, *models] if weights else []),
+            device_map=config.device_map,
+            target_int8=config.int8 in ("target", "both"),
+            draft_int8=config.int8 in ("draft", "both"),
+            threads=config.threads,
+        ),
         ks=config.k,
         batches=config.batch,
         acceptance=SERVER_RULES[config.server_rule] if config.server_rule else Acceptance(config.rule, None),
         data=source,
-        tasks=_tasks(config) if weights else None,
+        tasks=tasks,
     )
     comparison.check()
     return comparison
 
 
-def _served(config: ScoreConfig) -> "ServedComparison":
+def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
     """Return the comparison of running servers."""
     from draftlab.reading import read_model
     from draftlab.servers.client import Server
@@ -174,7 +204,6 @@ def _served(config: ScoreConfig) -> "ServedComparison":
     if len(config.draft) > 1:
         raise UserError("--draft: a server runs one draft; name that one")
     requests = _requests(config, tokenizer, source)
-    tasks = _tasks(config)
     if config.apply_chat_template:
         check_chat_template(tokenizer)
     if tasks is not None and "plain" in servers:
@@ -216,47 +245,6 @@ def _requests(config: ScoreConfig, tokenizer: Path, source: str) -> "Requests":
         seed=config.seed,
     )
     return Requests(prompts=prompts, sampling=sampling, repeats=config.repeats)
-
-
-def _engine(config: ScoreConfig, specs: list[DrafterSpec], models: list[Path]) -> "Engine":
-    """Return how passes run. models: those that mode auto has to suit."""
-    from draftlab.model import checkpoint
-    from draftlab.model.decoder import resolve_mode
-    from draftlab.scoring.comparison import Engine
-
-    with about("--device"):
-        device = checkpoint.resolve_device(config.device)
-    dtype = checkpoint.resolve_dtype(config.dtype, device)
-    mode: Mode | None = next((spec.mode for spec in specs if spec.mode is not None), None)
-    if config.mode != "auto":
-        mode = config.mode
-    elif config.device_map is not None:
-        mode = "eager"
-    return Engine(
-        device=device,
-        dtype=dtype,
-        mode=mode or resolve_mode(config.mode, device, dtype, models),
-        device_map=config.device_map,
-        target_int8=config.int8 in ("target", "both"),
-        draft_int8=config.int8 in ("draft", "both"),
-        threads=config.threads,
-    )
-
-
-def _tasks(config: ScoreConfig) -> "Tasks | None":
-    if config.tasks is None:
-        return None
-    from draftlab.scoring.lm_eval import load_tasks
-
-    return load_tasks(
-        config.tasks.split(","),
-        limit=config.task_limit,
-        batch_size=config.task_batch_size,
-        num_fewshot=config.num_fewshot,
-        apply_chat_template=config.apply_chat_template,
-        include_path=config.include_path,
-        seed=config.seed,
-    )
 
 
 def _checkpoint(name: str, weights: bool) -> Path:

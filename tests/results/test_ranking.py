@@ -160,6 +160,22 @@ def test_the_command_ranks_and_keeps_the_bar(tmp_path):
     assert CliRunner().invoke(app, ["report", str(tmp_path / "none")]).exit_code == 1
 
 
+def test_pages_are_written_where_they_are_asked_for_and_show_scores(tmp_path):
+    (place,) = kept(tmp_path, score("a"))
+    files = ("--html", str(tmp_path / "new/page.html"), "--markdown", str(tmp_path / "page.md"))
+    done = CliRunner().invoke(app, ["report", str(place), *files])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "new/page.html").read_text().startswith("<!doctype html>")
+    assert "| a | 4 |" in (tmp_path / "page.md").read_text()
+    assert done.stdout.split()[-2:] == [files[1], files[3]]
+    interval = {"value": 3.0, "low": 3.0, "high": 3.0, "n": 1}
+    row = {"k": 5, "tokens_per_pass": interval, "speedup": interval, "tokens_per_second": 70.0}
+    (tmp_path / "predicted.json").write_text(json.dumps({"predictions": [{"name": "x", "target": "t", "rows": [row]}]}))
+    refused = CliRunner().invoke(app, ["report", str(tmp_path / "predicted.json"), "--html", str(tmp_path / "x.html")])
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("error: --html: ")
+
+
 def test_a_served_score_stands_beside_a_local_one(tmp_path):
     whole = [ServedGeneration(prompt=i, tokens=16, seconds=0.6) for i in range(PROMPTS)]
     fast = [ServedGeneration(prompt=i, tokens=16, seconds=0.3) for i in range(PROMPTS)]

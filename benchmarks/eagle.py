@@ -34,7 +34,6 @@ def main(
     smollm2: Annotated[Path, typer.Option(help="Folder where recipes/smollm2.yaml has run.")] = Path(
         "runs/smollm2-study"
     ),
-    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of the memory for vLLM.")] = None,
 ) -> None:
     head = folder / f"head-{steps}"
     if not (head / "draftlab.json").exists():
@@ -45,10 +44,7 @@ def main(
     notes: Any = record.notes
     scores = {t: scored(folder / f"score-{t}", head, t, k, prompts) for t in (0.0, 1.0)}
     programs = {"vllm": vllm or on_path("vllm"), "llama.cpp": llama_server or on_path("llama-server")}
-    servers = {
-        to: served(folder / f"export-{to}", head, to, program, served_k, prompts, gpu_memory_utilization)
-        for to, program in programs.items()
-    }
+    servers = {to: served(folder / f"export-{to}", head, to, program, served_k) for to, program in programs.items()}
     written: dict[str, Any] = {"target": TARGET, "data": DATA, "num_prompts": 16, "prompt_tokens": 32}
     beyond = by_context(folder, [head], SEQ_LEN, written)[head.name]
     gaps = {to: row and row["gap"] for to, row in servers.items()}
@@ -123,14 +119,13 @@ def rows_by_context(found: Replay, trained: int) -> list[dict[str, float]]:
     return rows
 
 
-def served(out: Path, head: Path, to: str, program: Path | None, k: int, prompts: int, share: float | None) -> Any:
+def served(out: Path, head: Path, to: str, program: Path | None, k: int) -> Any:
     """Return what a server accepted of an export, and draftlab of the same texts; None without its program."""
     if program is None:
         return None
-    options: dict[str, Any] = {"gpu_memory_utilization": share} if share and to == "vllm" else {}
-    options |= {"outtype": "f32"} if to == "llama.cpp" else {}
+    options: dict[str, Any] = {"outtype": "f32"} if to == "llama.cpp" else {}
     return COMMANDS["export"](
-        draft=str(head), target=TARGET, to=to, verify_with=program, k=k, data=DATA, prompts=prompts, out=out,
+        draft=str(head), target=TARGET, to=to, verify_with=program, k=k, data=DATA, out=out,
         force=True, **options,
     ).data["acceptance"]  # fmt: skip
 

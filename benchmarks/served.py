@@ -20,21 +20,18 @@ def main(
     drafts: Annotated[list[Path], typer.Argument(help="Drafts and heads.")],
     target: Annotated[str, typer.Option(help="Their target.")],
     prompt_file: Annotated[Path, typer.Option(help="Prompts to verify with.")],
-    prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 8,
     k: Annotated[int, typer.Option(help="Drafted tokens.")] = 3,
     temperatures: Annotated[str, typer.Option(help="Temperatures, by comma.")] = "0",
     folder: Annotated[Path, typer.Option(help="The exports are written here.")] = Path("runs/served"),
     vllm: Annotated[Path | None, typer.Option(help="vllm's program.")] = None,
     llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
-    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of the memory for vLLM.")] = None,
 ) -> None:
-    asked: dict[str, Any] = {"target": target, "prompt_file": prompt_file, "prompts": prompts, "k": k}
-    share = {} if gpu_memory_utilization is None else {"gpu_memory_utilization": gpu_memory_utilization}
+    asked: dict[str, Any] = {"target": target, "prompt_file": prompt_file, "k": k}
     rows = []
     for temperature in map(float, temperatures.split(",")):
         for draft in drafts:
             outtype = {"outtype": "f32"} if is_eagle_head(draft) else {}
-            for to, program, more in (("vllm", vllm, share), ("llama.cpp", llama_server, outtype)):
+            for to, program, more in (("vllm", vllm, {}), ("llama.cpp", llama_server, outtype)):
                 if program is not None:
                     out = folder / f"{draft.name}-{to}-{temperature:g}"
                     options = {"to": to, "verify_with": program, "temperature": temperature, **asked, **more}

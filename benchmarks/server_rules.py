@@ -8,7 +8,7 @@ vLLM with rejection_sample_method block. What a killed run has measured stays in
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,14 +18,16 @@ import typer
 
 from benchmarks import environment
 from draftlab.commands import COMMANDS
-from draftlab.config.server_rules import SampleMethod
 from draftlab.console import note
-from draftlab.exporting import gguf, heads, scripts, verify
-from draftlab.exporting.scripts import DraftKind
+from draftlab.exporting import gguf, verify
+from draftlab.exporting.artifact import open_artifact
+from draftlab.exporting.form import Form
 from draftlab.exporting.verify import TargetTexts
-from draftlab.model import checkpoint, eagle_llama, hub, llama, parallel
+from draftlab.model import checkpoint, decoder, hub
 from draftlab.prompts import load_prompts
-from draftlab.servers.client import Server
+from draftlab.registry import SERVERS
+from draftlab.sampling import SamplingParams
+from draftlab.servers.kinds import SampleMethod, ServerKind, Trial
 from draftlab.servers.processes import running
 
 
@@ -34,9 +36,9 @@ class Setting:
     """A server with a draft. method: how the draft proposes there; name: of its file."""
 
     name: str
+    server: ServerKind
     method: SampleMethod
     command: list[object]
-    ask: Callable[[Server, TargetTexts, float], tuple[list[list[int]], float]]
     workers: int = 8  # requests at a time
 
 
@@ -58,7 +60,7 @@ def main(
 ) -> None:
     place = hub.locate(target).absolute()
     asked = load_prompts(prompt_file, "", checkpoint.load_tokenizer(place), count=prompts, tokens=None, seed=0)
-    texts = verify.to_sample([prompt.ids for prompt in asked.rows], new_tokens, k)
+    texts = verify.to_sample([prompt.ids for prompt in asked.rows], new_tokens, k, 1.0)
     asked_at = [float(text) for text in temperatures.split(",")]
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -81,24 +83,26 @@ def main(
 def in_vllm(
     folder: Path, draft: Path, target: Path, texts: TargetTexts, program: Path, methods: list[str], share: float | None
 ) -> Iterator[Setting]:
-    out = exported(folder, draft, target, "vllm")
-    plain: DraftKind = "draft model" if parallel.pard_token(out) is None else "parallel draft"
+    out, server = exported(folder, draft, target, "vllm"), SERVERS.get("vllm", "--vllm")
+    kind = open_artifact(out, target).kind
+    trial = Trial(target=target, draft=out, kind=kind, k=texts.k, longest=texts.longest)
     for name in methods:
         method: SampleMethod = "greedy" if name == "greedy" else "probabilistic"
-        kind = "EAGLE-3 head" if hub.is_eagle_head(out) else plain
-        speculative = scripts.speculative_config(str(out.absolute()), texts.k, kind, method)
-        speculative |= {"rejection_sample_method": "block"} if name == "block" else {}
-        command = verify.vllm_command(program, target, speculative, share)
-        yield Setting(name=f"vllm-{name}", method=method, command=command, ask=verify.served_by_vllm)
+        *command, speculative = server.command(program, trial, method)
+        if name == "block":
+            speculative = json.dumps(json.loads(speculative) | {"rejection_sample_method": "block"})
+        command += [speculative, *([] if share is None else ["--gpu-memory-utilization", share])]
+        yield Setting(name=f"vllm-{name}", server=server, method=method, command=command)
 
 
 def in_llama_cpp(folder: Path, draft: Path, target: Path, texts: TargetTexts, program: Path) -> Setting:
     file, out = folder / f"{target.name}.gguf", exported(folder, draft, target, "llama.cpp")
     if not file.exists():
         gguf.write(target, file, "f32")
-    spec_type = "draft-eagle3" if hub.is_eagle_head(draft) else "draft-simple"
-    command = verify.llama_server_command(program, file, next(out.glob("*.gguf")), texts, spec_type)
-    return Setting(name="llama.cpp", method="greedy", command=command, ask=verify.served_by_llama_cpp, workers=1)
+    server, kind = SERVERS.get("llama.cpp", "--llama-server"), open_artifact(draft, target).kind
+    trial = Trial(target=file, draft=next(out.glob("*.gguf")), kind=kind, k=texts.k, longest=texts.longest)
+    command = server.command(program, trial, "greedy")
+    return Setting(name="llama.cpp", server=server, method="greedy", command=command, workers=1)
 
 
 def exported(folder: Path, draft: Path, target: Path, to: str) -> Path:
@@ -118,25 +122,23 @@ def measured(
     with running(setting.command, verify.VLLM_ON_CPU | os.environ) as (server, _):
         asked = replace(server, workers=setting.workers)
         for temperature in temperatures:
-            answers.append((temperature, *setting.ask(asked, texts, temperature)))
+            answers.append((temperature, *setting.server.served(asked, texts.prompts, texts.tokens, temperature)))
             note(f"temperature {temperature:g}: {answers[-1][2]:.3f} tokens per target pass")
     for temperature, completions, length in answers:
-        served, details = verify.as_served(texts, completions, temperature)
-        counts = counted(draft, target, served, temperature)
-        if setting.name == "llama.cpp":
-            counts = verify.to_the_limit(counts, served)
-        found = verify.beside(setting.name, served, temperature, counts, length, details, setting.method)
+        served, details = verify.as_served(replace(texts, temperature=temperature), completions)
+        counts = verify.counts_in(setting.server, counted(draft, target, served), served)
+        found = verify.compare(setting.name, served, counts, length, details, setting.method)
         about = {"server": f"{server.kind} {server.version}", "setting": setting.name, "tokens": sum(served.tokens)}
         gap, half_width = found.expected.value - length, (found.expected.high - found.expected.low) / 2
         yield about | found.facts() | {"server_rule_gap": gap, "half_width": half_width}
 
 
-def counted(draft: Path, target: Path, texts: TargetTexts, temperature: float) -> verify.Counts:
-    device = checkpoint.resolve_device("auto")
-    if not hub.is_eagle_head(draft):
-        return verify.count_draft(draft, target, texts, temperature, device)
-    model = llama.load(target, torch.float32, device)
-    return heads.count_chains(model, eagle_llama.load(draft, target, model), texts, temperature)
+def counted(draft: Path, target: Path, texts: TargetTexts) -> verify.Counts:
+    device, artifact = checkpoint.resolve_device("auto"), open_artifact(draft, target)
+    form = Form(to="vllm", server=SERVERS.get("vllm", "--vllm"))
+    sampling = SamplingParams(temperature=texts.temperature)
+    scores = artifact.scores(draft, form, texts.pairs, sampling, texts.k, device)
+    return verify.counts_of(scores, texts, lambda: decoder.load(target, torch.float32, device), artifact.target_vocab)
 
 
 if __name__ == "__main__":

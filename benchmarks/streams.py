@@ -27,7 +27,6 @@ from benchmarks import environment
 from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.exporting.scripts import speculative_config
 from draftlab.exporting.verify import VLLM_ON_CPU
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.k_schedule import Ranges, schedule
@@ -38,6 +37,7 @@ from draftlab.prompts import load_prompts
 from draftlab.provenance import read_record
 from draftlab.reading import read_json_lines
 from draftlab.servers.processes import running
+from draftlab.servers.vllm import speculative_config
 from draftlab.target_outputs.replay import read_replay
 
 BENCH = "prompts.jsonl"  # of vllm bench serve

@@ -1,5 +1,6 @@
 """Kinds by name: those of draftlab, and those that plug-ins offer as entry points. No torch."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib import import_module
@@ -47,6 +48,14 @@ class Registry(Generic[Kind]):
         """Return all names; no kind is loaded."""
         return list(dict.fromkeys([*self.builtin, *sorted(self.plugins), *self.kinds]))
 
+    def loadable(self) -> list[Kind]:
+        """Return all kinds that can be loaded: a broken plug-in breaks nothing else."""
+        kinds = []
+        for name in self.names():
+            with contextlib.suppress(UserError):
+                kinds.append(self.get(name, self.what))
+        return kinds
+
     def get(self, name: str, where: str) -> Kind:
         """Return a kind. where: begins the message of an error, as "--rule x".
 
@@ -86,3 +95,11 @@ LOSSES: Registry[Any] = Registry(
 )
 CROSS_ENTROPY = "ce"  # not registered: it compares with the text, not with the target
 REJECTION = "rejection"  # not registered: the engine computes it for all rows of a batch at once
+SERVERS: Registry[Any] = Registry(
+    "draftlab.servers",
+    "server",
+    {
+        name: f"draftlab.servers.{name.replace('.', '_').replace('-', '_')}"
+        for name in ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers")
+    },
+)

@@ -126,7 +126,6 @@ TORN = "torn: model-2.safetensors, named in model.safetensors.index.json, is mis
 WRONG = {  # what is there and is something else, and what is missing besides models
     "export tiny --to gguf --outtype nope": "--outtype nope: no such type; known: ",
     "export tiny --to vllm --verify-with nope": "--verify-with nope: no such program",
-    "export tiny --to gguf --outtype q4_k_m": "only llama.cpp quantizes to it",
     "init --preset tiny --data nope --force": "data 'nope': neither",
 }
 

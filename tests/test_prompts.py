@@ -7,25 +7,22 @@ from typing import Any
 import pytest
 import torch
 from builders import build
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from draftlab import workspace
 from draftlab.cli import app
+from draftlab.commands.export import prepare_export
 from draftlab.config.base import extra
+from draftlab.config.export import ExportConfig
 from draftlab.config.score import ScoreConfig
 from draftlab.config.shared import ChatMode
 from draftlab.data import documents
 from draftlab.errors import UserError
-from draftlab.exporting import verify
-from draftlab.exporting.run import NEW_TOKENS
-from draftlab.model import checkpoint, llama
-from draftlab.model.sentencepiece import PROBES
+from draftlab.model import checkpoint
 from draftlab.prompts import Prompts, data_prompts, file_prompts, load_prompts
-from draftlab.provenance import read_record
 from draftlab.results.ranking import rank, read_candidates
 from draftlab.results.score import read_score
-from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.replay import read_replay
 from draftlab.target_outputs.store import read_manifest, read_store
 
@@ -241,25 +238,14 @@ def test_replayed_conversations_are_accepted_as_live_ones(space):
 
 
 def test_an_export_is_verified_with_conversations(space):
-    """The program answers as llama.cpp would, with the draft's own most probable tokens."""
     prompts = file_prompts(space / "prompts.jsonl", checkpoint.load_tokenizer(space / "target"), chat="on")
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(space / "target"))
-    texts = verify.generate_texts(llama.load(space / "target", torch.float32), ids_of(prompts), sampling, 2)
-    draft = AutoModelForCausalLM.from_pretrained("draft", dtype=torch.float32)
-    with torch.no_grad():
-        best = [draft(torch.tensor([row])).logits[0].argmax(-1).tolist() for row in texts.rows]
-    Path("answer.json").write_text(json.dumps({"best": best, "ids": [[]] * len(PROBES), "version": "test"}))
-    program = Path("program")
-    program.write_text("#!/bin/sh\ncat > asked.json\ncat answer.json\n")
-    program.chmod(0o755)
-    export = ("export", "draft", "--to", "gguf", "--outtype", "f32", "--k", 2, "--verify-with", program.absolute())
-    call(*export, "--prompt-file", "prompts.jsonl", "--out", "out")
-    assert json.loads(Path("asked.json").read_text())["rows"] == texts.rows
-    record = read_record(Path("out"))
-    assert record is not None
-    assert record.notes["prompts"] == {"data": "prompts.jsonl", "sha256": prompts.sha256, "chat": True}
-    both = call(*export, "--prompt-file", "prompts.jsonl", "--data", "stdlib", "--out", "x", code=1)
-    assert "not by both" in both.stderr
+    Path("llama-server").touch()
+    asked = {"to": "gguf", "verify_with": Path("llama-server"), "prompt_file": Path("prompts.jsonl")}
+    prepared = prepare_export(ExportConfig(draft="draft", target="target", **asked), True)
+    assert prepared.verifier is not None
+    assert prepared.verifier.prompts == prompts
+    with pytest.raises(UserError, match="--data"):
+        ExportConfig.build({"draft": "draft", "target": "target", "data": "stdlib", **asked})
 
 
 def test_the_form_of_prompts_is_recorded(space):

@@ -15,8 +15,10 @@ from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
 from draftlab.config.score import ScoreConfig
 from draftlab.errors import UserError
-from draftlab.exporting import card, scripts
+from draftlab.exporting import card
 from draftlab.model import checkpoint, native_cpu
+from draftlab.registry import SERVERS
+from draftlab.servers.kinds import Launch
 from draftlab.target_outputs.store import Manifest
 from draftlab.trust import checked_name, folder_name, printable, remote_code, trusts_remote_code, without_secrets
 
@@ -59,10 +61,9 @@ def test_secrets_stay_out_of_what_is_written(address):
 
 def test_scripts_have_no_line_that_others_wrote():
     for runtime in ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers"):
-        _, text = scripts.script(
-            runtime, target="a\nid #", k=3, k_reason=f"measured with vllm {HOSTILE}", gguf="x.gguf"
-        )
-        _, plain = scripts.script(runtime, target="a id", k=3, k_reason="measured", gguf="x.gguf")
+        server, reason = SERVERS.get(runtime, "--to"), f"measured with vllm {HOSTILE}"
+        _, text = server.script(Launch(target="a\nid #", k=3, reason=reason, file="x.gguf"))
+        _, plain = server.script(Launch(target="a id", k=3, reason="measured", file="x.gguf"))
         assert len(text.splitlines()) == len(plain.splitlines())
         assert printable(text.replace("\n", "")) == text.replace("\n", "")
 

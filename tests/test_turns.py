@@ -13,12 +13,11 @@ from test_prompts import BUILD, SCORE, call, chatty, lines, plain, space  # noqa
 
 from draftlab import turns
 from draftlab.commands.score import prepare
-from draftlab.config.export import CheckConfig
 from draftlab.config.score import ScoreConfig
 from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.errors import UserError
-from draftlab.exporting import compatibility
 from draftlab.exporting import run as exporting
+from draftlab.exporting.trials import trial_prompts
 from draftlab.model import checkpoint, llama
 from draftlab.prompts import Prompt, file_prompts
 from draftlab.provenance import read_record
@@ -67,15 +66,12 @@ def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noq
     call(*BUILD, "--dtype", "float32", "--out", "answers")
     stored = read_store(space / "answers")
     monkeypatch.setattr(exporting, "TURN_TOKENS", 20)
-    config = exporting.ExportConfig(draft="draft", target="target", to="gguf", verify_with=Path("x"))
-    config = config.model_copy(update={"prompt_file": Path("prompts.jsonl")})
-    prompts = exporting.load_verification_prompts(config, space / "target", 2)
-    exported, texts = exporting._target_texts(config, space / "target", prompts, 2)
+    prompts = file_prompts(Path("prompts.jsonl"), checkpoint.load_tokenizer(space / "target"), chat="auto")
+    exported = exporting._answer_turns(space / "target", prompts, llama.load(space / "target", torch.float32))
     assert timed == [asked]
     assert [o.prompt.tolist() for o in stored.outputs] == asked
-    assert texts.prompts == [p.ids for p in exported.rows] == asked
-    checking = CheckConfig(draft="draft", target="target", prompt_file=Path("prompts.jsonl"))
-    checked = compatibility.trial_prompts(checking, space / "target")
+    assert [p.ids for p in exported.rows] == asked
+    checked = trial_prompts(space / "target", "", Path("prompts.jsonl"))
     assert checked == [asked[0], asked[3], asked[4]]  # first turns: it has no target to answer them
     score, record = read_score(space / "scored/draft"), read_record(space / "scored")
     wanted = ["writing"] * 3 + ["math"] + ["roleplay"] * 2

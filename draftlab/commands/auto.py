@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftlab import workspace
 from draftlab.commands.base import Outcome, command
-from draftlab.config.auto import VERIFIED, AutoConfig
-from draftlab.config.server_rules import ServerName
+from draftlab.config.auto import AutoConfig
 from draftlab.console import note
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -78,7 +77,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> PreparedAuto:
         default_text = workspace.load().data
     with about("--prompts" if config.prompt_file else "--data"):
         prompts = find_prompts(config.prompt_file, config.data, default_text, target, config.streams)
-    program = config.verify_with or shutil.which(VERIFIED.get(str(config.server), ""))
+    program = config.verify_with or (shutil.which(config.server_kind.program) if config.server else None)
     request = Request(
         name=config.target,
         target=target,
@@ -171,11 +170,12 @@ def _plan(config: AutoConfig, request: "Request", device: Any, folder: Path) -> 
     return plan
 
 
-def _rule(config: AutoConfig) -> ServerName | None:
+def _rule(config: AutoConfig) -> str | None:
     """Return the rule that what is drafted is accepted by; None: greedy decoding, or draftlab's own.
 
-    The script for vLLM asks for sampled drafts.
+    A script may ask for another variant than the server's default, as that for vLLM asks for sampled drafts.
     """
-    if config.temperature == 0:
+    if config.temperature == 0 or config.server is None:
         return None
-    return "vllm-probabilistic" if config.server == "vllm" else config.server
+    variant = config.server_kind.script_rule
+    return f"{config.server}-{variant}" if variant else config.server

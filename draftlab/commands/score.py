@@ -9,7 +9,7 @@ from draftlab.commands.base import Outcome, command
 from draftlab.config import inputs, shared
 from draftlab.config.drafters import DrafterSpec, parse_drafter
 from draftlab.config.score import ScoreConfig
-from draftlab.config.server_rules import SERVER_RULES, Acceptance
+from draftlab.config.server_rules import Acceptance, acceptance_of
 from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.intervals import tokens_per_second
@@ -168,7 +168,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         ),
         ks=config.k,
         batches=config.batch,
-        acceptance=SERVER_RULES[config.server_rule] if config.server_rule else Acceptance(config.rule, None),
+        acceptance=acceptance_of(config.server_rule) if config.server_rule else Acceptance(config.rule, None),
         data=source,
         tasks=tasks,
     )

@@ -1,16 +1,16 @@
 """Settings of auto."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 from typing_extensions import Self
 
 from draftlab.config import shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
-
-Runtime = Literal["vllm", "sglang", "llama.cpp", "transformers"]
-VERIFIED = {"vllm": "vllm", "llama.cpp": "llama-server"}  # runtimes that an export can be verified in, with programs
+from draftlab.config.server_rules import acceptance_of
+from draftlab.errors import UserError
+from draftlab.registry import SERVERS
 
 
 class AutoConfig(OutputConfig, shared.CheckpointSettings):
@@ -18,10 +18,12 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     target: str = option(help="Checkpoint of the target: a directory, or a hub name with @REVISION.", argument=True)
     minutes: float = option(60.0, "Time to spend, approximately.", gt=0)
-    server: Runtime | None = option(
-        None, "What the draft is for: only what it runs is tried, as it accepts. Default: draftlab's own engine.",
+    server: str | None = option(
+        None,
+        f"What the draft is for, {', '.join(SERVERS.names())}: only what it runs is tried, as it accepts. Default: "
+        "draftlab's own engine.",
         flag="--for",
-    )  # fmt: skip
+    )
     prompt_file: Path | None = option(
         None, "JSON-lines file of your users' prompts. Default: prompts for chat models that draftlab brings, or the "
         "text of --data for models without a chat template.", flag="--prompts",
@@ -40,13 +42,28 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     only = (
         Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompts, not by both"),
-        Only(("verify_with",), lambda c: c.server in VERIFIED, f"belongs to --for {' and --for '.join(VERIFIED)}"),
+        Only(("verify_with",), lambda c: c.server and c.server_kind.program, "belongs to --for vllm and llama.cpp"),
     )
+
+    @field_validator("server")
+    @classmethod
+    def _has_a_rule(cls, name: str | None) -> str | None:
+        if name is not None:
+            try:
+                acceptance_of(name)
+            except UserError as error:
+                raise ValueError(str(error).removeprefix("--server-rule: ")) from None
+        return name
 
     @model_validator(mode="after")
     def _server_can(self) -> Self:
-        if self.server == "transformers" and self.streams != [1]:
-            raise ValueError("--streams: transformers' assisted generation decodes one prompt at a time")
+        if self.server is not None and self.server_kind.one_stream and self.streams != [1]:
+            raise ValueError(f"--streams: {self.server} decodes one prompt at a time")
         if "," in str(self.out or ""):
             raise ValueError(f"--out {self.out}: leave out the comma, which separates the options of drafters")
         return self
+
+    @property
+    def server_kind(self) -> Any:
+        """Return the kind of the server that is named."""
+        return SERVERS.get(str(self.server), "--for")

@@ -9,7 +9,7 @@ from typing_extensions import Self
 from draftlab.config import shared
 from draftlab.config.base import SERVER, DraftedTokens, Numbers, Only, OutputConfig, from_workspace, numbers, option
 from draftlab.config.drafters import DRAFTERS, parse_drafter
-from draftlab.config.server_rules import ServerName
+from draftlab.config.server_rules import ServerRule
 from draftlab.errors import UsageError, UserError, did_you_mean
 from draftlab.registry import REJECTION, RULES
 
@@ -48,7 +48,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         panel=shared.SAMPLING,
         advanced=True,
     )
-    server_rule: ServerName | None = option(
+    server_rule: ServerRule | None = option(
         None, "Accept as this server does, in place of --rule.", panel=shared.SAMPLING, advanced=True
     )
     mode: shared.EngineMode = shared.mode()

@@ -1,14 +1,13 @@
-"""Acceptance as servers compute it, by their sources; docs/servers.md says where."""
+"""Acceptance as servers compute it; each server's own file has its rules, and docs/servers.md their sources."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 
 from draftlab.config.base import Only, option
 from draftlab.config.shared import SAMPLING
-
-ServerName = Literal["vllm", "vllm-probabilistic", "vllm-block", "sglang", "llama.cpp", "transformers"]
-SampleMethod = Literal["greedy", "probabilistic"]  # vLLM's draft_sample_method
+from draftlab.errors import UserError, did_you_mean
+from draftlab.registry import SERVERS
 
 
 class Acceptance(NamedTuple):
@@ -21,14 +20,26 @@ class Acceptance(NamedTuple):
     draft_temperature: float | None
 
 
-SERVER_RULES: dict[ServerName, Acceptance] = {
-    "vllm": Acceptance("rejection", 0.0),  # draft_sample_method greedy, its default
-    "vllm-probabilistic": Acceptance("rejection", None),
-    "vllm-block": Acceptance("block", None),  # rejection_sample_method block (2403.10444)
-    "sglang": Acceptance("match", 0.0),  # target-only sampling with thresholds of 1
-    "llama.cpp": Acceptance("match", 0.0),
-    "transformers": Acceptance("rejection", None),
-}
+def acceptance_of(name: str) -> Acceptance:
+    """Return the acceptance of a server, or of its variant, as vllm-block. Raises UserError: it has none."""
+    server, variant = (name, "") if name in SERVERS.names() else name.rpartition("-")[::2]
+    where = "--server-rule"
+    rules = SERVERS.get(server or name, where).rules
+    if variant not in rules:
+        known = [f"{server}-{each}".rstrip("-") for each in rules]
+        raise UserError(f"{where}: {server} has no rule {name!r}{did_you_mean(name, known)}")
+    return rules[variant]
+
+
+def _known_rule(name: str) -> str:
+    try:
+        acceptance_of(name)
+    except UserError as error:
+        raise ValueError(str(error).removeprefix("--server-rule: ")) from None
+    return name
+
+
+ServerRule = Annotated[str, AfterValidator(_known_rule)]
 
 
 class AcceptanceSettings(BaseModel):
@@ -38,14 +49,17 @@ class AcceptanceSettings(BaseModel):
     draft_temperature: float | None = option(
         None, "Temperature of the draft, 0 is greedy. Default: the target's.", ge=0, panel=SAMPLING, advanced=True
     )
-    server_rule: ServerName | None = option(
-        None, "Accept as this server does, in place of --rule and --draft-temperature.", panel=SAMPLING
+    server_rule: ServerRule | None = option(
+        None,
+        "Accept as this server does, in place of --rule and --draft-temperature: vllm, vllm-probabilistic, vllm-block; "
+        f"{', '.join(SERVERS.names()[1:])}.",
+        panel=SAMPLING,
     )
 
     @property
     def acceptance(self) -> Acceptance:
         if self.server_rule is not None:
-            return SERVER_RULES[self.server_rule]
+            return acceptance_of(self.server_rule)
         return Acceptance(self.rule, self.draft_temperature)
 
 

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from draftlab.drafters import DrafterSpec, drafter
+from draftlab.servers.kinds import PROMPT_LOOKUP_MAX
 
 if TYPE_CHECKING:
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
-
-PROMPT_LOOKUP_MAX = 3  # longest n-gram to match (Saxena 2023, prompt lookup decoding)
 
 
 @drafter("prompt-lookup", served_by=("vllm", "sglang", "llama.cpp", "transformers"))

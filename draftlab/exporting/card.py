@@ -2,9 +2,14 @@
 
 import json
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from draftlab.console import note
+from draftlab.errors import UserError
+from draftlab.provenance import Record, read_record
 from draftlab.results.score import Score
 from draftlab.results.warnings import score_warnings
 from draftlab.trust import printable
@@ -20,7 +25,7 @@ class Card:
     summary: str  # its size, and what it needs
     commands: Sequence[str]  # that made the draft, the first one first
     heldout: tuple[float, float] | None  # acceptance on held-out text, before and after distillation
-    scores: list[Score]
+    scores: Sequence[Score]
     script: tuple[str, str] | None  # name and text
     verified: str  # result of scoring the export where it runs
 
@@ -77,3 +82,47 @@ def _score_lines(score: Score) -> list[str]:
         f"  {TERMS}",
         f"  `{score.command}`",
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """The records of a draft. commands: that made it, the first one first. heldout: acceptance before and after."""
+
+    commands: Sequence[str] = ()
+    heldout: tuple[float, float] | None = None
+
+
+def history(draft: Path) -> History:
+    """Return what the records of a draft and of its parents say; those of other versions say nothing."""
+    try:
+        return History(commands=_commands(draft), heldout=_heldout(draft))
+    except UserError:
+        note(f"the records of what made {draft} are of another version of draftlab: the card leaves them out")
+        return History()
+
+
+def _commands(draft: Path) -> list[str]:
+    """Return the commands that made a draft, the first one first, as far back as there are records."""
+    record = read_record(draft) if draft.is_dir() else None
+    if record is None:
+        return []
+    before = [line for path in record.inputs for line in _commands(Path(path))]
+    return [*before, _typed(record)]
+
+
+def _typed(record: Record) -> str:
+    """Return the command of a record, with what draftlab.yaml named: a reader of the card has another workspace."""
+    line = str(record.notes.get("command_line", f"draftlab {record.command}"))
+    for name in ("source", "target", "data"):
+        value = record.config.get(name)
+        if value is not None and f" --{name} " not in line:
+            line += f" --{name} {shlex.quote(str(value))}"
+    return line
+
+
+def _heldout(draft: Path) -> tuple[float, float] | None:
+    record = read_record(draft)
+    before, after = ((record.notes.get(name) if record else None) for name in ("before", "after"))
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping) or after["acceptance"] is None:
+        return None
+    return float(before["acceptance"]), float(after["acceptance"])

@@ -1,5 +1,8 @@
 """Drafts as Hugging Face directories: with the target's tokenizer and number of logits, in one dtype."""
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -40,6 +43,17 @@ def write_fake_quantized(draft: Path, out: Path, qtype: str) -> None:
     saving.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
     if (ids := read_head_ids(draft, checkpoint.vocab_size(draft))) is not None:
         write_head_ids(out, ids)
+
+
+@contextlib.contextmanager
+def as_quantized(draft: Path, qtype: str | None) -> Iterator[Path]:
+    """Yield a directory with the draft as a GGUF type rounds it; None and f32 round nothing."""
+    if qtype in (None, "f32"):
+        yield draft
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_fake_quantized(draft, Path(folder), qtype)
+        yield Path(folder)
 
 
 def parse_quantized_name(name: str) -> tuple[str, str | None]:

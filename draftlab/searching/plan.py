@@ -12,17 +12,16 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from draftlab.config.auto import Runtime
 from draftlab.config.drafters import DRAFTERS
 from draftlab.errors import UserError
 from draftlab.exporting import gguf
-from draftlab.exporting.compatibility import unservable
-from draftlab.exporting.head_checks import EXPORTED, check_exported
+from draftlab.exporting.artifact import DraftModel, EagleHead, refusals
 from draftlab.model import checkpoint, eagle, hub, memory
 from draftlab.model.shape import Shape, resolve
 from draftlab.model.size import ApproximateSize, training_cost
 from draftlab.pruning.trial_model import prunable_shape
 from draftlab.reading import FileModel
+from draftlab.registry import SERVERS
 from draftlab.searching.costs import (
     BATCH_SIZE,
     LAW_PASSES,
@@ -36,6 +35,7 @@ from draftlab.searching.costs import (
 )
 from draftlab.searching.prompts import Prompts
 from draftlab.searching.run import default_depths, default_widths
+from draftlab.servers.kinds import Artifact
 
 Kind = Literal["draft", "parallel", "trimmed", "eagle", "prompt-lookup", "fallback", "fallback-eagle", "ngram"]
 DRAFTER: dict[Kind, str] = {  # kinds of drafters that servers run
@@ -76,7 +76,7 @@ class Request:
     name: str
     target: Path
     size: Shape | ApproximateSize
-    server: Runtime | None
+    server: str | None
     prompts: Prompts
     streams: list[int]
     temperature: float
@@ -134,7 +134,7 @@ class Plan(FileModel):
         return out + [f"{number}. {step.name}, {step.line()}" for number, step in enumerate(self.steps, 1)]
 
 
-def served_by(server: Runtime | None) -> tuple[Kind, ...]:
+def served_by(server: str | None) -> tuple[Kind, ...]:
     """Return the candidates that a server runs; None: all, in draftlab's engine."""
     kinds: tuple[Kind, ...] = get_args(Kind)
     if server is None:
@@ -232,7 +232,7 @@ def _unsuitable(request: Request) -> dict[Kind, str]:
     target, server, reasons = request.target, request.server, dict[Kind, str]()
     try:
         prunable_shape(str(target))
-        reasons |= dict.fromkeys(OF_SHAPES, unservable(target, server) if server else "")
+        reasons |= dict.fromkeys(OF_SHAPES, _refused(DraftModel(target, target), server))
     except UserError as error:
         reasons |= dict.fromkeys(OF_SHAPES, f"it cannot be pruned: {error}")
     reasons |= dict.fromkeys(OF_HEADS, _no_head(request))
@@ -251,10 +251,14 @@ def _no_head(request: Request) -> str:
         return str(error)
     if isinstance(request.size, ApproximateSize):
         return f"draftlab's engine does not decode {request.size.kind} models, and measures heads there only"
-    if request.server not in EXPORTED:
+    return _refused(EagleHead(request.target, request.target, head, {}), request.server)
+
+
+def _refused(artifact: Artifact, server: str | None) -> str:
+    """Return why a server cannot run what is planned for it; empty: it can."""
+    if server is None:
         return ""
-    findings = check_exported(head, request.target, request.server)
-    return "; ".join(finding.text for finding in findings if finding.level == "error")
+    return "; ".join(finding.text for finding in refusals(artifact, SERVERS.get(server, "--for")))
 
 
 def arms(candidates: Sequence[Kind]) -> int:

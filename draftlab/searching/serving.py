@@ -7,15 +7,15 @@ from typing import Any
 
 from draftlab import provenance
 from draftlab.atomic import write_atomic
-from draftlab.config.auto import VERIFIED
 from draftlab.drafters.model import DraftModelSpec
 from draftlab.errors import UserError
-from draftlab.exporting import scripts
 from draftlab.exporting.run import target_name
 from draftlab.latency.k_schedule import schedule_of
+from draftlab.registry import SERVERS
 from draftlab.searching.plan import Request
 from draftlab.searching.steps import Steps, record_of
 from draftlab.searching.verdict import Candidate
+from draftlab.servers.kinds import Launch
 
 FASTEST = "the fastest that draftlab auto measured"
 
@@ -59,8 +59,8 @@ def unverified(request: Request) -> list[str]:
     """Return why nothing is verified in the server, in a line; none where it is."""
     if request.server is None or request.program is not None:
         return []
-    if request.server not in VERIFIED:
-        return [f"not verified in {request.server}: draftlab starts {' and '.join(VERIFIED)} only"]
+    if not SERVERS.get(request.server, "--for").program:
+        return [f"not verified in {request.server}: draftlab starts vLLM and llama.cpp only"]
     return [f"{request.server} is not installed here: all is done but its verification; name it with --verify-with"]
 
 
@@ -71,7 +71,7 @@ def _k_settings(
     schedule = schedule_of(k_by_streams)
     alike = schedule.pays_up_to == 0 or len(schedule.ranges) == 1
     if request.server != "vllm" or chosen.kind == "parallel" or chosen.draft is None or alike:
-        return {"k": k, "k_reason": FASTEST}
+        return {"k": k}
     row = {"draft_sha256": provenance.fingerprint(chosen.draft), "schedule": schedule.model_dump()}
     file = steps.folder / "k-by-streams.json"
     write_atomic(file, json.dumps({"predictions": [row]}))
@@ -98,7 +98,8 @@ def _verified(
 def _script(request: Request, steps: Steps, k: int) -> str:
     """Write the script of prompt lookup, which has no weights to export."""
     folder, target = steps.folder / "export", target_name(request.name, request.target)
-    file, text = scripts.script(str(request.server), target=target, k=k, k_reason=FASTEST, kind="prompt lookup")
+    launch = Launch(target=target, k=k, reason=FASTEST, kind="prompt lookup")
+    file, text = SERVERS.get(str(request.server), "--for").script(launch)
     folder.mkdir(exist_ok=True)
     write_atomic(folder / file, text)
     return _typed(folder)

@@ -1,35 +1,38 @@
-"""Client of a running server: completions, prompt log-probabilities, metrics. vLLM, SGLang, llama.cpp. No torch.
+"""Client of a running server: completions, prompt log-probabilities, metrics. No torch.
 
-Requests are token ids, never text; adapters.py has the protocol of each kind of server.
+Requests are token ids, never text; a kind of server has its protocol (kinds.py).
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout  # of its own before Python 3.11
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
+from draftlab.console import note_if_slow
 from draftlab.errors import UserError, did_you_mean, one_line
 from draftlab.reading import parse_json
+from draftlab.registry import SERVERS
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
-from draftlab.servers.adapters import ADAPTERS, ROUNDING, Adapter, Answer, Completion, PromptLogprobs, checked_ids
-from draftlab.trust import check_address, is_name, without_secrets
+from draftlab.servers.answers import TOKEN_IDS, Answer, Completion, PromptLogprobs
+from draftlab.servers.kinds import ServerKind
+from draftlab.trust import check_address, folder_name, is_name, without_secrets
 
 WORKERS = 8  # concurrent requests
 TRIES = 6
 MAX_WAIT_SECONDS = 30.0  # between attempts
-ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0  # for one answer as a whole
-ANSWER_BYTES = 64 << 20  # 4,096 tokens with the 100 most probable ones are about 40 MB
+ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0
+SILENT_SECONDS = 12.0  # of waiting for an answer before it is said
 BUSY = (429, 503)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
 PROBE_TOP_K = 5
+ROUNDING = 1e-3  # nats that rounding may put a log-probability above 0
+OPENAI = "openai"  # kind of a server that says nothing known about itself; it is spoken to as vLLM
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -50,29 +53,20 @@ class Probe:
 class HttpClient:
     """Requests to one server, repeated while it is busy or drops the connection; the key goes to no other.
 
-    seconds: for one answer as a whole, however slowly its bytes come. most_bytes: of one answer.
+    seconds: of waiting for an answer.
 
     Raises:
         UserError: it cannot be reached or refuses; quotes the server's message.
     """
 
     def __init__(
-        self,
-        url: str,
-        api_key: str | None,
-        wait: Callable[[float], None],
-        *,
-        seconds: float = ANSWER_SECONDS,
-        most_bytes: int = ANSWER_BYTES,
+        self, url: str, api_key: str | None, wait: Callable[[float], None], *, seconds: float = ANSWER_SECONDS
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url, self.wait = without_secrets(url), wait  # the address as it is shown
-        self.seconds, self.most_bytes = seconds, most_bytes
+        self.url, self.wait, self.seconds = without_secrets(url), wait, seconds  # the address as it is shown
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         limits = httpx.Limits(max_connections=None)  # as many as the caller has workers
-        self.client = httpx.Client(
-            base_url=url, headers=headers, timeout=timeout, limits=limits, follow_redirects=False
-        )
+        self.client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits)
 
     def get(self, path: str, tries: int = TRIES) -> Answer:
         return self._json(path, self._accepted(path, self._send("GET", path, None, tries)))
@@ -90,6 +84,7 @@ class HttpClient:
         return self._json(path, self._accepted(path, self._send("POST", path, body, TRIES)))
 
     def post_optional(self, path: str, body: dict[str, Any]) -> Answer | None:
+        """Return the answer; None if the server does not have the page."""
         answer = self._send("POST", path, body, TRIES)
         return None if answer.status_code in (404, 405) else self._json(path, self._accepted(path, answer))
 
@@ -97,45 +92,24 @@ class HttpClient:
         problem, pause = "", 0.5
         for left in reversed(range(tries)):
             try:
-                answer = self._within(method, path, body)
+                with note_if_slow(f"waiting for {self.url}{path}, {self.seconds:g} s at most", SILENT_SECONDS):
+                    answer = self.client.request(method, path, json=body)
                 if answer.status_code not in BUSY:
                     return answer
                 problem = f"{answer.status_code}: {_message(answer)}"
                 pause = max(pause, _retry_after_seconds(answer))
             except DROPPED as error:
                 problem = str(error) or type(error).__name__
-            except (httpx.TimeoutException, FutureTimeout):
+            except httpx.TimeoutException:
                 raise UserError(f"{self.url}{path}: no whole answer in {self.seconds:g} s") from None
             except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # of httpx's decoders too
                 raise UserError(f"{self.url}{path}: {one_line(error)}") from None
             if left:
-                self.wait(min(pause, MAX_WAIT_SECONDS))
+                pause = min(pause, MAX_WAIT_SECONDS)
+                with note_if_slow(f"{self.url} is busy ({problem}); asking again in {pause:g} s", SILENT_SECONDS):
+                    self.wait(pause)
                 pause *= 2
         raise UserError(f"no answer from {self.url}{path}: {problem}; is the server running?")
-
-    def _within(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
-        """Return an answer that is whole in time: httpx limits each read, which a server that drips never exceeds."""
-        outcome: Future[httpx.Response] = Future()
-
-        def ask() -> None:
-            try:
-                outcome.set_result(self._limited(method, path, body))
-            except BaseException as error:
-                outcome.set_exception(error)
-
-        threading.Thread(target=ask, daemon=True).start()  # left alone after a timeout; its memory is limited
-        return outcome.result(timeout=self.seconds)
-
-    def _limited(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
-        end, content = time.monotonic() + self.seconds, bytearray()
-        with self.client.stream(method, path, json=body) as answer:
-            for chunk in answer.iter_bytes(1 << 16):
-                content += chunk
-                if len(content) > self.most_bytes:
-                    raise UserError(f"{self.url}{path}: an answer of more than {self.most_bytes / 1e6:,.0f} MB")
-                if time.monotonic() > end:
-                    raise httpx.ReadTimeout("")
-            return httpx.Response(answer.status_code, headers=_plain_headers(answer), content=bytes(content))
 
     def _accepted(self, path: str, answer: httpx.Response) -> httpx.Response:
         if answer.status_code != 200:
@@ -151,7 +125,7 @@ class HttpClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One model of a running server. kind: vllm, sglang, llamacpp, or openai for all others."""
+    """One model of a running server. kind: vllm, sglang, llamacpp, another owned_by of a kind, or openai."""
 
     kind: str
     model: str
@@ -159,6 +133,7 @@ class Server:
     max_length: int | None  # tokens of prompt and completion; None if the server does not tell
     http: HttpClient
     workers: int
+    adapter: ServerKind
 
     @classmethod
     def connect(
@@ -175,9 +150,8 @@ class Server:
         Raises:
             UserError: no answer, not an OpenAI-compatible server, no such model, or the key file cannot be read.
         """
-        base = url.rstrip("/").removesuffix("/v1")
         check_address(url)
-        http = HttpClient(base, _read_key(api_key_file), wait)
+        http = HttpClient(url.rstrip("/").removesuffix("/v1"), _read_key(api_key_file), wait)
         listing = http.get("/v1/models", tries=1)
         try:
             cards = {card["id"]: card for card in listing["data"]}
@@ -186,21 +160,18 @@ class Server:
             raise UserError(f"{http.url} is not an OpenAI-compatible server: /v1/models lists no model") from None
         if name not in cards:
             raise UserError(f"{http.url} serves no model {name!r}{did_you_mean(name, cards)}")
-        if not is_name(name) or name in (".", ".."):  # it names directories, and stands in scripts and pages
-            raise UserError(f"{http.url} calls its model {one_line(name, 80)!r}, which is no name")
-        owner = cards[name].get("owned_by")
-        kind = owner if isinstance(owner, str) and owner in ADAPTERS else "openai"
-        page = http.page(ADAPTERS[kind].about_path)
+        folder_name(name, f"the model of {http.url}")  # it names directories, and stands in scripts and pages
+        kind, adapter = _kind_of(cards[name].get("owned_by"))
         try:
-            version, max_length = ADAPTERS[kind].about(page, cards[name])
+            version, max_length = adapter.about(http.page(adapter.about_path), cards[name])
         except AttributeError:
-            raise UserError(f"{http.url}{ADAPTERS[kind].about_path} does not say what {kind} says there") from None
-        if not is_name(version):
-            raise UserError(f"{http.url} gives {one_line(version, 80)!r} as its version")
-        if max_length is not None and (type(max_length) is not int or max_length < 1):
-            shown = one_line(max_length, 80)
-            raise UserError(f"{http.url} takes {shown!r} tokens at most, which is no number of tokens")
-        return cls(kind=kind, model=name, version=version, max_length=max_length, http=http, workers=workers)
+            raise UserError(f"{http.url}{adapter.about_path} does not say what {kind} says there") from None
+        if not is_name(version) or not isinstance(max_length, int | None):
+            about = one_line(f"version {version!r}, at most {max_length!r} tokens", 80)
+            raise UserError(f"{http.url} says about itself: {about}; want a name and a number")
+        return cls(
+            kind=kind, model=name, version=version, max_length=max_length, http=http, workers=workers, adapter=adapter
+        )
 
     @classmethod
     def check(cls, *urls: str | None, model: str | None, api_key_file: Path | None) -> None:
@@ -210,10 +181,6 @@ class Server:
 
     def describe(self) -> str:
         return f"{self.model} by {self.kind} {self.version} at {self.http.url}"
-
-    @property
-    def adapter(self) -> Adapter:
-        return ADAPTERS[self.kind]
 
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int = 0) -> list[Completion]:
         """Return a completion of each prompt, with the k top tokens of each position."""
@@ -225,9 +192,13 @@ class Server:
         """Return the generated tokens at the least cost, and the speculative counters of the answer (SGLang)."""
         self._check_length(len(prompt) + sampling.max_tokens)
         answer = self._post(self.adapter.completion_request(prompt, sampling, None))
-        return self._parse(
-            lambda: (checked_ids(self.adapter.ids(answer), sampling.max_tokens), self.adapter.counters(answer))
-        )
+
+        def parse() -> tuple[list[int], Counters | None]:
+            ids = TOKEN_IDS.validate_python(self.adapter.ids(answer))
+            _check_count(ids, sampling.max_tokens)
+            return ids, self.adapter.counters(answer)
+
+        return self._parse(parse)
 
     def prompt_logprobs(self, rows: Sequence[list[int]], k: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of the tokens of each text, with the k top tokens of each position.
@@ -244,8 +215,7 @@ class Server:
         """Request one token at two temperatures and a few greedy ones, and compare their log-probabilities."""
         at_temperature = (SamplingParams(max_tokens=1, temperature=value) for value in (1.0, 0.5))
         hot, cold = (self._generate(prompt, sampling, PROBE_TOP_K) for sampling in at_temperature)
-        tops = self._parse(lambda: [dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold)])
-        at_1, at_half = tops
+        at_1, at_half = (dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold))
         difference = max((abs(at_1[i] - at_half[i]) for i in at_1.keys() & at_half.keys()), default=0.0)
         mode = "processed" if difference > 0.05 else "raw"
         logits = max(at_1.values()) > ROUNDING or sum(map(math.exp, at_1.values())) > 1.01
@@ -259,30 +229,48 @@ class Server:
     def tokenize(self, text: str) -> list[int] | None:
         """Return the server's ids of a text without special tokens; None if it has no such page."""
         answer = self.http.post_optional("/tokenize", self.adapter.tokenize_request(text) | {"model": self.model})
-        return (
-            None
-            if answer is None
-            else self._parse(lambda: checked_ids(answer["tokens"], 4 * len(text) + 8), "/tokenize")
-        )
+        if answer is None:
+            return None
+        return self._parse(lambda: TOKEN_IDS.validate_python(answer["tokens"]), "/tokenize")
 
     def metrics(self) -> dict[str, float]:
         """Return every series of the Prometheus page, by name with labels."""
         page = self.http.text("/metrics")
         return self._parse(lambda: parse_metrics(page), "/metrics")
 
+    def grown(self, before: Mapping[str, float]) -> Counters:
+        """Return the growth of the speculative counters since an earlier metrics(). Raises UserError: there is none."""
+        counters = spec_decode_counters(before, self.metrics())
+        if counters is None:
+            raise UserError(f"{self.http.url} drafted nothing: its /metrics count no speculative steps")
+        return counters
+
     def _generate(self, prompt: list[int], sampling: SamplingParams, k: int) -> Completion:
         answer = self._post(self.adapter.completion_request(prompt, sampling, k))
-        return self._parse(lambda: self.adapter.completion(prompt, answer, k).checked(sampling.max_tokens, k))
+
+        def parse() -> Completion:
+            written = self.adapter.completion(prompt, answer, k)
+            _check_count(written.ids, sampling.max_tokens)
+            return written
+
+        return self._parse(parse)
 
     def _prompt_logprobs(self, ids: list[int], k: int) -> PromptLogprobs:
         answer = self._post(self.adapter.prompt_logprobs_request(ids, k))
-        logprobs = self._parse(lambda: self.adapter.prompt_logprobs(ids, answer, k).checked(len(ids) - 1, k))
-        if any(max(values, default=0.0) > ROUNDING for values in (logprobs.logprobs, *logprobs.top_logprobs)):
+
+        def parse() -> PromptLogprobs:
+            found = self.adapter.prompt_logprobs(ids, answer, k)
+            if len(found.logprobs) != len(ids) - 1:
+                raise ValueError(f"{len(found.logprobs)} values for {len(ids) - 1} tokens")
+            return found
+
+        scored = self._parse(parse)
+        if any(max(values, default=0.0) > ROUNDING for values in (scored.logprobs, *scored.top_logprobs)):
             raise UserError(
                 f"{self.http.url} returns logits instead of log-probabilities; start vLLM with "
                 "--logprobs-mode raw_logprobs"
             )
-        return logprobs
+        return scored
 
     def _post(self, body: dict[str, Any]) -> Answer:
         return self.http.post(self.adapter.path, body | {"model": self.model})
@@ -293,8 +281,8 @@ class Server:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             reason = one_line(error, 120)
             raise UserError(
-                f"{self.http.url}{path or self.adapter.path} ({self.kind}): incomplete answer ({reason}); token ids "
-                "with log-probabilities come from vLLM, SGLang and llama.cpp's server (docs/servers.md)"
+                f"{self.http.url}{path or self.adapter.path} ({self.kind}): incomplete answer ({reason}); "
+                "token ids with log-probabilities come from vLLM, SGLang and llama.cpp's server (docs/servers.md)"
             ) from None
 
     def _map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -337,12 +325,7 @@ def spec_decode_counters(before: Mapping[str, float], after: Mapping[str, float]
         return None
     accepted: dict[int, float] = {}
     for series, value in growth("num_accepted_tokens_per_pos").items():
-        digits = series.partition('position="')[2].partition('"')[0]
-        if not digits.isdecimal() or len(digits) > 3:
-            raise UserError(
-                f"the server counts accepted tokens at position {one_line(digits, 40)!r}, which is no number"
-            )
-        position = int(digits)
+        position = int(series.partition('position="')[2].partition('"')[0])
         accepted[position] = accepted.get(position, 0.0) + value
     return Counters(
         num_drafts=drafts,
@@ -351,11 +334,22 @@ def spec_decode_counters(before: Mapping[str, float], after: Mapping[str, float]
     )
 
 
+def _kind_of(owner: object) -> tuple[str, ServerKind]:
+    """Return the kind of the server whose /v1/models says this owned_by."""
+    known = next((kind for kind in SERVERS.loadable() if kind.owned_by and kind.owned_by == owner), None)
+    return (OPENAI, SERVERS.get("vllm", "--server")) if known is None else (known.owned_by, known)
+
+
+def _check_count(ids: list[int], most: int) -> None:
+    if len(ids) > most:
+        raise ValueError(f"{len(ids)} tokens instead of {most} at most")
+
+
 def _read_key(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        key = file.read_bytes().decode("ascii").strip()
+        key = file.read_text("ascii").strip()
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -379,9 +373,4 @@ def _message(answer: httpx.Response) -> str:
 
 def _retry_after_seconds(answer: httpx.Response) -> float:
     value = answer.headers.get("retry-after", "")
-    return float(value) if value.isascii() and value.isdecimal() and len(value) < 10 else 0.0
-
-
-def _plain_headers(answer: httpx.Response) -> list[tuple[bytes, bytes]]:
-    """Return the headers that are read of an answer whose content is decoded already."""
-    return [(name, value) for name, value in answer.headers.raw if name.lower() in (b"content-type", b"retry-after")]
+    return min(float(value), MAX_WAIT_SECONDS) if value.isascii() and value.isdecimal() else 0.0

@@ -12,8 +12,9 @@ from typing import IO
 
 import httpx
 
+from draftlab.console import heartbeat
 from draftlab.errors import UserError
-from draftlab.servers.client import Server
+from draftlab.servers.client import SILENT_SECONDS, Server
 
 START_SECONDS = 1800
 STOP_SECONDS = 60
@@ -40,8 +41,10 @@ def running(
             process = subprocess.Popen(words, stdout=log, stderr=log, env=environ)
         except OSError as error:
             raise UserError(f"{words[0]} cannot be run: {error.strerror}") from None
+        name = Path(words[0]).name
         try:
-            _wait_for(f"http://{HOST}:{port}/health", process, log, Path(words[0]).name)
+            with heartbeat(f"waiting for {name} to start", SILENT_SECONDS):
+                _wait_for(f"http://{HOST}:{port}/health", process, log, name)
             yield Server.connect(f"http://{HOST}:{port}", workers=1), process
         finally:
             process.send_signal(signal.SIGINT)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, model_validator
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.reading import FileModel, parse_json, read_lines, reading
-from draftlab.servers.adapters import Completion
+from draftlab.servers.answers import Completion
 from draftlab.target_outputs.outputs import ROUNDING, TargetOutput
 from draftlab.target_outputs.store import ABOVE_ZERO
 from draftlab.target_outputs.targets import outputs_of
@@ -114,9 +114,8 @@ class ServerLog:
 
     def _cut(self, w: Completion) -> Completion:
         n = self.seq_len + 1 - len(w.prompt_ids)
-        return replace(
-            w, ids=w.ids[:n], logprobs=w.logprobs[:n], top_ids=w.top_ids[:n], top_logprobs=w.top_logprobs[:n]
-        )
+        cut = {name: getattr(w, name)[:n] for name in ("ids", "logprobs", "top_ids", "top_logprobs")}
+        return w.model_copy(update=cut)
 
 
 def _checked(text: bytes, where: str, vocab: int) -> _Line:

@@ -26,7 +26,7 @@ from draftlab.model.decoder import Decoder
 from draftlab.model.tokenizer import known_ids
 from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
-from draftlab.servers.adapters import Completion
+from draftlab.servers.answers import Completion
 from draftlab.servers.client import Probe, Server
 from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, TargetOutput, padded, with_top
 from draftlab.target_outputs.store import Logprobs, TargetInfo, logits_of

@@ -29,7 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.config.server_rules import SERVER_RULES
+from draftlab.config.server_rules import acceptance_of
 from draftlab.engine.rejection_rules import Tokens, Uniforms, Verdict, block, match, rule_named
 from draftlab.engine.verify import distribution, verify
 from draftlab.sampling import SamplingParams
@@ -242,9 +242,9 @@ def test_one_token_is_accepted_with_the_overlap_of_p_and_q():
     assert length_of(match, sampled(table(DRAFTS), (0,))) - 1 == pytest.approx(matched, abs=1e-12)
 
 
-@pytest.mark.parametrize("server", SERVER_RULES)
+@pytest.mark.parametrize("server", ["vllm", "vllm-probabilistic", "vllm-block", "sglang", "llama.cpp", "transformers"])
 def test_each_servers_rule_is_lossless_and_accepts_a_token_as_its_formula_says(server):
-    name, draft_temperature = SERVER_RULES[server]
+    name, draft_temperature = acceptance_of(server)
     rule, drafting = rule_named(name) or leviathan, sampled if draft_temperature is None else most_probable
     assert error(table(ROWS), drafting(table(DRAFTS), CHAIN), rule, length=3) < 1e-12
     p, q = ROWS[0], DRAFTS[0]

@@ -11,13 +11,18 @@ from typer.testing import CliRunner
 
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.cli import app
-from draftlab.config.export import RUNTIMES, CheckConfig
+from draftlab.commands import COMMANDS
 from draftlab.errors import UserError
-from draftlab.exporting import compatibility
+from draftlab.exporting import artifact, trials
 from draftlab.model import checkpoint, llama, saving
+from draftlab.model.sentencepiece import PROBES
+from draftlab.registry import SERVERS
+from draftlab.servers.kinds import Finding
 from draftlab.training.vocabulary import resize
 
-ALL = compatibility.parse_runtimes("vllm,sglang,llama.cpp,transformers")
+
+def findings(draft: Path, target: Path) -> list[Finding]:
+    return list(artifact.check_files(artifact.open_artifact(draft, target), SERVERS.loadable()))
 
 
 @pytest.fixture
@@ -40,19 +45,17 @@ def spoil(directory: Path, name: str, value: float) -> None:
 
 def error(pair: tuple[Path, Path], about: str) -> str:
     """The one error about something."""
-    found = [f for f in compatibility.check_files(*pair, ALL) if f.about == about and f.level == "error"]
+    found = [f for f in findings(*pair) if f.about == about and f.level == "error"]
     assert len(found) == 1
     return found[0].text
 
 
 def notes(pair: tuple[Path, Path], about: str) -> str:
-    return " ".join(
-        f.line() for f in compatibility.check_files(*pair, ALL) if f.about == about and f.level == "warning"
-    )
+    return " ".join(f.line() for f in findings(*pair) if f.about == about and f.level == "warning")
 
 
 def test_a_model_fits_itself_wherever_heads_of_12_run(pair):
-    assert {f.about for f in compatibility.check_files(*pair, ALL) if f.level == "error"} == {"vllm"}
+    assert {f.about for f in findings(*pair) if f.level == "error"} == {"vllm"}
     assert "head_dim 12" in error(pair, "vllm")
 
 
@@ -76,7 +79,7 @@ def foreign(pair) -> tuple[Path, Path]:
 
 
 def test_another_vocabulary_is_named_with_the_servers_that_translate(foreign):
-    found = compatibility.check_files(*foreign, compatibility.parse_runtimes(",".join(RUNTIMES)))
+    found = findings(*foreign)
     (wrong,) = (f for f in found if f.about == "tokenizer")
     assert wrong.level == "error"
     assert not {"special tokens", "vocabulary", "chat template"} & {f.about for f in found}
@@ -96,13 +99,13 @@ def test_transformers_takes_two_tokenizers_only_where_the_logits_differ_in_numbe
 
 
 def test_spellings_are_compared_as_vllm_does():
-    assert compatibility.spelled_alike(["Ġa", "b", "Ã©"], ["▁a", "b", "é", "c"]) == 2
+    assert artifact.spelled_alike(["Ġa", "b", "Ã©"], ["▁a", "b", "é", "c"]) == 2
 
 
 def test_one_tokenizer_that_transformers_reads_in_two_ways_is_no_error(pair):
     """transformers 5 takes Qwen2Tokenizer for every Qwen2, whatever tokenizer_config.json says."""
     build("qwen2").save_pretrained(pair[0])
-    (said,) = (f for f in compatibility.check_files(*pair, ALL) if f.about == "tokenizer" and "probe" in f.text)
+    (said,) = (f for f in findings(*pair) if f.about == "tokenizer" and "probe" in f.text)
     assert said.level == "warning"
     assert "from the same tokenizer.json: transformers reads it otherwise for qwen2" in said.text
 
@@ -112,12 +115,12 @@ def test_one_vocabulary_that_cuts_text_otherwise_is_found_by_probe_texts(pair):
     spec = json.loads(file.read_text())
     spec["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "."}
     file.write_text(json.dumps(spec))
-    assert f"of {len(compatibility.PROBES)} probe texts get other ids" in error(pair, "tokenizer")
+    assert f"of {len(PROBES)} probe texts get other ids" in error(pair, "tokenizer")
 
 
 def test_servers_that_cannot_draft_in_parallel_are_named(pair):
     edit(pair[0] / "config.json", pard_token=2, pard_offsets=6)
-    found = compatibility.check_files(*pair, compatibility.parse_runtimes(",".join(RUNTIMES)))
+    found = findings(*pair)
     assert {f.about for f in found if "cannot draft in parallel" in f.text} == {"sglang", "llama.cpp", "transformers"}
     assert "2: it drafts up to 6 tokens in one pass" in {f.text for f in found if f.about == "pard_token"}
     edit(pair[0] / "config.json", pard_token=307)
@@ -138,8 +141,13 @@ def test_where_texts_end_is_compared(pair):
 def test_padded_vocabularies_are_refused_where_they_are(pair):
     resize(pair[1], 320)
     assert "307 logits in the draft, 320 in the target" in notes(pair, "vocabulary")
-    said = [f for f in compatibility.check_files(*pair, ALL) if f.level == "error" and "320" in f.text]
-    assert {f.about for f in said} == {"vllm", "sglang", "transformers"}  # llama.cpp lets them differ by 128
+    said = [f for f in findings(*pair) if f.level == "error" and "320" in f.text]
+    assert {f.about for f in said} == {
+        "vllm",
+        "sglang",
+        "tensorrt-llm",
+        "transformers",
+    }  # llama.cpp lets them differ by 128
     assert all("draftlab export --to" in f.fix for f in said)
     resize(pair[1], 307 + 129)
     assert "128" in error(pair, "llama.cpp")
@@ -159,11 +167,7 @@ def test_rows_that_do_not_divide_are_noted_with_sizes_that_do(pair):
 
 def test_a_qwen2_whose_heads_do_not_add_up_is_refused_by_vllm(family_dirs):
     draft = family_dirs["qwen2"]
-    said = [
-        f.text
-        for f in compatibility.check_files(draft, draft, compatibility.parse_runtimes("vllm"))
-        if f.level == "error"
-    ]
+    said = [f.text for f in findings(draft, draft) if f.level == "error" and f.about == "vllm"]
     assert "wants width = heads x head_dim in a Qwen2; 8 x 12 is not 64" in said
 
 
@@ -184,15 +188,15 @@ def test_devices_that_a_shape_splits_over_are_told(pair):
 
 
 def test_what_was_not_trained_is_told_from_what_was():
-    assert compatibility.judge_perplexity(3.4, 4096).level == "ok"
-    assert compatibility.judge_perplexity(8.3, 4096).level == "error"
-    assert compatibility.judge_perplexity(float("nan"), 4096).level == "error"
+    assert trials.judge_perplexity(3.4, 4096).level == "ok"
+    assert trials.judge_perplexity(8.3, 4096).level == "error"
+    assert trials.judge_perplexity(float("nan"), 4096).level == "error"
 
 
 def test_a_draft_accepts_itself_unless_decoding_is_broken(family_dirs):
     model = llama.load(family_dirs["llama"], torch.float32)
     prompts = [[0, 5, 9, 20], [0, 7, 7, 30]]
-    assert compatibility.check_decoding(model, prompts).level == "ok"
+    assert trials.check_decoding(model, prompts).level == "ok"
 
     class Forgetful(llama.Llama):
         def forward(self, ids, cache, last=0):
@@ -201,21 +205,20 @@ def test_a_draft_accepts_itself_unless_decoding_is_broken(family_dirs):
 
     broken = object.__new__(Forgetful)
     broken.__dict__.update(model.__dict__)
-    assert compatibility.check_decoding(broken, prompts).level == "error"
+    assert trials.check_decoding(broken, prompts).level == "error"
 
 
-def test_runtimes_are_named_right():
-    assert compatibility.parse_runtimes("transformers, vllm") == ["vllm", "transformers"]
-    with pytest.raises(UserError, match="did you mean 'vllm'"):
-        CheckConfig.build({"draft": "tiny", "target": "tiny", "runtimes": "vlm"})
+def test_servers_are_named_right():
+    with pytest.raises(UserError, match="--for vlm"):
+        COMMANDS["check"](draft="tiny", target="tiny", servers="vlm")
 
 
 def test_a_draft_of_another_vocabulary_is_tried_on_its_own_words(family_dirs):
     """The tiny target has ids that the draft does not embed."""
-    config = CheckConfig.build({"draft": str(family_dirs["llama"]), "target": "tiny", "data": "stdlib"})
-    about = {finding.about: finding.level for finding in compatibility.check_draft(config, family_dirs["llama"])}
-    assert about["decoding"] == "ok"
-    assert about["vllm"] == "error"
+    found = COMMANDS["check"](draft=str(family_dirs["llama"]), target="tiny", data="stdlib", servers="vllm")
+    about = {finding["about"]: finding["level"] for finding in found.data["findings"]}
+    assert (about["decoding"], about["vllm"]) == ("ok", "error")
+    assert "sglang" not in about
 
 
 def test_the_command_exits_with_3_when_something_is_bad(pair):

@@ -28,8 +28,11 @@ from draftlab.data import Batch, open_heldout
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.sampling import SamplingParams
-from draftlab.servers.adapters import VLLM, Completion, LlamaCpp, SGLang
+from draftlab.servers import Completion
 from draftlab.servers.client import TRIES, Probe, Server, parse_metrics, spec_decode_counters
+from draftlab.servers.llama_cpp import LlamaCpp
+from draftlab.servers.sglang import SGLang
+from draftlab.servers.vllm import VLLM
 from draftlab.target_outputs.targets import PROBE_TEXT, LocalTarget, ServedTarget
 from draftlab.target_outputs.verify import verify
 from draftlab.training.fused_loss import TopK

@@ -1,0 +1,405 @@
+"""What is checked and exported with its target: a draft model, a parallel draft or an EAGLE-3 head.
+
+R texts, n tokens of a text, K drafted.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from draftlab.acceptance.chain_logprobs import score_chains
+from draftlab.acceptance.offset_logprobs import score_offsets
+from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_tokens
+from draftlab.config.base import MAX_K
+from draftlab.engine.drafters.eagle import EagleDrafter
+from draftlab.errors import UserError
+from draftlab.exporting import gguf, gguf_tokenizer, hf, trials
+from draftlab.exporting.form import Form
+from draftlab.model import checkpoint, decoder, eagle, hub, llama, parallel
+from draftlab.model.eagle import HeadConfig
+from draftlab.model.eagle_llama import EagleLlama
+from draftlab.model.hf_files import read_head_ids
+from draftlab.model.sentencepiece import PROBES
+from draftlab.model.shape import Shape
+from draftlab.model.size import read_size
+from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_difference
+from draftlab.sampling import SamplingParams
+from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
+
+DEFAULT_CONTEXT = 2048  # where a configuration names none
+MOST_OF_HEAD = 32  # tokens that a head can draft
+UNMEASURED_K = "a default; draftlab score measures the fastest"
+SPACES = ("\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}", "\N{LOWER ONE EIGHTH BLOCK}")  # at the start of a token
+
+
+class Exportable(Artifact, Protocol):
+    """A draft or head that can be checked, written and verified.
+
+    default_k: tokens to draft where nothing was measured, with the reason. most: tokens that it can draft.
+    """
+
+    kind: DraftKind
+    default_k: tuple[int, str]
+    most: int
+    layer_ids: Sequence[int]
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what its files say."""
+        ...
+
+    def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
+        """Decode a little, and return what that says. prompts: token ids."""
+        ...
+
+    def refuse(self, form: Form) -> None:
+        """Raises UserError: it cannot be written in that form."""
+        ...
+
+    def write(self, folder: Path, form: Form, k: int, verifier: str) -> list[str]:
+        """Write it as a Hugging Face directory; return what was changed. verifier: name of the target."""
+        ...
+
+    def write_gguf(self, directory: Path, file: Path, qtype: str) -> gguf.Written:
+        """Write what write() has written as a GGUF file."""
+        ...
+
+    def summary(self, directory: Path, form: Form) -> str:
+        """Return its size and what it needs, for the card. directory: what write() has written."""
+        ...
+
+    def scores(
+        self, directory: Path, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int, device: torch.device
+    ) -> list[TokenLogprobs]:
+        """Return its view of each token of each text, [n] or [n, K] by the age of the step; see acceptance."""
+        ...
+
+
+class DraftModel:
+    """A draft model, which makes a pass for each token."""
+
+    kind: DraftKind = "draft model"
+    in_parallel = False
+    head: HeadConfig | None = None
+    layer_ids: Sequence[int] = ()
+    most = MAX_K
+    default_k: tuple[int, str] = (4, UNMEASURED_K)
+
+    def __init__(self, path: Path, target: Path) -> None:
+        """Raises UserError: no such checkpoint, one that is not readable, or with the tokenizer of a larger model."""
+        self.path, self.target = path, target
+        checkpoint.check(path)
+        for model in (path, target):
+            check_embeds(model)
+        self.config: Mapping[str, Any] = checkpoint.read_config(path)
+        self.vocab, self.target_vocab = checkpoint.vocab_size(path), checkpoint.vocab_size(target)
+        size = read_size(path)
+        self.shape: Shape | None = size if isinstance(size, Shape) else None
+        self.tokenizers: tuple[Any, Any] = checkpoint.load_tokenizer(path), checkpoint.load_tokenizer(target)
+
+    def difference(self) -> str | None:
+        own, targets = (tokenizer.get_vocab() for tokenizer in self.tokenizers)
+        return first_difference(own, targets, min(self.vocab, self.target_vocab))
+
+    def spelled_alike(self) -> str:
+        own, targets = (tokenizer.get_vocab() for tokenizer in self.tokenizers)
+        return f"{spelled_alike(own, targets):,} of {len(targets):,}"
+
+    def pre_tokenizer(self) -> tuple[str, float]:
+        gguf.architecture(self.path)
+        tokenizer = gguf_tokenizer.read_tokenizer(self.path, self.vocab)
+        return tokenizer.pre, tokenizer.match
+
+    def findings(self) -> Iterator[Finding]:
+        other = self.difference()
+        copy = f"copy the tokenizer files of {self.target} into the draft if it was trained on the target's ids"
+        if other is not None:
+            text = f"another vocabulary than the target's, which speculation needs: {other}"
+            yield error("tokenizer", text, f"mergekit-tokensurgeon {self.path} {self.target} OUT; or {copy}")
+        else:
+            yield from self._probe_texts(copy)
+            yield from self._special_tokens()
+            yield from self._vocabulary()
+            yield from self._chat_template()
+        yield from self._context()
+        yield from self._weights()
+
+    def _probe_texts(self, copy: str) -> Iterator[Finding]:
+        own, targets = self.tokenizers
+        differing = [text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]]
+        text = f"{len(differing)} of {len(PROBES)} probe texts get other ids"
+        files = [model / "tokenizer.json" for model in (self.path, self.target)]
+        if not differing:
+            yield ok("tokenizer", f"{min(self.vocab, self.target_vocab):,} ids and {len(PROBES)} probe texts agree")
+        elif all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes():
+            text += (
+                f" from the same tokenizer.json: transformers reads it otherwise for {self.config.get('model_type')}"
+            )
+            yield warning("tokenizer", text, "serve the draft with the target's tokenizer, as servers do")
+        else:
+            yield error("tokenizer", f"{text}: {differing[0][:30]!r}", copy)
+
+    def _special_tokens(self) -> Iterator[Finding]:
+        own, targets = map(checkpoint.special_ids, self.tokenizers)
+        for name in ("bos", "eos"):
+            if own[name] != targets[name]:
+                text = f"{name} is {own[name]} in the draft and {targets[name]} in the target"
+                yield error("special tokens", text, f"copy tokenizer_config.json of {self.target}")
+        ends, target_ends = checkpoint.eos_token_ids(self.path), checkpoint.eos_token_ids(self.target)
+        if ends != target_ends:
+            text = f"texts end at {list(ends)} in the draft and at {list(target_ends)} in the target"
+            yield warning("special tokens", text, f"copy eos_token_id and generation_config.json of {self.target}")
+
+    def _vocabulary(self) -> Iterator[Finding]:
+        if self.vocab == self.target_vocab:
+            yield ok("vocabulary", f"{self.vocab:,} logits in both")
+        else:
+            text = f"{self.vocab:,} logits in the draft, {self.target_vocab:,} in the target"
+            yield warning("vocabulary", text, f"draftlab export --to hf --target {self.target} resizes it")
+        if (ids := read_head_ids(self.path, self.vocab)) is not None:
+            text = f"its head has {len(ids):,} of them, in draftlab; draftlab export writes a whole one for runtimes"
+            yield ok("vocabulary", text)
+
+    def _chat_template(self) -> Iterator[Finding]:
+        own, targets = (tokenizer.chat_template for tokenizer in self.tokenizers)
+        if own != targets:
+            has = "another chat template than" if own else "no chat template, unlike"
+            text = f"the draft has {has} the target; runtimes use the target's, which the draft may not have seen"
+            yield warning("chat template", text, "distil on chats: draftlab distill --text target, or on your traffic")
+
+    def _context(self) -> Iterator[Finding]:
+        own, targets = (checkpoint.max_model_len(model, DEFAULT_CONTEXT) for model in (self.path, self.target))
+        text = f"{own:,} tokens, the target's {targets:,}"
+        if own >= targets:
+            yield ok("context", text)
+        else:
+            text += ": on longer texts vLLM stops drafting, and other runtimes draft nonsense"
+            fix = f"serve at most {own:,} tokens, or distil at a longer --seq-len from a source with more context"
+            yield warning("context", text, fix)
+
+    def _weights(self) -> Iterator[Finding]:
+        broken = ""
+        try:
+            for name, tensor in checkpoint.Weights(self.path).items():
+                if name.endswith("proj.weight") and not bool(tensor.any()):
+                    broken = broken or f"{name} is all zero"
+        except UserError as failure:
+            broken = str(failure)
+        dtype = checkpoint.dtype_name(checkpoint.stored_dtype(self.path))
+        if broken:
+            yield error("weights", broken, "train again from the last good checkpoint")
+        elif dtype == "float32":
+            fix = "draftlab export --to hf --dtype bfloat16 halves it"
+            yield warning("weights", "stored in float32, while runtimes compute in 16 bits", fix)
+        else:
+            yield ok("weights", f"finite, {dtype}")
+
+    def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
+        model = decoder.load(self.path, checkpoint.resolve_dtype("auto", device), device)
+        return [trials.check_perplexity(model, prompts, self.vocab), trials.check_decoding(model, prompts[:2])]
+
+    def refuse(self, form: Form) -> None:
+        if form.layout == "speculators":
+            raise UserError(f"{self.path} is a draft model, and speculators' layout is for EAGLE-3 heads: --to vllm")
+        if not form.heterogeneous:
+            common_vocabulary(self.path, self.target)
+        elif self.difference() is None:
+            raise UserError(f"--use-heterogeneous-vocab: {self.path} has the target's vocabulary; leave it out")
+        elif form.server is not None:
+            _refuse(self, form.server, form.server.check_vocabulary(self))
+        if form.outtype is not None:
+            gguf.library()
+            gguf.architecture(self.path)
+
+    def write(self, folder: Path, form: Form, k: int, verifier: str) -> list[str]:
+        words = self.path if form.heterogeneous else self.target
+        return hf.write(self.path, folder, tokenizer_from=words, vocab=checkpoint.vocab_size(words), dtype=form.dtype)
+
+    def write_gguf(self, directory: Path, file: Path, qtype: str) -> gguf.Written:
+        return gguf.write(directory, file, qtype)
+
+    def summary(self, directory: Path, form: Form) -> str:
+        owner = "its own, which the server translates" if form.heterogeneous else "the target's"
+        context = checkpoint.max_model_len(directory, DEFAULT_CONTEXT)
+        return (
+            f"{read_size(directory).describe()}; vocabulary of {checkpoint.vocab_size(directory):,} tokens, {owner}; "
+            f"context of {context:,} tokens."
+        )
+
+    def scores(
+        self, directory: Path, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int, device: torch.device
+    ) -> list[TokenLogprobs]:
+        with hf.as_quantized(directory, form.outtype) as reference:
+            model = decoder.load(reference, torch.float32, device)
+        return self._scores(model, form, texts, sampling, k)
+
+    def _scores(
+        self, model: decoder.Decoder, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int
+    ) -> list[TokenLogprobs]:
+        return score_tokens(model, texts, self.target_vocab, sampling)
+
+
+class ParallelDraft(DraftModel):
+    """A draft model that learnt to draft several tokens in one pass."""
+
+    kind: DraftKind = "parallel draft"
+    in_parallel = True
+
+    def __init__(self, path: Path, target: Path) -> None:
+        super().__init__(path, target)
+        trained = parallel.trained_offsets(path)
+        if trained is not None:
+            reason: str = f"as many as the draft learnt to draft in one pass, {UNMEASURED_K}"
+            self.default_k: tuple[int, str] = (trained, reason)
+
+    def findings(self) -> Iterator[Finding]:
+        yield from super().findings()
+        try:
+            token, offsets = parallel.pard_token(self.path), parallel.trained_offsets(self.path)
+        except UserError as failure:
+            yield error("pard_token", str(failure), "train again with draftlab distill --student parallel")
+            return
+        known = f"up to {offsets} tokens" if offsets else "several tokens"
+        yield ok("pard_token", f"{token}: it drafts {known} in one pass")
+
+    def _scores(
+        self, model: decoder.Decoder, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int
+    ) -> list[TokenLogprobs]:
+        token = parallel.pard_token(self.path)
+        if token is None or form.server is None or not form.server.parallel:
+            return super()._scores(model, form, texts, sampling, k)
+        return score_offsets(model, texts, self.target_vocab, sampling, k, token)
+
+
+class EagleHead:
+    """An EAGLE-3 head of a target."""
+
+    kind: DraftKind = "EAGLE-3 head"
+    in_parallel = False
+    default_k: tuple[int, str] = (3, UNMEASURED_K)
+    most = MOST_OF_HEAD
+
+    def __init__(self, path: Path, target: Path, head: HeadConfig, config: Mapping[str, Any]) -> None:
+        self.path, self.target, self.config = path, target, config
+        self.head: HeadConfig | None = head
+        self.shape: Shape | None = head.shape
+        self.layer_ids: Sequence[int] = head.layer_ids
+        self.sizes = head
+        self.vocab = self.target_vocab = head.vocab
+
+    def difference(self) -> str | None:
+        return None
+
+    def spelled_alike(self) -> str:
+        return "all"
+
+    def pre_tokenizer(self) -> tuple[str, float]:
+        gguf.architecture(self.target)
+        tokenizer = gguf_tokenizer.read_tokenizer(self.target, self.vocab)
+        return tokenizer.pre, tokenizer.match
+
+    def _norm(self) -> str:
+        return f"norm_before_residual {str(self.sizes.norm_before_residual).lower()}"
+
+    def _ids(self) -> str:
+        return f"{self.sizes.draft_vocab:,} of {self.sizes.vocab:,} ids"
+
+    def findings(self) -> Iterator[Finding]:
+        eagle.read(self.path, self.target, checkpoint.stored_dtype(self.path))
+        layers = ", ".join(map(str, self.layer_ids))
+        yield ok("head", f"reads the states after {layers} layers, predicts {self._ids()}, {self._norm()}")
+        context = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
+        if context > self.sizes.context:
+            text = f"{self.sizes.context:,} tokens, the target's {context:,}: it drafts worse on longer texts"
+            yield warning("context", text, "train with a longer --seq-len")
+
+    def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
+        try:
+            llama.check_supported(self.target)
+        except UserError as failure:
+            return [warning("acceptance", f"not measured: {failure}", "ask the server's counters")]
+        target = llama.load(hub.locate(self.target), torch.float32, device)
+        return [trials.check_acceptance(target, EagleDrafter(target, self.model(target, None)), prompts)]
+
+    def refuse(self, form: Form) -> None:
+        if form.heterogeneous:
+            raise UserError(f"--use-heterogeneous-vocab: {self.path} has heads on the target's states, and its ids")
+        if form.server is not None:
+            if not form.server.heads:
+                raise UserError(f"{self.path} is an EAGLE-3 head, and {form.server.name} has no EAGLE-3")
+            _refuse(self, form.server, form.server.check(self))
+        if form.outtype is not None:
+            gguf.library()
+
+    def write(self, folder: Path, form: Form, k: int, verifier: str) -> list[str]:
+        dtype = form.dtype or checkpoint.stored_dtype(self.path)
+        head = eagle.read(self.path, self.target, dtype)
+        eagle.write(folder, head, form.layout, target=self.target, k=k, verifier=verifier)
+        return []
+
+    def write_gguf(self, directory: Path, file: Path, qtype: str) -> gguf.Written:
+        return gguf.write_head(directory, self.target, self.sizes, file, qtype)
+
+    def summary(self, directory: Path, form: Form) -> str:
+        *first, last = map(str, self.layer_ids)
+        layers = f"{', '.join(first)} and {last}" if first else last
+        return (
+            f"{self.sizes.params() / 1e6:,.4g}M parameters; reads the target's states after {layers} layers; predicts "
+            f"{self.sizes.draft_vocab:,} of its {self.sizes.vocab:,} ids; {self._norm()}."
+        )
+
+    def scores(
+        self, directory: Path, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int, device: torch.device
+    ) -> list[TokenLogprobs]:
+        target = llama.load(self.target, torch.float32, device)
+        return score_chains(target, self.model(target, form.outtype), texts, self.vocab, sampling, k)
+
+    def model(self, target: llama.Llama, qtype: str | None) -> EagleLlama:
+        """Return the head in the engine. qtype: the GGUF type that matrices are rounded to, None: as stored."""
+        head = eagle.read(self.path, self.target, target.embed.dtype, target.device)
+        if qtype not in (None, "f32"):
+            rounded = {n: gguf.fake_quantize(w, qtype) if w.ndim == 2 else w for n, w in head.weights.items()}
+            head = replace(head, weights=rounded)
+        return EagleLlama(head, target.embed, self.path)
+
+
+def open_artifact(path: Path, target: Path) -> Exportable:
+    """Return a draft or head with its target. Raises UserError: it cannot be read, or is of another target."""
+    if hub.is_eagle_head(path):
+        return EagleHead(path, target, eagle.check(path, target), checkpoint.read_config(path))
+    if checkpoint.read_config(path).get(parallel.PARD_TOKEN) is not None:
+        return ParallelDraft(path, target)
+    return DraftModel(path, target)
+
+
+def refusals(artifact: Artifact, server: ServerKind) -> list[Finding]:
+    """Return what keeps a server from running an exported draft or head."""
+    return [finding for finding in server.check(artifact) if finding.level == "error"]
+
+
+def _refuse(artifact: Artifact, server: ServerKind, findings: Iterable[Finding]) -> None:
+    """Raises UserError: one of the findings is an error."""
+    for finding in findings:
+        if finding.level == "error":
+            raise UserError(f"{artifact.path}: {server.name} {finding.text}; {finding.fix}".removesuffix("; "))
+
+
+def check_files(artifact: Exportable, servers: Iterable[ServerKind]) -> Iterator[Finding]:
+    """Yield what the files say, and what each server would; nothing is computed."""
+    yield from artifact.findings()
+    for server in servers:
+        found = list(server.check(artifact))
+        if artifact.head is not None and server.heads:
+            found += server.check_stored_head(artifact, artifact.head)
+        works = "loads it as it is" if artifact.head is None else server.heads
+        yield from found or [ok(server.name, works)]
+
+
+def spelled_alike(draft: Iterable[str], target: Iterable[str]) -> int:
+    """Return the number of tokens that vLLM and transformers take for the same: but for the sign of a space at their
+    start they are the same characters, so that a tokenizer of another kind spells other bytes otherwise.
+    """
+    words, others = ({f" {t[1:]}" if t.startswith(SPACES) else t for t in tokens} for tokens in (draft, target))
+    return len(words & others)

@@ -1,0 +1,74 @@
+"""Short trials of a draft or head that say whether it was trained, and whether decoding works."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.data import heldout_prompts
+from draftlab.engine.generate import Drafter, ModelDrafter, Step, speculative_decode
+from draftlab.model import checkpoint, hub
+from draftlab.model.decoder import Decoder
+from draftlab.prompts import file_prompts
+from draftlab.sampling import SamplingParams
+from draftlab.servers.kinds import Finding, error, ok
+
+UNTRAINED = 0.9  # of the logarithm of the vocabulary: the cross-entropy of a trained draft is far below
+USELESS = 1.05  # tokens per target pass of a head
+K, TOKENS = 3, 24  # drafted tokens, and tokens of each text
+PROMPTS, PROMPT_TOKENS = 8, 96  # of held-out text
+
+
+def trial_prompts(model: Path, data: str, file: Path | None) -> list[list[int]]:
+    """Return held-out text, or prompts of a file as a model gets them: the first turn of each."""
+    tokenizer = checkpoint.load_tokenizer(model)
+    if file is None:
+        return heldout_prompts(hub.check_data(data), tokenizer, count=PROMPTS, length=PROMPT_TOKENS, seed=0)
+    prompts = file_prompts(file, tokenizer, chat="auto")
+    return [prompt.ids for prompt in prompts.spread(min(PROMPTS, len(prompts.rows))).rows]
+
+
+def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -> Finding:
+    """prompts: token ids of text."""
+    texts = [(np.array(ids[:1]), np.array(ids[1:])) for ids in prompts]
+    scored = score_tokens(model, texts, vocab, SamplingParams(temperature=1.0))
+    logprobs = np.concatenate([s.logprobs for s in scored])
+    if np.isnan(logprobs).any():
+        return error("perplexity", "the draft computes logits that are NaN", "its weights are damaged, or overflow")
+    return judge_perplexity(-float(logprobs[np.isfinite(logprobs)].mean()), vocab)  # a trimmed head lacks some tokens
+
+
+def judge_perplexity(cross_entropy: float, vocab: int) -> Finding:
+    text = f"{math.exp(min(cross_entropy, 50)):,.4g} on text; a uniform distribution has {vocab:,}"
+    if not cross_entropy < UNTRAINED * math.log(vocab):
+        return error("perplexity", text, "the draft was not trained, or its weights do not fit its config.json")
+    return ok("perplexity", text)
+
+
+def check_decoding(model: Decoder, prompts: Sequence[list[int]]) -> Finding:
+    """Decode with the draft as its own target, which must accept every drafted token."""
+    steps = _decode(model, ModelDrafter(model), [ids[:16] for ids in prompts])
+    drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
+    text = f"as its own target it accepts {accepted} of {drafted} tokens"
+    if accepted < drafted:
+        return error("decoding", text, "decoding is broken: report it with the output of draftlab env")
+    return ok("decoding", text)
+
+
+def check_acceptance(target: Decoder, drafter: Drafter, prompts: Sequence[list[int]]) -> Finding:
+    """Decode with a head."""
+    steps: list[Step] = []
+    for ids in prompts:
+        steps += _decode(target, drafter, [ids])[1:]
+    length = sum(len(step.tokens) for step in steps) / len(steps)
+    text = f"{length:.2f} tokens per target pass at K = {K} on {len(prompts)} prompts, greedily"
+    if length < USELESS:
+        fix = "it learnt on other states, or is read with another norm_before_residual or other layers"
+        return error("acceptance", text, fix)
+    return ok("acceptance", text)
+
+
+def _decode(target: Decoder, drafter: Drafter, prompts: list[list[int]]) -> list[Step]:
+    return list(speculative_decode(target, drafter, prompts, K, SamplingParams(max_tokens=TOKENS)))

@@ -1,0 +1,284 @@
+"""What draftlab asks of a kind of server; a kind is a module in this folder or in a plug-in. No torch."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+
+from draftlab.config.server_rules import Acceptance
+from draftlab.registry import SERVERS
+from draftlab.results.decoding import Counters
+from draftlab.sampling import SamplingParams
+from draftlab.servers.answers import Answer, Completion, PromptLogprobs
+from draftlab.trust import printable
+
+if TYPE_CHECKING:
+    from draftlab.model.eagle import HeadConfig
+    from draftlab.model.shape import Shape
+    from draftlab.servers.client import Server
+
+DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "prompt lookup"]
+SampleMethod = Literal["greedy", "probabilistic"]  # vLLM's draft_sample_method
+Ranges = list[tuple[int, int, int]]  # first and last number of requests, and the K for them
+ABOVE_ZERO = "above temperature 0 a drafted token stands with the target's probability of it"
+PROMPT_LOOKUP_MAX = 3  # longest n-gram to match (Saxena 2023, prompt lookup decoding)
+SCRIPT_DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """error: the draft will not work. warning: it works, with something to know. fix: what to do."""
+
+    level: Literal["ok", "warning", "error"]
+    about: str
+    text: str
+    fix: str = ""
+
+    def line(self) -> str:
+        return f"{self.level:7}  {self.about}: {self.text}" + (f"; {self.fix}" if self.fix else "")
+
+
+def ok(about: str, text: str) -> Finding:
+    return Finding("ok", about, text)
+
+
+def warning(about: str, text: str, fix: str) -> Finding:
+    return Finding("warning", about, text, fix)
+
+
+def error(about: str, text: str, fix: str = "") -> Finding:
+    return Finding("error", about, text, fix)
+
+
+class Artifact(Protocol):
+    """What a server checks of a draft or an EAGLE-3 head, and of its target.
+
+    path, target: directories. config: of config.json. shape: None where draftlab does not know the architecture. head:
+    the sizes of a head, None for a draft. vocab, target_vocab: numbers of logits. in_parallel: it drafts in one pass.
+    """
+
+    path: Path
+    target: Path
+    config: Mapping[str, Any]
+    shape: "Shape | None"
+    head: "HeadConfig | None"
+    vocab: int
+    target_vocab: int
+    in_parallel: bool
+
+    def difference(self) -> str | None:
+        """Return a token that is another one in the target; None where the vocabulary is the target's."""
+        ...
+
+    def spelled_alike(self) -> str:
+        """Return how many tokens of the target the draft spells alike."""
+        ...
+
+    def pre_tokenizer(self) -> tuple[str, float]:
+        """Return llama.cpp's pre-tokenizer for the artifact, and the share of probe texts that it splits alike.
+
+        Raises:
+            UserError: llama.cpp cannot compute the artifact.
+        """
+        ...
+
+
+class Sampling(NamedTuple):
+    """How a draft proposes above temperature 0, where the server has a setting for that."""
+
+    method: SampleMethod
+    reason: str
+
+
+DEFAULT_SAMPLING = Sampling("probabilistic", "a default; export --verify-with --temperature compares it with greedy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a script starts. Control characters in texts become escapes.
+
+    reason: why K is what it is. file: the draft's GGUF file in the script's folder. layer_ids: of a head, see
+    eagle.HeadConfig. heterogeneous: the draft has its own vocabulary. k_by_batch: for servers that change K by the
+    number of requests. own_target: the head's directory names its target and K, as speculators' layout does.
+    """
+
+    target: str
+    k: int
+    reason: str
+    kind: DraftKind = "draft model"
+    file: str = ""
+    layer_ids: Sequence[int] = ()
+    heterogeneous: bool = False
+    k_by_batch: Ranges | None = None
+    sampling: Sampling = DEFAULT_SAMPLING
+    own_target: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("target", "reason", "file"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A server to start for a verification, in float32. target, draft: what it loads. longest: prompt and answer."""
+
+    target: Path
+    draft: Path
+    kind: DraftKind
+    k: int
+    longest: int
+    own_target: bool = False
+
+
+class ServerKind:
+    """A kind of server. A subclass sets and overrides what its server has; methods for the rest are never called."""
+
+    name: ClassVar[str]  # set by @server
+
+    loads_gguf: ClassVar[bool] = False  # in place of Hugging Face directories
+    parallel: ClassVar[bool] = False  # drafts in one pass with a parallel draft
+    translates: ClassVar[str] = ""  # how it drafts with another vocabulary than the target's; empty: it cannot
+    vocab_slack: ClassVar[int] = 0  # largest difference of the numbers of logits
+    heads: ClassVar[str] = ""  # how it loads an EAGLE-3 head; empty: it has none
+    one_stream: ClassVar[bool] = False  # decodes one prompt at a time
+
+    rules: ClassVar[Mapping[str, Acceptance]] = {}  # by variant; "" is that of --server-rule NAME
+    script_rule: ClassVar[str] = ""  # the variant of what the script starts
+
+    program: ClassVar[str] = ""  # name of the program that export --verify-with starts; empty: none
+    cuts_last_step: ClassVar[bool] = False  # drafts no more than fits a text; else its last step counts whole
+    counts_end: ClassVar[bool] = True  # a drafted end of text counts as a token
+
+    owned_by: ClassVar[str] = ""  # in /v1/models; empty: draftlab sends it no requests
+    path: ClassVar[str]  # of completions and prompt log-probabilities
+    about_path: ClassVar[str]  # of a page with the version
+    has_prompt_logprobs: ClassVar[bool] = True
+
+    # what it loads
+
+    def check(self, artifact: Artifact) -> Iterator[Finding]:
+        """Yield what keeps the server from an exported draft or head, or is to be known about it."""
+        if artifact.head is None:
+            yield from self.check_vocabulary(artifact)
+            if artifact.in_parallel and not self.parallel:
+                text = "cannot draft in parallel: with this draft it makes one pass for each token"
+                yield warning(self.name, text, "serve it with vllm or tensorrt-llm, or distil an ordinary draft")
+            yield from self.check_draft(artifact)
+        elif self.heads:
+            yield from self.check_head(artifact, artifact.head)
+        else:
+            yield warning(self.name, "has no EAGLE-3", "serve it with vLLM, SGLang, llama.cpp or TensorRT-LLM")
+
+    def check_draft(self, artifact: Artifact) -> Iterator[Finding]:
+        """Yield what a draft model lacks, apart from its vocabulary."""
+        yield from ()
+
+    def check_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+        """Yield what keeps the server from a head that draftlab has exported for it."""
+        yield from ()
+
+    def check_stored_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+        """Yield what the server misses in a head's config.json as it is, which an export writes."""
+        yield from ()
+
+    def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
+        """Yield whether the server takes the draft's vocabulary with the target's."""
+        vocab, targets = artifact.vocab, artifact.target_vocab
+        if artifact.difference() is None:
+            if abs(vocab - targets) > self.vocab_slack:
+                allowed = f"; it allows a difference of {self.vocab_slack}" if self.vocab_slack else ""
+                text = f"{vocab:,} logits against {targets:,}, and it wants the same number{allowed}"
+                yield error(self.name, text, f"draftlab export --to {self.name} --target {artifact.target}")
+            return
+        transplant = f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT"
+        if not self.translates:
+            yield error(self.name, "wants the target's vocabulary", transplant)
+        else:
+            alike = f"{artifact.spelled_alike()} tokens are spelled alike"
+            text = f"takes it as it is and translates between the vocabularies: {self.translates}; {alike}"
+            own = f"draftlab export {artifact.path} --to {self.name} --use-heterogeneous-vocab"
+            yield warning(self.name, text, f"{own}, or {transplant}")
+
+    # how it is started
+
+    def script(self, launch: Launch) -> tuple[str, str]:
+        """Return name and text of a script that lies in the draft's directory and starts the server with it."""
+        raise NotImplementedError
+
+    def command(self, program: Path, trial: Trial, method: SampleMethod) -> list[object]:
+        """Return the command of a server for a verification, without host and port."""
+        raise NotImplementedError
+
+    def served(
+        self, server: "Server", prompts: list[list[int]], limits: list[int], temperature: float
+    ) -> tuple[list[list[int]], float]:
+        """Return what a running server writes after the prompts, and its tokens per target pass.
+
+        limits: tokens of each answer.
+
+        Raises:
+            UserError: the server counts no speculative steps.
+        """
+        raise NotImplementedError
+
+    # requests and answers
+
+    def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
+        """Return version and longest sequence, from the page at about_path and the model's card in /v1/models."""
+        return page.get("version", "unknown"), card.get("max_model_len")
+
+    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
+        """Return the body of a request. k: top tokens per position; None asks for ids alone, at the least cost."""
+        raise NotImplementedError
+
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
+        raise NotImplementedError
+
+    def ids(self, answer: Answer) -> list[int]:
+        """Return the generated tokens, eos included."""
+        raise NotImplementedError
+
+    def counters(self, answer: Answer) -> Counters | None:
+        """Return the speculative counters of this answer, if it has its own."""
+        return None
+
+    def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def prompt_logprobs(self, ids: list[int], answer: Answer, k: int) -> PromptLogprobs:
+        raise NotImplementedError
+
+    def tokenize_request(self, text: str) -> dict[str, Any]:
+        return {"prompt": text, "add_special_tokens": False}
+
+
+Kind = TypeVar("Kind", bound=type[ServerKind])
+
+
+def server(name: str) -> Callable[[Kind], Kind]:
+    """Return a decorator that registers a kind of server. Raises TypeError: the class does not define script()."""
+
+    def decorate(kind: Kind) -> Kind:
+        if kind.script is ServerKind.script:
+            raise TypeError(f"{kind.__name__} has no method script()")
+        kind.name = name
+        SERVERS.register(name)(kind())
+        return kind
+
+    return decorate
+
+
+def shell_script(launch: Launch, lines: Sequence[str]) -> tuple[str, str]:
+    """Return name and text of a script for sh that begins with K and its reason."""
+    return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {launch.k}: {launch.reason}", *lines, ""])
+
+
+def check_head_dim(name: str, size: int, supported: Sequence[int], fix: str, build: str = "it") -> Iterator[Finding]:
+    if size not in supported:
+        yield warning(name, f"head_dim {size}; {build} supports {', '.join(map(str, supported))}", fix)
+
+
+def unknown_architecture(name: str, artifact: Artifact) -> Finding:
+    kind = artifact.config.get("model_type")
+    text = f"draftlab does not know whether its attention supports the heads of {kind} models"
+    return warning(name, text, "start it once with the draft alone")

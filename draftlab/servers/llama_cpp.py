@@ -1,0 +1,183 @@
+"""llama.cpp's llama-server, as of llama-cpp-python 0.3.36.
+
+It has no prompt log-probabilities; those of generated tokens are before all samplers.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from draftlab.config.server_rules import Acceptance
+from draftlab.errors import UserError
+from draftlab.sampling import SamplingParams
+from draftlab.servers import answers
+from draftlab.servers.answers import Answer, Completion
+from draftlab.servers.kinds import (
+    ABOVE_ZERO,
+    PROMPT_LOOKUP_MAX,
+    SCRIPT_DIRECTORY,
+    Artifact,
+    Finding,
+    Launch,
+    SampleMethod,
+    ServerKind,
+    Trial,
+    error,
+    server,
+    shell_script,
+    warning,
+)
+
+if TYPE_CHECKING:
+    from draftlab.model.eagle import HeadConfig
+    from draftlab.servers.client import Server
+
+BLOCK, K_BLOCK = 32, 256  # weights of a row that share a scale in its plain types and in its K types
+LEAST_CONTEXT = 256  # of llama-server
+
+
+@server("llama.cpp")
+class LlamaCpp(ServerKind):
+    loads_gguf = True
+    vocab_slack = 128
+    heads = "loads it as GGUF: draftlab export --to llama.cpp; --spec-type draft-eagle3"
+    rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
+    program = "llama-server"
+    cuts_last_step = True
+    counts_end = False
+    owned_by = "llamacpp"
+    path = "/completion"
+    about_path = "/props"
+    has_prompt_logprobs = False
+
+    def check_draft(self, artifact: Artifact) -> Iterator[Finding]:
+        from draftlab.model.shape import multiples_near
+
+        try:
+            pre, match = artifact.pre_tokenizer()
+        except UserError as failure:
+            yield error(self.name, str(failure))
+            return
+        if match < 1:
+            text = f"has no pre-tokenizer that splits text as this tokenizer does; {pre!r} gives the same ids for "
+            fix = "the target has the same problem; send token ids where it matters"
+            yield warning(self.name, f"{text}{match:.0%} of the probe texts", fix)
+        shape = artifact.shape
+        assert shape is not None  # GGUF has no other architectures
+        rows = {"--width": shape.hidden, "heads x head_dim": shape.heads * shape.head_dim, "--ffn": shape.ffn}
+        for block, types in ((BLOCK, "Q8_0 and Q4_0"), (K_BLOCK, "the K types")):
+            odd = {name: size for name, size in rows.items() if size % block}
+            for name, size in odd.items():
+                text = f"{name} {size} is no multiple of {block}: these matrices stay f16 in {types}"
+                fix = f"prune to {name} {' or '.join(map(str, multiples_near(size, block)))}"
+                yield warning(self.name, text, fix)
+            if odd:
+                return
+
+    def check_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+        if len(head.layer_ids) != 3:
+            text = f"reads three layers, and the head {len(head.layer_ids)}"
+            yield error(self.name, text, "train it with three")
+        try:
+            artifact.pre_tokenizer()
+        except UserError as failure:
+            yield error(self.name, str(failure))
+
+    def script(self, launch: Launch) -> tuple[str, str]:
+        lines = [
+            f"# sh serve.sh TARGET.gguf [options of llama-server]; draftlab export {launch.target} --to gguf writes "
+            "TARGET.gguf"
+        ]
+        target_file = "target=${1:?GGUF file of the target}; shift"
+        if launch.kind == "prompt lookup":  # nothing shorter than what is looked up is drafted
+            sizes = f"--spec-ngram-simple-size-n {min(PROMPT_LOOKUP_MAX, launch.k)}"
+            lines += [
+                target_file,
+                'exec llama-server --model "$target" --spec-type ngram-simple \\',
+                f'    {sizes} --spec-ngram-simple-size-m {launch.k} "$@"',
+            ]
+            return shell_script(launch, lines)
+        head = launch.kind == "EAGLE-3 head"
+        if not head:
+            lines.append("# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0")
+        lines = [
+            f"# {ABOVE_ZERO}: there is nothing to set",
+            *lines,
+            SCRIPT_DIRECTORY,
+            target_file,
+            f'exec llama-server --model "$target" --spec-type {_spec_type(head)} \\',
+            f'    --spec-draft-model "$here"/{shlex.quote(launch.file)} --spec-draft-n-max {launch.k} "$@"',
+        ]
+        return shell_script(launch, lines)
+
+    def command(self, program: Path, trial: Trial, method: SampleMethod) -> list[object]:
+        options: dict[str, object] = {
+            "model": trial.target,
+            "spec-type": _spec_type(trial.kind == "EAGLE-3 head"),
+            "spec-draft-model": trial.draft,
+            "spec-draft-n-max": trial.k,
+            "spec-draft-p-min": 0,
+            "ctx-size": max(LEAST_CONTEXT, trial.longest + 2 * trial.k + 2),
+            "parallel": 1,
+            "threads": 1,
+            "cache-ram": 0,
+            "flash-attn": "off",
+        }
+        for cache in ("cache-type", "spec-draft-type"):
+            options |= {f"{cache}-k": "f32", f"{cache}-v": "f32"}
+        command: list[object] = [program.absolute(), "--metrics"]
+        for name, value in options.items():
+            command += [f"--{name}", value]
+        return command
+
+    def served(
+        self, server: "Server", prompts: list[list[int]], limits: list[int], temperature: float
+    ) -> tuple[list[list[int]], float]:
+        before, written = server.metrics(), []
+        for seed, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            sampling = SamplingParams(max_tokens=limit, temperature=temperature, seed=seed)
+            written.append(server.generate_ids(prompt, sampling)[0])
+        counters = server.grown(before)
+        tokens = sum(len(ids) - 1 for ids in written)
+        return written, tokens / (tokens - sum(counters.num_accepted_tokens_per_pos))
+
+    def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
+        return page.get("build_info", "unknown"), page.get("default_generation_settings", {}).get("n_ctx")
+
+    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
+        if sampling.stop_token_ids:
+            raise UserError("llama.cpp's server stops at its model's own eos, not at stop_token_ids")
+        return {
+            "prompt": prompt,
+            "n_predict": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": sampling.seed,
+            "ignore_eos": sampling.ignore_eos,
+            "samplers": ["top_k", "top_p", "min_p", "temperature"],
+            "cache_prompt": False,
+            "n_probs": 0 if k is None else max(1, k),
+            "return_tokens": True,
+        }
+
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
+        tokens = answer["completion_probabilities"]
+        tops = []
+        for token in tokens if k else []:
+            tops.append(answers.top_k(((top["id"], top["logprob"]) for top in token["top_logprobs"]), k))
+        reason = {"eos": "stop", "limit": "length"}[answer["stop_type"]]
+        logprobs = [token["logprob"] for token in tokens]
+        return answers.completion(prompt, answer["tokens"], logprobs, tops, reason)
+
+    def ids(self, answer: Answer) -> list[int]:
+        return answer["tokens"]
+
+    def tokenize_request(self, text: str) -> dict[str, Any]:
+        return {"content": text, "add_special": False}
+
+
+def _spec_type(head: bool) -> str:
+    return "draft-eagle3" if head else "draft-simple"

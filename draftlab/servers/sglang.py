@@ -1,0 +1,131 @@
+"""SGLang 0.5.23: its standalone worker, EAGLE-3, and /generate.
+
+Log-probabilities of generated tokens are after temperature unless it runs with SGLANG_RETURN_ORIGINAL_LOGPROB=1; seeds
+need --enable-deterministic-inference.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from draftlab.config.server_rules import Acceptance
+from draftlab.results.decoding import Counters
+from draftlab.sampling import SamplingParams
+from draftlab.servers import answers
+from draftlab.servers.answers import Answer, Completion, PromptLogprobs
+from draftlab.servers.kinds import (
+    ABOVE_ZERO,
+    SCRIPT_DIRECTORY,
+    Artifact,
+    Finding,
+    Launch,
+    ServerKind,
+    check_head_dim,
+    error,
+    server,
+    shell_script,
+    unknown_architecture,
+)
+from draftlab.servers.vllm import NO_PENALTIES
+
+if TYPE_CHECKING:
+    from draftlab.model.eagle import HeadConfig
+
+FLASHINFER_HEADS = (64, 128, 256)
+NORMED = "adds the attention to states that are not normed, and the head was trained with norm_before_residual"
+RETRAIN = "train it without --norm-before-residual, or serve it with vLLM or llama.cpp"
+
+
+@server("sglang")
+class SGLang(ServerKind):
+    heads = "loads it as it is, by --speculative-algorithm EAGLE3"
+    rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}  # target-only sampling, thresholds 1
+    owned_by = "sglang"
+    path = "/generate"
+    about_path = "/server_info"
+
+    def check_draft(self, artifact: Artifact) -> Iterator[Finding]:
+        if artifact.shape is None:
+            yield unknown_architecture(self.name, artifact)
+        else:
+            fix = "start it with --attention-backend triton"
+            yield from check_head_dim(self.name, artifact.shape.head_dim, FLASHINFER_HEADS, fix, "flashinfer")
+
+    def check_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+        if head.norm_before_residual:
+            yield error(self.name, NORMED, RETRAIN)
+
+    def check_stored_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+        layers = (artifact.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        export = f"draftlab export --to {self.name}"
+        if "speculators_model_type" in artifact.config:
+            yield error(self.name, "does not read speculators' layout", f"{export} writes SpecForge's")
+        elif layers != [i - 1 for i in head.layer_ids]:
+            text = f"reads layers from eagle_config, which has {layers or 'none'}"
+            yield error(self.name, text, f"{export} writes them")
+
+    def script(self, launch: Launch) -> tuple[str, str]:
+        start = f"exec python -m sglang.launch_server --model-path {shlex.quote(launch.target)} \\"
+        usage, tokens = "# sh serve.sh [options of sglang.launch_server]; untested", launch.k + 1
+        if launch.kind == "prompt lookup":
+            ngram = f'    --speculative-algorithm NGRAM --speculative-num-draft-tokens {tokens} "$@"'
+            return shell_script(launch, [usage, start, ngram])
+        algorithm = "EAGLE3" if launch.kind == "EAGLE-3 head" else "STANDALONE"
+        options = f"--speculative-num-steps {launch.k} --speculative-eagle-topk 1"
+        lines = [
+            f"# {ABOVE_ZERO}; thresholds below 1 are lossy, and speculative_use_rejection_sampling stays off",
+            usage,
+            SCRIPT_DIRECTORY,
+            start,
+            f'    --speculative-algorithm {algorithm} --speculative-draft-model-path "$here" {options} '
+            f'--speculative-num-draft-tokens {tokens} "$@"',
+        ]
+        return shell_script(launch, lines)
+
+    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
+        settings = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "sampling_seed": sampling.seed,
+            "ignore_eos": sampling.ignore_eos,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            **NO_PENALTIES,
+        }
+        logprobs = {} if k is None else {"return_logprob": True, "top_logprobs_num": k}
+        return {"input_ids": prompt, "sampling_params": settings} | logprobs
+
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
+        meta = answer["meta_info"]
+        tops = [_top_k(row, k) for row in (meta["output_top_logprobs"] if k else [])]
+        logprobs = [value for value, _, _ in meta["output_token_logprobs"]]
+        return answers.completion(prompt, answer["output_ids"], logprobs, tops, meta["finish_reason"]["type"])
+
+    def ids(self, answer: Answer) -> list[int]:
+        return answer["output_ids"]
+
+    def counters(self, answer: Answer) -> Counters | None:
+        meta = answer["meta_info"]
+        if "spec_verify_ct" not in meta:
+            return None
+        histogram = meta["spec_correct_drafts_histogram"]  # steps by number of accepted tokens
+        return Counters(
+            num_drafts=meta["spec_verify_ct"],
+            num_draft_tokens=meta["spec_num_proposed_drafts"],
+            num_accepted_tokens_per_pos=[float(sum(histogram[i:])) for i in range(1, len(histogram))],
+        )
+
+    def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]:
+        logprobs = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": k}
+        return {"input_ids": ids, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}} | logprobs
+
+    def prompt_logprobs(self, ids: list[int], answer: Answer, k: int) -> PromptLogprobs:
+        meta = answer["meta_info"]
+        tops = [_top_k(row, k) for row in meta["input_top_logprobs"][1:]]
+        return answers.prompt_logprobs(tops, [value for value, _, _ in meta["input_token_logprobs"][1:]])
+
+
+def _top_k(row: list[list[Any]], k: int) -> answers.TopLogprobs:
+    return answers.top_k(((token, value) for value, token, _ in row), k)

@@ -1,0 +1,45 @@
+"""TensorRT-LLM 1.4: what it loads, and a script written after its source."""
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from draftlab.servers.kinds import SCRIPT_DIRECTORY, Artifact, Finding, Launch, ServerKind, error, server, shell_script
+from draftlab.servers.sglang import NORMED, RETRAIN
+
+if TYPE_CHECKING:
+    from draftlab.model.eagle import HeadConfig
+
+DECODING_TYPES = {"parallel draft": "PARD", "EAGLE-3 head": "Eagle3"}
+
+
+@server("tensorrt-llm")
+class TensorRTLLM(ServerKind):
+    parallel = True
+    heads = "loads it as it is, with the layers in its options: draftlab export --to tensorrt-llm"
+
+    def check_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+        if head.norm_before_residual:
+            yield error(self.name, NORMED, RETRAIN)
+
+    def check_stored_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+        if "speculators_model_type" in artifact.config:
+            fix = f"draftlab export --to {self.name} writes SpecForge's"
+            yield error(self.name, "does not read speculators' layout", fix)
+
+    def script(self, launch: Launch) -> tuple[str, str]:
+        lines = [
+            "# sh serve.sh [options of trtllm-serve]; untested",
+            SCRIPT_DIRECTORY,
+            'cat > "$here/speculative.yaml" <<END',
+            "speculative_config:",
+            f"  decoding_type: {DECODING_TYPES.get(launch.kind, 'Draft_Target')}",
+            f"  max_draft_len: {launch.k}",
+            "  speculative_model: $here",
+        ]
+        if launch.layer_ids:
+            captured = ", ".join(str(i - 1) for i in launch.layer_ids)  # it counts the layer whose output is read
+            lines.append(f"  eagle3_layers_to_capture: [{captured}]")
+        options = '--extra_llm_api_options "$here/speculative.yaml"'
+        lines += ["END", f'exec trtllm-serve {shlex.quote(launch.target)} {options} "$@"']
+        return shell_script(launch, lines)

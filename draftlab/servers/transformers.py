@@ -1,0 +1,49 @@
+"""Assisted generation of transformers 5.23, in a script of its own."""
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+from draftlab.config.server_rules import Acceptance
+from draftlab.servers.kinds import PROMPT_LOOKUP_MAX, Artifact, Finding, Launch, ServerKind, error, server
+
+
+@server("transformers")
+class Transformers(ServerKind):
+    # universal assisted decoding (Timor et al. 2025, 2502.05202)
+    translates = "assistant_tokenizer re-encodes the text at every step; when sampling it drafts shared tokens only"
+    one_stream = True
+    rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("rejection", None)}
+
+    def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
+        yield from super().check_vocabulary(artifact)
+        if artifact.difference() is not None and artifact.vocab == artifact.target_vocab:
+            text = f"wants two tokenizers only where the numbers of logits differ; both have {artifact.vocab:,}"
+            yield error(self.name, text, f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT")
+
+    def script(self, launch: Launch) -> tuple[str, str]:
+        draft, options = _ASSISTANT.format(k=launch.k), "assistant_model=draft"
+        if launch.kind == "prompt lookup":
+            draft, options = "", f"prompt_lookup_num_tokens={launch.k}, max_matching_ngram_size={PROMPT_LOOKUP_MAX}"
+        elif launch.heterogeneous:
+            options += ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(here)"
+        text = f"""# python assist.py "a prompt"; K = {launch.k}: {launch.reason}
+import sys
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+target, here = {launch.target!r}, Path(__file__).resolve().parent
+tokenizer = AutoTokenizer.from_pretrained(target)
+model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+{draft}inputs = tokenizer(sys.argv[1], return_tensors="pt", return_token_type_ids=False).to(model.device)
+output = model.generate(**inputs, {options}, max_new_tokens=64, do_sample=False)
+print(tokenizer.decode(output[0]))
+"""
+        return "assist.py", text
+
+
+_ASSISTANT = """draft = AutoModelForCausalLM.from_pretrained(here, dtype=model.dtype).to(model.device)
+draft.generation_config.update(
+    num_assistant_tokens={k}, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+)
+"""

@@ -1,0 +1,198 @@
+"""vLLM 0.32, and servers with the same extensions of /v1/completions."""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from draftlab.config.server_rules import Acceptance
+from draftlab.sampling import SamplingParams
+from draftlab.servers import answers
+from draftlab.servers.answers import Answer, Completion, PromptLogprobs
+from draftlab.servers.kinds import (
+    ABOVE_ZERO,
+    PROMPT_LOOKUP_MAX,
+    SCRIPT_DIRECTORY,
+    Artifact,
+    DraftKind,
+    Finding,
+    Launch,
+    Ranges,
+    SampleMethod,
+    ServerKind,
+    Trial,
+    check_head_dim,
+    error,
+    server,
+    shell_script,
+    unknown_architecture,
+    warning,
+)
+
+if TYPE_CHECKING:
+    from draftlab.model.eagle import HeadConfig
+    from draftlab.model.shape import Shape
+    from draftlab.servers.client import Server
+
+TOKEN_PREFIX = "token_id:"  # its spelling of a token with return_tokens_as_token_ids
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+@server("vllm")
+class VLLM(ServerKind):
+    parallel = True
+    translates = (
+        "use_heterogeneous_vocab drafts shared tokens only, greedily, and reads others as unknown or end of text"
+    )
+    heads = "loads it as it is, by --speculative-config with method eagle3"
+    rules: ClassVar[Mapping[str, Acceptance]] = {
+        "": Acceptance("rejection", 0.0),  # draft_sample_method greedy, its default
+        "probabilistic": Acceptance("rejection", None),
+        "block": Acceptance("block", None),  # rejection_sample_method block (2403.10444)
+    }
+    script_rule = "probabilistic"
+    program = "vllm"
+    owned_by = "vllm"
+    path = "/v1/completions"
+    about_path = "/version"
+
+    def check_draft(self, artifact: Artifact) -> Iterator[Finding]:
+        from draftlab.model.shape import multiples_near
+
+        shape = artifact.shape
+        if shape is None:
+            yield unknown_architecture(self.name, artifact)
+            return
+        if shape.head_dim % 8 or shape.head_dim > max(CPU_HEADS):
+            text = f"head_dim {shape.head_dim}; its attention supports multiples of 8 up to 256"
+            yield error(self.name, text, "prune a source with another head_dim")
+        else:
+            yield from check_head_dim(self.name, shape.head_dim, CPU_HEADS, "run it on a GPU", "its CPU build")
+        if artifact.config.get("model_type") == "qwen2" and shape.sizes["q"] != shape.hidden:
+            widths = " or ".join(map(str, multiples_near(shape.hidden, shape.head_dim)))
+            text = f"wants width = heads x head_dim in a Qwen2; {shape.heads} x {shape.head_dim} is not {shape.hidden}"
+            yield error(self.name, text, f"prune to --width {widths} with --heads width / head_dim")
+        devices = [n for n in (1, 2, 4, 8) if _splits(shape, n)]
+        if devices != [1, 2, 4, 8]:
+            text = f"runs a draft on as many devices as the target; this one splits over {', '.join(map(str, devices))}"
+            fix = "prune to heads and ffn that are multiples of the target's --tensor-parallel-size"
+            yield warning(self.name, text, fix)
+
+    def check_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+        yield from check_head_dim(self.name, head.head_dim, CPU_HEADS, "run it on a GPU", "its CPU build")
+
+    def check_stored_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+        export = f"draftlab export --to {self.name}"
+        if "speculators_model_type" in artifact.config:
+            if "norm_before_residual" not in artifact.config:
+                text = "takes norm_before_residual for true where config.json is silent, and speculators for false"
+                yield error(self.name, text, f"{export} writes what draftlab reads")
+            return
+        layers = (artifact.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        if len(head.layer_ids) != len(layers or "abc"):
+            yield error(self.name, f"counts the layers in eagle_config, and {layers or 'none'} are there", export)
+
+    def script(self, launch: Launch) -> tuple[str, str]:
+        if launch.own_target:
+            serve = ["# sh serve.sh [options of vllm serve]", SCRIPT_DIRECTORY, 'exec vllm serve "$here" "$@"']
+            return shell_script(launch, serve)
+        sampling = launch.sampling
+        config = speculative_config(
+            "@",
+            launch.k,
+            launch.kind,
+            sampling.method,
+            heterogeneous=launch.heterogeneous,
+            k_by_batch=launch.k_by_batch,
+        )
+        about = ABOVE_ZERO
+        if launch.kind != "prompt lookup":
+            about = f"draft_sample_method = {sampling.method}, above temperature 0: {sampling.reason}"
+        quoted = json.dumps(config).replace('"', '\\"').replace("@", "$here")
+        lines = [
+            f"# {about}",
+            "# sh serve.sh [options of vllm serve]; the draft runs on as many devices as the target",
+            SCRIPT_DIRECTORY,
+            f'exec vllm serve {shlex.quote(launch.target)} --speculative-config "{quoted}" "$@"',
+        ]
+        return shell_script(launch, lines)
+
+    def command(self, program: Path, trial: Trial, method: SampleMethod) -> list[object]:
+        target = trial.draft if trial.own_target else trial.target
+        command: list[object] = [program.absolute(), "serve", target, "--dtype", "float32", "--enforce-eager"]
+        command.append("--no-enable-prefix-caching")
+        if trial.own_target:
+            return command
+        config = speculative_config(str(trial.draft.absolute()), trial.k, trial.kind, method)
+        return [*command, "--speculative-config", json.dumps(config)]
+
+    def served(
+        self, server: "Server", prompts: list[list[int]], limits: list[int], temperature: float
+    ) -> tuple[list[list[int]], float]:
+        before = server.metrics()
+        written = server.generate(prompts, SamplingParams(max_tokens=max(limits), temperature=temperature))
+        return [each.ids for each in written], server.grown(before).acceptance.mean_acceptance_length
+
+    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
+        # every setting is sent: those left out would come from the model's generation_config.json
+        settings = {name: value for name, value in asdict(sampling).items() if name != "stop_token_ids"}
+        stops = {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
+        logprobs = {} if k is None else {"logprobs": k, "return_tokens_as_token_ids": True}
+        return settings | stops | NO_PENALTIES | logprobs | {"prompt": prompt, "return_token_ids": True}
+
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
+        choice = answer["choices"][0]
+        logprobs = choice["logprobs"]
+        tops = []
+        for tokens in logprobs["top_logprobs"] if k else []:
+            ids = (int(name.removeprefix(TOKEN_PREFIX)) for name in tokens)
+            tops.append(answers.top_k(zip(ids, tokens.values(), strict=True), k))
+        reason = choice["finish_reason"]
+        return answers.completion(prompt, choice["token_ids"], logprobs["token_logprobs"], tops, reason)
+
+    def ids(self, answer: Answer) -> list[int]:
+        return answer["choices"][0]["token_ids"]
+
+    def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]:
+        return {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
+
+    def prompt_logprobs(self, ids: list[int], answer: Answer, k: int) -> PromptLogprobs:
+        entries = answer["choices"][0]["prompt_logprobs"][1:]
+        rows = [{int(i): entry["logprob"] for i, entry in row.items()} for row in entries]
+        actual = [row[i] for row, i in zip(rows, ids[1:], strict=True)]
+        return answers.prompt_logprobs([answers.top_k(row.items(), k) for row in rows], actual)
+
+
+def speculative_config(
+    draft: str,
+    k: int,
+    kind: DraftKind,
+    sample_method: SampleMethod = "greedy",
+    *,
+    heterogeneous: bool = False,
+    k_by_batch: Ranges | None = None,
+) -> dict[str, object]:
+    """Return vLLM's --speculative-config.
+
+    k: the largest of k_by_batch. sample_method: prompt lookup has none, its tokens are certain.
+    """
+    if kind == "prompt lookup":
+        window = {"prompt_lookup_max": PROMPT_LOOKUP_MAX, "prompt_lookup_min": 1}
+        return {"method": "ngram", "num_speculative_tokens": k, **window}
+    method = "eagle3" if kind == "EAGLE-3 head" else "draft_model"
+    config: dict[str, object] = {"method": method, "model": draft, "num_speculative_tokens": k}
+    if heterogeneous:
+        config["use_heterogeneous_vocab"] = True
+    if k_by_batch:
+        config["num_speculative_tokens_per_batch_size"] = k_by_batch
+    if kind == "parallel draft":
+        config["parallel_drafting"] = True
+    return config | {"draft_sample_method": sample_method}
+
+
+def _splits(shape: "Shape", devices: int) -> bool:
+    kv = shape.kv_heads % devices == 0 or devices % shape.kv_heads == 0  # vLLM repeats kv heads if there are fewer
+    return shape.heads % devices == 0 and kv and shape.ffn % devices == 0

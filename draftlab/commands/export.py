@@ -58,7 +58,6 @@ def prepare_check(config: CheckConfig, weights: bool) -> PreparedCheck:
     """Resolve and check the settings. Raises UserError: no such draft, target, text or device."""
     draft, target = _located(config, weights=False)
     from draftlab.model import checkpoint
-    from draftlab.reading import check_json_lines
 
     device = None
     if not config.files_only:
@@ -66,7 +65,8 @@ def prepare_check(config: CheckConfig, weights: bool) -> PreparedCheck:
         if config.prompt_file is None:
             with about("--data"):
                 hub.check_local_data(config.data)
-        check_json_lines(config.prompt_file)
+        elif not config.prompt_file.is_file():
+            raise UserError(f"--prompt-file {config.prompt_file}: No such file or directory")
     if config.servers is None:
         servers = SERVERS.loadable()
     else:

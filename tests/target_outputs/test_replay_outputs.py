@@ -368,7 +368,7 @@ def test_a_manifest_of_something_else_is_refused(tmp_path, manifest):
         ("", "has no prompts"),
         ("{", ":1: not JSON"),
         ("[1]\n", ":1: not a JSON object"),
-        ('{"prompt": "a"}\n{"name": "b"}\n', ":2: no text; .*prompt, turns"),
+        ('{"prompt": "a"}\n{"name": "b"}\n', ":2: no text"),
         ('{"turns": []}\n', ":1: no text"),
     ],
 )

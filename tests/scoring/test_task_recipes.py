@@ -193,7 +193,8 @@ def rows(task: Path) -> list[dict[str, Any]]:
 
 
 def test_every_task_that_is_made_can_be_loaded(made: dict[str, Path]):
-    loaded = load_tasks([str(file) for file in made.values()], limit=2, batch_size=1).loaded["tasks"]
+    tasks = load_tasks([str(file) for file in made.values()], limit=2, batch_size=1)
+    loaded = tasks.index.load(tasks.names)["tasks"]
     assert loaded.keys() == made.keys()
     assert all(len(task.eval_docs) for task in loaded.values())
 

@@ -352,7 +352,6 @@ def _fitted(directory: Path, law: "ScalingLaw", plot: Path | None) -> Profiled:
         "terms": law.curve.terms.tolist(),
         "overlap": law.curve.overlap,
         "held_out_errors": {p.name: e for p, e in zip(law.profiles, law.held_out_errors.tolist(), strict=True)},
-        "bandwidth_bound_width": {layers: law.bandwidth_bound_width(layers) for layers in law.depths},
     }
     show = [law_table(law), law.verdict(), str(directory)]
     return Profiled(path=directory, show=show, data=data, profiles=law.profiles, law=law)

@@ -220,10 +220,10 @@ def best_k(
     draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int
 ) -> tuple[int, float, float]:
     """Return the fastest K, its speed-up, and tokens per second of the whole batch."""
-    costs = step_costs(draft, target, work, max(ks), batch)
-    ms = total_ms(costs, work, {k: steps(work, k) for k in ks})
-    k = min(ks, key=lambda k: ms[k])
-    return k, float(plain_ms(costs, work).sum()) / ms[k], 1e3 * batch * float(work.texts.lengths.sum()) / ms[k]
+    found = _best_k(draft, target, work, {k: steps(work, k) for k in ks}, batch, None, None)
+    k = max(ks, key=lambda k: found.speedups[k])
+    plain = found.tokens_per_second / found.speedup
+    return k, found.speedups[k], plain * found.speedups[k]
 
 
 def required_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import BYTES, Profile, active_params, read_profile
-from draftlab.model.families import shape_name, unbounded
+from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape, fewest_kv_heads, resolve
 from draftlab.results.score import Latency
 
@@ -95,31 +95,16 @@ class ScalingLaw:
         return Profile.model_validate(self.profiles[0].model_dump() | fields | points)
 
     def verdict(self) -> str:
-        """Return in words what a pass consists of, how accurate the law is, and where bandwidth is the limit."""
+        """Return in words what a pass consists of, and how accurate the law is."""
         a, b, c, _ = self.curve.terms
         error = np.abs(self.held_out_errors)
         overlap = "without overlap" if self.curve.overlap == 1 else f"overlapping with p = {self.curve.overlap:g}"
         reading = f"{1 / (c * 1e6):.3g} GB/s" if c * 1e6 > 1e-4 else "a rate too high to measure"
-        limits = [f"{self.bandwidth_bound_width(n) or 'no width'} at {n} layers" for n in self.depths]
         return (
             f"One pass: {a:.3g} ms and {b:.3g} ms per layer to issue, and reading weights at {reading}, {overlap}. "
             f"Predicting each of {len(self.profiles)} shapes from the others is off by {error.mean():.1%} on average "
-            f"and {error.max():.1%} at most. Reading takes longer than issuing from width {', '.join(limits)}."
+            f"and {error.max():.1%} at most."
         )
-
-    @property
-    def depths(self) -> list[int]:
-        return sorted({s.layers for s in self.shapes})
-
-    def bandwidth_bound_width(self, layers: int) -> int | None:
-        """Return the width from which work takes longer than issuing, in the proportions of the largest profile."""
-        largest = max(self.shapes, key=lambda s: s.params())
-        bound = unbounded(largest)
-        for hidden in range(largest.head_dim, bound.hidden + 1, largest.head_dim):
-            issue, work = self.curve.parts(resolve(bound, layers=layers, hidden=hidden), self.bytes_per_weight)
-            if work > issue:
-                return hidden
-        return None
 
     @cached_property
     def _curves(self) -> dict[str, list[tuple[Latency, FittedCurve]]]:

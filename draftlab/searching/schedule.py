@@ -145,19 +145,15 @@ class Search(FileModel):
         return self.model_copy(update={"rungs": [*self.rungs, rung]})
 
     def explain(self) -> list[str]:
-        """Return the verdict: the winner, and why the others lost."""
-        winner, others = self.winner, self.measured[1:]
-        predicted = {trial.name: trial for trial in self.rungs[-1].trials}
-        best = predicted[winner.name]
-        lines = [
+        """Return the verdict in words; the table of candidates says by what each is slower."""
+        winner, spread = self.winner, self.winner.gain
+        predicted = next(trial for trial in self.rungs[-1].trials if trial.name == winner.name)
+        gain = f"{spread.value:.2f}x" + (f" ({spread.low:.2f} to {spread.high:.2f})" if spread.n > 1 else "")
+        lines = [] if self.pays else ["No draft is faster: plain decoding is. The best of the candidates:"]
+        lines.append(
             f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} tokens/s measured in whole requests, "
-            f"{_spread(winner.gain)} of plain decoding (predicted {best.speedup:.2f}x in TPOT at K = {best.k})."
-        ]
-        if not self.pays:
-            lines.insert(0, "No draft is faster: plain decoding is. The best of the candidates:")
-        for other in others:
-            label = f"{other.name}{' (named)' if other.name in self.named else ''}"
-            lines.append(f"{label}: {_against(other)}. {_difference(best, predicted[other.name])}")
+            f"{gain} of plain decoding (predicted {predicted.speedup:.2f}x in TPOT at K = {predicted.k})."
+        )
         if changed := [each.name for each in self.measured if each.changed]:
             lines.append(f"Changed the target's output, so their speed-up does not count: {', '.join(changed)}.")
         return lines
@@ -204,24 +200,3 @@ def read_search(path: Path) -> Search:
 def write_search(search: Search, folder: Path) -> None:
     """Write search.json, from which a killed search resumes."""
     write_atomic(folder / FILE, search.model_dump_json(indent=1))
-
-
-def _difference(winner: Trial, other: Trial) -> str:
-    pass_ms, length = other.draft_ms / winner.draft_ms - 1, other.length - winner.length
-    return (
-        f"By prediction its passes take {abs(pass_ms):.0%} {'longer' if pass_ms > 0 else 'less'}, and it gets "
-        f"{abs(length):.2f} tokens {'more' if length > 0 else 'fewer'} per target pass "
-        f"({other.length:.2f} at K = {other.k}, against {winner.length:.2f} at K = {winner.k})."
-    )
-
-
-def _against(other: Measured) -> str:
-    ratio = other.ratio_to_fastest
-    if ratio is None:
-        return _spread(other.gain)
-    apart = "" if ratio.high < 1 else ", within the noise"
-    return f"{ratio.value - 1:+.1%} ({ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}){apart}"
-
-
-def _spread(gain: Interval) -> str:
-    return f"{gain.value:.2f}x ({gain.low:.2f} to {gain.high:.2f})" if gain.n > 1 else f"{gain.value:.2f}x"

@@ -235,16 +235,6 @@ def test_texts_of_one_token_predict_nothing():
         predict(*pair(), workload_of([np.array([])], [5]), KS)
 
 
-def test_closed_form_agrees_where_nothing_grows():
-    costs = pair(law(0.1, 0.0, 0.0, 0.0), law(10.0, 0.0, 0.0, 0.0))
-    found = predict(*costs, constant_workload(0.7, tokens=81, prompt_tokens=10), [1, 4, 8])
-    for row in found.rows:
-        assert row.tokens_per_pass.value == pytest.approx(expected_tokens(0.7, row.k), rel=0.03)  # the ends are short
-        assert row.speedup.value == pytest.approx(row.closed_form_speedup, rel=0.03)
-        assert row.beta == 1
-    assert found.c == pytest.approx(0.01)
-
-
 def test_host_time_counts_per_drafted_token_and_per_step():
     work = constant_workload(0.6, tokens=60, prompt_tokens=10)
     free, dear = (predict(*pair(host=host), work, [4]) for host in (FREE_HOST, [latency(1, 0.4), latency(9, 1.2)]))
@@ -252,14 +242,6 @@ def test_host_time_counts_per_drafted_token_and_per_step():
     more = 1e3 * 59 * (1 / dear.rows[0].tokens_per_second - 1 / free.rows[0].tokens_per_second)
     assert more == pytest.approx(passes * (4 * 0.4 + 0.8), rel=0.05)
     assert dear.rows[0].shares["host"] > 0 == free.rows[0].shares["host"]
-
-
-def test_bounds_enclose_every_k():
-    found = predict(*pair(), constant_workload(0.6, tokens=80, prompt_tokens=10), range(1, 9))
-    for row in found.rows:
-        assert row.free_draft > row.speedup.value < row.perfect_draft
-        assert row.perfect_draft < row.k + 1
-    assert all(value > found.best.speedup.value for name, value in found.halved.items() if name != "host")
 
 
 def test_a_batch_is_as_fast_as_its_rows_together():
@@ -278,13 +260,6 @@ def test_best_k_falls_where_verification_is_dear():
     cheap, dear = (best_k(*pair(DRAFT, law(4, extra, 0.0, 0.0)), work, range(1, 9), 1) for extra in (0.05, 1.0))
     assert cheap[0] > dear[0]
     assert cheap[1] > dear[1]
-
-
-def test_longer_contexts_change_the_ratio():
-    heavy = law(4.0, 0.5, 0.0, 0.0), law(4.0, 0.5, 0.4, 0.0)
-    work = constant_workload(0.7, tokens=20, prompt_tokens=10)
-    short, long = (predict(*pair(*heavy), work.with_prompt_tokens(n), [3]).rows[0].speedup.value for n in (10, 70))
-    assert long > short
 
 
 def test_what_a_slower_draft_would_need_is_what_makes_it_as_fast():
@@ -410,13 +385,6 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
         assert ("by --rule match, which is not vllm's" in " ".join(out.split())) == said
 
 
-def test_drafts_side_by_side_say_what_the_slower_one_needs(files, tmp_path):
-    write_profile(profile("slow", law(1.4, 0.1, 0.004, 0.3)), tmp_path / "slow.yaml")
-    shown = call(*files, "--draft-profile", "slow.yaml", "--acceptance", "0.7", "--context", "16", "--max-tokens", "60")
-    assert "* draft" in shown.stdout
-    assert "at K =" in shown.stdout
-
-
 def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):
     options = (*files, "--context", "16", "--max-tokens", "60")
     for alpha, marked in (("0.9", False), ("0.01", True)):
@@ -430,26 +398,11 @@ def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):
     assert "* draft" not in shown
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("--acceptance", "2"), "as 2.8@4"),
-        (("--acceptance", "6@4"), "from 1 to 5"),
-        (("--acceptance", "0.5", "--k", "9"), "width 10 is outside the profile of target (1 to 9)"),
-        (("--acceptance", "0.5", "--context", "90"), "context"),
-        (("--acceptance", "0.5", "--batch", "2,8"), "batch 8 is outside"),
-        (("--acceptance", "nowhere"), "nowhere"),
-        (("--acceptance", "0.5", "--draft-profile", "llama-65b"), "no profile at llama-65b"),
-    ],
-)
-def test_what_cannot_be_predicted_is_said_in_a_line(files, options, complaint):
-    result = call(
-        *files, *(() if "--context" in options else ("--context", "16")),
-        "--max-tokens", "60", *options, code=1
-    )  # fmt: skip
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1
-    assert complaint in result.stderr
+@pytest.mark.parametrize("options", [("--k", "9"), ("--context", "90"), ("--batch", "2,8")])
+def test_what_lies_outside_the_profiles_is_refused(files, options):
+    context = () if "--context" in options else ("--context", "16")
+    result = call(*files, *context, "--acceptance", "0.5", "--max-tokens", "60", *options, code=1)
+    assert "is outside the profile of" in result.stderr
 
 
 def test_extrapolating_is_asked_for_and_noted(files):

@@ -187,21 +187,5 @@ def test_a_dry_run_measures_nothing(space, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("small.yaml", "--mode", "graphs"), "graphs"),
-        (("small.yaml", "small.yaml"), "same name"),
-        (("missing.yaml",), "No such file"),
-        (("nothing",), "no checkpoint at nothing"),
-        (("small.yaml", "--context", "'0'"), "0"),
-    ],
-)
-def test_what_cannot_be_profiled_is_said_in_a_line(space, arguments, complaint):
-    result = call(*arguments, code=1)
-    assert len(result.stderr.splitlines()) == 1
-    assert complaint in result.stderr
-
-
 def test_contexts_beyond_the_model_are_refused(space):
     assert "do not fit the model's context of 256" in call(space, "--context", "300", code=1).stderr

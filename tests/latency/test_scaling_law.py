@@ -13,7 +13,7 @@ from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, Point, Profile, SteadyPoint, write_profile
 from draftlab.latency.scaling_law import default_grid, fit, fit_law, grid_shapes, read_law
-from draftlab.model.families import presets, unbounded, widths_folder
+from draftlab.model.families import presets, widths_folder
 from draftlab.model.shape import Shape, check, check_within
 
 TINY = presets(widths_folder())["tiny-16x256"]
@@ -64,19 +64,6 @@ def test_times_without_a_law_are_not_predicted():
     rng = np.random.default_rng(0)
     law = fit_law([profile_of(s, factor=rng.lognormal(0, 1.0)) for s in SHAPES])
     assert np.abs(law.held_out_errors).mean() > 0.3
-
-
-def test_where_reading_outweighs_issuing_is_where_it_was_put():
-    law = fit_law([profile_of(s) for s in SHAPES])
-    for layers in (1, 8):
-        width = law.bandwidth_bound_width(layers)
-        assert width is not None
-        assert law.curve.parts(_wide(layers, width), 4)[1] > law.curve.parts(_wide(layers, width), 4)[0]
-        assert law.curve.parts(_wide(layers, width - 64), 4)[1] <= law.curve.parts(_wide(layers, width - 64), 4)[0]
-
-
-def _wide(layers: int, width: int) -> Shape:
-    return next(iter(grid_shapes(unbounded(TINY), [layers], [width]).values()))
 
 
 def test_a_fitted_profile_predicts_like_a_measured_one():
@@ -155,7 +142,3 @@ def test_a_law_predicts_a_shape_by_name(space):
     shown = call("predict", "--draft-profile", spec, "--target-profile", f"tiny-16x256@{folder}", "--acceptance", "0.7",
                  "--k", "1", "--context", "20", "--max-tokens", "16")  # fmt: skip
     assert "latency law" in shown
-
-
-def test_a_latency_budget_needs_a_law(space):
-    assert "--law" in call("design", "--latency-ms", "2", "--source", "tiny", code=1)

@@ -156,27 +156,6 @@ def test_a_broken_file_is_said_in_a_line(tmp_path):
         read_search(tmp_path)
 
 
-def test_the_choice_is_explained_by_pass_and_acceptance():
-    found = search_of({"a": 120, "b": 110}, given=("b",))
-    slower = trial("b", 110).model_copy(update={"draft_ms": 1.5, "length": 2.25})
-    rung = found.rungs[0].model_copy(update={"trials": [trial("a", 120), slower]})
-    gain = Interval(value=1.2, low=1.1, high=1.3, n=8)
-    behind = Interval(value=1 / 1.1, low=0.8, high=1.05, n=8)
-    measured = [
-        Measured(name=name, k=2, length=2.0, tokens_per_second=rate, gain=gain, ratio_to_fastest=against)
-        for name, rate, against in (("a", 121, None), ("b", 110, behind))
-    ]
-    text = found.model_copy(update={"rungs": [rung], "measured": measured}).explain()
-    assert text[0] == (
-        "a with K = 2: 121 tokens/s measured in whole requests, 1.20x (1.10 to 1.30) of plain decoding (predicted "
-        "1.20x in TPOT at K = 2)."
-    )
-    assert text[1].startswith(
-        "b (named): -9.1% (-20.0% to +5.0%), within the noise. By prediction its passes take 50% longer, and it "
-        "gets 0.25 tokens more"
-    )
-
-
 @pytest.fixture
 def space(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -65,9 +65,13 @@ def prepare_auto(config: AutoConfig, weights: bool) -> PreparedAuto:
         target = hub.locate(config.target, weights=False)
     if config.verify_with is not None and not config.verify_with.is_file():
         raise UserError(f"--verify-with {config.verify_with}: no such program")
+    import torch
+
+    from draftlab.atomic import check_space
     from draftlab.model import checkpoint
     from draftlab.model.size import read_size
-    from draftlab.searching.plan import Request
+    from draftlab.searching.costs import measure_machine
+    from draftlab.searching.plan import Request, make_plan
     from draftlab.searching.prompts import find_prompts
 
     with about("--device"):
@@ -89,10 +93,19 @@ def prepare_auto(config: AutoConfig, weights: bool) -> PreparedAuto:
         program=None if program is None else Path(program),
     )
     name = f"auto-{hub.checkpoint_name(Path(config.target.partition('@')[0]))}"
+    folder = config.out or workspace.load().runs / name
+    settings = {key: value for key, value in config.settings().items() if key != "out"}
+    plan = _unfinished(folder, settings)
+    if plan is None:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        machine = measure_machine(request.size, device, checkpoint.resolve_dtype(config.dtype, device), folder)
+        plan = make_plan(request, machine, config.minutes, settings)
+        check_space(folder, plan.disk, "its drafts")
     return PreparedAuto(
         name=name,
         request=request,
-        plan=_plan(config, request, device, config.out or workspace.load().runs / name),
+        plan=plan,
         running={
             "device": config.device,
             "trust_remote_code": config.trust_remote_code or None,
@@ -140,34 +153,18 @@ def auto(prepared: PreparedAuto, output: Output) -> Found:
     return Found(path=folder, show=[*verdict.lines(), str(folder)], data=data, verdict=verdict)
 
 
-def _plan(config: AutoConfig, request: "Request", device: Any, folder: Path) -> "Plan":
-    """Return the plan of an unfinished run in folder, or a new one.
-
-    Raises:
-        UserError: the run there had other settings, or the disk is too small; see make_plan.
-    """
-    import torch
-
-    from draftlab.atomic import check_space
-    from draftlab.model import checkpoint
+def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
+    """Return the plan of an unfinished run in folder. Raises UserError: the run there had other settings."""
     from draftlab.reading import read_model
     from draftlab.searching.auto import PLAN
-    from draftlab.searching.costs import measure_machine
-    from draftlab.searching.plan import Plan, make_plan
+    from draftlab.searching.plan import Plan
 
-    settings = {name: value for name, value in config.settings().items() if name != "out"}
-    if (folder / PLAN).exists():
-        before = read_model(Plan, folder, PLAN)
-        changed = [config.flag(name) for name, value in settings.items() if before.settings.get(name) != value]
-        if changed:
-            raise UserError(f"{folder} is a run with other {', '.join(changed)}; choose another --out, or remove it")
-        return before
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    machine = measure_machine(request.size, device, checkpoint.resolve_dtype(config.dtype, device), folder)
-    plan = make_plan(request, machine, config.minutes, settings)
-    check_space(folder, plan.disk, "its drafts")
-    return plan
+    if not (folder / PLAN).exists():
+        return None
+    before = read_model(Plan, folder, PLAN)
+    if changed := [AutoConfig.flag(name) for name, value in settings.items() if before.settings.get(name) != value]:
+        raise UserError(f"{folder} is a run with other {', '.join(changed)}; choose another --out, or remove it")
+    return before
 
 
 def _rule(config: AutoConfig) -> str | None:

@@ -91,7 +91,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> PreparedSearch:
     names = [hub.checkpoint_name(Path(head.heads)) for head in heads]
     if len({*names, hub.checkpoint_name(target)}) <= len(heads):
         raise UserError(f"--against: two directories have the same name, rename one: {', '.join(names)}")
-    text, prompts = _texts(config, weights)
+    text, prompts = _texts(config.data, config.outputs, config.prompt_file, weights)
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     return PreparedSearch(
@@ -136,27 +136,27 @@ def search(prepared: PreparedSearch, output: Output) -> Searched:
     return Searched(path=output.out, show=lines, data=data, search=result, draft=output.out / "draft")
 
 
-def _texts(config: SearchConfig, weights: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _texts(
+    data: str, outputs: Path | None, prompt_file: Path | None, weights: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of the text to learn from, and of the prompts. Raises UserError: they cannot be read."""
     from draftlab.data.text import check_prompts
     from draftlab.searching.run import PROMPT_TOKENS
     from draftlab.target_outputs.store import finished_manifest
 
-    data = {"data": config.data}
-    if config.outputs is not None:
+    if outputs is not None:
         with about("--outputs"):
-            if finished_manifest(config.outputs).top_logprobs == 0:
-                raise UserError(f"{config.outputs} stores no probabilities; build it with --use distill")
-    if config.prompt_file is not None:
+            if finished_manifest(outputs).top_logprobs == 0:
+                raise UserError(f"{outputs} stores no probabilities; build it with --use distill")
+    if prompt_file is not None:
         with about("--prompt-file"):
-            check_prompts(config.prompt_file)
-    if config.outputs is None or config.prompt_file is None:
+            check_prompts(prompt_file)
+    if outputs is None or prompt_file is None:
         with about("--data"):
-            hub.check_data(config.data) if weights else hub.check_local_data(config.data)
-    prompts = data | {"prompt_tokens": PROMPT_TOKENS}
+            hub.check_data(data) if weights else hub.check_local_data(data)
     return (
-        data if config.outputs is None else {"outputs": config.outputs},
-        prompts if config.prompt_file is None else {"prompt_file": config.prompt_file},
+        {"data": data} if outputs is None else {"outputs": outputs},
+        {"data": data, "prompt_tokens": PROMPT_TOKENS} if prompt_file is None else {"prompt_file": prompt_file},
     )
 
 

@@ -25,16 +25,16 @@ def example() -> str:
     return re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
 
 
-def install(site: Path, package: str, drafters: dict[str, str]) -> None:
+def install(site: Path, package: str, modules: dict[str, str], group: str = "draftlab.drafters") -> None:
     """Write what an installed package has: the modules by name, and their entry points."""
     site.mkdir(exist_ok=True)
-    points = [f"{module.replace('_', '-')} = {module}" for module in drafters]
-    for module, text in drafters.items():
+    points = [f"{module.replace('_', '-')} = {module}" for module in modules]
+    for module, text in modules.items():
         (site / f"{module}.py").write_text(text)
     info = site / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("\n".join(["[draftlab.drafters]", *points, ""]))
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *points, ""]))
 
 
 @pytest.fixture

@@ -1,0 +1,44 @@
+"""A server from one file outside the tree is in help and errors, checked for, exported to, and given its script."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_outside import draftlab, install
+
+GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
+(PLUGIN,) = [text for text in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "@server" in text]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    site, broken = tmp_path / "site", "import a_package_that_is_not_there"
+    install(site, "toy-serve", {"toyserve": PLUGIN}, "draftlab.servers")
+    install(site, "broken-servers", {"needs_more": broken}, "draftlab.servers")
+    return site
+
+
+def test_a_server_from_outside_is_checked_for_and_exported_to(site, family_dirs, tmp_path):
+    model = str(family_dirs["llama"])
+    files = ("check", model, "--target", model, "--files-only", "--json")
+    found = json.loads(draftlab(site, *files, "--for", "toyserve").stdout)["findings"]
+    assert [row["level"] for row in found if row["about"] == "toyserve"] == ["error"]
+    everything = {row["about"] for row in json.loads(draftlab(site, *files).stdout)["findings"]}
+    assert {"toyserve", "vllm", "llama.cpp"} <= everything  # a broken package breaks nothing else
+    made = draftlab(site, "export", model, "--target", model, "--to", "toyserve", "--k", "3", "--out", "out")
+    assert made.returncode == 0, made.stderr
+    script = (tmp_path / "out" / "serve.sh").read_text()
+    assert script.splitlines()[1:] == ["# K = 3: set by --k", f"exec toyserve {model} --k 3"]
+    assert script.splitlines()[2] in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_server_from_outside_is_in_help_and_errors(site):
+    assert "toyserve" in draftlab(site, "export", "--help").stdout
+    for option, command in (("--to", "export"), ("--for", "check")):
+        refused = draftlab(site, command, "tiny", "--target", "tiny", option, "toyserv")
+        assert (refused.returncode, "did you mean 'toyserve'" in refused.stderr) == (1, True), refused.stderr
+    refused = draftlab(site, "export", "tiny", "--target", "tiny", "--to", "needs-more")
+    assert refused.returncode == 1
+    assert len(refused.stderr.splitlines()) == 1
+    assert "broken-servers" in refused.stderr

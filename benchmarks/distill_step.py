@@ -21,13 +21,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from draftlab.training.training_setup import stored_setup
 from transformers import PreTrainedModel, TrainerCallback
 
 from benchmarks import environment
 from draftlab.console import note
 from draftlab.data import HeldOut, TokenBatches, open_batches
 from draftlab.model import checkpoint, hub
+from draftlab.training.drafts import stored_setup
 from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import MAX_GRAD_NORM, StepRecord, TrainingSetup, train
@@ -60,7 +60,7 @@ def main(
         teacher=_target(settings), batches=text, heldout=HeldOut([text.batch(0)], 1.0), loss=parse_loss(loss)
     )
     stored = _cache(folder, BATCHES * rows, seq_len)
-    cached = stored_setup(stored, small, loss=loss, batch_size=rows, temperature=1.0, seed=0)
+    cached = stored_setup(stored, small, loss, 1.0, rows=rows, seed=0)
     seconds = _taking_turns({"cached": _ours(small, cached, settings), "local": _ours(small, setup, settings)}, steps)
     report: dict[str, object] = {"cached_over_local": _ratio(seconds, "cached", "local")}
     if importlib.util.find_spec("trl"):

@@ -86,8 +86,6 @@ class Command:
 
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
         prepared = self.prepare(config, not dry_run) if self.prepare else None
-        if prepared is None:
-            config.check(weights=not dry_run)
         values = config if prepared is None else prepared
         if not isinstance(config, OutputConfig):
             return self.function(values)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from draftlab.commands.base import Outcome, command
 from draftlab.config.distill import DistillConfig
-from draftlab.config.inputs import check_store
+from draftlab.config.outputs import check_store
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.model import hub

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftlab.commands.base import Outcome, command
-from draftlab.config import inputs, shared
+from draftlab.config import shared
 from draftlab.config.drafters import DrafterSpec, parse_drafter
 from draftlab.config.score import ScoreConfig
 from draftlab.config.server_rules import Acceptance, acceptance_of
@@ -249,17 +249,17 @@ def _requests(config: ScoreConfig, tokenizer: Path, source: str) -> "Requests":
 
 def _checkpoint(name: str, weights: bool) -> Path:
     """Raises UserError: it is no whole model, or not there."""
-    inputs.checkpoint(name, weights)
+    hub.check_whole(name, weights)
     return hub.locate(name, weights)
 
 
 def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
     """Return directories by their names, which end in @TYPE where a rounded copy was asked for."""
-    inputs.check_rounded(*names)
+    hub.check_rounded(*names)
     drafts: dict[str, Path] = {}
     for name in names:
         base, _, kind = name.rpartition("@")
-        rounded = bool(base) and kind in inputs.TYPES
+        rounded = bool(base) and kind in hub.ROUNDED
         path = _checkpoint(base if rounded else name, weights)
         drafts[hub.checkpoint_name(path) + (f"@{kind}" if rounded else "")] = path
     if len(drafts) < len(names):

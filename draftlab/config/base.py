@@ -38,14 +38,13 @@ def option(
     argument: bool = False,
     shown_default: str | None = None,
     typed: type | None = None,
-    reads: Callable[[Any, bool], None] | None = None,
 ) -> Any:
     """Return a field of a config that is also an option of its command.
 
     default: left out, the option is required. factory: computes the default when a config is built, perhaps of the
     fields above it. flag: spelled otherwise than the field. advanced: accepted but not listed in --help;
     docs/configuration.md lists it. argument: positional, or by flag where there is one. shown_default: what --help
-    says in place of the default. typed: type on the command line, if another. reads: checks what it names (inputs.py).
+    says in place of the default. typed: type on the command line, if another.
     """
     extra = {
         "flag": flag,
@@ -54,7 +53,6 @@ def option(
         "argument": argument,
         "shown_default": shown_default,
         "typed": typed,
-        "reads": reads,
     }
     if factory is not None:
         return Field(default_factory=factory, description=help, ge=ge, le=le, gt=gt, json_schema_extra=extra)
@@ -167,28 +165,6 @@ class Config(BaseModel):
             UserError: there is no such output.
         """
         return self
-
-    def check(self, *, weights: bool) -> None:
-        """Check what the settings name, as far as that needs no torch; settings that this mode refuses are left out.
-
-        weights: the files of weights must be here, too.
-
-        Raises:
-            UserError: it is not there, or is something else.
-        """
-        idle = self._idle()
-        for name in type(self).model_fields:
-            if name in idle:
-                continue
-            reads, value = extra(type(self).model_fields[name])["reads"], self.__dict__[name]
-            if reads is not None and value is not None:
-                for each in value if isinstance(value, list) else [value]:
-                    reads(each, weights and self.loads_weights)
-
-    @property
-    def loads_weights(self) -> bool:
-        """Return whether the checkpoints that are named are loaded here."""
-        return True
 
     def _idle(self) -> set[str]:
         """Return the settings that this mode refuses."""

@@ -58,7 +58,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     )
     draft: str | None = option(None, "Checkpoint to train. Default: the newest pruned one; of heads, a new head.")
     target: str = from_workspace("target", "Checkpoint of the target: a directory, or a hub name with @REVISION.")
-    data: str = shared.data(reads=None)
+    data: str = shared.data()
     text: Annotated[str, AfterValidator(_texts)] = option(
         "data", "Train on the data itself, on text of the target, on text of the draft: data, or target=0.7,draft=0.3."
     )

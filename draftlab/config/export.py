@@ -7,10 +7,10 @@ from pydantic import field_validator
 from typing_extensions import Self
 
 from draftlab.config.base import MAX_K, Config, Only, OutputConfig, from_workspace, option
-from draftlab.config.inputs import TYPES
 from draftlab.config.shared import CheckpointSettings, Device, data, device, newest_draft, prompt_file, target
 from draftlab.console import note
 from draftlab.errors import did_you_mean
+from draftlab.model.hub import ROUNDED
 from draftlab.registry import SERVERS
 
 FORMATS = {"hf": "", "gguf": "llama.cpp", "speculators": "vllm"}  # of no server's own, and the servers that load them
@@ -21,7 +21,7 @@ class DraftConfig(Config, CheckpointSettings):
     draft: str | None = option(
         None, "Checkpoint of the draft, or EAGLE-3 head. Default: the newest draft.", argument=True, flag="--draft"
     )
-    target: str = target(reads=None)
+    target: str = target()
 
     def resolved(self) -> Self:
         if self.draft is not None:
@@ -58,7 +58,7 @@ class ExportConfig(DraftConfig, OutputConfig):
         "What is written: hf, a Hugging Face directory; gguf, a GGUF file; one of them with a script that serves it in "
         f"{', '.join(SERVERS.names())}; or speculators, an EAGLE-3 head in that layout, which vLLM serves.",
     )
-    outtype: str = option("f16", f"GGUF: type of matrices, {', '.join(TYPES)}.")
+    outtype: str = option("f16", f"GGUF: type of matrices, {', '.join(ROUNDED)}.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "Hugging Face: data type of weights. Default: as stored."
     )
@@ -78,7 +78,7 @@ class ExportConfig(DraftConfig, OutputConfig):
         None, "Score the export where it runs: path of vllm, or of llama.cpp's llama-server."
     )
     temperature: float = option(0.0, "Temperature to verify at.", ge=0, advanced=True)
-    data: str = data("Prompts to verify with.", reads=None, advanced=True)
+    data: str = data("Prompts to verify with.", advanced=True)
     prompt_file: Path | None = prompt_file(advanced=True)
     device: Device = device()
 
@@ -93,8 +93,8 @@ class ExportConfig(DraftConfig, OutputConfig):
     @field_validator("outtype")
     @classmethod
     def _is_a_type(cls, outtype: str) -> str:
-        if outtype not in TYPES:
-            raise ValueError(f"no such type{did_you_mean(outtype, TYPES)}; llama.cpp's llama-quantize makes others")
+        if outtype not in ROUNDED:
+            raise ValueError(f"no such type{did_you_mean(outtype, ROUNDED)}; llama.cpp's llama-quantize makes others")
         return outtype
 
     only = (

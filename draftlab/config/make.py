@@ -52,7 +52,7 @@ class DesignConfig(Config):
     kv_kib: float | None = option(None, "Budget: KiB of KV cache per token in bf16.", gt=0)
     latency_ms: float | None = option(None, "Budget: milliseconds of a one-token pass, by the latency law.", gt=0)
     layers: Numbers = numbers("1-12", "Depths to try, as 2,4,8 or 1-8.")
-    source: str = shared.source(reads=None)
+    source: str = shared.source()
     vocab: shared.Vocab = shared.draft_vocab("the target's answers")
     multiple_of: int = option(64, "The ffn is a multiple of this.", ge=1, advanced=True)
     tensor_parallel: int = option(1, "Devices over which heads, kv-heads and ffn split evenly.", ge=1)

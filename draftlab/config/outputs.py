@@ -7,13 +7,24 @@ from draftlab.config import shared
 from draftlab.config.base import SERVER, Config, DraftedTokens, Only, OutputConfig, numbers, option
 from draftlab.config.drafters import parse_drafter
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
+from draftlab.errors import UserError
 from draftlab.model import hub
+
+MANIFEST = "manifest.json"  # of stored target outputs
+
+
+def check_store(directory: Path) -> None:
+    """Raises UserError: a directory without the manifest of stored outputs."""
+    if not (directory / MANIFEST).exists():
+        raise UserError(
+            f"{directory} is not a store of target outputs (no {MANIFEST}); draftlab outputs build makes one"
+        )
 
 
 class StoredTargetSettings(shared.CheckpointSettings):
     """The target whose outputs are stored, in memory or on a server."""
 
-    target: str = shared.target(reads=None)
+    target: str = shared.target()
     server: str | None = option(None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER)
     api_key_file: Path | None = option(None, "File with the server's API key.", panel=SERVER, advanced=True)
 
@@ -26,7 +37,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     from_file: Path | None = option(
         None, "Store a server's log instead, requests in JSON lines (docs/formats.md), to distil from.", flag="--from"
     )
-    data: str = shared.data(reads=None)
+    data: str = shared.data()
     prompt_file: Path | None = option(
         None, "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category."
     )
@@ -114,7 +125,7 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     drafter: list[str] = option(
         factory=list, help="Other drafter that can be replayed, NAME or NAME:KEY=VALUE,...; repeat for several."
     )
-    target: str = shared.target(reads=None)
+    target: str = shared.target()
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
     rule: Literal["rejection", "match"] = option(
         "rejection", "rejection: accept with min(1, q/p); match: accept what is the target's own sample."

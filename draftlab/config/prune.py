@@ -26,8 +26,8 @@ class PruneConfig(OutputConfig):
         panel=SHAPE,
         advanced=True,
     )
-    source: str = source(reads=None)
-    data: str = data("Calibration text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", reads=None)
+    source: str = source()
+    data: str = data("Calibration text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")
     outputs: Path | None = option(
         None,
         "Outputs of the target (draftlab outputs build) to calibrate on, and to count the ids of --vocab in.",

@@ -28,7 +28,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         help="Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat for several. "
         f"Names: {', '.join(DRAFTERS.names())}.",
     )
-    target: str = shared.target(reads=None)
+    target: str = shared.target()
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
     batch: Numbers = numbers("1", "Prompts decoded at once; 1,4 gives a score for each.")
     data: str = from_workspace("data", "Source of held-out text for prompts.")

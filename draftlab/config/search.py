@@ -29,8 +29,8 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try.")
     parallel: bool = option(False, "Search for parallel drafts, which learn to draft the most of --k in one pass.")
     target: str = from_workspace("target", "Checkpoint of the target: a directory, or a hub name with @REVISION.")
-    source: str = shared.source(reads=None)
-    data: str = shared.data(reads=None)
+    source: str = shared.source()
+    data: str = shared.data()
     outputs: Path | None = option(
         None, "Stored target outputs to cut, trim and distil with, instead of --data.", panel=TEXT
     )

@@ -1,14 +1,12 @@
 """Settings that several commands have, with the names of transformers, TRL and vLLM."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator
 
 from draftlab import workspace
-from draftlab.config import inputs
 from draftlab.config.base import SERVER, Only, from_workspace, option
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.shape import parse_count, parse_vocab
@@ -20,7 +18,6 @@ ChatMode = Literal["auto", "on", "off"]
 LossOn = Literal["assistant", "all"]
 Optimizer = Literal["adamw", "muon"]
 TrainingDtype = Literal["auto", "float32", "bfloat16"]
-Reads = Callable[[Any, bool], None]  # a check of what an option names, see inputs.py
 SAMPLING = "Sampling"
 DEVICE = re.compile(r"auto|(cpu|cuda|xpu|mps|npu|hpu|meta)(:\d+)?")
 
@@ -35,19 +32,17 @@ def _vocab(value: object) -> object:
 Vocab = Annotated[int | None, BeforeValidator(_vocab)]  # written 16k or 16384
 
 
-def target(reads: Reads | None = inputs.checkpoint, **others: Any) -> Any:
+def target(**others: Any) -> Any:
     text = "Checkpoint of the target: a directory, or a hub name with @REVISION."
-    return from_workspace("target", text, reads=reads, **others)
+    return from_workspace("target", text, **others)
 
 
-def source(reads: Reads | None = inputs.checkpoint) -> Any:
-    return from_workspace("source", "Checkpoint that drafts are cut from.", reads=reads)
+def source() -> Any:
+    return from_workspace("source", "Checkpoint that drafts are cut from.")
 
 
-def data(
-    help: str = "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", reads: Reads | None = inputs.text, **others: Any
-) -> Any:
-    return from_workspace("data", help, reads=reads, **others)
+def data(help: str = "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", **others: Any) -> Any:
+    return from_workspace("data", help, **others)
 
 
 def _known_device(name: str) -> str:
@@ -120,8 +115,7 @@ def memory() -> Any:
 
 def prompt_file(**others: Any) -> Any:
     return option(
-        None, "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.",
-        reads=inputs.prompts, **others,
+        None, "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.", **others,
     )  # fmt: skip
 
 
@@ -174,13 +168,9 @@ class CheckpointSettings(BaseModel):
 class ServerConnection(BaseModel):
     """A running server in place of the target's checkpoint."""
 
-    server: str | None = option(
-        None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER, reads=inputs.server
-    )
+    server: str | None = option(None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER)
     served_model: str | None = option(None, "Model of the server. Default: its first.", panel=SERVER, advanced=True)
-    api_key_file: Path | None = option(
-        None, "File with the server's API key.", panel=SERVER, advanced=True, reads=inputs.file
-    )
+    api_key_file: Path | None = option(None, "File with the server's API key.", panel=SERVER, advanced=True)
 
 
 class ServerSettings(ServerConnection, CheckpointSettings):
@@ -188,7 +178,6 @@ class ServerSettings(ServerConnection, CheckpointSettings):
 
     tokenizer: Path | None = option(
         None, "Directory of the server's tokenizer, if not that of --target.", panel=SERVER, advanced=True,
-        reads=inputs.tokenizer,
     )  # fmt: skip
 
     @property

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from draftlab.config import inputs
 from draftlab.drafters import DrafterSpec, Input, drafter
+from draftlab.model import hub
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +21,7 @@ class DraftModelSpec(DrafterSpec):
     draft: str = ""
 
     def inputs(self) -> list[Input]:
-        return [Input(self.draft, inputs.checkpoint, is_model=True), *super().inputs()]
+        return [Input(self.draft, hub.check_whole, is_model=True), *super().inputs()]
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
         from draftlab.engine.generate import ModelDrafter

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from draftlab.config import inputs
+from draftlab.config.outputs import check_store
 from draftlab.console import note
 from draftlab.drafters import DrafterSpec, Input, RunFacts, drafter
 from draftlab.errors import UserError
@@ -23,7 +23,7 @@ class OutputsSpec(DrafterSpec):
     outputs: str = ""
 
     def inputs(self) -> list[Input]:
-        stored = [Input(self.outputs, lambda name, weights: inputs.check_store(Path(name)))] if self.outputs else []
+        stored = [Input(self.outputs, lambda name, weights: check_store(Path(name)))] if self.outputs else []
         return [*super().inputs(), *stored]
 
     def check(self, run: RunFacts) -> None:

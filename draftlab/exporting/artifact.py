@@ -19,7 +19,7 @@ from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer, hf, trials
 from draftlab.exporting.form import Form
 from draftlab.model import checkpoint, decoder, eagle, hub, llama, parallel
-from draftlab.model.eagle import HeadConfig
+from draftlab.model.eagle import HeadShape
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_files import read_head_ids
 from draftlab.model.sentencepiece import PROBES
@@ -82,7 +82,7 @@ class DraftModel:
 
     kind: DraftKind = "draft model"
     in_parallel = False
-    head: HeadConfig | None = None
+    head: HeadShape | None = None
     layer_ids: Sequence[int] = ()
     most = MAX_K
     default_k: tuple[int, str] = (4, UNMEASURED_K)
@@ -281,9 +281,9 @@ class EagleHead:
     default_k: tuple[int, str] = (3, UNMEASURED_K)
     most = MOST_OF_HEAD
 
-    def __init__(self, path: Path, target: Path, head: HeadConfig, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, target: Path, head: HeadShape, config: Mapping[str, Any]) -> None:
         self.path, self.target, self.config = path, target, config
-        self.head: HeadConfig | None = head
+        self.head: HeadShape | None = head
         self.shape: Shape | None = head.shape
         self.layer_ids: Sequence[int] = head.layer_ids
         self.sizes = head

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.exporting.gguf_tokenizer import GGUFTokenizer, read_tokenizer
 from draftlab.model import checkpoint
-from draftlab.model.eagle import HeadConfig
+from draftlab.model.eagle import HeadShape
 from draftlab.model.shape import Shape
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -92,7 +92,7 @@ def write(directory: Path, file: Path, qtype: str) -> Written:
     return _write(directory, file, qtype, name, shape, tokenizer, tensor_infos(shape, qtype), weights, {})
 
 
-def write_head(directory: Path, target: Path, config: HeadConfig, file: Path, qtype: str) -> Written:
+def write_head(directory: Path, target: Path, config: HeadShape, file: Path, qtype: str) -> Written:
     """Write an EAGLE-3 head in the native layout as llama.cpp reads it, with the target's tokenizer.
 
     llama.cpp's d2t are the target's ids themselves.

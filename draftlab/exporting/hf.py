@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from draftlab.config.inputs import TYPES
 from draftlab.exporting.gguf import fake_quantize
 from draftlab.model import checkpoint, saving
 from draftlab.model.hf_files import read_head_ids, write_head_ids
+from draftlab.model.hub import ROUNDED
 from draftlab.model.trimmed_head import as_whole
 from draftlab.training.vocabulary import resize
 
@@ -59,7 +59,7 @@ def as_quantized(draft: Path, qtype: str | None) -> Iterator[Path]:
 def parse_quantized_name(name: str) -> tuple[str, str | None]:
     """Split 'draft@q8_0' into name and type; any other name has no type."""
     base, _, qtype = name.rpartition("@")
-    return (base, qtype) if base and qtype in TYPES else (name, None)
+    return (base, qtype) if base and qtype in ROUNDED else (name, None)
 
 
 def _tokenizer_files(directory: Path) -> list[bytes | None]:

@@ -65,7 +65,7 @@ class Target:
         return (2, self.layers // 2, self.layers - 3) if self.layers > 6 else (1, self.layers // 2, self.layers - 1)
 
 
-class HeadConfig(FileModel):
+class HeadShape(FileModel):
     """Sizes of a head. layer_ids: i is the residual stream of the target after i layers, before the final norm.
 
     rope: rope_parameters of transformers.
@@ -142,7 +142,7 @@ class HeadConfig(FileModel):
 class Head:
     """A head in memory. ids: the target's id of each draft id, [W]. embedding: its own, [V, D]; None: the target's."""
 
-    config: HeadConfig
+    config: HeadShape
     weights: Mapping[str, Tensor]
     ids: Tensor
     embedding: Tensor | None
@@ -150,7 +150,7 @@ class Head:
 
 def head_config(
     target: Path, layer_ids: Sequence[int] | None, draft_vocab: int, norm_before_residual: bool = False
-) -> HeadConfig:
+) -> HeadShape:
     """Return a head whose layer has the sizes, rotary frequencies and norms of the target's own.
 
     Raises:
@@ -161,7 +161,7 @@ def head_config(
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
     one_rope = isinstance(rope, dict) and "rope_type" in rope
     try:
-        head = HeadConfig(
+        head = HeadShape(
             hidden=sizes.hidden, heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or sizes.hidden // heads,
             ffn=getattr(config, "intermediate_size", None) or 4 * sizes.hidden,
@@ -176,7 +176,7 @@ def head_config(
     return head
 
 
-def check(folder: Path, target: Path) -> HeadConfig:
+def check(folder: Path, target: Path) -> HeadShape:
     """Read the configuration of a head and the sizes of its tensors; no weight is read.
 
     Raises:
@@ -229,7 +229,7 @@ def write(folder: Path, head: Head, layout: Layout, *, target: Path, k: int, ver
     (folder / "config.json").write_text(json.dumps(content | {"dtype": dtype, "torch_dtype": dtype}, indent=2))
 
 
-def _native_json(config: HeadConfig) -> dict[str, object]:
+def _native_json(config: HeadShape) -> dict[str, object]:
     """Return the configuration as SpecForge writes it, with every field that a server reads."""
     return _llama_json(config) | {
         "architectures": [ARCHITECTURE],
@@ -245,7 +245,7 @@ def _native_json(config: HeadConfig) -> dict[str, object]:
     }
 
 
-def _speculators_json(config: HeadConfig, target: Path, k: int, verifier: str) -> dict[str, object]:
+def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) -> dict[str, object]:
     architectures = checkpoint.read_config(target).get("architectures", [])
     return {
         "architectures": ["Eagle3Speculator"],
@@ -267,7 +267,7 @@ def _speculators_json(config: HeadConfig, target: Path, k: int, verifier: str) -
     }
 
 
-def _llama_json(config: HeadConfig) -> dict[str, object]:
+def _llama_json(config: HeadShape) -> dict[str, object]:
     theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}  # for older readers
     return theta | {
         "model_type": "llama",
@@ -288,7 +288,7 @@ def _llama_json(config: HeadConfig) -> dict[str, object]:
     }
 
 
-def _from_json(content: Mapping[str, Any], target: Target, folder: Path) -> HeadConfig:
+def _from_json(content: Mapping[str, Any], target: Target, folder: Path) -> HeadShape:
     """Raises UserError: a configuration of something else, or of a head with parts that are not computed."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import LlamaConfig
@@ -308,7 +308,7 @@ def _from_json(content: Mapping[str, Any], target: Target, folder: Path) -> Head
         )
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(f"{folder / 'config.json'}: {' '.join(str(error).split())[:200]}") from None
-    return HeadConfig(
+    return HeadShape(
         hidden=llama.hidden_size, heads=llama.num_attention_heads, kv_heads=llama.num_key_value_heads,
         head_dim=llama.head_dim, ffn=llama.intermediate_size, eps=llama.rms_norm_eps,
         context=llama.max_position_embeddings, rope=dict(llama.rope_parameters), vocab=llama.vocab_size,
@@ -333,7 +333,7 @@ def _layer_ids(content: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[in
     return tuple(i + 1 for i in ids) if ids else None
 
 
-def _check_fits(config: HeadConfig, target: Target, name: str, *, own_embedding: bool) -> None:
+def _check_fits(config: HeadShape, target: Target, name: str, *, own_embedding: bool) -> None:
     """Raises UserError: the head is one of another target."""
     pairs = (("hidden size", config.target_hidden, target.hidden), ("vocabulary", config.vocab, target.vocab))
     for what, own, expected in pairs:
@@ -350,7 +350,7 @@ def _check_fits(config: HeadConfig, target: Target, name: str, *, own_embedding:
         )
 
 
-def _check_tensors(config: HeadConfig, tensors: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def _check_tensors(config: HeadShape, tensors: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Raises UserError: a tensor that is missing, unknown, or of another size."""
     expected = config.sizes()
     optional = {

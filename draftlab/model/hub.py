@@ -25,6 +25,7 @@ TIMEOUT_SECONDS = 3
 IMPORTED = "draftlab import converts .bin files and adapters by this name, and a downloaded GGUF file"
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
 TEXT_SUFFIXES = (".json", ".jsonl", ".md", ".parquet", ".py", ".txt")
+ROUNDED = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # types of a GGUF file's matrices
 
 
 def locate(name: str | Path, weights: bool = True) -> Path:
@@ -203,3 +204,24 @@ def _fetch(repo: str, revision: str, patterns: list[str], ignored: list[str] | N
     local = _siblings(Path(name))
     hint = did_you_mean(name, local) if local else ""
     raise UserError(f"{name} is not a directory and could not be downloaded: {reason}{hint}")
+
+
+def check_whole(name: str, weights: bool) -> None:
+    """Refuse what is no local checkpoint of a whole model; those of the hub are looked up later.
+
+    name: may end in @TYPE, of rounded weights. weights: the files of weights must be here.
+
+    Raises:
+        UserError: it is a head, or not there.
+    """
+    if is_eagle_head(name):
+        raise UserError(f"{name} has heads on a target and is no whole model; score --drafter eagle:heads={name}")
+    local(name, weights)
+
+
+def check_rounded(*drafts: str) -> None:
+    """Raises UserError: DRAFT@TYPE of a directory on this disk, where TYPE is none of a GGUF file's."""
+    for name in drafts:
+        kind = name.rpartition("@")[2]
+        if kind not in (name, *ROUNDED) and not Path(name).exists() and local(name) is not None:
+            raise UserError(f"--draft {name}: no such type{did_you_mean(kind, ROUNDED)}")

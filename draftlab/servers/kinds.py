@@ -13,7 +13,7 @@ from draftlab.servers.answers import Answer, Completion, PromptLogprobs
 from draftlab.trust import printable
 
 if TYPE_CHECKING:
-    from draftlab.model.eagle import HeadConfig
+    from draftlab.model.eagle import HeadShape
     from draftlab.model.shape import Shape
     from draftlab.servers.client import Server
 
@@ -61,7 +61,7 @@ class Artifact(Protocol):
     target: Path
     config: Mapping[str, Any]
     shape: "Shape | None"
-    head: "HeadConfig | None"
+    head: "HeadShape | None"
     vocab: int
     target_vocab: int
     in_parallel: bool
@@ -98,7 +98,7 @@ class Launch:
     """What a script starts. Control characters in texts become escapes.
 
     reason: why K is what it is. file: the draft's GGUF file in the script's folder. layer_ids: of a head, see
-    eagle.HeadConfig. heterogeneous: the draft has its own vocabulary. k_by_batch: for servers that change K by the
+    eagle.HeadShape. heterogeneous: the draft has its own vocabulary. k_by_batch: for servers that change K by the
     number of requests. own_target: the head's directory names its target and K, as speculators' layout does.
     """
 
@@ -173,11 +173,11 @@ class ServerKind:
         """Yield what a draft model lacks, apart from its vocabulary."""
         yield from ()
 
-    def check_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+    def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         """Yield what keeps the server from a head that draftlab has exported for it."""
         yield from ()
 
-    def check_stored_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+    def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         """Yield what the server misses in a head's config.json as it is, which an export writes."""
         yield from ()
 

@@ -30,7 +30,7 @@ from draftlab.servers.kinds import (
 )
 
 if TYPE_CHECKING:
-    from draftlab.model.eagle import HeadConfig
+    from draftlab.model.eagle import HeadShape
     from draftlab.servers.client import Server
 
 BLOCK, K_BLOCK = 32, 256  # weights of a row that share a scale in its plain types and in its K types
@@ -75,7 +75,7 @@ class LlamaCpp(ServerKind):
             if odd:
                 return
 
-    def check_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+    def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         if len(head.layer_ids) != 3:
             text = f"reads three layers, and the head {len(head.layer_ids)}"
             yield error(self.name, text, "train it with three")

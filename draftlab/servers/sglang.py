@@ -29,7 +29,7 @@ from draftlab.servers.kinds import (
 from draftlab.servers.vllm import NO_PENALTIES
 
 if TYPE_CHECKING:
-    from draftlab.model.eagle import HeadConfig
+    from draftlab.model.eagle import HeadShape
 
 FLASHINFER_HEADS = (64, 128, 256)
 NORMED = "adds the attention to states that are not normed, and the head was trained with norm_before_residual"
@@ -51,11 +51,11 @@ class SGLang(ServerKind):
             fix = "start it with --attention-backend triton"
             yield from check_head_dim(self.name, artifact.shape.head_dim, FLASHINFER_HEADS, fix, "flashinfer")
 
-    def check_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+    def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         if head.norm_before_residual:
             yield error(self.name, NORMED, RETRAIN)
 
-    def check_stored_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+    def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         layers = (artifact.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         export = f"draftlab export --to {self.name}"
         if "speculators_model_type" in artifact.config:

@@ -8,7 +8,7 @@ from draftlab.servers.kinds import SCRIPT_DIRECTORY, Artifact, Finding, Launch, 
 from draftlab.servers.sglang import NORMED, RETRAIN
 
 if TYPE_CHECKING:
-    from draftlab.model.eagle import HeadConfig
+    from draftlab.model.eagle import HeadShape
 
 DECODING_TYPES = {"parallel draft": "PARD", "EAGLE-3 head": "Eagle3"}
 
@@ -18,11 +18,11 @@ class TensorRTLLM(ServerKind):
     parallel = True
     heads = "loads it as it is, with the layers in its options: draftlab export --to tensorrt-llm"
 
-    def check_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+    def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         if head.norm_before_residual:
             yield error(self.name, NORMED, RETRAIN)
 
-    def check_stored_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+    def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         if "speculators_model_type" in artifact.config:
             fix = f"draftlab export --to {self.name} writes SpecForge's"
             yield error(self.name, "does not read speculators' layout", fix)

@@ -32,7 +32,7 @@ from draftlab.servers.kinds import (
 )
 
 if TYPE_CHECKING:
-    from draftlab.model.eagle import HeadConfig
+    from draftlab.model.eagle import HeadShape
     from draftlab.model.shape import Shape
     from draftlab.servers.client import Server
 
@@ -81,10 +81,10 @@ class VLLM(ServerKind):
             fix = "prune to heads and ffn that are multiples of the target's --tensor-parallel-size"
             yield warning(self.name, text, fix)
 
-    def check_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+    def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         yield from check_head_dim(self.name, head.head_dim, CPU_HEADS, "run it on a GPU", "its CPU build")
 
-    def check_stored_head(self, artifact: Artifact, head: "HeadConfig") -> Iterator[Finding]:
+    def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         export = f"draftlab export --to {self.name}"
         if "speculators_model_type" in artifact.config:
             if "norm_before_residual" not in artifact.config:

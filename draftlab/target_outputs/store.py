@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from draftlab import provenance
 from draftlab.atomic import check_free, replacing, write_atomic
-from draftlab.config.inputs import MANIFEST, check_store
+from draftlab.config.outputs import MANIFEST, check_store
 from draftlab.config.shared import LossOn
 from draftlab.console import note
 from draftlab.errors import UserError

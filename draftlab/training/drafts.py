@@ -87,7 +87,8 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
     assert job.draft is not None  # starts_from_draft
     student = _load(job, job.draft, offsets)
     if job.outputs is not None:
-        setup = _stored_setup(job, job.draft, job.outputs)
+        loop = job.loop
+        setup = stored_setup(job.outputs, job.draft, job.loss, job.temperature, rows=loop.batch_size, seed=loop.seed)
     else:
         setup = _text_setup(job, student, job.draft, state, offsets)
     setup = replace(setup, offsets=offsets)
@@ -118,19 +119,17 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
     return student
 
 
-def _stored_setup(job: Distillation, draft: Path, outputs: Path) -> TrainingSetup:
-    """Return a setup from stored target outputs.
+def stored_setup(outputs: Path, draft: Path, loss: str, temperature: float, *, rows: int, seed: int) -> TrainingSetup:
+    """Return a setup from stored target outputs. temperature: of both distributions in the loss.
 
     Raises:
         UserError: another vocabulary, unfinished or corrupt outputs, or a temperature that they do not hold.
     """
     check_embeds(draft)
-    batches, heldout = open_stored(
-        outputs, draft, batch_size=job.loop.batch_size, temperature=job.temperature, seed=job.loop.seed
-    )
+    batches, heldout = open_stored(outputs, draft, batch_size=rows, temperature=temperature, seed=seed)
     teacher = StoredTeacher(batches.manifest.vocab)
     return TrainingSetup(
-        teacher=teacher, batches=batches, heldout=heldout, loss=parse_loss(job.loss), temperature=job.temperature
+        teacher=teacher, batches=batches, heldout=heldout, loss=parse_loss(loss), temperature=temperature
     )
 
 

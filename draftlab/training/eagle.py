@@ -13,7 +13,7 @@ from draftlab.console import note, progress
 from draftlab.data import HeldOut
 from draftlab.engine.timing import matmul_tflops
 from draftlab.model import checkpoint, eagle
-from draftlab.model.eagle import Head, HeadConfig
+from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.shape import format_count
 from draftlab.model.size import read_size
 from draftlab.model.trimmed_head import frequent_ids, template_ids
@@ -58,7 +58,7 @@ class OpenHead:
         return {"coverage": self.coverage}
 
 
-def head_of(spec: EagleStudent, job: Distillation) -> HeadConfig:
+def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
     """Return the head to train. Raises UserError: it does not fit the target."""
     assert job.target is not None  # a head reads its states
     if job.draft is not None:
@@ -143,7 +143,7 @@ def _within_chains(heldout: HeldOut, steps: int) -> HeldOut:
 
 
 def _draft_ids(
-    head: HeadConfig, begun: Head | None, batches: Batches, steps: int, target: Path, state: Path
+    head: HeadShape, begun: Head | None, batches: Batches, steps: int, target: Path, state: Path
 ) -> tuple[np.ndarray, float]:
     """Return the most frequent ids that are trained on, and the share of tokens that they cover; found once.
 
@@ -169,7 +169,7 @@ def _draft_ids(
 
 
 def start_head(
-    head: HeadConfig, begun: Head | None, teacher: EagleTeacher, batches: Batches, loop: Loop,
+    head: HeadShape, begun: Head | None, teacher: EagleTeacher, batches: Batches, loop: Loop,
     seq_len: int, state: Path,
 ) -> EagleHead:  # fmt: skip
     """Return a head to train: the one that was begun, or one from least squares on a little of the text; found once."""

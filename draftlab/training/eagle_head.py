@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from draftlab.model.eagle import Head, HeadConfig
+from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.trimmed_head import TrimmedHead
 from draftlab.training.fused_loss import Dense, fused_loss
 from draftlab.training.losses import Loss
@@ -45,7 +45,7 @@ class Places:
 class Attention(nn.Module):
     """The attention of one step: all positions of the first step up to its own, and its chain's later ones."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadShape) -> None:
         super().__init__()
         d, self.head_dim = config.hidden, config.head_dim
         queries, cached = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -87,7 +87,7 @@ def _attend_along_chains(q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Te
 
 
 class Layer(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadShape) -> None:
         super().__init__()
         llama: Any = config.llama_config()
         self.norm_before_residual = config.norm_before_residual
@@ -115,7 +115,7 @@ class EagleHead(nn.Module):
 
     scale: Tensor
 
-    def __init__(self, config: HeadConfig, embedding: Tensor) -> None:
+    def __init__(self, config: HeadShape, embedding: Tensor) -> None:
         """embedding: the target's, [V, E]."""
         super().__init__()
         self.config = config

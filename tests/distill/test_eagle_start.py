@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.model.eagle import HeadConfig
+from draftlab.model.eagle import HeadShape
 from draftlab.training.eagle_head import EagleHead
 from draftlab.training.eagle_start import RIDGE, Sample, start_linear
 
@@ -46,7 +46,7 @@ def normalised(x: Tensor) -> Tensor:
 
 def started(heads: int, kv_heads: int, head_dim: int, embedding: Tensor, found: Sample) -> EagleHead:
     torch.manual_seed(0)
-    student = EagleHead(HeadConfig(**SIZES, heads=heads, kv_heads=kv_heads, head_dim=head_dim), embedding)
+    student = EagleHead(HeadShape(**SIZES, heads=heads, kv_heads=kv_heads, head_dim=head_dim), embedding)
     start_linear(student, found)
     return student
 

@@ -17,7 +17,7 @@ from draftlab.commands import COMMANDS
 from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import eagle
-from draftlab.model.eagle import Head, HeadConfig
+from draftlab.model.eagle import Head, HeadShape
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.training import eagle as training
 from draftlab.training.eagle_data import StoredRows, within_chains
@@ -40,7 +40,7 @@ def random(*size: int, seed: int = 0) -> Tensor:
 
 
 def random_head(residual: bool) -> Head:
-    config = HeadConfig(**SIZES, norm_before_residual=residual)
+    config = HeadShape(**SIZES, norm_before_residual=residual)
     weights = {name: 0.4 * random(*size, seed=i) for i, (name, size) in enumerate(config.sizes().items())}
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:W].sort().values
     return Head(config=config, weights=weights, ids=ids, embedding=random(V, D, seed=99))
@@ -162,7 +162,7 @@ def test_sequences_that_share_a_row_learn_as_if_they_were_apart():
     assert teacher.takes_packed
     found = []
     for batch in (apart, packed):
-        config = eagle.HeadConfig(
+        config = eagle.HeadShape(
             **SIZES | {"vocab": 307, "draft_vocab": 95, "hidden": 64, "target_hidden": 64}, norm_before_residual=False
         )
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ from draftlab.engine.drafters.ngram import NgramModel
 from draftlab.engine.generate import Drafter, TargetCacheReader, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import draw
 from draftlab.model import llama
-from draftlab.model.eagle import Head, HeadConfig
+from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.sampling import SamplingParams
 
@@ -44,7 +44,7 @@ def ngram_model(target: llama.Llama) -> NgramModel:
 
 def eagle_drafter(target: llama.Llama) -> EagleDrafter:
     """With a head of random weights, whose output layer is the target's, over a third of the ids."""
-    config = HeadConfig(
+    config = HeadShape(
         hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, eps=1e-6, context=256,
         rope={"rope_type": "default", "rope_theta": 10000.0}, vocab=VOCAB, draft_vocab=102, target_hidden=64,
         layer_ids=(1, 2, 3), norm_before_residual=False,

@@ -22,7 +22,7 @@ from draftlab.latency.cost_model import (
     write_profile,
 )
 from draftlab.latency.roofline import Experts, devices, parse_profile, roofline_profile
-from draftlab.model.eagle import HeadConfig
+from draftlab.model.eagle import HeadShape
 from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape
 from draftlab.results.score import Latency
@@ -199,7 +199,7 @@ def test_depth_decides_eager_and_bytes_decide_in_graphs():
 def test_a_head_reads_all_it_is_made_of_at_first_and_then_all_but_what_joins_the_states():
     """What a head of LLaMA-65B would train, by its own table, read at the bandwidth; and a layer's time."""
     shape, device = presets(shipped("widths"))["llama-65b"], devices()["h200"]
-    head = HeadConfig(
+    head = HeadShape(
         hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, ffn=shape.ffn,
         eps=1e-6, context=2048, rope={}, vocab=shape.vocab, draft_vocab=8000, target_hidden=shape.hidden,
         layer_ids=(2, 40, 77), norm_before_residual=False,

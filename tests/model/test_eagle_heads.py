@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, eagle
-from draftlab.model.eagle import Head, HeadConfig
+from draftlab.model.eagle import Head, HeadShape
 from draftlab.training.eagle_head import EagleHead
 
 
@@ -181,7 +181,7 @@ def test_three_layers_of_every_target_that_has_four():
 
 
 def test_the_sizes_are_those_of_the_target():
-    config = HeadConfig(
+    config = HeadShape(
         hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, eps=1e-5, context=8192, rope={}, vocab=49152,
         draft_vocab=12288, target_hidden=576, layer_ids=(2, 15, 27), norm_before_residual=False,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftlab.cli import run_alone
 from draftlab.commands.base import Outcome, command
-from draftlab.config import inputs, shared
+from draftlab.config import shared
 from draftlab.config.base import OutputConfig, option
 from draftlab.errors import UserError
 from draftlab.model import hub
@@ -14,7 +14,7 @@ from draftlab.output import Output
 
 
 class ExportMedusaConfig(OutputConfig):
-    heads: Path = option(help="Output of draftlab distill --student medusa.", argument=True, reads=inputs.file)
+    heads: Path = option(help="Output of draftlab distill --student medusa.", argument=True)
     target: str = shared.target()
     k: int | None = option(None, "Heads to write, each for one drafted token. Default: all.", ge=1)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from draftlab.cli import run_alone
 from draftlab.commands.base import Outcome, command
-from draftlab.config import inputs, shared
+from draftlab.config import shared
 from draftlab.config.base import Only, OutputConfig, option
 from draftlab.output import Output
 
@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 
 
 class ImportPaperTraceConfig(OutputConfig):
-    file: Path = option(help="Trace file: tensor([[...]]) of token ids per prompt.", argument=True, reads=inputs.file)
-    prompt_file: Path = option(help="JSON-lines file of the prompts of the trace.", reads=inputs.prompts)
-    target: str = shared.target(reads=inputs.config_only)
-    tokenizer: Path | None = option(
-        None, "Directory of the target's tokenizer, if not that of --target.", reads=inputs.tokenizer
-    )
+    file: Path = option(help="Trace file: tensor([[...]]) of token ids per prompt.", argument=True)
+    prompt_file: Path = option(help="JSON-lines file of the prompts of the trace.")
+    target: str = shared.target()
+    tokenizer: Path | None = option(None, "Directory of the target's tokenizer, if not that of --target.")
     num_prompts: int | None = option(None, "Import the first prompts only.", ge=1)
     name: str = option("llama-65b", "Name of the target.")
 

@@ -37,7 +37,9 @@ class Expanded(TensorView):
     """
 
     def __init__(self, weights: Mapping[str, Tensor], source: Shape, shape: Shape, seed: int) -> None:
-        super().__init__(Untied(weights, source) if source.tied and not shape.tied else weights, shape)
+        if source.tied and not shape.tied:
+            weights = Untied(weights, source.model_copy(update={"tied": False}))
+        super().__init__(weights, shape)
         self.source, self.seed = source, seed
         self.scale = math.sqrt(source.hidden / shape.hidden)
 

@@ -22,7 +22,8 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from draftlab.atomic import replacing
+from draftlab import provenance
+from draftlab.atomic import replacing, write_atomic
 from draftlab.console import note
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint
@@ -204,9 +205,11 @@ def _is_own(path: Path) -> bool:
 
 
 def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
-    """Return the library in file, compiled if it is missing or not the user's own."""
+    """Return the library in file, compiled if it is missing, not the user's own, or not what was compiled."""
+    digest = file.with_suffix(".sha256")
     with FileLock(file.with_suffix(".lock")):
-        if not (file.exists() and _is_own(file)):
+        known = file.exists() and digest.exists() and _is_own(file) and _is_own(digest)
+        if not known or digest.read_text() != provenance.file_sha256(file):
             note(f"compiling {SOURCE.name}, once per machine")
             with replacing(file) as part:
                 done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
@@ -214,6 +217,7 @@ def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
                     reason = one_line(done.stderr)
                     raise UserError(f"{command[0]} cannot compile {SOURCE}: {reason}; use --mode eager")
                 part.chmod(0o755)
+                write_atomic(digest, provenance.file_sha256(part))
     return ctypes.CDLL(str(file))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import nn
 
@@ -26,6 +27,7 @@ from draftlab.trust import remote_code
 def training(seed: int = 0) -> Training:
     """Two optimizers after a step, random generators in the middle of their streams, and a frozen layer."""
     torch.manual_seed(seed)
+    AcceleratorState._reset_state()  # tests before this one may have chosen another dtype
     accelerator = distributed.new_accelerator("float32", 1.0)
     first, last = nn.Linear(3, 4), nn.Linear(4, 2).requires_grad_(False)
     module = nn.Sequential(first, nn.BatchNorm1d(4), last)

@@ -104,7 +104,7 @@ class Command:
         """Return where a run with these settings writes; weights are neither read nor fetched."""
         if self.prepare is None or config.out is not None:
             return config.output_directory()
-        return _directory(config, self.prepare(config, False))
+        return _directory(config, self.prepare(config.resolved(), False))
 
     @property
     def has_force(self) -> bool:

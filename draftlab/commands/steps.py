@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from draftlab import provenance
 from draftlab.commands.base import Command, Outcome
@@ -12,22 +13,27 @@ from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean, one_line
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
-    """A command with the settings that a recipe names."""
+    """A command with the settings that a recipe names; what they lead to is found once, when it is first asked for."""
 
     command: Command
     settings: dict[str, Any]
     where: str
 
-    @property
+    @cached_property
     def config(self) -> Config:
         return self.command.config.build(self.settings, self.where)
 
-    @property
+    @cached_property
+    def resolved(self) -> Config:
+        return self.config.resolved()
+
+    @cached_property
     def out(self) -> Path | None:
-        config = self.config
-        return self.command.output_directory(config) if isinstance(config, OutputConfig) else None
+        if not isinstance(self.config, OutputConfig):
+            return None
+        return self.config.out or self.command.output_directory(cast(OutputConfig, self.resolved))
 
     @property
     def entry(self) -> dict[str, dict[str, Any]]:
@@ -49,7 +55,7 @@ class Step:
             recorded = self.command.config.build(record.config)
         except UserError:
             return False
-        return recorded.settings() == self.config.resolved().settings() and all(
+        return recorded.settings() == self.resolved.settings() and all(
             Path(path).exists() and provenance.fingerprint(Path(path)) == digest
             for path, digest in record.inputs.items()
         )
@@ -60,7 +66,7 @@ class Step:
             note(f"{label}: already done")
             return Outcome(path=self.out, show=[str(self.out)], data={"path": str(self.out)})
         note(label)
-        return self.command.run(self.config)
+        return self.command.run(self.resolved)
 
 
 def step_of(name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> Step:

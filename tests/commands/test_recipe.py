@@ -124,3 +124,19 @@ def test_dry_run_says_what_is_to_do_and_does_nothing(tmp_path, family_dirs):
     shown = run(recipe=recipe, plan_only=True).show
     assert shown == [f"prune {tmp_path / 'a'}: to do"]
     assert not (tmp_path / "a").exists()
+
+
+def test_steps_without_names_of_outputs_and_drafts_are_found_again(family_dirs, tmp_path, monkeypatch, capsys):
+    """The names come from the newest draft, which the steps before them made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("\n\n".join(f"def f{i}(x):\n    return [x + {i}]\n" * 8 for i in range(60)))
+    model = str(family_dirs["llama"])
+    workspace.write(workspace.Workspace(target=model, source=model, data=str(tmp_path / "text.txt")))
+    few = {"steps": 1, "batch_size": 2, "seq_len": 32}
+    recipe = write(tmp_path / "r.yaml", {"prune": {"layers": 2, "calibration_tokens": 64}}, {"distill": few})
+    run(recipe=recipe)
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draftlab.json")}
+    assert len(made) == 2
+    run(recipe=recipe)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draftlab.json")} == made
+    assert capsys.readouterr().err.count("already done") == 2

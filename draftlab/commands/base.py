@@ -39,12 +39,16 @@ class Outcome:
 
 
 class Prepared(Protocol):
-    """The settings of a command, resolved and checked: the values that its function calls the library with."""
+    """What prepare() returns for a command that writes an output."""
 
     @property
     def name(self) -> str:
         """The name of the output directory under the workspace's runs, unless --out names another."""
         ...
+
+
+class Planned(Prepared, Protocol):
+    """What prepare() returns for a command that can show its plan."""
 
     def facts(self) -> Mapping[str, object]:
         """Return what a dry run shows."""
@@ -55,7 +59,8 @@ class Prepared(Protocol):
 class Command:
     """A command of the command line, of recipes and of tests: all build its config, then run it.
 
-    prepare(config, weights) resolves and checks the settings; without weights, no weights have to be there.
+    prepare(config, weights) resolves and checks the settings, and returns the values that the function calls the
+    library with: a Prepared or Planned where that is said. Without weights, no weights have to be there.
     function(prepared), or function(prepared, output) where the config has an output; without prepare it gets the
     config. dry_run: it can show its plan. resumes: it continues in its own output directory, which nothing replaces.
     """
@@ -65,7 +70,7 @@ class Command:
     function: Callable[..., Outcome]
     dry_run: bool
     resumes: bool
-    prepare: Callable[[Any, bool], Prepared] | None = None
+    prepare: Callable[[Any, bool], Any] | None = None
 
     def __call__(self, *, force: bool = False, dry_run: bool = False, **settings: Any) -> Outcome:
         return self.run(self.config.build(settings), force=force, dry_run=dry_run)
@@ -114,7 +119,7 @@ class Command:
 def command(
     config: type[Config],
     *,
-    prepare: Callable[[Any, bool], Prepared] | None = None,
+    prepare: Callable[[Any, bool], Any] | None = None,
     name: str = "",
     dry_run: bool = False,
     resumes: bool = False,

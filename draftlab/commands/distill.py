@@ -15,8 +15,9 @@ from draftlab.output import Output
 from draftlab.trust import check_address
 
 if TYPE_CHECKING:
+    from draftlab.servers.client import Server
     from draftlab.training.answers import PromptFile
-    from draftlab.training.distill import Distillation, Served
+    from draftlab.training.distill import Distillation
     from draftlab.training.run import LengthComparison, TrainingResult
     from draftlab.training.texts import TrainingText
 
@@ -70,10 +71,11 @@ def prepare(config: DistillConfig, weights: bool) -> PreparedDistill:
     draft = target = None
     if config.draft is not None:
         with about("--draft"):
-            draft = hub.locate(config.draft, weights)
+            locate = hub.locate_model if config.kind.starts_from_draft else hub.locate
+            draft = locate(config.draft, weights)
     if config.needs_target:
         with about("--target"):
-            target = hub.locate(config.target, weights)
+            target = hub.locate_model(config.target, weights)
     if config.outputs is not None:
         with about("--outputs"):
             check_store(config.outputs)
@@ -107,7 +109,8 @@ def prepare(config: DistillConfig, weights: bool) -> PreparedDistill:
         vocab=config.vocab,
         outputs=config.outputs,
         answers=answers,
-        served=_served(config, weights),
+        server=_server(config, weights),
+        top_logprobs=config.top_logprobs,
         hardware=Hardware(device=config.device, device_map=config.device_map, memory=config.memory),
         lora_rank=config.lora_rank,
         gradient_checkpointing=config.gradient_checkpointing,
@@ -203,24 +206,17 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
     return answers
 
 
-def _served(config: DistillConfig, weights: bool) -> "Served | None":
+def _server(config: DistillConfig, weights: bool) -> "Server | None":
+    """Return the server of the target; a plan asks none."""
     if config.server is None:
         return None
     from draftlab.servers.client import Server
-    from draftlab.training.distill import Served
 
     with about("--server"):
         check_address(config.server)
     if config.api_key_file is not None and not config.api_key_file.exists():
         raise UserError(f"--api-key-file {config.api_key_file}: No such file or directory")
-    if weights:
-        Server.check(config.server, model=config.served_model, api_key_file=config.api_key_file)
-    return Served(
-        address=config.server,
-        model=config.served_model,
-        api_key_file=config.api_key_file,
-        top_logprobs=config.top_logprobs,
-    )
+    return Server.connect(config.server, config.served_model, config.api_key_file) if weights else None
 
 
 def _trained(output: Output, result: "TrainingResult") -> Trained:

@@ -48,10 +48,6 @@ class PreparedCheck:
     data: str
     prompt_file: Path | None
     device: "torch.device | None"
-    name: str = "check"
-
-    def facts(self) -> Mapping[str, object]:
-        return {"draft": self.draft, "target": self.target}
 
 
 def prepare_check(config: CheckConfig, weights: bool) -> PreparedCheck:
@@ -201,9 +197,7 @@ def _located(config: DraftConfig, *, weights: bool) -> tuple[Path, Path]:
     assert config.draft is not None  # resolved() names the newest draft
     draft = hub.locate(config.draft)
     with about("--target"):
-        if hub.is_eagle_head(config.target):
-            raise UserError(f"{config.target} has heads on a target and is no whole model")
-        return draft, hub.locate(config.target, weights=weights)
+        return draft, hub.locate_model(config.target, weights)
 
 
 def _scores_of(places: list[Path], draft: Path, target: Path) -> "list[Score]":

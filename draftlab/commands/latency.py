@@ -177,7 +177,6 @@ def profile(prepared: PreparedProfile | PreparedServers | PreparedLaw, output: O
 class PreparedPredict:
     """Profiles with the acceptance of each draft. prompts: None stands for the prompts of the texts."""
 
-    name: str
     drafts: "list[CostModel]"
     target: "CostModel"
     acceptances: "list[Acceptance]"
@@ -186,9 +185,6 @@ class PreparedPredict:
     prompts: Sequence[int | None]
     server: Literal["vllm"] | None
     plot: Path | None
-
-    def facts(self) -> Mapping[str, object]:
-        return {"target": self.target.profile.describe(), "drafts": len(self.drafts)}
 
 
 def prepare_predict(config: PredictConfig, weights: bool) -> PreparedPredict:
@@ -223,7 +219,6 @@ def prepare_predict(config: PredictConfig, weights: bool) -> PreparedPredict:
             return CostModel.of(read_law(Path(directory)).profile(shape, called), extrapolate=config.extrapolate)
 
     return PreparedPredict(
-        name="predict",
         drafts=[cost("--draft-profile", spec) for spec in config.draft_profile],
         target=cost("--target-profile", config.target_profile),
         acceptances=acceptances,

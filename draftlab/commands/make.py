@@ -1,6 +1,5 @@
 """Commands that make what others start from: init, import, design."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,10 +56,6 @@ class PreparedInit:
     gguf: Path | None
     fetch: bool
     force: bool
-    name: str = "init"
-
-    def facts(self) -> Mapping[str, object]:
-        return self.space.model_dump(mode="json")
 
 
 def prepare_init(config: InitConfig, weights: bool) -> PreparedInit:
@@ -116,7 +111,6 @@ def init(prepared: PreparedInit) -> Outcome:
 class PreparedDesign:
     """A budget, and the depths at which shapes meet it. comment: of the files in out."""
 
-    name: str
     source: "Shape"
     layers: list[int]
     budget: "Budget"
@@ -124,9 +118,6 @@ class PreparedDesign:
     out: Path | None
     overwrite: bool
     comment: str
-
-    def facts(self) -> Mapping[str, object]:
-        return {"source": self.source.describe(), "layers": self.layers}
 
 
 def prepare_design(config: DesignConfig, weights: bool) -> PreparedDesign:
@@ -160,7 +151,6 @@ def prepare_design(config: DesignConfig, weights: bool) -> PreparedDesign:
         latency_ms=law.ms if law is not None and kind == "latency" else None,
     )
     return PreparedDesign(
-        name="design",
         source=source,
         layers=config.layers,
         budget=budget,

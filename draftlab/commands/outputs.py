@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from draftlab import workspace
 from draftlab.commands.base import Outcome, command
-from draftlab.config.drafters import DrafterSpec, check_drafter, parse_drafter
+from draftlab.config.drafters import DrafterSpec, parse_drafter
 from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError, about
@@ -121,16 +121,12 @@ def build(prepared: PreparedBuild, output: Output) -> Outcome:
 def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
     """Return the directory of a target; only with its tokenizer where a server runs it."""
     from draftlab.model import checkpoint
-    from draftlab.model.hf_files import check_has_tokenizer
 
     with about("--target"):
-        if tokenizer_only and Path(name).is_dir():
-            check_has_tokenizer(Path(name))
-            return Path(name)
-        if hub.is_eagle_head(name):
-            raise UserError(f"{name} has heads on a target and is no whole model")
-        directory = hub.locate(name, weights=weights and not tokenizer_only)
-        if weights and not tokenizer_only:
+        if tokenizer_only:
+            return hub.locate_tokenizer(name)
+        directory = hub.locate_model(name, weights)
+        if weights:
             checkpoint.check(directory)
         return directory
 
@@ -230,13 +226,9 @@ def _served(
 class PreparedInfo:
     """The store to show. target: scores some of its sequences again; None where nothing is verified."""
 
-    name: str
     directory: Path
     manifest: "Manifest"
     target: "Target | None"
-
-    def facts(self) -> Mapping[str, object]:
-        return {}
 
 
 def prepare_info(config: OutputsInfoConfig, weights: bool) -> PreparedInfo:
@@ -246,7 +238,7 @@ def prepare_info(config: OutputsInfoConfig, weights: bool) -> PreparedInfo:
     manifest, target = read_manifest(config.directory), None
     if config.verify:
         target = _verifier(config, manifest)
-    return PreparedInfo(name=config.directory.name, directory=config.directory, manifest=manifest, target=target)
+    return PreparedInfo(directory=config.directory, manifest=manifest, target=target)
 
 
 def _verifier(config: OutputsInfoConfig, manifest: "Manifest") -> "Target":
@@ -299,9 +291,6 @@ class PreparedReplay:
     drafting: "Drafting"
     ks: list[int]
 
-    def facts(self) -> Mapping[str, object]:
-        return {}
-
 
 def prepare_replay(config: ReplayConfig, weights: bool) -> PreparedReplay:
     """Resolve and check the settings.
@@ -316,11 +305,11 @@ def prepare_replay(config: ReplayConfig, weights: bool) -> PreparedReplay:
     store = read_store(config.directory)
     with about("--draft"):
         drafters = [drafter_of(hub.locate(name, weights)) for name in config.draft]
-    for text in config.drafter:
-        check_drafter(text, weights)
-        drafters.append(parse_drafter(text))
-        if "" in drafters[-1].drafts:
-            raise UserError(f"--drafter {text}: add draft=DIR")
+    for spec in map(parse_drafter, config.drafter):
+        spec.check_inputs(weights)
+        if "" in spec.drafts:
+            raise UserError(f"--drafter {spec.text}: add draft=DIR")
+        drafters.append(spec)
     names = [spec.name for spec in drafters]
     if len(set(names)) < len(names):
         raise UserError(f"two drafts have the same name; rename one: {', '.join([*config.draft, *config.drafter])}")

@@ -1,6 +1,5 @@
 """The command that ranks scores and shows them on a page."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -33,14 +32,10 @@ class PreparedReport:
     min_speedup: float | None
     min_acceptance_length: float | None
     command: str
-    name: str = "report"
 
     @property
     def scores(self) -> "list[Score]":
         return [candidate.score for candidate in self.candidates if candidate.score]
-
-    def facts(self) -> Mapping[str, object]:
-        return {"drafts": ", ".join(candidate.name for candidate in self.candidates)}
 
 
 def prepare(config: ReportConfig, weights: bool) -> PreparedReport:

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from draftlab.commands.base import Outcome, command
 from draftlab.config import shared
-from draftlab.config.drafters import DrafterSpec, parse_drafter
+from draftlab.config.drafters import parse_drafter
 from draftlab.config.score import ScoreConfig
 from draftlab.config.server_rules import Acceptance, acceptance_of
 from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.intervals import tokens_per_second
 from draftlab.model import hub
-from draftlab.model.hf_files import check_has_tokenizer
 from draftlab.output import Output
 from draftlab.sampling import SamplingParams
 
@@ -114,12 +113,12 @@ def score(prepared: PreparedScore, output: Output) -> Scored | Outcome:
 def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Comparison":
     """Return the comparison of models in this process."""
     with about("--target"):
-        target = _checkpoint(config.target, weights)
+        target = hub.locate_model(config.target, weights)
     with about("--draft"):
         drafts = _drafts_by_name(config.draft, weights)
     specs = list(map(parse_drafter, config.drafter))
     for spec in specs:
-        _check_inputs(spec, weights)
+        spec.check_inputs(weights)
     source = config.data
     if config.prompt_file is None or any(spec.reads_data for spec in specs):
         with about("--data"):
@@ -195,7 +194,7 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
         with about("--data"):
             source = hub.check_data(config.data)
     with about("--target"):
-        tokenizer = _vocabulary(config.target)
+        tokenizer = hub.locate_tokenizer(config.target)
     with note_if_slow("loading torch and transformers"):
         from draftlab.scoring.lm_eval import check_chat_template
         from draftlab.scoring.servers import PLAIN_FILE, PlainAnswers, ServedComparison
@@ -247,12 +246,6 @@ def _requests(config: ScoreConfig, tokenizer: Path, source: str) -> "Requests":
     return Requests(prompts=prompts, sampling=sampling, repeats=config.repeats)
 
 
-def _checkpoint(name: str, weights: bool) -> Path:
-    """Raises UserError: it is no whole model, or not there."""
-    hub.check_whole(name, weights)
-    return hub.locate(name, weights)
-
-
 def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
     """Return directories by their names, which end in @TYPE where a rounded copy was asked for."""
     hub.check_rounded(*names)
@@ -260,27 +253,11 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
     for name in names:
         base, _, kind = name.rpartition("@")
         rounded = bool(base) and kind in hub.ROUNDED
-        path = _checkpoint(base if rounded else name, weights)
+        path = hub.locate_model(base if rounded else name, weights)
         drafts[hub.checkpoint_name(path) + (f"@{kind}" if rounded else "")] = path
     if len(drafts) < len(names):
         raise UserError("two drafts have the same directory name; rename one: " + ", ".join(names))
     return drafts
-
-
-def _check_inputs(spec: DrafterSpec, weights: bool) -> None:
-    """Raises UserError: a file or a model that a drafter reads is not there."""
-    for each in spec.inputs():
-        if each.name:
-            with about(f"--drafter {spec.text}"):
-                each.check(each.name, weights)
-
-
-def _vocabulary(name: str) -> Path:
-    """Return a directory with the tokenizer of the servers' model; no weights are needed."""
-    if Path(name).is_dir():
-        check_has_tokenizer(Path(name))
-        return Path(name)
-    return hub.locate(name, weights=False)
 
 
 def _stored(answers: "PlainAnswers", output: Output) -> Outcome:

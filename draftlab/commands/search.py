@@ -73,9 +73,9 @@ def prepare_search(config: SearchConfig, weights: bool) -> PreparedSearch:
     from draftlab.searching.run import Wanted, shapes_to_try
 
     with about("--target"):
-        target = hub.locate(config.target, weights)
+        target = hub.locate_model(config.target, weights)
     with about("--source"):
-        source = hub.locate(config.source, weights)
+        source = hub.locate_model(config.source, weights)
         _, shape = prunable_shape(config.source)
         common_vocabulary(source, target)
     if config.vocab is not None:

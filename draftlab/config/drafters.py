@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BeforeValidator
 
 from draftlab.config.kinds import KindSpec, parse_kind
-from draftlab.errors import UserError
+from draftlab.errors import UserError, about
 from draftlab.model import Mode, hub
 from draftlab.registry import REJECTION, Registry
 
@@ -83,6 +83,13 @@ class DrafterSpec(KindSpec):
     def inputs(self) -> list[Input]:
         """Return all files and directories that the drafter reads."""
         return []
+
+    def check_inputs(self, weights: bool) -> None:
+        """Raises UserError: an input is not there. weights: its files of weights must be here, too."""
+        for each in self.inputs():
+            if each.name:
+                with about(f"--drafter {self.text}"):
+                    each.check(each.name, weights)
 
     @property
     def drafts(self) -> list[str]:
@@ -169,10 +176,3 @@ def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[Spec], Spe
 def parse_drafter(text: str) -> DrafterSpec:
     """Parse NAME or NAME:KEY=VALUE,... Raises UserError: see parse_kind."""
     return parse_kind(text, DRAFTERS, "--drafter")
-
-
-def check_drafter(text: str, weights: bool) -> None:
-    """Raises UserError: an input of the drafter is not there. weights: its files of weights must be here, too."""
-    for each in parse_drafter(text).inputs():
-        if each.name:
-            each.check(each.name, weights)

@@ -173,18 +173,6 @@ class ServerConnection(BaseModel):
     api_key_file: Path | None = option(None, "File with the server's API key.", panel=SERVER, advanced=True)
 
 
-class ServerSettings(ServerConnection, CheckpointSettings):
-    """A server with the tokenizer of what it runs."""
-
-    tokenizer: Path | None = option(
-        None, "Directory of the server's tokenizer, if not that of --target.", panel=SERVER, advanced=True,
-    )  # fmt: skip
-
-    @property
-    def loads_weights(self) -> bool:
-        return self.server is None
-
-
 class TruncationSettings(BaseModel):
     """Settings that cut improbable tokens before sampling."""
 

@@ -133,12 +133,6 @@ def vocab_size(directory: Path) -> int:
     return size
 
 
-def check_id(directory: Path, token: int, flag: str) -> None:
-    """Raises UserError: no such token id."""
-    if token >= (vocab := vocab_size(directory)):
-        raise UserError(f"{flag} {token}: the vocabulary has 0 to {vocab - 1}")
-
-
 def max_model_len(directory: Path, default: int = UNLIMITED) -> int:
     """Return the longest text in tokens that config.json allows, or default where it does not say."""
     config = text_config(directory)

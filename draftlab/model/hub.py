@@ -12,6 +12,7 @@ from draftlab.model.hf_files import (
     SINGLE,
     Layout,
     check_causal,
+    check_has_tokenizer,
     other_layout,
     read_index,
     refuse_other_layout,
@@ -206,17 +207,35 @@ def _fetch(repo: str, revision: str, patterns: list[str], ignored: list[str] | N
     raise UserError(f"{name} is not a directory and could not be downloaded: {reason}{hint}")
 
 
+def locate_model(name: str, weights: bool = True) -> Path:
+    """Return the directory of a whole model, as locate does. Raises UserError: see locate, or it is a head."""
+    _refuse_head(name)
+    return locate(name, weights)
+
+
+def locate_tokenizer(name: str) -> Path:
+    """Return a directory with a tokenizer, of a model or alone. Raises UserError: there is none."""
+    if not Path(name).is_dir():
+        return locate(name, weights=False)
+    check_has_tokenizer(Path(name))
+    return Path(name)
+
+
 def check_whole(name: str, weights: bool) -> None:
     """Refuse what is no local checkpoint of a whole model; those of the hub are looked up later.
 
-    name: may end in @TYPE, of rounded weights. weights: the files of weights must be here.
+    weights: the files of weights must be here.
 
     Raises:
         UserError: it is a head, or not there.
     """
+    _refuse_head(name)
+    local(name, weights)
+
+
+def _refuse_head(name: str) -> None:
     if is_eagle_head(name):
         raise UserError(f"{name} has heads on a target and is no whole model; score --drafter eagle:heads={name}")
-    local(name, weights)
 
 
 def check_rounded(*drafts: str) -> None:

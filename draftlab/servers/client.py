@@ -173,12 +173,6 @@ class Server:
             kind=kind, model=name, version=version, max_length=max_length, http=http, workers=workers, adapter=adapter
         )
 
-    @classmethod
-    def check(cls, *urls: str | None, model: str | None, api_key_file: Path | None) -> None:
-        """Connect to servers that are used later, before torch is imported. Raises UserError: see connect."""
-        for url in filter(None, urls):
-            cls.connect(url, model, api_key_file)
-
     def describe(self) -> str:
         return f"{self.model} by {self.kind} {self.version} at {self.http.url}"
 

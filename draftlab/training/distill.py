@@ -12,6 +12,7 @@ from draftlab.console import note
 from draftlab.model import checkpoint
 from draftlab.output import Output
 from draftlab.provenance import LOG_FILE
+from draftlab.servers.client import Server
 from draftlab.target_outputs.store import finished_manifest
 from draftlab.training.answers import PromptFile
 from draftlab.training.checkpointer import process_state, select_device
@@ -39,22 +40,13 @@ class OpenStudent(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """A server that runs the target, which lists its top_logprobs most probable tokens."""
-
-    address: str
-    model: str | None
-    api_key_file: Path | None
-    top_logprobs: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
     """What to train, from what and how.
 
     draft: the checkpoint to train; None: a new student of the target's own. target: None where no target is loaded
     here. outputs: stored outputs to learn from in place of text and target. answers: prompts that the target answers
-    first, and whose answers become the outputs. temperature: of both distributions in the loss. vocab: ids that the
+    first, and whose answers become the outputs. server: runs the target, and lists its top_logprobs most probable
+    tokens. temperature: of both distributions in the loss. vocab: ids that the
     student can propose; None: all, or what the kind of student takes by default.
     """
 
@@ -68,7 +60,8 @@ class Distillation:
     vocab: int | None = None
     outputs: Path | None = None
     answers: PromptFile | None = None
-    served: Served | None = None
+    server: Server | None = None
+    top_logprobs: int = 20
     hardware: Hardware = field(default_factory=Hardware)
     lora_rank: int = 0
     gradient_checkpointing: bool = False

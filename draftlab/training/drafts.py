@@ -22,7 +22,7 @@ from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.store import logits_of, read_texts
 from draftlab.target_outputs.targets import check_server_tokenizer
 from draftlab.training import checkpointer, vocabulary
-from draftlab.training.distill import Distillation, Served
+from draftlab.training.distill import Distillation
 from draftlab.training.evaluate import TargetTextEvaluator, affordable
 from draftlab.training.lora import adapt, merged_weights
 from draftlab.training.losses import parse_loss
@@ -133,17 +133,16 @@ def stored_setup(outputs: Path, draft: Path, loss: str, temperature: float, *, r
     )
 
 
-def served_teacher(served: Served, draft: Path) -> ServedTeacher:
+def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
     """Return a teacher that asks a server for its k most probable tokens.
 
     Raises:
-        UserError: no such server, another tokenizer, or a server that cannot score given text.
+        UserError: another tokenizer, or a server that cannot score given text.
     """
-    server = Server.connect(served.address, served.model, served.api_key_file)
     check_server_tokenizer(server, draft)
     if not server.adapter.has_prompt_logprobs:
         raise UserError(f"{server.kind} does not score given text; store target outputs, or use vLLM or SGLang")
-    return ServedTeacher(server, served.top_logprobs, logits_of(draft))
+    return ServedTeacher(server, k, logits_of(draft))
 
 
 def _text_setup(
@@ -154,7 +153,7 @@ def _text_setup(
     What the target writes is written first and stored in state, so that the target is in memory once at a time.
     """
     tokenizer, loss = checkpoint.load_tokenizer(draft), parse_loss(job.loss)
-    served = None if job.served is None else served_teacher(job.served, draft)
+    served = None if job.server is None else served_teacher(job.server, draft, job.top_logprobs)
     note(f"reading {job.text.data}")
     data, heldout = job.text.open(tokenizer, job.loop)
     author = None if job.target is None else Author.of(job.target, job.hardware, job.loop, draft)

@@ -1,46 +1,18 @@
 """The loss and the student of docs/extending.md, outside of draftlab, go through help, errors and training."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
-
-
-def example(name: str) -> str:
-    """Return the block of the guide that registers a kind."""
-    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    return next(block for block in blocks if f'("{name}")' in block)
-
-
-def install(site: Path, group: str, name: str, text: str) -> None:
-    """Write what an installed package has: a module, and its entry point."""
-    (site / f"{name}_module.py").write_text(text)
-    info = site / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}_module\n")
+from outside import draftlab, example, install
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     folder = tmp_path / "site"
-    folder.mkdir()
-    install(folder, "draftlab.losses", "squares", example("squares"))
-    install(folder, "draftlab.students", "quiet", example("quiet"))
+    install(folder, "squares-package", {"squares": example("squares")}, "draftlab.losses")
+    install(folder, "quiet-package", {"quiet": example("quiet")}, "draftlab.students")
     return folder
-
-
-def draftlab(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", ""), *sys.path])
-    environ = os.environ | {"PYTHONPATH": path, "COLUMNS": "300"}
-    command = [sys.executable, "-m", "draftlab", *arguments]
-    return subprocess.run(command, cwd=site.parent, env=environ, capture_output=True, text=True)
 
 
 def test_a_loss_and_a_student_from_outside_train(site, family_dirs, tmp_path):

@@ -1,15 +1,12 @@
 """The drafter of docs/extending.md goes through help, errors and score from outside; a broken one is one clear line."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from outside import draftlab, example, install
 
-GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
+GROUP = "draftlab.drafters"
 BROKEN = {
     "needs_more": ("import a_package_that_is_not_there", "a_package_that_is_not_there"),
     "registers_nothing": ("", "no drafter 'registers-nothing'"),
@@ -20,37 +17,12 @@ BROKEN = {
 }
 
 
-def example() -> str:
-    """Return the drafter as it stands in the guide."""
-    return re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
-
-
-def install(site: Path, package: str, modules: dict[str, str], group: str = "draftlab.drafters") -> None:
-    """Write what an installed package has: the modules by name, and their entry points."""
-    site.mkdir(exist_ok=True)
-    points = [f"{module.replace('_', '-')} = {module}" for module in modules]
-    for module, text in modules.items():
-        (site / f"{module}.py").write_text(text)
-    info = site / f"{package}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *points, ""]))
-
-
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    install(tmp_path / "site", "custom-drafter", {"follower": example()})
-    install(tmp_path / "site", "broken-drafters", {module: text for module, (text, _) in BROKEN.items()})
-    install(tmp_path / "site", "other-lookup", {"prompt_lookup": ""})
+    install(tmp_path / "site", "custom-drafter", {"follower": example("follower")}, GROUP)
+    install(tmp_path / "site", "broken-drafters", {module: text for module, (text, _) in BROKEN.items()}, GROUP)
+    install(tmp_path / "site", "other-lookup", {"prompt_lookup": ""}, GROUP)
     return tmp_path / "site"
-
-
-def draftlab(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", ""), *sys.path])
-    environ = os.environ | {"PYTHONPATH": path, "COLUMNS": "400"}
-    return subprocess.run(
-        [sys.executable, "-m", "draftlab", *arguments], cwd=site.parent, env=environ, capture_output=True, text=True
-    )
 
 
 def test_a_drafter_from_outside_is_in_the_help_and_in_errors(site):

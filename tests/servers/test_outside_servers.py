@@ -1,20 +1,16 @@
 """A server from one file outside the tree is in help and errors, checked for, exported to, and given its script."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
-from test_outside import draftlab, install
-
-GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
-(PLUGIN,) = [text for text in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "@server" in text]
+from outside import draftlab, example, install
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     site, broken = tmp_path / "site", "import a_package_that_is_not_there"
-    install(site, "toy-serve", {"toyserve": PLUGIN}, "draftlab.servers")
+    install(site, "toy-serve", {"toyserve": example("toyserve")}, "draftlab.servers")
     install(site, "broken-servers", {"needs_more": broken}, "draftlab.servers")
     return site
 

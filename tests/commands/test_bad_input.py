@@ -42,6 +42,8 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     (space / "no-mask-id/tokenizer_config.json").write_text(json.dumps(taken | roles))
     shutil.copytree(family_dirs["llama"], space / "mask-outside")
     (space / "mask-outside/config.json").write_text(json.dumps(config | {"pard_token": 307}))
+    (space / "head").mkdir()
+    (space / "head/config.json").write_text(json.dumps(config | {"draft_vocab_size": 9}))
     (space / "empty").mkdir()
     (space / "opt").mkdir()
     (space / "opt/config.json").write_text(json.dumps({"model_type": "opt", "vocab_size": 5, "hidden_size": 4}))
@@ -213,6 +215,9 @@ OPTIONS = [
     ("distill --draft torn", "torn"),
     ("distill --draft a-file", "--draft: "),
     ("distill --draft draft --target nope", "--target: "),
+    ("distill --draft draft --target head", "--target: head has heads on a target"),
+    ("distill --draft head", "--draft: head has heads on a target"),
+    ("search --target head", "--target: head has heads on a target"),
     ("distill --draft draft --outputs nope", "--outputs: "),
     ("distill --draft draft --data nope.txt", "--data: "),
     ("distill --draft draft --text target --prompt-file nope.jsonl", "--prompt-file: "),

@@ -28,10 +28,31 @@ def rotated(x: Tensor, position: int, theta: float) -> Tensor:
     return out
 
 
+VARIANTS: dict[str, dict[str, Any]] = {  # of a head
+    "plain": {},
+    "residual": {"norm_before_residual": True},
+    "speculators": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "sliding_window": 3},
+    "fc_norm": {"fc_norm": True, "qk_norm": True, "sliding_window": 4},
+}
+
+
 class PlainHead:
-    def __init__(self, sizes: dict, weights: dict[str, Tensor], ids: Tensor, embedding: Tensor, residual: bool) -> None:
-        """sizes: of a LlamaConfig. weights: with the layer's names behind the dot. residual: norm_before_residual."""
+    def __init__(
+        self,
+        sizes: dict,
+        weights: dict[str, Tensor],
+        ids: Tensor,
+        embedding: Tensor,
+        residual: bool,
+        norm_output: bool = False,
+        window: int | None = None,
+    ) -> None:
+        """sizes: of a LlamaConfig. weights: with the layer's names behind the dot. residual: norm_before_residual.
+
+        The norms before fc and of queries and keys are there if their weights are.
+        """
         self.sizes, self.weights, self.ids, self.embedding, self.residual = sizes, weights, ids, embedding, residual
+        self.norm_output, self.window = norm_output, window
 
     @classmethod
     def of(cls, folder: Path, embedding: Tensor) -> "PlainHead":
@@ -42,7 +63,9 @@ class PlainHead:
         assert known.nonzero().squeeze(1).tolist() == sorted(ids.tolist())
         plain = {name.removeprefix("midlayer.").removeprefix("layers.0."): w for name, w in weights.items()}
         sizes = config.get("transformer_layer_config", config)
-        return cls(sizes, plain, ids, plain.pop("embed_tokens.weight", embedding), config["norm_before_residual"])
+        window = sizes["sliding_window"] if sizes.get("layer_types") == ["sliding_attention"] else None
+        own = plain.pop("embed_tokens.weight", embedding)
+        return cls(sizes, plain, ids, own, config["norm_before_residual"], config.get("norm_output", False), window)
 
     def chain(self, text: list[int], states: Tensor, start: int, steps: int) -> list[Tensor]:
         """Logits [W] of each step of the chain that begins at position start; text is given in all steps.
@@ -51,14 +74,27 @@ class PlainHead:
         """
         w, logits = self.weights, []
         own = states.new_empty(0)
-        first = states @ w["fc.weight"].T
+        first = torch.stack([w["fc.weight"] @ self.read(state) for state in states])
         inputs = [(text[i + 1], first[i], i) for i in range(start + 1)]
         for step in range(steps):
             if step:
                 inputs.append((text[start + 1 + step], own, start + step))
             own = self.layer(inputs)
-            logits.append(w["lm_head.weight"] @ rms(own, w["norm.weight"], self.sizes["rms_norm_eps"]))
+            normed = rms(own, w["norm.weight"], self.sizes["rms_norm_eps"])
+            logits.append(w["lm_head.weight"] @ normed)
+            own = normed if self.norm_output else own
         return logits
+
+    def read(self, state: Tensor) -> Tensor:
+        """What fc reads of the target's states of a token, [A E]."""
+        w, eps = self.weights, self.sizes["rms_norm_eps"]
+        if "input_norm.weight" in w:
+            return rms(state, w["input_norm.weight"], eps)
+        if "fc_norm.0.weight" in w:
+            size = len(w["fc_norm.0.weight"])
+            parts = [state[i : i + size] for i in range(0, len(state), size)]
+            return torch.cat([rms(part, w[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)])
+        return state
 
     def layer(self, inputs: list[tuple[int, Tensor, int]]) -> Tensor:
         """Output [D] of the last input, which attends to all."""
@@ -71,11 +107,12 @@ class PlainHead:
         for token, state, position in inputs:
             normed = rms(state, w["hidden_norm.weight"], eps)
             x = torch.cat([rms(self.embedding[token], w["input_layernorm.weight"], eps), normed])
-            k = (w["self_attn.k_proj.weight"] @ x).reshape(kv_heads, c)
+            k = self.of_head("k", (w["self_attn.k_proj.weight"] @ x).reshape(kv_heads, c))
             keys.append(torch.stack([rotated(head, position, theta) for head in k]))
             values.append((w["self_attn.v_proj.weight"] @ x).reshape(kv_heads, c))
-        q = (w["self_attn.q_proj.weight"] @ x).reshape(heads, c)
-        out = []
+        q = self.of_head("q", (w["self_attn.q_proj.weight"] @ x).reshape(heads, c))
+        out, latest = [], -self.window if self.window else 0
+        keys, values = keys[latest:], values[latest:]
         for h in range(heads):
             g = h * kv_heads // heads
             turned = rotated(q[h], position, theta)
@@ -85,6 +122,11 @@ class PlainHead:
         normed = rms(x, w["post_attention_layernorm.weight"], eps)
         gate = w["mlp.gate_proj.weight"] @ normed
         return x + w["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * (w["mlp.up_proj.weight"] @ normed))
+
+    def of_head(self, name: str, rows: Tensor) -> Tensor:
+        """Queries or keys [H, C], with their norm if there is one."""
+        weight = self.weights.get(f"self_attn.{name}_norm.weight")
+        return rows if weight is None else torch.stack([rms(r, weight, self.sizes["rms_norm_eps"]) for r in rows])
 
 
 def target_and_head(folder: Path, device: torch.device = checkpoint.CPU) -> tuple[llama.Llama, EagleLlama]:

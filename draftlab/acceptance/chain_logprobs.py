@@ -74,10 +74,11 @@ def _target_states(target: Llama, head: EagleLlama, ids: Tensor) -> Tensor:
 def _passes(head: EagleLlama, places: int, k: int) -> list[AttentionMetadata]:
     """Return the metadata of the pass of all chains' first tokens, of their second ones, and so on."""
     own = torch.eye(places, dtype=torch.bool, device=head.device)
-    passes, mask = [], torch.ones_like(own).tril()
+    passes, causal = [], torch.ones_like(own).tril()
     for age in range(k):
+        read = causal if head.window is None else causal.triu(age - head.window + 1)
+        mask = torch.cat([read, *[own] * age], 1)
         at = (torch.arange(places, device=head.device) + age).clamp_max(head.context - 1)
         new, end = slice(age * places, (age + 1) * places), (age + 1) * places
         passes.append(AttentionMetadata(head.cos[at], head.sin[at], mask, (slice(None), slice(None), new), end))
-        mask = torch.cat([mask, own], 1)
     return passes

@@ -301,7 +301,8 @@ class EagleHead:
         return tokenizer.pre, tokenizer.match
 
     def _norm(self) -> str:
-        return f"norm_before_residual {str(self.sizes.norm_before_residual).lower()}"
+        parts = self.sizes.optional_parts
+        return f"computed with {', '.join(parts)}" if parts else "plain EAGLE-3"
 
     def _ids(self) -> str:
         return f"{self.sizes.draft_vocab:,} of {self.sizes.vocab:,} ids"

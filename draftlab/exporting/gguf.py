@@ -109,7 +109,7 @@ def write_head(directory: Path, target: Path, config: HeadShape, file: Path, qty
         "target_layers": list(config.layer_ids),
         "target_hidden_size": config.target_hidden,
         "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": False,
+        "norm_before_fc": config.norm_before_fc,
     }
     tokenizer = read_tokenizer(target, config.vocab)
     return _write(directory, file, qtype, EAGLE3, config.shape, tokenizer, infos, weights, settings)
@@ -164,6 +164,7 @@ def _head_info(source: str, dims: tuple[int, ...], qtype: str) -> TensorInfo:
     of_llama = {
         "fc.weight": "fc.weight",
         "hidden_norm.weight": "blk.0.attn_norm_2.weight",
+        "input_norm.weight": "enc.output_norm.weight",
         "lm_head.weight": "output.weight",
     }
     known = f"model.{part}" if part == source else f"model.layers.0.{part}"

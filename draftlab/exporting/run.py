@@ -99,6 +99,7 @@ def export(
                 kind=artifact.kind,
                 file=file,
                 layer_ids=artifact.layer_ids,
+                sliding_window=None if artifact.head is None else artifact.head.sliding_window,
                 heterogeneous=form.heterogeneous,
                 k_by_batch=chosen.by_batch,
                 sampling=choose_sampling(form.heterogeneous, verified),

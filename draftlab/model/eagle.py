@@ -1,8 +1,9 @@
 """EAGLE-3 heads on disk (Li et al. 2025, 2503.01840): their sizes, their tensors, and the layouts that servers read.
 
 A head is one LLaMA layer whose attention reads the embedding of a token beside a state: first what fc makes of the
-outputs of some of the target's layers, later its own output. It predicts some of the target's ids. D hidden, E hidden
-of the target, V vocab, W draft vocab, A layers of the target that fc reads.
+outputs of some of the target's layers, later its own output. It predicts some of the target's ids. EAGLE-3.1 adds norms
+before fc and of the state that is fed back, and a sliding window. D hidden, E hidden of the target, V vocab, W draft
+vocab, A layers of the target that fc reads.
 """
 
 import json
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 Layout = Literal["native", "speculators"]
 WEIGHTS = "model.safetensors"
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # SpecForge's name; vLLM and SGLang have it in their registries
+QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"  # vLLM's name of a layer with norms of queries and keys
 VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1
+SLIDING = "sliding_attention"
+OPTIONAL_PARTS = ("norm_before_residual", *VARIANTS, "sliding_window", "qk_norm")  # not computed by every server
 LAYER = {"native": "midlayer.", "speculators": "layers.0."}
 
 
@@ -66,9 +70,12 @@ class Target:
 
 
 class HeadShape(FileModel):
-    """Sizes of a head. layer_ids: i is the residual stream of the target after i layers, before the final norm.
+    """Sizes of a head.
 
-    rope: rope_parameters of transformers.
+    layer_ids: i is the residual stream of the target after i layers, before the final norm. rope: rope_parameters of
+    transformers. norm_before_fc: one RMSNorm of all states that fc reads. fc_norm: an RMSNorm for the states of each
+    layer. norm_output: the state that is fed back is the normed one that lm_head reads. sliding_window: latest tokens
+    that attention reads. qk_norm: RMSNorms of queries and keys, as in Qwen3.
     """
 
     hidden: int = Field(ge=1)
@@ -84,6 +91,11 @@ class HeadShape(FileModel):
     target_hidden: int = Field(ge=1)
     layer_ids: tuple[int, ...] = Field(min_length=1)
     norm_before_residual: bool
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    sliding_window: int | None = Field(None, ge=1)
+    qk_norm: bool = False
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -94,14 +106,21 @@ class HeadShape(FileModel):
             raise ValueError(f"{numbers}: want a multiple of each in the next, as LLaMA's configurations do")
         if list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise ValueError(f"layer ids {list(self.layer_ids)}: want each once, in order, as servers read them")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other; choose one")
         return self
+
+    @property
+    def optional_parts(self) -> list[str]:
+        """Return the fields of the head that not every server computes."""
+        return [name for name in OPTIONAL_PARTS if getattr(self, name)]
 
     @property
     def shape(self) -> Shape:
         """Return the shape of the layer, with the target's vocabulary; q, k and v read twice its hidden size."""
         return Shape(
             layers=1, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
-            ffn=self.ffn, vocab=self.vocab,
+            ffn=self.ffn, vocab=self.vocab, qk_norm=self.qk_norm,
         )  # fmt: skip
 
     def params(self) -> int:
@@ -111,7 +130,14 @@ class HeadShape(FileModel):
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the trained tensors by name, in the layout of speculators."""
         d, q, kv, at = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, LAYER["speculators"]
-        return {
+        norms: dict[str, tuple[int, ...]] = {}
+        if self.norm_before_fc:
+            norms["input_norm.weight"] = (self.target_hidden * len(self.layer_ids),)
+        if self.fc_norm:
+            norms |= {f"fc_norm.{i}.weight": (self.target_hidden,) for i in range(len(self.layer_ids))}
+        if self.qk_norm:
+            norms |= {f"{at}self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+        return norms | {
             "fc.weight": (d, self.target_hidden * len(self.layer_ids)),
             f"{at}input_layernorm.weight": (d,),
             f"{at}hidden_norm.weight": (d,),
@@ -148,10 +174,10 @@ class Head:
     embedding: Tensor | None
 
 
-def head_config(
-    target: Path, layer_ids: Sequence[int] | None, draft_vocab: int, norm_before_residual: bool = False
-) -> HeadShape:
+def head_config(target: Path, layer_ids: Sequence[int] | None, draft_vocab: int, **variant: Any) -> HeadShape:
     """Return a head whose layer has the sizes, rotary frequencies and norms of the target's own.
+
+    variant: norm_before_residual and the fields of EAGLE-3.1, see HeadShape; by default a plain EAGLE-3 head.
 
     Raises:
         UserError: a layer that the target lacks, or a draft vocabulary larger than the target's.
@@ -168,7 +194,7 @@ def head_config(
             eps=getattr(config, "rms_norm_eps", 1e-5), context=checkpoint.max_model_len(target, 2048),
             rope=dict(rope) if one_rope else {"rope_type": "default", "rope_theta": 10000.0},
             vocab=sizes.vocab, draft_vocab=draft_vocab, target_hidden=sizes.hidden,
-            layer_ids=tuple(layer_ids or sizes.default_layer_ids()), norm_before_residual=norm_before_residual,
+            layer_ids=tuple(layer_ids or sizes.default_layer_ids()), **{"norm_before_residual": False} | variant,
         )  # fmt: skip
     except ValidationError as error:
         raise UserError(f"EAGLE-3 head for {target}: {validation_text(error)}") from None
@@ -222,27 +248,47 @@ def write(folder: Path, head: Head, layout: Layout, *, target: Path, k: int, ver
         known = torch.zeros(config.vocab, dtype=torch.bool)
         known[head.ids.cpu()] = True
         tensors |= {"d2t": head.ids.cpu() - torch.arange(config.draft_vocab), "t2d": known}
-    tensors |= {} if head.embedding is None else {"embed_tokens.weight": head.embedding}
+    embedding = head.embedding
+    if embedding is None and layout == "speculators":  # that library computes with zeros where it finds none
+        embedding = _target_embedding(target, config).to(head.weights["fc.weight"].dtype)
+    tensors |= {} if embedding is None else {"embed_tokens.weight": embedding}
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     dtype = checkpoint.dtype_name(head.weights["fc.weight"].dtype)
     content = _native_json(config) if layout == "native" else _speculators_json(config, target, k, verifier)
     (folder / "config.json").write_text(json.dumps(content | {"dtype": dtype, "torch_dtype": dtype}, indent=2))
 
 
+def _target_embedding(target: Path, config: HeadShape) -> Tensor:
+    """Return the target's embedding, [V, E]. Raises UserError: the target has none under a name that is known."""
+    weights = checkpoint.Weights(target)
+    for name in weights:
+        if name.endswith(("embed_tokens.weight", "wte.weight")) and weights[name].shape == (
+            config.vocab,
+            config.hidden,
+        ):
+            return weights[name]
+    raise UserError(f"{target} has no embed_tokens.weight, which speculators' layout of a head needs")
+
+
 def _native_json(config: HeadShape) -> dict[str, object]:
     """Return the configuration as SpecForge writes it, with every field that a server reads."""
-    return _llama_json(config) | {
-        "architectures": [ARCHITECTURE],
-        "draft_vocab_size": config.draft_vocab,
-        "target_hidden_size": config.target_hidden,
-        "norm_before_residual": config.norm_before_residual,
-        "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
-        # SGLang counts the layer whose output is read, vLLM and llama.cpp the layers before it
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.layer_ids],
-        },
-    }
+    variant = {name: True for name in VARIANTS if getattr(config, name)}
+    return (
+        variant
+        | _llama_json(config)
+        | {
+            "architectures": [QWEN3_ARCHITECTURE if config.qk_norm else ARCHITECTURE],
+            "draft_vocab_size": config.draft_vocab,
+            "target_hidden_size": config.target_hidden,
+            "norm_before_residual": config.norm_before_residual,
+            "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
+            # SGLang counts the layer whose output is read, vLLM and llama.cpp the layers before it
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.layer_ids],
+            },
+        }
+    )
 
 
 def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) -> dict[str, object]:
@@ -254,7 +300,7 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
         "draft_vocab_size": config.draft_vocab,
         "target_hidden_size": config.target_hidden,
         "norm_before_residual": config.norm_before_residual,
-        **dict.fromkeys(VARIANTS, False),
+        **{name: getattr(config, name) for name in VARIANTS},
         "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
         "tie_word_embeddings": False,
         "transformer_layer_config": _llama_json(config),
@@ -269,23 +315,30 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
 
 def _llama_json(config: HeadShape) -> dict[str, object]:
     theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}  # for older readers
-    return theta | {
-        "model_type": "llama",
-        "hidden_size": config.hidden,
-        "intermediate_size": config.ffn,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.eps,
-        "max_position_embeddings": config.context,
-        "rope_parameters": config.rope,
-        "vocab_size": config.vocab,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    }
+    window: dict[str, object] = {}
+    if config.sliding_window is not None:
+        window = {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": [SLIDING]}
+    return (
+        theta
+        | window
+        | {
+            "model_type": "qwen3" if config.qk_norm else "llama",
+            "hidden_size": config.hidden,
+            "intermediate_size": config.ffn,
+            "num_hidden_layers": 1,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": config.eps,
+            "max_position_embeddings": config.context,
+            "rope_parameters": config.rope,
+            "vocab_size": config.vocab,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+        }
+    )
 
 
 def _from_json(content: Mapping[str, Any], target: Target, folder: Path) -> HeadShape:
@@ -298,13 +351,16 @@ def _from_json(content: Mapping[str, Any], target: Target, folder: Path) -> Head
     if kind != "eagle3" or "draft_vocab_size" not in content or not isinstance(layer, dict):
         raise UserError(f"{folder} is no EAGLE-3 head: its config.json has no draft_vocab_size of an eagle3 model")
     eagle = content.get("eagle_config") or {}
-    odd = [name for name in VARIANTS if content.get(name) or eagle.get(name)]
-    odd += [f"{name} {layer[name]!r}" for name, only in _ONLY.items() if layer.get(name, only) not in (only, None)]
+    odd = [f"{name} {layer[name]!r}" for name, only in _ONLY.items() if layer.get(name, only[0]) not in (*only, None)]
+    layer_types = layer.get("layer_types") or ["full_attention"]
+    odd += [f"layer_types {layer_types!r}"] if layer_types not in ([SLIDING], ["full_attention"]) else []
+    slides = layer_types == [SLIDING]
+    odd += ["sliding_attention and no sliding_window"] if slides and not layer.get("sliding_window") else []
     if odd:
         raise UserError(f"{folder} is an EAGLE-3 head with {one_line(odd[0], 80)}, which draftlab does not compute")
     try:
         llama: Any = LlamaConfig(
-            **{name: value for name, value in layer.items() if name not in ("dtype", "torch_dtype")}
+            **{name: value for name, value in layer.items() if name not in ("dtype", "torch_dtype", "model_type")}
         )
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(f"{folder / 'config.json'}: {' '.join(str(error).split())[:200]}") from None
@@ -316,12 +372,21 @@ def _from_json(content: Mapping[str, Any], target: Target, folder: Path) -> Head
         target_hidden=content.get("target_hidden_size") or target.hidden,
         layer_ids=_layer_ids(content, eagle) or target.default_layer_ids(),
         norm_before_residual=content.get("norm_before_residual", False),
+        norm_before_fc=eagle.get("norm_before_fc", content.get("norm_before_fc")) or False,
+        fc_norm=content.get("fc_norm") or False, norm_output=content.get("norm_output") or False,
+        sliding_window=layer["sliding_window"] if slides else None, qk_norm=layer.get("model_type") == "qwen3",
     )  # fmt: skip
 
 
-_ONLY = {
-    "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-}  # fmt: skip
+_ONLY: dict[str, tuple[object, ...]] = {
+    "model_type": ("llama", "qwen3"),
+    "num_hidden_layers": (1,),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "bias": (False,),
+    "use_aux_norm": (False,),
+}
 
 
 def _layer_ids(content: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -33,14 +33,22 @@ class EagleLlama(Llama):
         inv_freq, scale = rotary(config.llama_config(), config.head_dim, directory)
         super().__init__(config.shape, weights, inv_freq, scale, config.eps, config.context)
         self.fc = head.weights["fc.weight"]
+        names = ["input_norm.weight"] if config.norm_before_fc else []
+        names += [f"fc_norm.{i}.weight" for i in range(len(config.layer_ids))] if config.fc_norm else []
+        self.fc_norms = [head.weights[name] for name in names]
         self.state_norm = self.hidden_norm = head.weights["layers.0.hidden_norm.weight"]
-        self.norm_before_residual = config.norm_before_residual
+        self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
+        self.window = config.sliding_window
         self.layer_ids = config.layer_ids
         if config.draft_vocab < config.vocab:
             self.head_ids = head.ids
 
     def combine(self, layer_states: Tensor) -> Tensor:
         """Return what the layer reads of the target's states, [..., A E] -> [..., D]."""
+        if self.fc_norms:
+            parts = layer_states.split([len(weight) for weight in self.fc_norms], -1)
+            normed = [rms_norm(part, weight, self.eps) for part, weight in zip(parts, self.fc_norms, strict=True)]
+            layer_states = torch.cat(normed, -1)
         return F.linear(layer_states, self.fc)
 
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
@@ -72,8 +80,12 @@ class EagleLlama(Llama):
         with pinned_backends(self.device):
             x = residual + self._attention(block, joined, cache.keys[0], cache.values[0], metadata)
         x = x + self._mlp(block, rms_norm(x, block.post_norm, self.eps))
-        logits = F.linear(rms_norm(x[:, -last:], self.norm, self.eps), self.head)
-        return self.expand_logits(logits), x
+        if self.norm_output:
+            x = normed = rms_norm(x, self.norm, self.eps)
+            normed = normed[:, -last:]
+        else:
+            normed = rms_norm(x[:, -last:], self.norm, self.eps)
+        return self.expand_logits(F.linear(normed, self.head)), x
 
 
 class NativeEagle(EagleLlama, NativeLlama):
@@ -91,7 +103,8 @@ class NativeEagle(EagleLlama, NativeLlama):
         if ids.numel() > WIDE and not self.any_width:
             return super().step(ids, states.to(self.embed), cache, last, tree)
         states = states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        return self.narrow_pass(ids, cache, last, tree, states), states
+        logits = self.narrow_pass(ids, cache, last, tree, states)
+        return logits, rms_norm(states, self.norm.float(), self.eps) if self.norm_output else states
 
 
 class CudaGraphEagle(EagleLlama, CudaGraphLlama):

@@ -125,6 +125,7 @@ class Llama:
 
     hidden_norm: Tensor | None = None  # of an EAGLE-3 head (eagle_llama.py)
     norm_before_residual = False
+    window: int | None = None  # latest tokens that attention reads, its own included; None: all
 
     def __init__(
         self, shape: Shape, weights: Mapping[str, Tensor], inv_freq: Tensor, rope_scale: float, eps: float, context: int
@@ -236,9 +237,12 @@ class Llama:
             return self.attention_metadata(staged(cache.used, device).unsqueeze(1), width, end, tree)
         start, folded = end - width, width == 1 or (end - width > 0 and width <= NARROW)
         mask: Tensor | None = None
-        if width > 1 and folded:
+        slides = self.window is not None and end > self.window
+        if slides or (width > 1 and folded):
             attended = torch.ones(width, end, dtype=torch.bool, device=device).tril(start)
-            mask = self._folded_mask(attended[None, None])
+            if slides and self.window is not None:
+                attended = attended.triu(start - self.window + 1)
+            mask = self._folded_mask(attended[None, None]) if folded else attended
         elif width > 1 and start:
             mask = causal_lower_right(width, end)
         new = slice(start, end)
@@ -251,7 +255,12 @@ class Llama:
         mask = torch.ones(width, width, dtype=torch.bool, device=used.device).tril() if tree is None else tree.mask
         new = (torch.arange(end, device=used.device) - used).unsqueeze(1)  # [B, 1, S], the new token at each position
         among = mask.expand(len(used), width, width).gather(2, new.clamp(0, width - 1).expand(-1, width, -1))
-        attended = (((new >= 0) & (new < width) & among) | (new < 0)).unsqueeze(1)
+        attended = ((new >= 0) & (new < width) & among) | (new < 0)
+        if self.window is not None:
+            age = (used + depth).unsqueeze(2) - torch.arange(end, device=used.device)  # of each position, [B, T, S]
+            recent = age < self.window
+            attended &= recent if tree is None else recent | (new >= 0)  # no tree is deeper than a window
+        attended = attended.unsqueeze(1)
         rows = torch.arange(len(used), device=used.device).unsqueeze(1)
         cos, sin = self.cos[used + depth].unsqueeze(1), self.sin[used + depth].unsqueeze(1)
         folded = width <= NARROW

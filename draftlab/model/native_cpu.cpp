@@ -459,6 +459,7 @@ struct Model {
     const Layer* layer;
     const float* hidden_norm;  // of an EAGLE-3 head, whose q, k and v read [2 D]; else null
     int norm_before_residual;
+    int window;  // latest tokens that attention reads, or 0: all
 };
 
 // Caches are [layers, rows, K, capacity, C].
@@ -537,11 +538,13 @@ struct Attention {
           out(TOKENS * C) {}
 };
 
-// Scores to weights of one query that sees what is cached and, of the new tokens, those before it or those it is let see
+// Scores to weights of one query that sees what is cached from the first token on and, of the new tokens, those before it
+// or those it is let see
 template <class X>
-float softmax(float* scores, X* weights, int C, int used, int end, int t, const uint8_t* sees) {
+float softmax(float* scores, X* weights, int C, int first, int used, int end, int t, const uint8_t* sees) {
     const float scale = 1.f / std::sqrt(float(C));
     const int whole = (end + LANES - 1) / LANES * LANES;
+    std::fill(scores, scores + first, -INFINITY);
     for (int s = used; s < end; s++)
         if (sees ? !sees[s - used] : s > used + t) scores[s] = -INFINITY;
     std::fill(scores + end, scores + whole, -INFINITY);
@@ -562,7 +565,7 @@ float softmax(float* scores, X* weights, int C, int used, int end, int t, const 
 
 // Queries first to first + Q of one row and kv head: query j is head j % G of token j / G. q, out: of the first token
 template <int Q, class X, class KV>
-void attend(const Pass& p, int row, int first, int G, int C, const float* q, int next, const KV* keys, const KV* values,
+void attend(const Pass& p, int window, int row, int first, int G, int C, const float* q, int next, const KV* keys, const KV* values,
             Attention<X>& memory, float* out, int next_out) {
     const int used = int(p.used[row]), end = used + (p.sees ? p.width : (first + Q - 1) / G + 1), room = memory.room;
     float* scores = memory.scores.data();
@@ -576,7 +579,9 @@ void attend(const Pass& p, int row, int first, int G, int C, const float* q, int
     for (int j = 0; j < Q; j++) {
         const int t = (first + j) / G;
         const uint8_t* sees = p.sees ? p.sees + (size_t(row) * p.width + t) * p.width : nullptr;
-        totals[j] = softmax(scores + j * room, &memory.weights[j * room], C, used, end, t, sees);
+        const int at = used + (p.depth ? int(p.depth[size_t(row) * p.width + t]) : t);
+        const int oldest = window ? std::min(std::max(at - window + 1, 0), sees ? used : at) : 0;
+        totals[j] = softmax(scores + j * room, &memory.weights[j * room], C, oldest, used, end, t, sees);
     }
     constexpr int wide = std::is_same_v<X, float> ? LANES : 2 * LANES, most = std::is_same_v<X, float> ? ROWS : 2;
     int i = 0;
@@ -652,7 +657,7 @@ void run(const Model& m, const Pass& p) {
                 const int row = g / (K * blocks), kv = g / blocks % K, first = g % blocks * each;
                 const size_t slot = ((size_t(l) * p.rows + row) * K + kv) * p.capacity * C;
                 unrolled(std::min(each, T * G - first), [&](auto count) {
-                    attend<count>(p, row, first, G, C, &qkv[size_t(row) * T * QKV + kv * G * C], QKV,
+                    attend<count>(p, m.window, row, first, G, C, &qkv[size_t(row) * T * QKV + kv * G * C], QKV,
                                   static_cast<KV*>(p.keys) + slot, static_cast<KV*>(p.values) + slot, memory,
                                   &mixed[(size_t(row) * T * H + kv * G) * C], H * C);
                 });

@@ -55,6 +55,7 @@ class _Model(Structure):
         ("layer", POINTER(_Layer)),
         ("hidden_norm", c_void_p),
         ("norm_before_residual", c_int),
+        ("window", c_int),
     )
 
 
@@ -126,6 +127,7 @@ class NativeLlama(Llama):
             s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.ffn, len(self.head), 1, self.eps,
             self._pointer(self.embed), *map(self._float_pointer, (self.norm, self.cos, self.sin)),
             self._matrix(self.head), layers, self._float_pointer(self.hidden_norm), self.norm_before_residual,
+            self.window or 0,
         )  # fmt: skip
 
     def _layer(self, block: Block) -> _Layer:

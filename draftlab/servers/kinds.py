@@ -97,9 +97,9 @@ DEFAULT_SAMPLING = Sampling("probabilistic", "a default; export --verify-with --
 class Launch:
     """What a script starts. Control characters in texts become escapes.
 
-    reason: why K is what it is. file: the draft's GGUF file in the script's folder. layer_ids: of a head, see
-    eagle.HeadShape. heterogeneous: the draft has its own vocabulary. k_by_batch: for servers that change K by the
-    number of requests. own_target: the head's directory names its target and K, as speculators' layout does.
+    reason: why K is what it is. file: the draft's GGUF file in the script's folder. layer_ids, sliding_window: of a
+    head, see eagle.HeadShape. heterogeneous: the draft has its own vocabulary. k_by_batch: for servers that change K
+    by the number of requests. own_target: the head's directory names its target and K, as speculators' layout does.
     """
 
     target: str
@@ -108,6 +108,7 @@ class Launch:
     kind: DraftKind = "draft model"
     file: str = ""
     layer_ids: Sequence[int] = ()
+    sliding_window: int | None = None
     heterogeneous: bool = False
     k_by_batch: Ranges | None = None
     sampling: Sampling = DEFAULT_SAMPLING
@@ -140,6 +141,7 @@ class ServerKind:
     translates: ClassVar[str] = ""  # how it drafts with another vocabulary than the target's; empty: it cannot
     vocab_slack: ClassVar[int] = 0  # largest difference of the numbers of logits
     heads: ClassVar[str] = ""  # how it loads an EAGLE-3 head; empty: it has none
+    head_parts: ClassVar[frozenset[str]] = frozenset()  # of eagle.OPTIONAL_PARTS that it computes
     one_stream: ClassVar[bool] = False  # decodes one prompt at a time
 
     rules: ClassVar[Mapping[str, Acceptance]] = {}  # by variant; "" is that of --server-rule NAME
@@ -165,6 +167,10 @@ class ServerKind:
                 yield warning(self.name, text, "serve it with vllm or tensorrt-llm, or distil an ordinary draft")
             yield from self.check_draft(artifact)
         elif self.heads:
+            for part in artifact.head.optional_parts:
+                if part not in self.head_parts:
+                    fix = f"train the head without {part}, or serve it with vLLM"
+                    yield error(self.name, f"does not compute {part}, with which the head was trained", fix)
             yield from self.check_head(artifact, artifact.head)
         else:
             yield warning(self.name, "has no EAGLE-3", "serve it with vLLM, SGLang, llama.cpp or TensorRT-LLM")

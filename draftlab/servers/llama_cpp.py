@@ -43,6 +43,7 @@ class LlamaCpp(ServerKind):
     vocab_slack = 128
     heads = "loads it as GGUF: draftlab export --to llama.cpp; --spec-type draft-eagle3"
     rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
+    head_parts = frozenset({"norm_before_residual", "norm_before_fc"})
     program = "llama-server"
     cuts_last_step = True
     counts_end = False

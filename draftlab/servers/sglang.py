@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
 
 FLASHINFER_HEADS = (64, 128, 256)
-NORMED = "adds the attention to states that are not normed, and the head was trained with norm_before_residual"
-RETRAIN = "train it without --norm-before-residual, or serve it with vLLM or llama.cpp"
 
 
 @server("sglang")
 class SGLang(ServerKind):
     heads = "loads it as it is, by --speculative-algorithm EAGLE3"
+    head_parts = frozenset({"norm_before_fc", "fc_norm", "norm_output", "sliding_window"})
     rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}  # target-only sampling, thresholds 1
     owned_by = "sglang"
     path = "/generate"
@@ -50,10 +49,6 @@ class SGLang(ServerKind):
         else:
             fix = "start it with --attention-backend triton"
             yield from check_head_dim(self.name, artifact.shape.head_dim, FLASHINFER_HEADS, fix, "flashinfer")
-
-    def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
-        if head.norm_before_residual:
-            yield error(self.name, NORMED, RETRAIN)
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         layers = (artifact.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -72,6 +67,8 @@ class SGLang(ServerKind):
             return shell_script(launch, [usage, start, ngram])
         algorithm = "EAGLE3" if launch.kind == "EAGLE-3 head" else "STANDALONE"
         options = f"--speculative-num-steps {launch.k} --speculative-eagle-topk 1"
+        if launch.sliding_window is not None:  # config.json has no window for it
+            options += f" --speculative-draft-window-size {launch.sliding_window}"
         lines = [
             f"# {ABOVE_ZERO}; thresholds below 1 are lossy, and speculative_use_rejection_sampling stays off",
             usage,

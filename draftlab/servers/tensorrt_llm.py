@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from draftlab.servers.kinds import SCRIPT_DIRECTORY, Artifact, Finding, Launch, ServerKind, error, server, shell_script
-from draftlab.servers.sglang import NORMED, RETRAIN
 
 if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
@@ -17,10 +16,6 @@ DECODING_TYPES = {"parallel draft": "PARD", "EAGLE-3 head": "Eagle3"}
 class TensorRTLLM(ServerKind):
     parallel = True
     heads = "loads it as it is, with the layers in its options: draftlab export --to tensorrt-llm"
-
-    def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
-        if head.norm_before_residual:
-            yield error(self.name, NORMED, RETRAIN)
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         if "speculators_model_type" in artifact.config:

@@ -48,6 +48,9 @@ class VLLM(ServerKind):
         "use_heterogeneous_vocab drafts shared tokens only, greedily, and reads others as unknown or end of text"
     )
     heads = "loads it as it is, by --speculative-config with method eagle3"
+    head_parts = frozenset(
+        {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "sliding_window", "qk_norm"}
+    )
     rules: ClassVar[Mapping[str, Acceptance]] = {
         "": Acceptance("rejection", 0.0),  # draft_sample_method greedy, its default
         "probabilistic": Acceptance("rejection", None),

@@ -66,7 +66,7 @@ def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
     vocab = checkpoint.vocab_size(job.target)
     size = job.vocab or min(LARGEST_DEFAULT, max(1, vocab // 4))
     layers = None if spec.layer_ids is None else tuple(spec.layer_ids)
-    return eagle.head_config(job.target, layers, size, spec.norm_before_residual)
+    return eagle.head_config(job.target, layers, size, **spec.variant)
 
 
 def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:

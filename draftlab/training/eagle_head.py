@@ -7,6 +7,7 @@ step l of a chain that begins at i it reads the token at i + 1 + l beside its ow
 position i + l. It attends to the target's states up to i and to its own of this chain: as servers decode with it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -33,13 +34,13 @@ class TargetPass:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of tokens: cosines and sines of each step; which positions each sees, [B, 1, T, T], or None: all earlier.
+    """Places of tokens. rotary: cosines and sines of each step. masks: positions that each step reads, [B, 1, T, T].
 
-    A mask keeps the sequences apart that share a row.
+    None reads all earlier positions. A mask keeps apart the sequences that share a row, and holds a sliding window.
     """
 
     rotary: list[tuple[Tensor, Tensor]]
-    mask: Tensor | None
+    masks: Sequence[Tensor | None]
 
 
 class Attention(nn.Module):
@@ -54,6 +55,11 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(2 * d, cached, bias=False)
         self.v_proj = nn.Linear(2 * d, cached, bias=False)
         self.o_proj = nn.Linear(queries, d, bias=False)
+        self.q_norm, self.k_norm = (
+            (LlamaRMSNorm(config.head_dim, config.eps), LlamaRMSNorm(config.head_dim, config.eps))
+            if config.qk_norm
+            else (nn.Identity(), nn.Identity())
+        )
 
     def forward(self, x: Tensor, at: "Places", step: int, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
         """x: [B, T, 2 D]. earlier: keys and values [B, H, T, C] of the steps before, to which this one's are added."""
@@ -61,13 +67,14 @@ class Attention(nn.Module):
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = apply_rotary_pos_emb(q, k, *at.rotary[step])
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), *at.rotary[step])
         k, v = (part.repeat_interleave(self.group, 1) for part in (k, v))
         earlier.append((k, v))
         if step == 0:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=at.mask, is_causal=at.mask is None)
+            mask = at.masks[0]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         else:
-            out = _attend_along_chains(q, earlier, at.mask)
+            out = _attend_along_chains(q, earlier, at.masks[step])
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -119,7 +126,11 @@ class EagleHead(nn.Module):
         """embedding: the target's, [V, E]."""
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.layer_ids) * config.target_hidden, config.hidden, bias=False)
+        layers, size = len(config.layer_ids), config.target_hidden
+        self.fc = nn.Linear(layers * size, config.hidden, bias=False)
+        self.input_norm = LlamaRMSNorm(layers * size, config.eps) if config.norm_before_fc else None
+        norms = [LlamaRMSNorm(size, config.eps) for _ in range(layers)]
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = LlamaRMSNorm(config.hidden, config.eps)
         self.lm_head = nn.Linear(config.hidden, config.draft_vocab, bias=False)
@@ -132,6 +143,11 @@ class EagleHead(nn.Module):
         student = cls(head.config, embedding if head.embedding is None else head.embedding)
         student.load_state_dict(head.weights)
         return student
+
+    @property
+    def reads_normed(self) -> bool:
+        """Return whether there are norms before fc."""
+        return self.config.norm_before_fc or self.config.fc_norm
 
     @property
     def device(self) -> torch.device:
@@ -154,21 +170,38 @@ class EagleHead(nn.Module):
         ids: [B, T]. states: the target's, [B, T, A E]. positions: see Batch; the end of each sequence means nothing.
         """
         embedded = F.embedding(ids, self.embedding[0]).to(states)
-        hidden, earlier, outputs = self.fc(states / self.scale), [], []
+        hidden, earlier, outputs = self.fc(self.features(states)), [], []
         at = self._places(hidden, steps, positions)
         for step in range(steps):
             hidden = self.layers[0](embedded.roll(-1 - step, 1), hidden, at, step, earlier)
             outputs.append(self.norm(hidden))
+            if self.config.norm_output:
+                hidden = outputs[-1]
         return outputs
 
+    def features(self, states: Tensor) -> Tensor:
+        """Return what fc reads of the target's states, [..., A E]."""
+        if self.input_norm is not None:
+            return self.input_norm(states)
+        if self.fc_norm is None:
+            return states / self.scale
+        parts = states.chunk(len(self.fc_norm), -1)
+        return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+
     def _places(self, hidden: Tensor, steps: int, positions: Tensor | None) -> Places:
+        width, window = hidden.shape[1], self.config.sliding_window
         mask = None
         if positions is None:
-            positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+            positions = torch.arange(width, device=hidden.device).unsqueeze(0)
         else:
             sequence = (positions == 0).cumsum(1)
             mask = (sequence.unsqueeze(2) == sequence.unsqueeze(1)).tril().unsqueeze(1)
-        return Places([self.rotary(hidden, positions + step) for step in range(steps)], mask)
+        masks = [mask] * steps
+        if window is not None and width + steps > window:
+            earlier = torch.ones(1, 1, width, width, dtype=torch.bool, device=hidden.device).tril()
+            read = earlier if mask is None else mask
+            masks = [read.triu(step - window + 1) for step in range(steps)]
+        return Places([self.rotary(hidden, positions + step) for step in range(steps)], masks)
 
 
 class EagleObjective(Objective):

@@ -7,6 +7,9 @@ layer reads at position i, in units of its own sizes. fc starts as the best line
 Attention starts by looking at its own position, and v and o as the best map, of rank R, of that state and of the next
 token's embedding to u(i + 1) - u(i). The MLP adds nothing yet, the norm's weight gives the output its size, the smaller
 the less of u(i + 1) is predicted, and lm_head is the target's.
+
+With norms before fc, their weights start as the units of what fc reads. With norm_output the state that is fed back has
+the target's own sizes, so fc and attention write these, and hidden_norm divides by them.
 """
 
 from collections.abc import Iterable
@@ -15,6 +18,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftlab.console import Advance
 from draftlab.data import Batch
@@ -64,23 +68,29 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     layer, c = cast(Layer, student.layers[0]), student.config
     unit = sampled.now.pow(2).mean(0).sqrt()
     now, after = sampled.now / unit, sampled.after / unit
-    fc = ridge(sampled.states, now)
-    state, ones = sampled.states @ fc, torch.ones_like(unit)
-    embedded, normed = (rms_norm(x, ones, c.eps) for x in (sampled.embedded, state))
+    _measure_scale(student, sampled)
+    features = student.features(sampled.states) if student.reads_normed else sampled.states
+    fc = ridge(features, now)
+    state, ones = features @ fc, torch.ones_like(unit)
+    size = unit if c.norm_output else ones  # of the state, in units of now
+    embedded, normed = (rms_norm(x, ones, c.eps) for x in (sampled.embedded, state * size))
+    hidden_norm = 1 / (normed / size).pow(2).mean().sqrt() / size
+    normed = normed * hidden_norm if c.norm_output else normed
     inputs = torch.cat([embedded, normed], -1)
     change = ridge(inputs, after - state)
     values = c.kv_heads * c.head_dim
     predicted = inputs @ change
     basis = torch.linalg.eigh(predicted.T @ predicted).eigenvectors.flip(1)[:, :values]  # [D, R]
     attention, own = layer.self_attn, torch.arange(0, c.heads, c.heads // c.kv_heads)  # one head for each value
-    _measure_scale(student, sampled)
-    student.fc.weight.copy_(fc.T * student.scale)
-    output = rms_norm(state + predicted @ basis @ basis.T, ones, c.eps)
+    student.fc.weight.copy_(fc.T * student.scale * size.unsqueeze(1))
+    if c.norm_output:
+        layer.hidden_norm.weight.copy_(hidden_norm)
+    output = rms_norm((state + predicted @ basis @ basis.T) * size, ones, c.eps)
     student.norm.weight.copy_((output * sampled.after).sum(0) / output.pow(2).sum(0))
     layer.mlp.down_proj.weight.zero_()
     attention.v_proj.weight.zero_()[: basis.shape[1]] = (change @ basis).T
     out = attention.o_proj.weight.zero_().unflatten(1, (c.heads, c.head_dim))
-    padded = torch.nn.functional.pad(basis, (0, values - basis.shape[1]))
+    padded = torch.nn.functional.pad(basis * size.unsqueeze(1), (0, values - basis.shape[1]))
     out[:, own] = padded.unflatten(1, (c.kv_heads, c.head_dim))
     _look_at_own_position(attention.q_proj.weight, attention.k_proj.weight, own, embedded, c.head_dim)
 
@@ -88,12 +98,21 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
 @torch.no_grad()
 def start_again(student: EagleHead, sampled: Sample) -> None:
     """Let fc of a student with another head's weights read states in units of their own sizes; it computes the same."""
-    _measure_scale(student, sampled)
-    student.fc.weight.mul_(student.scale)
+    if not student.reads_normed:
+        _measure_scale(student, sampled)
+        student.fc.weight.mul_(student.scale)
 
 
 def _measure_scale(student: EagleHead, sampled: Sample) -> None:
-    student.scale.copy_(sampled.states.pow(2).mean(0).sqrt().clamp_min(student.config.eps))
+    """Let fc read features of mean square 1: by the weights of the norms before it, or by the student's scale."""
+    size = student.features(sampled.states).pow(2).mean(0).sqrt().clamp_min(student.config.eps)
+    if student.input_norm is not None:
+        student.input_norm.weight.div_(size)
+    elif student.fc_norm is None:
+        student.scale.mul_(size)
+    else:
+        for norm, part in zip(student.fc_norm, size.chunk(len(student.fc_norm)), strict=True):
+            cast(LlamaRMSNorm, norm).weight.div_(part)
 
 
 def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, size: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from builders import FAMILIES, build, training_killed_at
-from plain_eagle import PlainHead
+from plain_eagle import VARIANTS, PlainHead
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
@@ -39,8 +39,8 @@ def random(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def random_head(residual: bool) -> Head:
-    config = HeadShape(**SIZES, norm_before_residual=residual)
+def random_head(**variant: Any) -> Head:
+    config = HeadShape(**SIZES | {"norm_before_residual": False} | variant)
     weights = {name: 0.4 * random(*size, seed=i) for i, (name, size) in enumerate(config.sizes().items())}
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:W].sort().values
     return Head(config=config, weights=weights, ids=ids, embedding=random(V, D, seed=99))
@@ -51,7 +51,8 @@ def plain_of(head: Head) -> PlainHead:
     sizes = {"num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim}
     sizes |= {"rms_norm_eps": c.eps, "rope_parameters": c.rope}
     weights = {n.removeprefix("layers.0."): w.clone().requires_grad_() for n, w in head.weights.items()}
-    return PlainHead(sizes, weights, head.ids, cast(Tensor, head.embedding), c.norm_before_residual)
+    embedding = cast(Tensor, head.embedding)
+    return PlainHead(sizes, weights, head.ids, embedding, c.norm_before_residual, c.norm_output, c.sliding_window)
 
 
 @pytest.fixture
@@ -70,10 +71,10 @@ def module_of(head: Head) -> EagleHead:
     return student
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_unrolled_steps_are_those_of_decoding_token_by_token(text, residual):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_unrolled_steps_are_those_of_decoding_token_by_token(text, variant):
     ids, _, states, _ = text
-    head = random_head(residual)
+    head = random_head(**VARIANTS[variant])
     student, plain = module_of(head), plain_of(head)
     outputs = [student.lm_head(hidden) for hidden in student(ids[:, :-1], states, L)]
     for row in range(2):
@@ -83,11 +84,14 @@ def test_unrolled_steps_are_those_of_decoding_token_by_token(text, residual):
                 torch.testing.assert_close(outputs[step][row, start], wanted[step], atol=FP32, rtol=FP32)
 
 
-@pytest.mark.parametrize("loss", ["fkl", "tvd", "0.5*lk(3) + 0.2*ce"])
-def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text, loss):
+@pytest.mark.parametrize(
+    ("loss", "variant"),
+    [("fkl", "plain"), ("tvd", "plain"), ("0.5*lk(3) + 0.2*ce", "plain"), ("fkl", "speculators"), ("fkl", "fc_norm")],
+)
+def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text, loss, variant):
     """Each counted token, predicted by each step of the chain that ends there; p over all ids of the target."""
     ids, mask, states, logits = text
-    head, parsed = random_head(False), parse_loss(loss)
+    head, parsed = random_head(**VARIANTS[variant]), parse_loss(loss)
     student, plain = module_of(head), plain_of(head)
     counted = mask.flatten().nonzero().squeeze(1)
     own = logits.flatten(0, 1)[counted]
@@ -118,7 +122,7 @@ def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text
 
 def test_a_chain_does_not_see_the_states_behind_its_start(text):
     ids, _, states, _ = text
-    student = module_of(random_head(False))
+    student = module_of(random_head())
     changed = states.clone()
     changed[:, 4:] += 1
     for step, (one, other) in enumerate(zip(*(student(ids[:, :-1], s, L) for s in (states, changed)), strict=True)):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from builders import build, recording
-from plain_eagle import PlainHead, target_and_head
+from plain_eagle import VARIANTS, PlainHead, target_and_head
 
 from draftlab.acceptance import expected
 from draftlab.acceptance.chain_logprobs import score_chains
@@ -26,15 +26,16 @@ from draftlab.sampling import SamplingParams
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 
 
-@pytest.fixture(scope="module", params=["native", "speculators"])
+@pytest.fixture(scope="module", params=VARIANTS)
 def folder(request: pytest.FixtureRequest, family_dirs: dict[str, Path], tmp_path_factory) -> Path:
-    """A random head in a layout, with the residual of either side of its norm."""
+    """A random head of each variant; one is in speculators' layout."""
     out, target = tmp_path_factory.mktemp("head"), family_dirs["llama"]
-    config = eagle.head_config(target, None, 120, norm_before_residual=request.param == "speculators")
+    config = eagle.head_config(target, None, 120, **VARIANTS[request.param])
     generator = torch.Generator().manual_seed(0)
     weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
     head = Head(config=config, weights=weights, ids=torch.arange(0, 240, 2), embedding=None)
-    eagle.write(out, head, request.param, target=target, k=3)
+    layout = "speculators" if request.param == "speculators" else "native"
+    eagle.write(out, head, layout, target=target, k=3)
     return out
 
 

@@ -39,7 +39,9 @@ def target(family_dirs: dict[str, Path]) -> Path:
 
 
 def random_head(target: Path, **sizes: Any) -> Head:
-    config = eagle.head_config(target, sizes.get("layer_ids"), sizes.get("draft_vocab", 40), sizes.get("normed", False))
+    config = eagle.head_config(
+        target, sizes.get("layer_ids"), sizes.get("draft_vocab", 40), norm_before_residual=sizes.get("normed", False)
+    )
     generator = torch.Generator().manual_seed(0)
     weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
     ids = torch.randperm(config.vocab, generator=generator)[: config.draft_vocab].sort().values

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -24,7 +24,9 @@ class EagleStudent(StudentSpec):
     """ttt_steps: steps of training-time test, tokens in a row that the head learns to draft.
 
     layer_ids: layers of the target after which the head reads its states, as 2+12+21; by default 2, n / 2 and n - 3.
-    norm_before_residual: take the residual after hidden_norm, which SGLang does not compute.
+    norm_before_residual: take the residual after hidden_norm, which SGLang does not compute. EAGLE-3.1 has
+    norm_before_fc (one RMSNorm of the target's states) or fc_norm (one for each layer), norm_output (feed back the
+    normed state) and sliding_window (latest tokens that the head reads); the names are those of speculators.
     """
 
     unused = frozenset(
@@ -35,6 +37,15 @@ class EagleStudent(StudentSpec):
     ttt_steps: int = Field(4, ge=1, le=16)
     layer_ids: Layers = None
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    sliding_window: int | None = Field(None, ge=1)
+
+    @property
+    def variant(self) -> dict[str, Any]:
+        """Return the fields of HeadShape that the options set."""
+        return self.model_dump(exclude={"text", "ttt_steps", "layer_ids"})
 
     def check(self, job: "Distillation") -> None:
         if "draft" in job.text.shares:
@@ -44,8 +55,8 @@ class EagleStudent(StudentSpec):
                 f"--student {self.text}: sequences of {job.text.seq_len} tokens are too short for {self.ttt_steps} "
                 "steps; raise --seq-len"
             )
-        if job.draft is not None and (job.vocab or self.layer_ids or self.norm_before_residual):
-            raise UserError(f"--draft {job.draft} has ids and layers of its own; leave --vocab and layer_ids out")
+        if job.draft is not None and (job.vocab or self.model_fields_set - {"text", "ttt_steps"}):
+            raise UserError(f"--draft {job.draft} has ids, layers and norms of its own; leave --vocab and options out")
         from draftlab.training.eagle import head_of
 
         head_of(self, job)

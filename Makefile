@@ -1,9 +1,10 @@
 # make demo: the main job on the embedded target.  make test: all checks.  make chaos: faults, for hours.
+# make peers: the same numbers as other packages.
 # All install what they need into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test chaos lint install docs clean
+.PHONY: demo test chaos lint install peers docs clean
 
 # one thread: two wait for each other as soon as anything else runs, and the score counts CPU seconds
 demo: .venv/ready
@@ -34,6 +35,12 @@ install: .venv/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e plugins/research
 	touch $@
+
+# packages whose numbers ours are compared with; speculators without what it brings, a torchvision that breaks torch
+peers: .venv/ready
+	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
+	$(BIN)/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/test_peers.py tests/test_notebooks.py tests/model/test_speculators.py tests/distill/test_distributed.py
 
 clean:
 	rm -rf .venv runs

@@ -11,6 +11,7 @@ from draftlab.training.losses import parse_loss
 
 N, D, TEACHER_D, V = 37, 16, 24, 1009
 BETAS = {"fkl": 0.0, "jsd(0.1)": 0.1, "jsd(0.5)": 0.5, "jsd(0.9)": 0.9, "rkl": 1.0}  # what peers call them
+pytestmark = pytest.mark.slow  # make peers installs them
 Peer = Callable[[Tensor, Tensor, Dense, float, float], Tensor]  # hidden, head, teacher, beta, temperature -> mean loss
 
 

@@ -327,7 +327,7 @@ def _row(
     best = max(by_k, key=lambda k: intervals.tokens_per_second(by_k[k].requests()))
     answer = by_k[best]
     plain = groups[engine, precision, "plain"][0]
-    steps = intervals.ratio_interval(np.array(answer.steps, dtype=float))
+    steps = intervals.ratio(np.array(answer.steps, dtype=float))
     return {
         "engine": engine, "version": answer.version, "mode": MODES[engine], "target_dtype": precision,
         "draft_dtype": precision if way == "draft" else None, "way": way, "k": best, "ks": sorted(by_k),

@@ -18,7 +18,7 @@ import typer
 
 from benchmarks import bounds, environment
 from benchmarks.accuracy_study import correlation, panel
-from draftlab.intervals import ratio_interval
+from draftlab.intervals import ratio
 from draftlab.latency.cost_model import read_profile
 from draftlab.provenance import read_record
 from draftlab.results.plots import Panel, save_figure
@@ -112,7 +112,7 @@ def trainings(folder: Path, names: str) -> dict[str, dict[str, Any]]:
 
 
 def interval(pairs: np.ndarray) -> list[float]:
-    found = ratio_interval(pairs)
+    found = ratio(pairs)
     return [found.value, found.low, found.high]
 
 

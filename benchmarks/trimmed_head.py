@@ -19,7 +19,7 @@ from benchmarks import environment
 from draftlab.acceptance.expected import chances
 from draftlab.console import progress
 from draftlab.engine.verify import distribution
-from draftlab.intervals import ratio_interval
+from draftlab.intervals import ratio
 from draftlab.model import checkpoint, llama
 from draftlab.model.decoder import forward_uncached
 from draftlab.model.shape import parse_vocab
@@ -54,7 +54,7 @@ def main() -> None:
     for draft in options.drafts:
         found = accepted(draft, replayed, heads, store.manifest.sampling)
         for size, by_text in found.items():
-            change = ratio_interval(np.stack([by_text, found["all"]], 1))
+            change = ratio(np.stack([by_text, found["all"]], 1))
             rows[size]["drafts"][draft.name] = {
                 "acceptance": float(by_text.sum() / sum(len(o.ids) for o in replayed)),
                 "share_of_whole": [change.value, change.low, change.high],

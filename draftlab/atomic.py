@@ -1,4 +1,4 @@
-"""Writing: whole or not at all, synced, by one process at a time, and never over finished work. No torch."""
+"""Files that are whole or absent: written by one process, then renamed, never over finished work. No torch."""
 
 import contextlib
 import json
@@ -18,6 +18,7 @@ from draftlab.reading import read_object
 
 STATE_RECORD = "run.json"
 LONGEST_LINE = 1 << 16
+EMPTY: Mapping[str, object] = {}
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:
@@ -28,11 +29,11 @@ def write_atomic(path: Path, text: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a file to write, which takes the place of path when the block ends well. Raises OSError.
+    """Yield a file to write, which replaces path when the block ends without an error. Raises OSError.
 
-    Its name is the same each time, so that the next writer replaces what a killed process left.
+    Its name depends on path alone, so the next writer overwrites the file that a killed process left.
     """
-    part = _new(path)
+    part = _beside(path, "new")
     try:
         yield part
         sync(part)
@@ -43,65 +44,60 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a log, in the place of the half line that a kill or a full disk may have left.
+    """Append a line to a log, over the half line that a kill or a full disk may have left.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the log cannot be written.
     """
-    try:
-        with path.open("ab+") as log:
-            start = max(0, log.seek(0, os.SEEK_END) - LONGEST_LINE)
-            log.seek(start)
-            log.truncate(start + log.read().rfind(b"\n") + 1)
-            log.write(line.encode() + b"\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    with _writing(path), path.open("ab+") as log:
+        start = max(0, log.seek(0, os.SEEK_END) - LONGEST_LINE)
+        log.seek(start)
+        log.truncate(start + log.read().rfind(b"\n") + 1)
+        log.write(line.encode() + b"\n")
 
 
 @contextlib.contextmanager
 def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
-    """Yield a directory that becomes out when the block ends well, and vanishes when it does not.
+    """Yield a directory that becomes out when the block ends without an error, and is removed otherwise.
 
     Raises:
-        UserError: out exists with something in it and force is off, or it cannot be written.
+        UserError: out has files in it and force is off, or it cannot be written.
     """
     check_free(out, force=force)
-    try:
-        with _parents(out), _left_overs_removed(out):
-            _new(out).mkdir()
-            yield _new(out)
-            sync(_new(out))
+    work = _beside(out, "new")
+    with _writing(out):
+        _recover(out)
+        try:
+            work.mkdir(parents=True)
+            yield work
+            sync(work)
             if force and out.exists():
-                out.rename(_old(out))
-            _new(out).rename(out)
+                out.rename(_beside(out, "old"))
+            work.rename(out)
             _sync(out.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}") from error
+        finally:
+            _recover(out)
 
 
 def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace it") -> None:
-    """Refuse to overwrite finished work; called before the expensive part. remedy: what helps besides another --out.
+    """Refuse to overwrite finished work. remedy: End of the error, what helps apart from another --out.
 
     Raises:
-        UserError: out is a file, or a non-empty directory and force is off; or it cannot be written.
+        UserError: out is a file, or a directory with files and force is off, or it cannot be written.
     """
     if out.name in ("", ".."):
         raise UserError(f"--out {out}: name a directory to make")
-    try:
+    with _writing(out):  # the name may be too long
         exists = out.exists()
-    except OSError as error:  # a name that is too long
-        raise UserError(f"cannot write {out}: {error.strerror}") from None
     if exists and not out.is_dir():
         raise UserError(f"{out} exists and is not a directory")
     if exists and any(out.iterdir()) and not force:
         raise UserError(f"{out} exists and is not empty; choose another --out{remedy}")
-    parent = _existing_parent(out)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"cannot write {out}: {parent} is not a writable directory")
+    check_writable(out)
 
 
 def check_space(out: Path, needed: int, contents: str) -> None:
-    """Raises UserError: the disk of out has fewer than `needed` bytes left for the contents."""
+    """Raises UserError: the disk of out has fewer than `needed` free bytes for the contents."""
     parent = _existing_parent(out)
     free = shutil.disk_usage(parent).free
     if needed > free:
@@ -111,39 +107,40 @@ def check_space(out: Path, needed: int, contents: str) -> None:
         )
 
 
-def check_writable(file: Path) -> None:
-    """Raises UserError: nothing can be written in the place of a file, as a trial shows."""
-    try:
-        TemporaryFile(dir=_existing_parent(file)).close()
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
+def check_writable(path: Path) -> None:
+    """Raises UserError: a trial shows that nothing can be written at path."""
+    with _writing(path):
+        TemporaryFile(dir=_existing_parent(path)).close()
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Keep other processes from making out, and remove what killed ones left beside it.
+    """Keep other processes from making out. Remove what killed ones left, and a state directory without work.
 
     Raises:
-        UserError: another process is making it, or nothing can be written beside it.
+        UserError: another process is making out, or nothing can be written next to it.
     """
     if not is_main_process():
         yield
         return
-    file = _beside(out, "lock")
+    file, state = _beside(out, "lock"), state_directory(out)
     lock = FileLock(file, blocking=False)
-    with _parents(out):
+    with _writing(out):
+        file.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
         except Timeout:
             raise UserError(f"{out} is being made by another draftlab; wait for it, or choose another --out") from None
-        except OSError as error:
-            raise UserError(f"cannot write {out}: {error.strerror}") from None
-        try:
-            with _left_overs_removed(out), _left_overs_removed(state_directory(out)):
-                yield
-        finally:
-            file.unlink(missing_ok=True)  # while it is locked: whoever opened it finds another inode, and tries again
-            lock.release()
+    try:
+        _recover(out)
+        _recover(state)
+        yield
+    finally:
+        _recover(out)
+        if [file.name for file in state.glob("*")] == [STATE_RECORD]:
+            remove_state(state)
+        file.unlink(missing_ok=True)  # before the release: a process that has opened it sees another inode and retries
+        lock.release()
 
 
 def state_directory(out: Path) -> Path:
@@ -151,103 +148,84 @@ def state_directory(out: Path) -> Path:
     return _beside(out, "state")
 
 
-def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = False) -> None:
-    """Make the state directory of a run, or check that the one that exists is the same run's.
+def claim_state(
+    state: Path, identity: Mapping[str, object], *, defaults: Mapping[str, object] = EMPTY, force: bool = False
+) -> None:
+    """Make the state directory of a run, or check that the existing one belongs to the same run.
 
-    identity: everything that decides the run's result. force: remove what another run left. A state directory without
-    work can be claimed by any run.
+    An empty state directory can be claimed by any run.
+
+    Args:
+        identity: Everything that decides the result of the run.
+        defaults: Values of settings that a record lacks because an older version wrote it.
+        force: Remove the work of another run.
 
     Raises:
-        UserError: it belongs to another run or is damaged, and force is off; or it cannot be written.
+        UserError: the directory belongs to another run or is damaged, and force is off; or it cannot be written.
     """
-    record, this_run = state / STATE_RECORD, json.loads(json.dumps(identity, default=str))
+    record = state / STATE_RECORD
+    this_run, assumed = (json.loads(json.dumps(dict(values), default=str)) for values in (identity, defaults))
     _recover(state)
     before = None
     with contextlib.suppress(UserError):
-        before = read_object(record)
-    if before == this_run:
+        before = assumed | read_object(record)
+    if before == assumed | this_run:
         return
-    try:
+    with _writing(state):
         if any(file.name != STATE_RECORD for file in state.glob("[!.]*")):
             if not force:
-                raise UserError(_difference(state, before, this_run))
+                raise UserError(_difference(state, before, assumed | this_run))
             note(f"{state}: removed an unfinished run (--force)")
             remove_state(state)
         state.mkdir(parents=True, exist_ok=True)
         write_atomic(record, json.dumps(this_run, indent=2, sort_keys=True))
-    except OSError as error:
-        raise UserError(f"cannot write {state}: {error.strerror}") from None
 
 
 def run_identity(state: Path) -> str:
-    """Return the hash of what decides the result of the run that claimed a state directory; '' if none has."""
+    """Return the hash of the record of the run that claimed a state directory, '' if there is none."""
     record = state / STATE_RECORD
     return sha256(record.read_bytes()).hexdigest() if record.is_file() else ""
 
 
-@contextlib.contextmanager
-def removed_if_unused(state: Path) -> Iterator[Path]:
-    """Remove a state directory after the block, if nothing but its claim is in it."""
-    with _parents(state):
-        try:
-            yield state
-        finally:
-            if is_main_process() and [file.name for file in state.glob("*")] == [STATE_RECORD]:
-                remove_state(state)
-
-
 def remove_state(state: Path) -> None:
-    """Remove a state directory at once, as other processes see it: a part of it must not be resumed."""
+    """Remove a state directory by a rename first: a part of it must not be resumed."""
     if state.exists():
-        with _left_overs_removed(state):
-            state.rename(_new(state))
+        state.rename(_beside(state, "new"))
+    _recover(state)
 
 
 def sync(path: Path) -> None:
-    """Write a file, or all of a directory, through to the disk, with the modes of the umask. Raises OSError."""
+    """Write a file, or a directory with its files, through to the disk. Raises OSError."""
     for file in [*path.rglob("*"), path] if path.is_dir() else [path]:
         mode = file.lstat().st_mode
-        if stat.S_ISREG(mode) and mode & 0o777 == 0o600:  # safetensors writes so
+        if stat.S_ISREG(mode) and mode & 0o777 == 0o600:  # safetensors ignores the umask
             file.chmod(0o666 & ~_umask())
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             _sync(file)
 
 
-@contextlib.contextmanager
-def _left_overs_removed(path: Path) -> Iterator[None]:
-    """Remove unfinished work next to path, before and after the block; give path back what was to be replaced."""
-    try:
-        _recover(path)
-        yield
-    finally:
-        _recover(path)
-
-
 def _recover(path: Path) -> None:
-    if _old(path).exists() and not path.exists():
-        _old(path).rename(path)
-    for work in (_new(path), _old(path)):
-        if work.exists():
-            shutil.rmtree(work, ignore_errors=True)
+    """Remove unfinished work next to path, and restore what it was going to replace."""
+    new, old = _beside(path, "new"), _beside(path, "old")
+    if old.exists() and not path.exists():
+        old.rename(path)
+    for work in (new, old):
+        shutil.rmtree(work, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _parents(path: Path) -> Iterator[None]:
-    """Make the folders above path, and remove those in which nothing is after the block. Raises OSError."""
-    new = [folder for folder in path.parents if not folder.exists()]
+def _writing(path: Path) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         yield
-    finally:
-        for folder in new:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _difference(state: Path, before: dict[str, object] | None, this_run: dict[str, object]) -> str:
     if before is None:
         return f"{state} has an unfinished run, and its {STATE_RECORD} is missing or damaged; --force starts again"
-    key = min(key for key in before.keys() | this_run.keys() if before.get(key) != this_run.get(key))
+    both = before.keys() & this_run.keys()
+    key = min((before.keys() | this_run.keys()) - {key for key in both if before[key] == this_run[key]})
     was, now = (one_line(repr(settings.get(key)), 100) for settings in (before, this_run))
     return (
         f"{state} has an unfinished run with {one_line(key, 60)} = {was}, and this run has {now}; "
@@ -257,14 +235,6 @@ def _difference(state: Path, before: dict[str, object] | None, this_run: dict[st
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{suffix}")
-
-
-def _new(path: Path) -> Path:
-    return _beside(path, "new")
-
-
-def _old(path: Path) -> Path:
-    return _beside(path, "old")
 
 
 def _existing_parent(out: Path) -> Path:
@@ -280,6 +250,6 @@ def _sync(path: Path) -> None:
 
 
 def _umask() -> int:
-    mask = os.umask(0)  # there is no way to read it alone
+    mask = os.umask(0)  # the umask can only be read by setting it
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""Progress and notes on stderr. Results are printed by cli.py only."""
+"""Progress and notes on stderr; cli.py prints results."""
 
 import contextlib
 import os
@@ -22,26 +22,25 @@ def processes() -> int:
 
 
 def is_main_process() -> bool:
-    """Return whether this is rank 0, the only process that prints and writes."""
+    """Return whether this is rank 0, the process that prints and writes."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def note(text: str) -> None:
     """Print a line on stderr."""
-    if not is_main_process():
-        return
-    print_words(Console(stderr=True), text, "dim")
+    if is_main_process():
+        print_words(Console(stderr=True), text, "dim")
 
 
 def print_words(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line, on a terminal broken between words; one with a path or a command stays whole, to be copied."""
+    """Print a line. A terminal breaks it between words, unless it has a path or a command to be copied."""
     whole = not console.is_terminal or "/" in text or "draftlab " in text
     console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=whole)
 
 
 @contextlib.contextmanager
 def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None]]:
-    """Report periodically during work of unknown length; call the yielded function with how far it is.
+    """Report periodically during work of unknown length; the yielded function sets the status to report.
 
     Reports go to the stderr of the start, even while the block redirects it.
     """
@@ -66,7 +65,7 @@ def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None
 
 @contextlib.contextmanager
 def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
-    """Print a note if the block takes longer than that."""
+    """Print a note if the block takes longer than these seconds."""
     timer = threading.Timer(seconds, note, [text])
     timer.daemon = True
     timer.start()
@@ -78,7 +77,7 @@ def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Advance]:
-    """Show a bar with the time left; call the yielded function with the number done and a status text.
+    """Show a bar with the time left; the yielded function takes the number done and a status text.
 
     Without a terminal, print a line at the start, at every tenth, and after MAX_SILENT_SECONDS of silence.
     """

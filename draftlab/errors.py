@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 
 class UserError(Exception):
-    """Something the user can fix. The message says what is wrong, with the value, and what would be right."""
+    """An error that the user can fix. The message says what is wrong, with the value, and what to type instead."""
 
 
 class UsageError(UserError):
-    """A command line that lacks something."""
+    """A command line that lacks an argument or an option."""
 
 
 class OtherArchitecture(UserError):
@@ -19,7 +19,7 @@ class OtherArchitecture(UserError):
 
 @contextlib.contextmanager
 def about(option: str) -> Iterator[None]:
-    """Let errors inside the block begin with the option that they are about."""
+    """Begin errors inside the block with the option that they are about."""
     try:
         yield
     except UserError as error:
@@ -33,18 +33,18 @@ EXTRAS = {
     "gguf": "gguf",
     "matplotlib": "report",
     "sentencepiece": "gguf",
-}  # packages that only some commands need, and the extra of pyproject.toml that installs them
+}  # package that only some commands need -> extra of pyproject.toml that installs it
 
 
 class MissingExtra(UserError):
-    """A package that a command needs and that `pip install draftlab` leaves out."""
+    """A missing package that `pip install draftlab` does not install."""
 
     def __init__(self, package: str) -> None:
         super().__init__(f"the package {package} is missing; pip install 'draftlab[{EXTRAS[package]}]'")
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM. The message says what is saved, and where the same command goes on."""
+    """Ctrl-C or SIGTERM. The message says which work is saved, and where the same command continues."""
 
 
 class Quantised(UserError):
@@ -52,23 +52,14 @@ class Quantised(UserError):
 
 
 def one_line(message: object, most: int = 300) -> str:
-    """Return a message as one line that a terminal shows as it is: whatever a file or a server put into it."""
-    text = "".join(
-        c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in str(message)[: 4 * most]
-    )
-    text = " ".join(text.split())
+    """Return a message as one line of printable characters, cut at `most` characters."""
+    words = " ".join(str(message)[: 4 * most].split())
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
     return text if len(text) <= most else text[: most - 4] + " ..."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A closing '; did you mean X?' for the nearest known name, or the list of known names."""
+    """Return the end of an error: '; did you mean X?' with the nearest known name, or the list of known names."""
     names = sorted(known)
-    near = [n for n in difflib.get_close_matches(name, names, n=3, cutoff=0.65) if _same_numbers(name, n)]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
-
-
-def _same_numbers(name: str, other: str) -> bool:
-    """Return whether a name may be a typing error of another: 8b is none of 70b, but 66b is one of 65b."""
-    a, b = ("".join(c for c in text if c.isdigit()) for text in (name, other))
-    one_wrong = len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= 1
-    return one_wrong or sorted(a) == sorted(b) or a.startswith(b) or b.startswith(a)

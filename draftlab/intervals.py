@@ -1,4 +1,4 @@
-"""Speed-ups and acceptance with their bootstrap intervals over prompts: the one place that resamples. No torch.
+"""Speed-ups and acceptance with their bootstrap intervals over prompts. No torch.
 
 R prompts, K numbers of drafted tokens, C columns, S bootstrap samples.
 """
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 SAMPLES = 2000
-BLOCK = 100  # samples in memory at once
+BLOCK = 100  # number of samples in memory at a time
 SPLITS = 20
 
-Timing = tuple[int, float]  # tokens, and the seconds that they took
-Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]  # with drafts, of each K and prompt [K, R]; without, [R]
+Timing = tuple[int, float]  # tokens, seconds
+Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]  # with drafts [K, R], without drafts [R]
 
 
 class Interval(FileModel):
@@ -31,15 +31,16 @@ class Interval(FileModel):
         return f"{self.value:.2f}" + (f" ({self.low:.2f} to {self.high:.2f})" if self.n > 1 else "")
 
     def as_speedup(self) -> str:
-        """Return it as "1.52x (1.40 to 1.63)"; one prompt has no spread to resample."""
+        """Return the text "1.52x (1.40 to 1.63)"; an estimate from one prompt has no interval."""
         return f"{self.value:.2f}x " + (f"({self.low:.2f} to {self.high:.2f})" if self.n > 1 else "(n = 1)")
 
 
 def bootstrap(statistic: "Callable[[np.ndarray], np.ndarray]", rows: int, seed: int = 0) -> "np.ndarray":
     """Return a statistic of all rows, then of each bootstrap sample, [1 + S, ...].
 
-    statistic: takes how often each sample holds each row, [BLOCK, R]. The same seed draws the same samples, so that two
-    statistics of the same prompts can be paired.
+    The same seed draws the same samples, so that two statistics of the same prompts can be paired.
+
+    statistic: Function of the counts of each row in each sample, [BLOCK, R].
     """
     import numpy as np
 
@@ -49,7 +50,7 @@ def bootstrap(statistic: "Callable[[np.ndarray], np.ndarray]", rows: int, seed: 
 
 
 def interval(values: "np.ndarray", n: int) -> Interval:
-    """Return the interval of what bootstrap() returned, [1 + S]; samples without a value (nan) are left out."""
+    """Return the interval of bootstrapped values, [1 + S]; samples without a value (nan) are left out."""
     import numpy as np
 
     low, high = np.nanpercentile(values[1:], [2.5, 97.5])
@@ -67,54 +68,50 @@ def ratio_intervals(over: "np.ndarray", under: "np.ndarray") -> list[Interval]:
     return [interval(column, len(over)) for column in bootstrap(ratios, len(over)).T]
 
 
-def ratio_interval(pairs: "np.ndarray") -> Interval:
-    """Return the sum of the first column divided by the sum of the second, [R, 2]."""
-    return ratio_intervals(pairs[:, :1], pairs[:, 1:])[0]
-
-
-def ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
-    """Return the sum of the first numbers divided by the sum of the second, with its interval over the pairs."""
+def ratio(pairs: "Sequence[tuple[float, float]] | np.ndarray") -> Interval:
+    """Return the sum of the first numbers divided by the sum of the second numbers, with its interval, [R, 2]."""
     import numpy as np
 
-    return ratio_interval(np.array(pairs, dtype=float))
+    over, under = np.array(pairs, dtype=float).T[:, :, None]
+    return ratio_intervals(over, under)[0]
 
 
 def tokens_per_second(timings: Sequence[Timing]) -> float:
-    """Return the sum of tokens over the sum of seconds; 0 where nothing was timed."""
+    """Return the sum of tokens over the sum of seconds, 0 without timings."""
     seconds = sum(seconds for _, seconds in timings)
     return sum(tokens for tokens, _ in timings) / seconds if seconds else 0.0
 
 
 def median_repeat(repeats: Sequence[Timing]) -> Timing:
-    """Return the repeat of median time per token, the lower of two middle ones, so that one stall does not count."""
+    """Return the repeat with the lower median time per token, so that one stall does not count."""
     return sorted(repeats, key=_seconds_per_token)[(len(repeats) - 1) // 2]
 
 
 def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
-    """Return the ratio of the slowest to the fastest repeat per token; 1 where nothing was timed."""
+    """Return the ratio of the slowest to the fastest repeat per token, 1 without timings."""
     times = list(map(_seconds_per_token, repeats))
     return max(times) / min(times) if min(times) > 0 else 1.0
 
 
 def speedup(timings: Timings, *, chosen_by: Sequence[Sequence[Timing]] | None = None) -> Interval:
-    """Return tokens per second with drafts over those without: a ratio of sums over prompts.
+    """Return tokens per second with drafts over tokens per second without drafts: a ratio of sums over prompts.
 
-    With several K the prompts are split in halves, SPLITS times, and each half counts at the K that is fastest on the
-    other, in every bootstrap sample anew: a K chosen on the prompts that it is timed on looks faster than it is.
+    A K chosen on the prompts that it is timed on looks faster than it is. With several K, every bootstrap sample splits
+    the prompts in halves, SPLITS times, and each half counts at the K that is fastest on the other half.
 
-    chosen_by: timings of each K and prompt that choose K. Default: those that are compared.
+    chosen_by: Timings of each K and prompt that choose K. Default: the timings that are compared.
     """
     return interval(_speedups(timings, chosen_by or timings[0], seed=0), _timed_prompts(timings))
 
 
 def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
-    """Return the first speed-up over the second. paired: both are of the same prompts, which are drawn together."""
+    """Return the first speed-up over the second. paired: Whether both have the same prompts, to be drawn together."""
     ratios = _speedups(first, first[0], seed=0) / _speedups(second, second[0], seed=0 if paired else 1)
     return interval(ratios, min(_timed_prompts(first), _timed_prompts(second)))
 
 
 def _speedups(timings: Timings, chosen_by: Sequence[Sequence[Timing]], seed: int) -> "np.ndarray":
-    """Return the speed-up over all prompts, then that of each sample, [1 + S]; nan where no prompt in it was timed."""
+    """Return the speed-up over all prompts, then of each sample, [1 + S]; nan for a sample without timed prompts."""
     import numpy as np
 
     drafted, plain = np.array(timings[0], dtype=float), np.array(timings[1], dtype=float)  # [K, R, 2], [R, 2]
@@ -129,7 +126,7 @@ def _speedups(timings: Timings, chosen_by: Sequence[Sequence[Timing]], seed: int
 
 
 def _at_cross_validated_k(drafted: "np.ndarray", judged: "np.ndarray", counts: "np.ndarray") -> "np.ndarray":
-    """Return tokens and seconds of each sample, each half of the prompts at the K fastest on the other half, [S, 2]."""
+    """Return tokens and seconds of each sample, [S, 2]; each half of the prompts is at the K fastest on the other."""
     import numpy as np
 
     rng, n = np.random.default_rng(0), drafted.shape[1]
@@ -138,7 +135,9 @@ def _at_cross_validated_k(drafted: "np.ndarray", judged: "np.ndarray", counts: "
     sums, judging = (
         np.einsum("shpr,krx->shpkx", halves, timings, optimize=True) for timings in (drafted, judged)
     )  # [S, 2, SPLITS, K, 2]
-    others = np.where(judging[:, ::-1, :, :, 1:] > 0, judging[:, ::-1], judging.sum(1, keepdims=True))  # may be empty
+    others = np.where(
+        judging[:, ::-1, :, :, 1:] > 0, judging[:, ::-1], judging.sum(1, keepdims=True)
+    )  # a half may have no timing
     with np.errstate(divide="ignore", invalid="ignore"):
         rates = np.nan_to_num(others[..., 0] / others[..., 1])  # [S, 2, SPLITS, K]
     best = rates.argmax(-1)[..., None, None]
@@ -150,5 +149,5 @@ def _timed_prompts(timings: Timings) -> int:
 
 
 def _seconds_per_token(timing: Timing) -> float:
-    """Return 0 where the prefill wrote all tokens."""
+    """Return seconds per token, 0 if the prefill wrote all tokens."""
     return timing[1] / timing[0] if timing[0] else 0.0

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import platform
 import resource
 import shutil
@@ -20,18 +19,18 @@ from pydantic import Field
 from draftlab.atomic import write_atomic
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.reading import FileModel, parse_json, read_json_lines
+from draftlab.reading import FileModel, check_regular, read_json_lines, read_model
 
 RECORD_FILE, LOG_FILE = "draftlab.json", "log.jsonl"
 CURVE_POINTS = 100
 
 
 class Record(FileModel):
-    """The command, settings, inputs and versions that made an output."""
+    """The command, settings, inputs and versions that made an output. inputs: Path to its sha256."""
 
     command: str
     config: dict[str, object]
-    inputs: dict[str, str]  # path -> sha256 of its weights or text
+    inputs: dict[str, str]
     versions: dict[str, str]
     created: str
     seconds: float
@@ -40,34 +39,43 @@ class Record(FileModel):
 
     @property
     def worked_seconds(self) -> float:
-        """Return the seconds of the work itself where it says so, as trainings do, else of the command."""
+        """Return the seconds of a training over all its processes, or the seconds of any other command."""
         seconds = self.notes.get("seconds")
         return seconds if isinstance(seconds, float) else self.seconds
 
     @property
     def total_seconds(self) -> float:
-        """Return the seconds of all processes, where a killed run was resumed."""
+        """Return the seconds of all processes of a run that was killed and resumed."""
         total = self.notes.get("total_seconds")
         return max(self.seconds, self.worked_seconds, total if isinstance(total, float) else 0.0)
 
 
 class CurvePoint(FileModel, extra="ignore"):
-    """A point of a training curve: the mean of some steps up to this one, or an evaluation on held-out text."""
+    """A point of a training curve: the mean of some steps up to this step, or an evaluation on held-out text.
 
-    step: int = Field(ge=0, le=10**12)  # these limits are what plots can show
-    loss: float = Field(ge=-1e9, le=1e9)  # nats per token
-    acceptance: float | None = Field(ge=0, le=1.01)  # on held-out text, per token; None without a target
+    loss: In nats per token. acceptance: Per token of held-out text, None without a target.
+    """
+
+    step: int = Field(ge=0, le=10**12)
+    loss: float = Field(ge=-1e9, le=1e9)
+    acceptance: float | None = Field(ge=0, le=1.01)
     heldout: bool
 
 
 class Stage(FileModel):
-    """One of the commands that made a draft. tokens: read or written by it; None where its record does not say."""
+    """One of the commands that made a draft.
+
+    Attributes:
+        output: Name of the directory that it wrote.
+        tokens: Number of tokens that it read or wrote, None if its record does not say.
+        curve: Its training curve.
+    """
 
     command: str
-    output: str  # name of its directory
+    output: str
     seconds: float
     tokens: int | None
-    curve: list[CurvePoint] = Field(default=[])  # of training
+    curve: list[CurvePoint] = Field(default=[])
 
 
 def write_record(
@@ -76,7 +84,7 @@ def write_record(
     """Write draftlab.json. started_at: time.time() at the start of the command."""
     record = Record(
         command=command,
-        config=plain(config),
+        config=config,
         inputs={str(path): fingerprint(path) for path in inputs},
         versions=versions(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -91,18 +99,13 @@ def write_record(
 def read_record(directory: Path) -> Record | None:
     """Return the record of an output, or None if it has none. Raises UserError: it cannot be read."""
     file = directory / RECORD_FILE
-    try:
-        return Record.model_validate(parse_json(file.read_bytes()))
-    except OSError:
-        return None
-    except ValueError:
-        raise UserError(f"{file} is not a draftlab record: truncated, or of another version; remove it") from None
+    return read_model(Record, file) if file.exists() else None
 
 
 def lineage(directory: Path, target: Path) -> list[Stage] | None:
-    """Return the commands that made an output, the first one first; None if it has no record.
+    """Return the commands that made an output in their order, None if it has no record.
 
-    Those that made the target or only converted a checkpoint are left out, as is what was moved or rewritten since.
+    Commands that made the target or only converted a checkpoint are left out, and inputs that were moved or rewritten.
     """
     stages: dict[Path, Stage] = {}
     _add_stages(directory.resolve(), target.resolve(), stages, before=datetime.max.isoformat())
@@ -128,7 +131,7 @@ def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before
 
 
 def _curve(log: Path) -> list[CurvePoint]:
-    """Return the points of a run's log, at most CURVE_POINTS of its steps and of its evaluations; [] if it has none."""
+    """Return the evaluations of a training log, and at most CURVE_POINTS means of its steps; [] without a log."""
     if not log.exists():
         return []
     try:
@@ -137,26 +140,21 @@ def _curve(log: Path) -> list[CurvePoint]:
     except (TypeError, ValueError, UserError):
         note(f"{log} is damaged, so that reports will lack this run's curve")
         return []
-    steps, evals = ([p for p in points if p.heldout is heldout] for heldout in (False, True))
-    size, every = (-(-len(kind) // CURVE_POINTS) or 1 for kind in (steps, evals))
-    parts = [steps[start : start + size] for start in range(0, len(steps), size)]
-    means = [
-        CurvePoint(step=part[-1].step, loss=mean(p.loss for p in part), acceptance=None, heldout=False)
-        for part in parts
-    ]
-    return means + evals[:1] + evals[:0:-every][::-1]
-
-
-def plain(settings: dict[str, object]) -> dict[str, object]:
-    """Return settings as JSON reads them back, so that records compare equal."""
-    return json.loads(json.dumps(settings, default=str))
+    steps = [point for point in points if not point.heldout]
+    size = -(-len(steps) // CURVE_POINTS) or 1
+    curve = [point for point in points if point.heldout]
+    for start in range(0, len(steps), size):
+        part = steps[start : start + size]
+        loss = mean(point.loss for point in part)
+        curve.append(part[-1].model_copy(update={"loss": loss, "acceptance": None}))
+    return curve
 
 
 def fingerprint(path: Path) -> str:
     """Return the sha256 of a file, or of the files of a directory that decide results: configs, weights, manifests.
 
     Raises:
-        UserError: no such path.
+        UserError: no such path, or a file is not regular.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
@@ -180,6 +178,7 @@ def file_sha256(file: Path) -> str:
 
 
 def _add(digest: "hashlib._Hash", file: Path) -> None:
+    check_regular(file)
     with file.open("rb") as stream:
         while block := stream.read(1 << 22):
             digest.update(block)

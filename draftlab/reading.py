@@ -1,4 +1,4 @@
-"""Files from outside: whatever a parser raises becomes one line that names the file. No torch."""
+"""Files from outside: an error of any parser becomes one line that names the file. No torch."""
 
 import contextlib
 import json
@@ -16,16 +16,16 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class FileModel(BaseModel):
-    """Base of everything that is read from a file: unknown keys are errors, and nothing changes after reading."""
+    """Base of all models of files: unknown keys are errors, and fields do not change after reading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @contextlib.contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turn whatever is raised about a file from outside into one line. what: its path, or the begin of the sentence.
+    """Turn any error about a file from outside into one line. what: Path of the file, or the begin of the sentence.
 
-    Parsers of other projects raise errors of every kind at damaged files; tokenizers panics in Rust.
+    Parsers of other projects raise errors of all types at damaged files, and tokenizers panics in Rust.
 
     Raises:
         UserError: the block raised an error.
@@ -34,20 +34,19 @@ def reading(what: object) -> Iterator[None]:
         yield
     except (UserError, MemoryError):
         raise
-    except OSError as error:
-        raise UserError(f"{what}: {error.strerror or one_line(error)}") from error
     except ValidationError as error:
         raise UserError(f"{what}: {validation_text(error)}") from None
-    except Exception as error:
-        raise UserError(f"{what}: {_words(error)}") from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise UserError(f"{what}: {_words(error)}") from error
+        text = one_line(getattr(error, "strerror", None) or error)
+        if " " not in text:  # a KeyError has the key alone
+            text = f"{type(error).__name__} {text}".strip()
+        raise UserError(f"{what}: {text}") from error
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of a JSON text. Infinity, which some config.json have, is a number, and NaN is none.
+    """Return the value of a JSON text. Infinity, which some config.json have, is accepted; NaN is not.
 
     Raises:
         ValueError: not JSON.
@@ -55,8 +54,15 @@ def parse_json(data: bytes | str) -> Any:
     return json.loads(data, parse_constant=_constant)
 
 
+def check_regular(file: Path) -> None:
+    """Raises UserError: the file is a pipe, a device or a directory, which may have no end."""
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file} is not a regular file")
+
+
 def read_json(file: Path) -> Any:
     """Return the content of a JSON file. Raises UserError: no such file, or not JSON."""
+    check_regular(file)
     with reading(f"{file} cannot be read"):
         return parse_json(file.read_bytes())
 
@@ -92,14 +98,18 @@ def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> Kind:
-    """Read a JSON or YAML file of one kind, from its path or from the directory in which it has this name.
+    """Read a JSON or YAML file into a model.
 
-    hint: what to do where there is no such file.
+    Args:
+        path: The file, or the directory that has it.
+        name: Name of the file in a directory.
+        hint: End of the error if there is no such file.
 
     Raises:
-        UserError: no such file, or not one of that kind.
+        UserError: no such file, or its content does not fit the model.
     """
     file = path / name if name and path.is_dir() else path
+    check_regular(file)
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -109,13 +119,13 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
 
 
 def read_yaml(path: Path, label: str) -> Any:
-    """Return the content of a YAML file. label: its name in errors. Raises UserError: no such file, or not YAML."""
+    """Return the content of a YAML file. label: Its name in errors. Raises UserError: no such file, or not YAML."""
     with reading(label):
         return yaml.safe_load(path.read_bytes())
 
 
 def validation_text(error: ValidationError) -> str:
-    """Return a pydantic error as one line: field, complaint, value; of the first three complaints."""
+    """Return the first three complaints of a pydantic error as one line: field, complaint, value."""
     parts = []
     for item in error.errors()[:3]:
         where = ".".join(str(part) for part in item["loc"])[:80] or "top level"
@@ -124,12 +134,6 @@ def validation_text(error: ValidationError) -> str:
         parts.append(f"{where}: {complaint}{value}")
     more = f"; and {error.error_count() - 3} more" if error.error_count() > 3 else ""
     return one_line("; ".join(parts)) + more
-
-
-def _words(error: BaseException) -> str:
-    """Return an error's message; where it has none that says something, with its type."""
-    text = one_line(error)
-    return text if " " in text else f"{type(error).__name__} {text}".strip()
 
 
 def _constant(name: str) -> float:

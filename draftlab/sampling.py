@@ -1,4 +1,4 @@
-"""Sampling parameters, for models here and on servers. No torch."""
+"""Sampling parameters of local models and servers. No torch."""
 
 from dataclasses import dataclass, replace
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 class SamplingParams:
     """Parameters of sampling, with vLLM's names.
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 cut nothing. seed: prompt number i is sampled with seed + i.
-    stop_token_ids: each ends a text and belongs to it.
+    Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 have no effect.
+
+    Attributes:
+        seed: Prompt number i is sampled with seed + i.
+        stop_token_ids: Each of these ids ends a text and belongs to it.
     """
 
     temperature: float = 0.0
@@ -26,11 +29,11 @@ class SamplingParams:
         return (self.temperature, self.top_k, self.top_p, self.min_p) == (1.0, 0, 1.0, 0.0)
 
     def unlimited(self) -> "SamplingParams":
-        """Return the settings of the distribution alone, equal for all lengths, seeds and stop tokens."""
+        """Return the parameters of the distribution, the same for all lengths, seeds and stop tokens."""
         return replace(self, max_tokens=0, seed=0, stop_token_ids=())
 
     def describe(self) -> str:
-        """Return the way of sampling in words, as "greedy" or "temperature 0.7, top-p 0.9"."""
+        """Return the parameters in words, as "greedy" or "temperature 0.7, top-p 0.9"."""
         if self.temperature == 0:
             return "greedy"
         cuts = {"top-k": self.top_k, "top-p": self.top_p if self.top_p < 1 else 0, "min-p": self.min_p}

@@ -1,19 +1,20 @@
-"""Trust in others: whether their code runs, and how their names, texts and addresses are written. No torch."""
+"""Trust in files and servers: whether their code runs, and how their names and addresses are printed. No torch."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from contextvars import ContextVar
 from urllib.parse import urlsplit
 
 from draftlab.errors import UserError
 
-_REMOTE_CODE = ContextVar("trust_remote_code", default=False)  # of the command that runs
+_REMOTE_CODE = ContextVar("trust_remote_code", default=False)  # set for the running command
 LONGEST_NAME = 200
 
 
 @contextlib.contextmanager
 def remote_code(trusted: bool) -> Iterator[None]:
-    """Let checkpoints run code of their own inside the block, or not."""
+    """Set whether checkpoints may run their own code inside the block."""
     token = _REMOTE_CODE.set(trusted)
     try:
         yield
@@ -22,25 +23,25 @@ def remote_code(trusted: bool) -> Iterator[None]:
 
 
 def trusts_remote_code() -> bool:
-    """Return the trust_remote_code to give to transformers."""
+    """Return the value of trust_remote_code for transformers."""
     return _REMOTE_CODE.get()
 
 
 def printable(text: str) -> str:
-    """Return a text in which control characters, line breaks and marks of direction are escaped."""
+    """Return a text with control characters, line breaks and marks of direction escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def is_name(text: object) -> bool:
-    """Return whether it is a text of at most LONGEST_NAME characters that paths, scripts and terminals read alike."""
+    """Return whether a value is a printable text of 1 to LONGEST_NAME characters."""
     return isinstance(text, str) and 0 < len(text) <= LONGEST_NAME and text.isprintable()
 
 
 def checked_name(text: str, label: str) -> str:
-    """Return a name or version that a file or server gives. label: what it is, for the error.
+    """Return a name or version that a file or server gives. label: Its meaning, for the error.
 
     Raises:
-        UserError: it is no name.
+        UserError: it is not a name.
     """
     if not is_name(text):
         raise UserError(f"{label} is no name: {printable(repr(text)[:80])}")
@@ -48,7 +49,7 @@ def checked_name(text: str, label: str) -> str:
 
 
 def folder_name(text: str, label: str) -> str:
-    """Return a name as that of a folder: its last part.
+    """Return the last part of a name, to name a folder.
 
     Raises:
         UserError: it would lead out of the folder.
@@ -60,17 +61,24 @@ def folder_name(text: str, label: str) -> str:
 
 
 def check_address(url: str | None) -> None:
-    """Raises UserError: what is given is no address of a server."""
-    if url is not None and not (url.startswith(("http://", "https://")) and url.isprintable()):
-        raise UserError(f"server {url.rpartition('@')[2]!r} is not an address; want http://HOST:PORT")
-
-
-def without_secrets(address: str) -> str:
-    """Return an address of the web without user, password, query and fragment; other texts as they are."""
-    if not address.startswith(("http://", "https://")):
-        return address
+    """Raises UserError: the text is not the address of a server. The message has no part of a password."""
+    if url is None:
+        return
     try:
-        parts = urlsplit(address)
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
+        good = good and "@" not in parts.path + parts.query + parts.fragment  # the end of a password with / ? or #
     except ValueError:
-        return f"{address.partition('://')[0]}://..."
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+        good = False
+    if not good:
+        host = url.rpartition("@")[2]
+        escape = "; in a password write / ? # @ as %2F %3F %23 %40" if host != url else ""
+        raise UserError(f"server {host!r} is not an address; want http://HOST:PORT{escape}")
+
+
+def without_secrets(text: str) -> str:
+    """Return the address of a server without user, password, query and fragment; another text as it is."""
+    scheme, _, address = text.partition("://")
+    if scheme not in ("http", "https"):
+        return text
+    return f"{scheme}://{re.split('[?#]', address.rpartition('@')[2])[0]}"

@@ -1,4 +1,4 @@
-"""draftlab.yaml, the defaults of commands; and the outputs of earlier commands. No torch."""
+"""The defaults of commands in draftlab.yaml, and the outputs of earlier commands. No torch."""
 
 from pathlib import Path
 from typing import Literal
@@ -15,17 +15,20 @@ FILE = Path("draftlab.yaml")
 
 
 class Workspace(FileModel):
-    """Checkpoints by name or directory, a data mixture, and where and how to run."""
+    """Default checkpoints, data, folder of outputs, device and dtype.
+
+    device auto is cuda if there is a GPU; dtype auto is bfloat16 on cuda and float32 on a CPU.
+    """
 
     target: str
     source: str
     data: str
     runs: Path = Path("runs")
-    device: str = "auto"  # cuda where there is one
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on cuda, else float32
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
 
-# hub names; without a workspace file the default is the paper's models
+# the paper's models are the default without draftlab.yaml
 PRESETS: dict[str, Workspace] = {
     "tiny": Workspace(target="tiny", source="tiny", data="stdlib"),
     "smollm2": Workspace(target="models/smollm2-135m-instruct", source="models/smollm2-135m-instruct", data="stdlib"),
@@ -53,35 +56,27 @@ def preset(name: str) -> Workspace:
 
 
 def load(folder: Path = Path()) -> Workspace:
-    """Return the workspace of a folder, or the paper's models if it has none.
+    """Return the workspace of a folder, or the paper's models if it has no draftlab.yaml.
 
     Raises:
         UserError: the file has unknown keys or wrong values.
     """
     file = folder / FILE
-    if not file.exists():
-        return DEFAULT
-    return read_model(Workspace, file)
+    return read_model(Workspace, file) if file.exists() else DEFAULT
 
 
 def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
     """Return the newest output of these commands directly under runs; ties go to the first command."""
-    finished = [path.parent for path in runs.glob("[!.]*/draftlab.json")]
-    records = {path: record for path in finished if (record := _record(path))}
-    ages = {
-        path: (record.created, -commands.index(record.command))
-        for path, record in records.items()
-        if record.command in commands
-    }
+    ages: dict[Path, tuple[str, int]] = {}
+    for file in runs.glob("[!.]*/draftlab.json"):
+        try:
+            record = provenance.read_record(file.parent)
+        except UserError as error:
+            note(f"skipping {file.parent}: {error}")
+            continue
+        if record is not None and record.command in commands:
+            ages[file.parent] = record.created, -commands.index(record.command)
     return max(ages, key=lambda path: ages[path], default=None)
-
-
-def _record(output: Path) -> provenance.Record | None:
-    try:
-        return provenance.read_record(output)
-    except UserError as error:
-        note(f"skipping {output}: {error}")
-        return None
 
 
 def write(workspace: Workspace, folder: Path = Path(), comment: str | None = None) -> Path:

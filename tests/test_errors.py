@@ -11,8 +11,6 @@ from draftlab.errors import did_you_mean, one_line
         ("drat", ["draft", "other"], "did you mean 'draft'"),
         ("q8", ["q8_0", "f16"], "did you mean 'q8_0'"),
         ("distill-3x265", ["distill-3x256"], "did you mean"),
-        ("llama-3.1-8b", ["llama-3.1-70b"], "known: llama-3.1-70b"),
-        ("llama-3.1-8b", ["llama-2-70b"], "known: llama-2-70b"),
         ("llama-66b", ["llama-65b"], "did you mean 'llama-65b'"),
         ("tensorrt", ["transformers", "vllm"], "known: transformers, vllm"),
     ],

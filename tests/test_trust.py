@@ -11,16 +11,26 @@ import pytest
 import yaml
 from builders import build
 
+from draftlab import provenance
 from draftlab.commands import COMMANDS
 from draftlab.config.distill import DistillConfig
 from draftlab.config.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.exporting import card
 from draftlab.model import checkpoint, native_cpu
+from draftlab.reading import read_json
 from draftlab.registry import SERVERS
 from draftlab.servers.kinds import Launch
 from draftlab.target_outputs.store import Manifest
-from draftlab.trust import checked_name, folder_name, printable, remote_code, trusts_remote_code, without_secrets
+from draftlab.trust import (
+    check_address,
+    checked_name,
+    folder_name,
+    printable,
+    remote_code,
+    trusts_remote_code,
+    without_secrets,
+)
 
 HOSTILE = "0.32\ntouch X #\x1b]0;owned\x07"
 
@@ -57,6 +67,36 @@ def test_secrets_stay_out_of_what_is_written(address):
     assert "SECRET" not in written
     assert "user" not in written
     assert "host" in written
+
+
+@pytest.mark.parametrize("rest", ["127.0.0.1:abc", "[::1", "host:80:80", "host:0", "", "host:1/\x1b[2J"])
+def test_an_address_with_a_typing_error_is_one_line(rest):
+    with pytest.raises(UserError, match="HOST:PORT") as refused:
+        check_address(f"http://{rest}")
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("sign", ["/", "#", "?"])
+def test_no_part_of_a_password_is_printed(sign):
+    address = f"http://user:SEC{sign}RET@host:8000"
+    with pytest.raises(UserError) as refused:
+        check_address(address)
+    shown = str(refused.value) + without_secrets(address)
+    assert not any(part in shown for part in ("user", "SEC", "RET"))
+    check_address("http://user:SEC%2FRET@host:8000")
+
+
+@pytest.mark.parametrize("name", ["head_ids.json", "extra.safetensors", "manifest.json"])
+def test_a_hashed_file_without_an_end_is_refused(tmp_path, name):
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=name):
+        provenance.fingerprint(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=name):
+        provenance.fingerprint(tmp_path)
+    with pytest.raises(UserError, match=name):
+        read_json(tmp_path / name)
 
 
 def test_scripts_have_no_line_that_others_wrote():

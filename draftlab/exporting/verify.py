@@ -14,7 +14,7 @@ from draftlab.acceptance import expected
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_tokens
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
-from draftlab.intervals import Interval, ratio_interval
+from draftlab.intervals import Interval, ratio
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import SampleMethod, ServerKind, Trial
@@ -218,7 +218,7 @@ def compare(
         texts=len(texts.tokens),
         method=method,
         details=details,
-        expected=ratio_interval(counts[method]),
+        expected=ratio(counts[method]),
         measured=measured,
         by_method=lengths,
     )

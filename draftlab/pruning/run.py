@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftlab import provenance
-from draftlab.atomic import check_writable, remove_state, removed_if_unused
+from draftlab.atomic import check_writable, remove_state
 from draftlab.console import is_main_process, note, progress
 from draftlab.model import checkpoint, saving
 from draftlab.model.hf_files import read_head_ids, write_head_ids
@@ -115,10 +115,9 @@ def prune_by_masks(
     tokenizer = checkpoint.load_tokenizer(source.directory)
     heldout = text.heldout(tokenizer)
     chunks = text.chunks(tokenizer, heldout[0].shape[1] - 1) if refit.fits else []
-    with removed_if_unused(output.state):
-        with process_state().main_process_first():
-            output.claim_state([source.directory])
-        trained = train_masks(source, shape, text, training, output.state)
+    with process_state().main_process_first():
+        output.claim_state([source.directory])
+    trained = train_masks(source, shape, text, training, output.state)
     selection = Selection(keep=trained.keep, basis=trained.basis, weights=trained.weights, masks=trained.masks)
     if not is_main_process():
         return Pruned(source=source.shape, shape=shape, keep=trained.keep, agreement=None, disk_bytes=0)

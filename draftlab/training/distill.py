@@ -86,20 +86,20 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
         job = replace(job, outputs=job.answers.store(), answers=None)
     inputs = [path for path in (job.draft, job.target, job.outputs) if path is not None]
     select_device(job.hardware.device)
-    with claimed_state(output, inputs) as state:
-        opened = job.student.open(job, state)
-        with tracked(job.report_to, output) as log:
-            result = fit(opened.module, opened.setup, job.loop, state=state, what=output.command, log=log)
-        if opened.setup.length is not None:
-            result = replace(result, lengths=opened.setup.length.compare(result.before.step, result.after.step))
-        if result.after.step < job.loop.steps:
-            best = f"after step {result.after.step}" if result.after.step else "before the first step"
-            note(f"the best evaluation was {best}: those weights are written")
-        if process_state().is_main_process:
-            with output.directory() as work:
-                result = replace(result, notes=opened.write(work, state))
-                shutil.copyfile(state / LOG_FILE, work / LOG_FILE)
-                output.record(work, inputs, **result.as_dict())
-            remove_state(state)
-        process_state().wait_for_everyone()
+    state = claimed_state(output, inputs)
+    opened = job.student.open(job, state)
+    with tracked(job.report_to, output) as log:
+        result = fit(opened.module, opened.setup, job.loop, state=state, what=output.command, log=log)
+    if opened.setup.length is not None:
+        result = replace(result, lengths=opened.setup.length.compare(result.before.step, result.after.step))
+    if result.after.step < job.loop.steps:
+        best = f"after step {result.after.step}" if result.after.step else "before the first step"
+        note(f"the best evaluation was {best}: those weights are written")
+    if process_state().is_main_process:
+        with output.directory() as work:
+            result = replace(result, notes=opened.write(work, state))
+            shutil.copyfile(state / LOG_FILE, work / LOG_FILE)
+            output.record(work, inputs, **result.as_dict())
+        remove_state(state)
+    process_state().wait_for_everyone()
     return result

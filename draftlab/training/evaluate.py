@@ -18,7 +18,7 @@ from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.console import note, progress
 from draftlab.data import HeldOut
 from draftlab.engine.batch_generate import Batching, generate_batch
-from draftlab.intervals import ratio_interval
+from draftlab.intervals import ratio
 from draftlab.model.checkpoint import Weights, max_model_len
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
@@ -109,8 +109,8 @@ def compare_lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[L
     comparisons = []
     for k in KS if before[0].ndim == 1 else range(1, before[0].shape[1] + 1):
         old, new = tokens_per_pass(before, k), tokens_per_pass(after, k)
-        now = ratio_interval(new)
-        gain = ratio_interval(np.stack([old[:, 1], new[:, 1]], 1))  # same texts: passes over passes
+        now = ratio(new)
+        gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))  # same texts: passes over passes
         first = float(old[:, 0].sum() / old[:, 1].sum())
         comparisons.append(
             LengthComparison(k=k, before=first, after=now.value, low=now.low, high=now.high, gain_low=gain.low)

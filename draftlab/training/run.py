@@ -1,15 +1,14 @@
 """One training run on disk: train, log and save checkpoints; resume a killed run."""
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
-from draftlab.atomic import append_line, check_space, removed_if_unused, write_atomic
+from draftlab.atomic import append_line, check_space, write_atomic
 from draftlab.console import progress
 from draftlab.errors import UserError
 from draftlab.output import Output
@@ -45,18 +44,16 @@ class TrainingResult:
         return facts.pop("notes") | facts
 
 
-@contextlib.contextmanager
-def claimed_state(output: Output, inputs: Sequence[Path]) -> Iterator[Path]:
-    """Yield the state directory of a run, in every process; remove it afterwards if nothing was made in it.
+def claimed_state(output: Output, inputs: Sequence[Path]) -> Path:
+    """Return the state directory of a run, claimed for it, in every process.
 
     Raises:
         UserError: it belongs to another run and force is off, cannot be written, or has a checkpoint with pickles.
     """
-    with removed_if_unused(output.state):
-        with checkpointer.process_state().main_process_first():
-            output.claim_state(inputs)
-        checkpointer.check_resumable(output.state)
-        yield output.state
+    with checkpointer.process_state().main_process_first():
+        output.claim_state(inputs)
+    checkpointer.check_resumable(output.state)
+    return output.state
 
 
 def fit(

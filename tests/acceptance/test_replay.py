@@ -19,7 +19,7 @@ from draftlab.engine.batch_generate import Batching
 from draftlab.engine.generate import ModelDrafter, Step, decode, speculative_decode
 from draftlab.engine.verify import distribution, verify
 from draftlab.errors import UserError
-from draftlab.intervals import ratio_interval, ratio_intervals
+from draftlab.intervals import ratio, ratio_intervals
 from draftlab.model import hf_decoder
 from draftlab.model.llama import Llama, load
 from draftlab.results.decoding import Generation, count_acceptance
@@ -511,7 +511,7 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
 def test_interval_holds_the_ratio_and_narrows_with_texts():
     rng = np.random.default_rng(1)
     pairs = np.stack([np.full(200, 60.0), rng.uniform(20, 30, 200)], 1)
-    every, few = ratio_interval(pairs), ratio_interval(pairs[:10])
+    every, few = ratio(pairs), ratio(pairs[:10])
     assert every.low < every.value < every.high
     assert every.high - every.low < few.high - few.low
 

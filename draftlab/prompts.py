@@ -94,7 +94,7 @@ def load_prompts(
         return file_prompts(file, tokenizer, tokens=tokens, chat=chat, system_prompt=system_prompt).spread(count)
     if tokens is None and tokenizer.chat_template and data.is_chat_file(source):
         heldout = file_prompts(Path(source), tokenizer, chat=chat, split="heldout")
-        note(f"{source}: {len(heldout.rows)} held-out conversations, which training leaves out, give prompts")
+        note(f"{source}: its held-out conversations, which training leaves out, give {len(heldout.rows)} prompts")
         return heldout.spread(count or min(FROM_DATA, len(heldout.rows)))
     return data_prompts(source, tokenizer, count=count or FROM_DATA, tokens=tokens or FROM_DATA_TOKENS, seed=seed)
 
@@ -111,17 +111,21 @@ def file_prompts(
 ) -> Prompts:
     """Read one prompt per row of a file, in any of the forms of data/text.py, with its `category`.
 
-    Conversations that end with an answer are prompts up to the user's last turn. count: read
-    the first prompts only. tokens: cut every prompt to this length. chat: apply the chat template; the first of several
-    turns is then a prompt, which the later ones follow (turns.answered), and otherwise the only one used. split: read
-    the lines that are in this split where the file is a data source, None: all.
+    A conversation that ends with an answer gives a prompt for each answer: the turns before it.
+
+    Args:
+        count: Number of prompts to keep, from the first on.
+        tokens: Length to which every prompt is cut.
+        chat: Whether the chat template is applied. With it, the first of several turns is a prompt, which the later
+            turns follow (turns.answered). Without it, only the first turn is used.
+        split: Split of the data source whose lines are read. None reads all lines.
 
     Raises:
         UserError: no such file, a line without text, an empty prompt, one of fewer tokens, or one that the chat
             template does not take; a chat without a template; no line in the split.
     """
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
-    numbered = list(islice(rows_of(file, prompt_of), count))
+    numbered = list(islice(rows_of(file, prompt_of), count))  # each row has at least one prompt
     chosen = [each for each in numbered if split is None or data.in_split(data.line_name(file, each[0]), split)]
     if not chosen:
         few = f"; its {len(numbered)} lines have none in the {split} split, so add lines" if numbered else ""
@@ -130,11 +134,12 @@ def file_prompts(
     for conversation, (number, row) in enumerate(chosen):
         where = f"{file}:{number}"
         if on:
-            rows.append(_chat_prompt(row, where, conversation, tokenizer, system_prompt))
+            rows += _chat_prompts(row, where, conversation, tokenizer, system_prompt)
         else:
             rows.append(Prompt(_ids(row, where, tokenizer, tokens), row.category, conversation))
     if not on and (several := sum(bool(row.later) for _, row in chosen)):
         note(f"{file.name}: {several} of {len(chosen)} prompts have several turns; without a chat the first is used")
+    rows = rows[:count]
     sha256 = digest(rows) if on else provenance.file_sha256(file)
     return Prompts(rows=rows, source=file.name, sha256=sha256, tokens=tokens, chat=on)
 
@@ -173,15 +178,19 @@ def _ids(row: Row, where: str, tokenizer: PreTrainedTokenizerBase, tokens: int |
     return ids[:tokens]
 
 
-def _chat_prompt(
+def _chat_prompts(
     row: Row, where: str, conversation: int, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
-) -> Prompt:
-    messages = row.messages or ({"role": "user", "content": row.text},)
-    if system_prompt is not None and messages[0]["role"] == "system":
-        raise UserError(f"{where}: the conversation has a system prompt of its own; drop --system-prompt")
+) -> list[Prompt]:
+    system: tuple[Message, ...] = ()
     if system_prompt is not None:
-        messages = ({"role": "system", "content": system_prompt}, *messages)
-    return Prompt(chat_ids(messages, tokenizer, where), row.category, conversation, messages, row.later)
+        system = ({"role": "system", "content": system_prompt},)
+        if row.messages and row.messages[0]["role"] == "system":
+            raise UserError(f"{where}: the conversation has a system prompt of its own; drop --system-prompt")
+    prompts: list[Prompt] = []
+    for asked in row.asked or [({"role": "user", "content": row.text},)]:
+        messages = (*system, *asked)
+        prompts.append(Prompt(chat_ids(messages, tokenizer, where), row.category, conversation, messages, row.later))
+    return prompts
 
 
 def digest(rows: list[Prompt]) -> str:

@@ -151,7 +151,7 @@ def test_one_conversation_is_read_from_every_form(row, suffix, tmp_path):
         file.write_text(json.dumps([row, row]) if suffix == ".json" else 2 * (json.dumps(row) + "\n"))
     assert [d.messages for d in data.documents(str(file))] == [(SAID, ANSWER)] * 2
     prompts = [prompt for _, prompt in rows_of(file, prompt_of)]
-    assert all(prompt.messages == (SAID,) or prompt.text == "q" for prompt in prompts)
+    assert all(prompt.asked == [(SAID,)] or prompt.text == "q" for prompt in prompts)
     assert data.is_chat_file(str(file))
 
 

@@ -20,7 +20,7 @@ from draftlab.config.shared import ChatMode
 from draftlab.data import documents
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.prompts import Prompts, data_prompts, file_prompts, load_prompts
+from draftlab.prompts import Prompts, file_prompts, load_prompts
 from draftlab.results.ranking import rank, read_candidates
 from draftlab.results.score import read_score
 from draftlab.target_outputs.replay import read_replay
@@ -76,6 +76,19 @@ def test_a_line_has_the_ids_that_transformers_gives_the_conversation(tmp_path, c
     assert read.rows[0].ids.count(chatty.bos_token_id) == 1  # the tokenizer adds one, and so does the template
 
 
+def test_an_answered_conversation_gives_a_prompt_for_each_answer(tmp_path, chatty):
+    answered = [SYSTEM, *TALK, {"role": "assistant", "content": "pass"}]
+    greeted = [{"role": "assistant", "content": "hi"}, USER, {"role": "assistant", "content": "return 2"}]
+    file = lines(tmp_path, {"messages": answered, "category": "a"}, {"messages": greeted}, {"messages": TALK})
+    read = file_prompts(file, chatty, chat="on")
+    wanted = [answered[:2], answered[:4], greeted[:2], TALK]
+    assert [list(prompt.messages) for prompt in read.rows] == wanted
+    assert [prompt.conversation for prompt in read.rows] == [0, 0, 1, 2]
+    assert ids_of(file_prompts(file, chatty, count=3, chat="on")) == ids_of(read)[:3]
+    with pytest.raises(UserError, match=r"prompts.jsonl:1"):
+        file_prompts(lines(tmp_path, {"messages": greeted[:1]}), chatty, chat="on")
+
+
 def test_blank_lines_are_no_prompts(tmp_path, plain):
     file = tmp_path / "p.jsonl"
     file.write_text('\n{"prompt": "def f"}\n   \n{"prompt": "class"}\n\n')
@@ -99,12 +112,6 @@ def test_auto_needs_a_template_and_off_takes_none(tmp_path, plain, chatty):
     assert file_prompts(file, chatty, chat="auto").chat
 
 
-def test_data_is_never_a_conversation(tmp_path, chatty):
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80)))
-    assert not data_prompts(str(text), chatty, count=2, tokens=8, seed=0).chat
-
-
 def test_the_hash_covers_the_form(tmp_path, chatty):
     file = lines(tmp_path, {"prompt": "return 1"})
     forms: list[dict[str, Any]] = [{"chat": "off"}, {"chat": "on"}, {"chat": "on", "system_prompt": "return"}]
@@ -112,26 +119,6 @@ def test_the_hash_covers_the_form(tmp_path, chatty):
     chatty.chat_template = TEMPLATE.replace("[assistant]", "[answer]")
     hashes.append(file_prompts(file, chatty, chat="on").sha256)
     assert len(set(hashes)) == 4
-
-
-def test_turns_that_are_not_used_are_said_once(tmp_path, chatty, capsys):
-    file = lines(tmp_path, *[{"prompt": "a", "turns": ["a", "b"]}] * 2, {"turns": ["a"]}, {"prompt": "a"})
-    assert len(set(map(tuple, ids_of(file_prompts(file, chatty, chat="on"))))) == 1
-    assert not capsys.readouterr().err
-    file_prompts(file, chatty)
-    assert capsys.readouterr().err.splitlines() == [
-        "prompts.jsonl: 2 of 4 prompts have several turns; without a chat the first is used"
-    ]
-    file_prompts(file, chatty, count=1)
-    assert "1 of 1" in capsys.readouterr().err
-
-
-def test_an_answered_conversation_is_a_prompt_up_to_the_users_last_turn(tmp_path, chatty):
-    reply = {"role": "assistant", "content": "[]"}
-    answered, asked = ({"messages": [*TALK, *end]} for end in ([reply], []))
-    assert ids_of(file_prompts(lines(tmp_path, answered), chatty, chat="on")) == ids_of(
-        file_prompts(lines(tmp_path, asked), chatty, chat="on")
-    )
 
 
 def test_the_lines_of_a_split_are_those_of_the_data_source(tmp_path, chatty):
@@ -269,25 +256,6 @@ def test_the_form_of_prompts_is_recorded(space):
     assert "other outputs: their chat is" in call(*BUILD, "--chat", "off", "--out", "answers-auto", code=1).stderr
     compared = rank(read_candidates([space / "scored-auto/draft", space / "scored-off/draft"]))
     assert not compared[1].paired
-
-
-def test_mistakes_get_one_clear_line(space):
-    text = space / "text.txt"
-    text.write_text("return 1\n" * 100)
-    for arguments, message in [
-        ((*BUILD, "--chat", "off"), "prompts.jsonl:1: messages are for a chat, and --chat is off"),
-        ((*SCORE, "--chat", "off"), "prompts.jsonl:1: messages are for a chat, and --chat is off"),
-        ((*SCORE, "--chat", "off", "--system-prompt", "a"), "--system-prompt: there is no conversation"),
-        ((*SCORE, "--chat", "maybe"), "maybe"),
-        (("score", "--draft", "draft", "--data", text, "--chat", "on"), "--chat: needs --prompt-file"),
-        (("outputs", "build", "--chat", "on"), "--chat: needs"),
-    ]:
-        result = call(*arguments, code=2 if message == "maybe" else 1)
-        assert result.stdout == ""
-        assert message in result.stderr
-        assert message == "maybe" or len(result.stderr.splitlines()) == 1, result.stderr
-    (space / "target/chat_template.jinja").unlink()
-    assert "--chat on: the tokenizer has no chat template" in call(*SCORE, "--chat", "on", code=1).stderr
 
 
 def test_score_shows_few_options():

@@ -162,8 +162,3 @@ def test_other_targets_sampling_and_prompts_have_answers_of_their_own(tmp_path, 
     }  # fmt: skip
     assert len(places) == 16
     assert turns.place(prompts, "a", SamplingParams(max_tokens=4, stop_token_ids=(1,))) in places
-
-
-def test_turns_that_are_no_texts_are_refused(tmp_path, chatty):  # noqa: F811
-    with pytest.raises(UserError, match=r"prompts.jsonl:1: turns must be a list of texts"):
-        file_prompts(lines(tmp_path, {"turns": ["a", 3]}), chatty, chat="on")

@@ -120,7 +120,7 @@ def _concatenated(parts: list[TokenLogprobs]) -> TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingParams) -> TokenLogprobs:
-    """Return the view of tokens [n] of a model with these logits [n, V]."""
+    """Return the view of tokens [n] of a model with these logits [n, V]; NaN where logits are not finite."""
     own = logits.gather(1, tokens[:, None])  # [n, 1]
     lower_ids = torch.arange(logits.shape[1], device=logits.device) < tokens[:, None]
     ranks = ((logits > own) | ((logits == own) & lower_ids)).sum(1)
@@ -128,6 +128,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingParams) -> 
         logprobs = torch.where(ranks == 0, 0.0, -torch.inf)
     else:
         logprobs = distribution(logits, sampling).gather(1, tokens[:, None]).squeeze(1).log()
+    logprobs = logprobs.masked_fill(~logits.amax(-1).isfinite(), torch.nan)
     return TokenLogprobs(logprobs.cpu().numpy(), ranks.cpu().numpy())
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from draftlab.intervals import Interval
     from draftlab.prompts import Prompts
     from draftlab.sampling import SamplingParams
-    from draftlab.target_outputs.build import Answers, Rows
-    from draftlab.target_outputs.replay import Drafting, Replay, Row
+    from draftlab.target_outputs.build import Rows, TargetAnswers
+    from draftlab.target_outputs.replay import AcceptanceRow, Drafting, Replay
     from draftlab.target_outputs.server_log import ServerLog
     from draftlab.target_outputs.store import Manifest, StoredOutputs
     from draftlab.target_outputs.targets import Target
@@ -35,21 +35,21 @@ class PreparedBuild:
     name: str
     directory: Path
     target: "Target | None"
-    text: "Rows | Answers | ServerLog"
+    text: "Rows | TargetAnswers | ServerLog"
     top_logprobs: int
     served: bool
     inputs: list[Path]
 
     def facts(self) -> Mapping[str, object]:
         """Return what a build would compute and write."""
-        from draftlab.target_outputs.build import Answers, Rows, bytes_per_token
+        from draftlab.target_outputs.build import Rows, TargetAnswers, bytes_per_token
 
         text = self.text
-        if not isinstance(text, Rows | Answers):
+        if not isinstance(text, Rows | TargetAnswers):
             return {"requests": len(text.starts), "listed tokens": text.top_logprobs}
         tokens, sampling = text.tokens, text.sampling
-        facts: dict[str, object] = {"prompts": text.prompts.requests} if isinstance(text, Answers) else {}
-        most = "at most " if isinstance(text, Answers) else ""
+        facts: dict[str, object] = {"prompts": text.prompts.requests} if isinstance(text, TargetAnswers) else {}
+        most = "at most " if isinstance(text, TargetAnswers) else ""
         facts["tokens"] = f"{most}{tokens:,}"
         if sampling is not None:
             facts["sampling"] = sampling.describe()
@@ -90,12 +90,12 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> PreparedBuild:
         listed = building.DISTILL_TOP_LOGPROBS if config.use == "distill" else 0
     k = min(listed, logits_of(directory) if served else known_ids(directory))
     text = _text(config, directory, weights)
-    if isinstance(text, building.Answers):
+    if isinstance(text, building.TargetAnswers):
         text.check(k)
     elif not k:
         raise UserError("--top-logprobs 0 leaves nothing to distil from; take 1 or more")
     target = _target(config, directory, text.sampling, k) if weights or not served else None
-    if target is not None and isinstance(text, building.Answers):
+    if target is not None and isinstance(text, building.TargetAnswers):
         with about("--max-new-tokens"):
             target.check_length(text.prompts.longest, text.sampling.max_tokens)
     return PreparedBuild(
@@ -110,7 +110,7 @@ def build(prepared: PreparedBuild, output: Output) -> Outcome:
     from draftlab.target_outputs import build as building
 
     text = prepared.text
-    if isinstance(text, building.Rows | building.Answers):
+    if isinstance(text, building.Rows | building.TargetAnswers):
         assert prepared.target is not None  # prepare() wanted it
         manifest = building.build(prepared.target, text, prepared.top_logprobs, output, prepared.inputs)
     else:
@@ -131,13 +131,13 @@ def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
         return directory
 
 
-def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows | Answers":
+def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows | TargetAnswers":
     """Return what the target reads, or the prompts that it answers."""
     from draftlab.data import is_chat_file
     from draftlab.model import checkpoint
     from draftlab.model.hf_files import check_length
     from draftlab.sampling import SamplingParams
-    from draftlab.target_outputs.build import Answers, Rows
+    from draftlab.target_outputs.build import Rows, TargetAnswers
 
     if config.prompt_file is None:
         with about("--data"):
@@ -155,7 +155,7 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     if config.answers or chats:
         with about("--data" if config.prompt_file is None else "--prompt-file"):
             prompts = _prompts(config, directory, chats)
-        return Answers(prompts=prompts, use=config.use, sampling=sampling, seed=config.seed)
+        return TargetAnswers(prompts=prompts, use=config.use, sampling=sampling, seed=config.seed)
     asked = {"--num-prompts": config.num_prompts is not None, "--chat": config.chat != "auto"}
     asked["--max-new-tokens"] = config.is_set("max_new_tokens")
     if idle := [option for option, is_given in asked.items() if is_given]:
@@ -278,7 +278,7 @@ def info(prepared: PreparedInfo) -> Outcome:
 class Replayed(Outcome):
     """Acceptance by draft, for each group of texts and K."""
 
-    rows: "dict[str, list[Row]]"
+    rows: "dict[str, list[AcceptanceRow]]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,7 +365,7 @@ def _shown(directory: Path, manifest: "Manifest", facts: Mapping[str, object] | 
     return Outcome(path=directory, show=text, data=data)
 
 
-def _table(replayed: "Replay", rows: "list[Row]") -> list[object]:
+def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
     from draftlab.results.tables import terminal_table
 
     positions = [f"at\n{i}" for i in range(1, max(row.k for row in rows) + 1)]

@@ -18,8 +18,7 @@ from draftlab.output import Output
 if TYPE_CHECKING:
     from draftlab.pruning.masks.training import MaskTraining
     from draftlab.pruning.refit import Refit
-    from draftlab.pruning.run import Depth, Method
-    from draftlab.pruning.run import Pruned as Cut
+    from draftlab.pruning.run import Depth, Method, PrunedDraft
     from draftlab.pruning.source import Source
     from draftlab.pruning.texts import Text
 
@@ -240,7 +239,7 @@ def _check_text(config: PruneConfig, source: "Source | None", weights: bool) -> 
             hub.check_data(config.data) if weights else hub.check_local_data(config.data)
 
 
-def _outcome(pruned: "Cut", output: Output) -> Pruned:
+def _outcome(pruned: "PrunedDraft", output: Output) -> Pruned:
     from draftlab.pruning.source import kv_saving
 
     shape, layers = pruned.shape, pruned.keep.layers

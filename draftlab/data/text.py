@@ -8,6 +8,7 @@ calls and answers of tools are left out.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,13 @@ MOST_BAD = 0.01  # of the rows of a file, which are left out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row of text. text: of a conversation the contents of its messages. later: turns after the first.
+    """A row of text.
 
-    left_out: messages that have no text.
+    Args:
+        text: The text; of a conversation, the contents of its messages.
+        messages: The messages of a conversation.
+        later: What the user says after the first turn, where only the user's turns are known.
+        left_out: Number of messages without text.
     """
 
     text: str
@@ -37,6 +42,15 @@ class Row:
     later: tuple[str, ...] = ()
     category: str = ""
     left_out: int = 0
+
+    @property
+    def asked(self) -> list[tuple[Message, ...]]:
+        """Return the turns up to each answer; a conversation that ends with the user is a single prompt."""
+        messages = self.messages
+        if messages and messages[-1]["role"] == "user":
+            return [messages]
+        roles = [message["role"] for message in messages]
+        return [messages[:at] for at, pair in enumerate(pairwise(roles), 1) if pair == ("user", "assistant")]
 
 
 def rows_of(file: Path, parse: "Callable[[Any, str], Row]") -> Iterator[tuple[int, Row]]:
@@ -106,22 +120,19 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> R
 
 
 def prompt_of(value: Any, where: str) -> Row:
-    """Return a row as a prompt: a text, or a conversation up to the user's last turn.
+    """Return a row that has a prompt: a text, or a conversation in which the user says something to answer.
 
     Raises:
-        UserError: none of the forms, an empty text, or a conversation without a turn of the user.
+        UserError: The row has none of the forms, its text is empty, or nobody asks anything in its conversation.
     """
     row = row_of(value, where, PROMPT_COLUMNS)
-    messages = row.messages
-    while messages and messages[-1]["role"] != "user":
-        messages = messages[:-1]
-    if row.messages and not messages:
-        raise UserError(f"{where}: messages have no turn of the user")
     if row.messages and isinstance(value.get("prompt"), str):  # with a completion
-        row, messages = replace(row, text=value["prompt"]), ()
-    if not messages and not row.text.strip():
+        row = replace(row, text=value["prompt"], messages=())
+    if row.messages and not row.asked:
+        raise UserError(f"{where}: the messages have no turn of the user before an answer, or at the end")
+    if not row.messages and not row.text.strip():
         raise UserError(f"{where}: the prompt is empty")
-    return replace(row, messages=messages)
+    return row
 
 
 def read_messages(value: object, where: str) -> list[Message]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftlab.console import note, progress
-from draftlab.engine.verify import distribution, draw
+from draftlab.engine.verify import check_logits, distribution, draw
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder, in_native_mode, load, model_vocab_size
@@ -87,7 +87,7 @@ def generate_batch(
     numbers: one per prompt; with the seed they decide what is sampled. advance: called with the prompts done.
 
     Raises:
-        UserError: a prompt and its completion do not fit the model's context.
+        UserError: a prompt and its completion do not fit the model's context, or logits are not finite.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
     check_context(max(map(len, prompts), default=0), sampling.max_tokens, model.context)
@@ -170,8 +170,9 @@ def _generate(
     written = torch.zeros_like(uniform, dtype=torch.long)
     chosen, t = torch.zeros_like(uniform), 0  # log-probabilities
     for t in range(sampling.max_tokens):
-        logits = model.forward(fed, cache, last=1)[:, -1, : batching.vocab].float()  # [B, V]
-        ids, logprobs = _sample(logits, sampling, uniform[rows, t])
+        logits = model.forward(fed, cache, last=1)[:, -1, : batching.vocab]  # [B, V]
+        check_logits(logits, "the target")
+        ids, logprobs = _sample(logits.float(), sampling, uniform[rows, t])
         written[rows, t], chosen[rows, t] = ids, logprobs
         fed = ids.unsqueeze(1)
         if sampling.stop_token_ids:

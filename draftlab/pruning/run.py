@@ -45,7 +45,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class TrimmedHead:
     """The ids of a draft's head. coverage: see frequent_ids; None: the source's head has these ids."""
 
     ids: list[int]
@@ -53,7 +53,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
+class PrunedDraft:
     """A finished draft. agreement: with the source on held-out text; None where the draft is the source itself."""
 
     source: Shape
@@ -61,7 +61,7 @@ class Pruned:
     keep: Keep
     agreement: Agreement | None
     disk_bytes: int
-    head: Head | None = None  # where it is trimmed
+    head: TrimmedHead | None = None  # where it is trimmed
 
 
 def prune(
@@ -75,7 +75,7 @@ def prune(
     depth: Depth = "influence",
     rotate: bool = True,
     scores_cache: Path | None = None,
-) -> Pruned:
+) -> PrunedDraft:
     """Write the draft that importance scores or a baseline select.
 
     Weights keep the source's dtype: with the source's own shape they are the source's bits. rotate: turn the residual
@@ -102,7 +102,7 @@ def prune(
 
 def prune_by_masks(
     source: Source, shape: Shape, output: Output, *, text: Text, refit: Refit, training: MaskTraining
-) -> Pruned:
+) -> PrunedDraft:
     """Write the draft that trained masks cut out; several processes may train them. A killed run resumes.
 
     Raises:
@@ -120,42 +120,42 @@ def prune_by_masks(
     trained = train_masks(source, shape, text, training, output.state)
     selection = Selection(keep=trained.keep, basis=trained.basis, weights=trained.weights, masks=trained.masks)
     if not is_main_process():
-        return Pruned(source=source.shape, shape=shape, keep=trained.keep, agreement=None, disk_bytes=0)
+        return PrunedDraft(source=source.shape, shape=shape, keep=trained.keep, agreement=None, disk_bytes=0)
     pruned = _write_draft(source, shape, output, selection, refit, head, text, chunks, heldout)
     remove_state(output.state)
     return pruned
 
 
-def _head(source: Source, shape: Shape, text: Text) -> Head | None:
+def _head(source: Source, shape: Shape, text: Text) -> TrimmedHead | None:
     """Return the head to write, None for one of all ids. Raises UserError: see frequent_ids."""
     vocab = source.shape.vocab
     if shape.draft_vocab is None:
         return None
     if (ids := read_head_ids(source.directory, vocab)) is not None:
-        return Head(ids=ids, coverage=None)
+        return TrimmedHead(ids=ids, coverage=None)
     tokenizer = checkpoint.load_tokenizer(source.directory)
     if text.outputs is None:
         note(f"counting ids in {text.data}; the target's own answers (--outputs) say it better")
     special = template_ids(tokenizer) | set(checkpoint.eos_token_ids(source.directory))
     ids, coverage = frequent_ids(text.counted(tokenizer), shape.draft_vocab, vocab, special)
-    return Head(ids=ids, coverage=coverage)
+    return TrimmedHead(ids=ids, coverage=coverage)
 
 
-def _copy(source: Source, shape: Shape, output: Output, text: Text, head: Head | None) -> Pruned:
+def _copy(source: Source, shape: Shape, output: Output, text: Text, head: TrimmedHead | None) -> PrunedDraft:
     keep = keep_all(source.shape)
     with output.directory() as work:
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         weights = source.with_head(checkpoint.Weights(source.directory)).items()
         size = saving.write_checkpoint(work, source.config_for(shape), iter(weights), source.directory)
         output.record(work, _inputs(source, text), params=shape.params(), **_write_head(work, head))
-    return Pruned(source=source.shape, shape=shape, keep=keep, agreement=None, disk_bytes=size, head=head)
+    return PrunedDraft(source=source.shape, shape=shape, keep=keep, agreement=None, disk_bytes=size, head=head)
 
 
 def _inputs(source: Source, text: Text) -> list[Path]:
     return [source.directory] if text.outputs is None else [source.directory, text.outputs]
 
 
-def _write_head(work: Path, head: Head | None) -> dict[str, object]:
+def _write_head(work: Path, head: TrimmedHead | None) -> dict[str, object]:
     """Write the ids of a trimmed head; return what to record."""
     if head is None:
         return {}
@@ -169,11 +169,11 @@ def _write_draft(
     output: Output,
     selection: Selection,
     refit: Refit,
-    head: Head | None,
+    head: TrimmedHead | None,
     text: Text,
     chunks: list[Tensor],
     heldout: list[Tensor],
-) -> Pruned:
+) -> PrunedDraft:
     keep = selection.keep
     draft_config = source.config_for(shape, keep.layers)
     draft = Walk(Cut(selection.weights, shape, keep), draft_config, source.dtype, source.device)
@@ -191,7 +191,7 @@ def _write_draft(
         notes = {"params": shape.params(), "agreement": asdict(agreement) if agreement else None}
         notes |= _write_head(work, head)
         output.record(work, _inputs(source, text), **notes)
-    return Pruned(source=source.shape, shape=shape, keep=keep, agreement=agreement, disk_bytes=size, head=head)
+    return PrunedDraft(source=source.shape, shape=shape, keep=keep, agreement=agreement, disk_bytes=size, head=head)
 
 
 def _unrotated(source: Source, keep: Keep) -> Selection:

@@ -84,8 +84,9 @@ def find_prompts(
 def _of_file(file: Path, target: Path, choose: int, measure: int, *, batched: bool) -> list[dict[str, Any]]:
     """Return the rows of a file in an order of their own, each distinct; batches take the first turn of each."""
     file_prompts(file, checkpoint.load_tokenizer(target), chat="auto")  # each line is checked
-    said = (_said(row, batched) for _, row in rows_of(file, prompt_of))
-    lines = dict.fromkeys(json.dumps(row, sort_keys=True) for row in said)
+    lines: dict[str, None] = {}
+    for _, row in rows_of(file, prompt_of):
+        lines |= dict.fromkeys(json.dumps(said, sort_keys=True) for said in _said(row, batched))
     rows = [json.loads(line) for line in sorted(lines, key=lambda line: unit_hash(f"0:{line}"))]
     needed = choose + measure + LEAST_TRAINED
     if len(rows) < needed:
@@ -96,11 +97,11 @@ def _of_file(file: Path, target: Path, choose: int, measure: int, *, batched: bo
     return rows
 
 
-def _said(row: Row, batched: bool) -> dict[str, Any]:
-    """Return a prompt in a form of its own; batches take the first turn."""
+def _said(row: Row, batched: bool) -> list[dict[str, Any]]:
+    """Return the prompts of a row, each in a form of its own; batches take the first turn."""
     said: dict[str, Any] = {"category": row.category} if row.category else {}
     if row.messages:
-        return said | {"messages": list(row.messages)}
+        return [said | {"messages": list(messages)} for messages in row.asked]
     if row.later and not batched:
-        return said | {"turns": [row.text, *row.later]}
-    return said | {"prompt": row.text}
+        return [said | {"turns": [row.text, *row.later]}]
+    return [said | {"prompt": row.text}]

@@ -80,7 +80,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class TargetAnswers:
     """Prompts for the target to answer, until it stops by itself or has written sampling.max_tokens.
 
     To replay, the longest prompts come first: what fits in memory shows at once. To distil, the order is random, and
@@ -148,7 +148,7 @@ class Answers:
         return turns.answered(self.prompts, tokenizer, target=name, sampling=self.sampling, answer=answer)
 
 
-def build(target: Target, text: Rows | Answers, k: int, output: Output, inputs: Sequence[Path]) -> Manifest:
+def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output, inputs: Sequence[Path]) -> Manifest:
     """Write the outputs of a target with its k most probable tokens, resuming what a killed build left.
 
     inputs: what the record names beside a target in memory.
@@ -165,7 +165,7 @@ def build(target: Target, text: Rows | Answers, k: int, output: Output, inputs: 
     return manifest
 
 
-def bytes_per_token(text: Rows | Answers, k: int, served: bool) -> int:
+def bytes_per_token(text: Rows | TargetAnswers, k: int, served: bool) -> int:
     """Return the bytes of a token: its id, its log-probability where it is sampled, and the lists."""
     temperatures = 1 if served else len(TEMPERATURES)
     return 4 + (0 if text.sampling is None else 4) + (6 * k + 6 + 4 * temperatures if k else 0)

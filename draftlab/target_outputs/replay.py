@@ -111,7 +111,7 @@ class Replay(FileModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class AcceptanceRow:
     """Acceptance over some texts with k tokens drafted, with intervals over texts."""
 
     group: str
@@ -250,7 +250,7 @@ def read_replay(path: Path) -> Replay:
     return read_model(Replay, path, FILE, "; draftlab replay writes one")
 
 
-def rows_of(replayed: Replay, ks: Sequence[int]) -> list[Row]:
+def rows_of(replayed: Replay, ks: Sequence[int]) -> list[AcceptanceRow]:
     """Return all texts at each K; then, at the last K, each category, and all texts without loops."""
     counted = [replayed.counts(k) for k in ks]
     everything = np.arange(len(replayed.texts))
@@ -262,13 +262,13 @@ def rows_of(replayed: Replay, ks: Sequence[int]) -> list[Row]:
     return rows + [_row(name, counted[-1], which, ks[-1]) for name, which in groups.items()]
 
 
-def _row(group: str, counts: Counts, which: np.ndarray, k: int) -> Row:
+def _row(group: str, counts: Counts, which: np.ndarray, k: int) -> AcceptanceRow:
     c = counts.rows(which)
     accepted = c.accepted
     over = np.column_stack([c.tokens, c.steps + accepted, accepted, c.reached[:, 1:]])
     under = np.column_stack([c.passes, c.steps, c.drafted, c.examined])
     per_pass, length, rate, *conditional = ratio_intervals(over, under)
-    return Row(
+    return AcceptanceRow(
         group=group, texts=len(which), k=k, acceptance=c.acceptance(), tokens_per_pass=per_pass, length=length,
         rate=rate, conditional=conditional,
     )  # fmt: skip

@@ -19,7 +19,7 @@ SAME_TOP = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class StoreVerification:
     """mean, worst: difference of listed log-probabilities; same_top: share of equal most probable tokens."""
 
     shards: int
@@ -36,7 +36,7 @@ class Verification:
         return {**asdict(self), "good": self.good}
 
 
-def verify(directory: Path, target: Target, seed: int = 0) -> Verification:
+def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
     """Read every shard, and let the target score up to SEQUENCES sequences again.
 
     Raises:
@@ -57,7 +57,7 @@ def verify(directory: Path, target: Target, seed: int = 0) -> Verification:
         differences.append(np.abs(_same_tokens(stored, new, manifest.vocab) - stored.logprobs)[probable])
         same.append(new.ids[:, 0] == stored.ids[:, 0])
     apart, equal = np.concatenate(differences), np.concatenate(same)
-    return Verification(
+    return StoreVerification(
         shards=len(manifest.shards), sequences=len(order), mean=float(apart.mean()), worst=float(apart.max()),
         same_top=float(equal.mean()),
     )  # fmt: skip

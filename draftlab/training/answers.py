@@ -84,7 +84,7 @@ class PromptFile:
             temperature=self.temperature, max_tokens=self.max_new_tokens, seed=self.seed,
             stop_token_ids=checkpoint.eos_token_ids(self.target),
         )  # fmt: skip
-        answers = build.Answers(prompts=self.prompts(), use="distill", sampling=sampling, seed=self.seed)
+        answers = build.TargetAnswers(prompts=self.prompts(), use="distill", sampling=sampling, seed=self.seed)
         device, hardware = self.hardware.resolved, self.hardware
         model = LocalTarget(self.target, device, None, hardware.device_map, hardware.memory, build.DISTILL_BATCH)
         build.build(model, answers, min(build.DISTILL_TOP_LOGPROBS, known_ids(self.target)), output, [self.file])

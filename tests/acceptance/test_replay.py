@@ -19,7 +19,7 @@ from draftlab.engine.batch_generate import Batching
 from draftlab.engine.generate import ModelDrafter, Step, decode, speculative_decode
 from draftlab.engine.verify import distribution, verify
 from draftlab.errors import UserError
-from draftlab.intervals import ratio, ratio_intervals
+from draftlab.intervals import ratio_intervals
 from draftlab.model import hf_decoder
 from draftlab.model.llama import Llama, load
 from draftlab.results.decoding import Generation, count_acceptance
@@ -387,36 +387,6 @@ def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
             assert found.truncated[0] == sum(e < a + 1 for a, e in zip(live.accepted, live.emitted, strict=True))
 
 
-def sequential(draft: Llama, prompt: list[int], text: list[int], k: int) -> list[int]:
-    """The paper's demo: draft anew at every step and compare with the stored text; accepted tokens of each step."""
-    drafter, at, found = ModelDrafter(draft), 1, []
-    drafter.reset(1, len(prompt) + len(text) + k)
-    while at < len(text):
-        count = min(k, len(text) - at - 1)
-        drafted = (
-            drafter.propose([[*prompt, *text[:at]]], count, SamplingParams(), torch.zeros(1, count)).ids[0]
-            if count
-            else []
-        )
-        accepted = 0
-        while accepted < count and int(drafted[accepted]) == text[at + accepted]:
-            accepted += 1
-        found.append(accepted)
-        at += accepted + 1
-    return found
-
-
-def test_drafting_again_and_again_over_the_text_gives_the_same_numbers(pair):
-    target, draft = pair
-    texts = [tokens_of(list(decode(target, [prompt], SamplingParams(max_tokens=70)))) for prompt in PROMPTS]
-    kept = greedy_chances(pair, texts)
-    for k in KS:
-        for i, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
-            accepted = sequential(draft, prompt, text, k)
-            starts = np.flatnonzero(visits(kept[i], k))
-            assert accepted == (np.diff(np.append(starts, len(text) - 1)) - 1).tolist()
-
-
 def test_sampled_replay_agrees_with_the_engine_within_noise(pair):
     target, draft = pair
     prompt, k = PROMPTS[0], 3
@@ -506,14 +476,6 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
 
 
 # intervals
-
-
-def test_interval_holds_the_ratio_and_narrows_with_texts():
-    rng = np.random.default_rng(1)
-    pairs = np.stack([np.full(200, 60.0), rng.uniform(20, 30, 200)], 1)
-    every, few = ratio(pairs), ratio(pairs[:10])
-    assert every.low < every.value < every.high
-    assert every.high - every.low < few.high - few.low
 
 
 def test_intervals_have_the_width_of_the_jackknife_and_columns_do_not_mix():

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from draftlab.commands.prune import prune
 from draftlab.data import Batch
-from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape, write_shape_file
 from draftlab.pruning.cut import Cut, Untied
@@ -263,15 +262,6 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     assert next(r for r in records if isinstance(r, StepRecord)).step == 5
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(masks.parameters(), resumed.parameters(), strict=True))
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    model = build("mistral", seed=1)
-    with torch.no_grad():
-        model.get_parameter("model.norm.weight")[0] = torch.nan
-    records = train(model, setup(None, Rows(307), [Rows(307).batch(0)], "ce"), SETTINGS, tmp_path)
-    with pytest.raises(UserError, match="loss is nan"):
-        list(records)
 
 
 @pytest.mark.parametrize("lr", [None, 1e-4])

@@ -7,43 +7,15 @@ import pytest
 import torch
 
 from draftlab.commands.prune import prune
-from draftlab.config.prune import PruneConfig
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.families import presets, widths_folder
 
-SIZED = {"layers": 2, "source": "tiny"}
 LLAMA_7B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 11008,
     "vocab_size": 32000, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("mode", "option"),
-    [
-        ({"method": "first"}, {"depth": "even"}),
-        ({"method": "magnitude"}, {"scores_cache": "scores.safetensors"}),
-        ({"shape": "a.yaml", "layers": None}, {"width": 64}),
-        ({"method": "first", "refit": "none"}, {"calibration_tokens": 64}),
-        ({"method": "first", "refit": "none"}, {"seed": 1}),
-        ({"method": "masks"}, {"depth": "even"}),
-        ({}, {"lr": 1e-3}),
-        ({}, {"steps": 4}),
-        ({}, {"batch_size": 4}),
-        ({"outputs": "stored"}, {"data": "stdlib"}),
-    ],
-)
-def test_an_option_that_a_mode_does_not_read_is_refused(mode, option):
-    PruneConfig.build(SIZED | mode)
-    with pytest.raises(UserError, match=PruneConfig.flag(next(iter(option)))):
-        PruneConfig.build(SIZED | mode | option)
-
-
-def test_prune_shows_few_options():
-    shown = [f for f in PruneConfig.model_fields.values() if not f.json_schema_extra["advanced"]]
-    assert len(shown) + len(["config", "force", "dry_run", "json"]) <= 16
 
 
 def test_without_a_network_the_paper_s_draft_is_planned_from_the_shipped_shape(tmp_path, monkeypatch):

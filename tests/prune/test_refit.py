@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from draftlab.model import checkpoint, hub
 from draftlab.model.shape import Shape
-from draftlab.pruning.choose import choose, first_scores
+from draftlab.pruning.choose import choose
 from draftlab.pruning.cut import Cut, Rotated, Untied, keep_all
 from draftlab.pruning.importance import calibrate
 from draftlab.pruning.refit import Lockstep, Refit, _fit_matrix, ridge_solve
@@ -210,11 +210,3 @@ def test_on_the_embedded_target_rotation_and_refit_each_raise_acceptance():
         assert lockstep.agreement is not None
         found[name] = lockstep.agreement.acceptance
     assert found["cut"] + 0.01 < found["turned"] < found["refitted"] - 0.03
-
-
-def test_first_keeps_the_first(family_dirs):
-    have = checkpoint.read_shape(family_dirs["llama"])
-    shape = have.model_copy(update={"heads": 4, "kv_heads": 2, "hidden": 32, "ffn": 8})
-    keep = choose(first_scores(have), have, shape, [0, 1])
-    assert keep.hidden == list(range(32))
-    assert keep.heads[0] == [0, 1, 2, 3]

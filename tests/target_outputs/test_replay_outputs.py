@@ -3,11 +3,7 @@
 import contextlib
 import itertools
 import json
-import multiprocessing
-import os
 import shutil
-import signal
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +35,7 @@ from draftlab.target_outputs import build as building
 from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.repeats import repeats
 from draftlab.target_outputs.replay import Drafting, check, drafter_of, read_replay, replay_draft, rows_of
-from draftlab.target_outputs.store import StoredOutputs, read_manifest, read_shard, read_store
+from draftlab.target_outputs.store import StoredOutputs, read_shard, read_store
 from draftlab.target_outputs.targets import LocalTarget, ServedTarget
 
 RUNNER = CliRunner()
@@ -196,20 +192,6 @@ def test_text_ends_with_the_first_end_of_text_and_keeps_it(tmp_path, models, pro
     assert {t.finish_reason for t in found.outputs} >= {"stop"}
 
 
-@pytest.mark.parametrize("device_map", [None, "cpu"])
-def test_what_the_engine_does_not_know_transformers_writes(tmp_path, models, prompt_file, capsys, device_map):
-    target = models["opt"]
-    found = recorded(tmp_path / "t", target, prompt_file, device_map=device_map)
-    assert ("transformers runs it instead" in capsys.readouterr().err) == (device_map is None)
-    model = checkpoint.load_model(target, torch.float32).eval()
-    for text in found.outputs:
-        ids = torch.from_numpy(text.prompt.astype(np.int64))[None]
-        whole = model.generate(  # type: ignore[operator]
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=None
-        )
-        assert whole[0, ids.shape[1] :].tolist() == text.ids.tolist()
-
-
 @contextlib.contextmanager
 def serving(target: Path, stops: frozenset[int] = frozenset()) -> Iterator[str]:
     """A server that runs the target and answers as vLLM does."""
@@ -255,17 +237,6 @@ def test_a_server_that_samples_keeps_the_log_probabilities_it_gives(tmp_path, mo
     assert [t.ids.tolist() for t in other.outputs] != [t.ids.tolist() for t in found.outputs]
 
 
-def test_a_server_with_another_tokenizer_is_refused(tmp_path, models, prompt_file):
-    class Other(SmallVLLM):
-        def __call__(self, method, path, body):
-            return (200, {"tokens": [1, 2, 3]}) if path == "/tokenize" else super().__call__(method, path, body)
-
-    model = checkpoint.load_model(models["target"], torch.float32).eval()
-    tokenizer = checkpoint.load_tokenizer(models["target"])
-    with running(Other(model, tokenizer, frozenset())) as url, pytest.raises(UserError, match="tokenizer"):
-        recorded(tmp_path / "t", models["target"], prompt_file, server=url)
-
-
 def test_prompts_are_taken_evenly_over_a_set():
     rows = [Prompt([i], category="abc"[i // 4]) for i in range(12)]
     given = Prompts(rows=rows, source="set", sha256="1", tokens=None)
@@ -277,63 +248,6 @@ def test_prompts_are_taken_evenly_over_a_set():
 
 
 # resuming
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory) -> Path:
-    """Prompts of two shards and a half."""
-    file = tmp_path_factory.mktemp("many") / "many.jsonl"
-    lines = [{"prompt": f"def f{i}(" + "x, " * (i % 3) + "y):", "category": "ab"[i % 2]} for i in range(80)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    files = (f for f in directory.rglob("*") if f.is_file() and f.name != "draftlab.json")
-    return {str(f.relative_to(directory)): f.read_bytes() for f in files}
-
-
-def test_a_killed_recording_resumes_to_the_same_bytes(tmp_path, models, many):
-    sampling, target = {"temperature": 1.0, "max_new_tokens": 40}, models["target"]
-    recorded(tmp_path / "whole", target, many, **sampling)
-    out = tmp_path / "killed"
-
-    process = multiprocessing.get_context("fork").Process(
-        target=recorded, args=(out, target, many), kwargs=sampling, daemon=True
-    )
-    process.start()
-    while not (out / "shard-00000.safetensors").exists():
-        time.sleep(0.002)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    before = read_manifest(out)
-    assert before.sequences < before.planned
-    with pytest.raises(UserError, match="is unfinished"):
-        read_store(out)
-    (out / ".shard-00001.safetensors.new").write_bytes(b"cut short")
-    recorded(out, target, many, **sampling)
-    assert contents(out) == contents(tmp_path / "whole")
-
-
-def test_a_finished_store_starts_no_target(tmp_path, models, prompt_file, capsys):
-    recorded(tmp_path / "t", models["target"], prompt_file)
-    assert "loading target" in capsys.readouterr().err
-    assert len(recorded(tmp_path / "t", models["target"], prompt_file).outputs) == len(LINES)
-    assert "loading target" not in capsys.readouterr().err
-
-
-def test_other_outputs_in_the_same_place_are_refused_and_named(tmp_path, models, prompt_file, many):
-    target = models["target"]
-    recorded(tmp_path / "t", target, prompt_file)
-    with pytest.raises(UserError, match="other outputs: their sampling is"):
-        recorded(tmp_path / "t", target, prompt_file, temperature=1.0)
-    with pytest.raises(UserError, match=r"their data is .*, not \"many.jsonl\"; .*--out"):
-        recorded(tmp_path / "t", target, many)
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "mine.txt").write_text("")
-    with pytest.raises(UserError, match="not empty"):
-        recorded(tmp_path / "x", target, prompt_file)
 
 
 # files that are not what they should be
@@ -360,23 +274,6 @@ def test_a_manifest_of_something_else_is_refused(tmp_path, manifest):
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(UserError, match="is not a manifest"):
         read_store(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("", "has no prompts"),
-        ("{", ":1: not JSON"),
-        ("[1]\n", ":1: not a JSON object"),
-        ('{"prompt": "a"}\n{"name": "b"}\n', ":2: no text"),
-        ('{"turns": []}\n', ":1: no text"),
-    ],
-)
-def test_prompt_files_that_cannot_be_read_say_which_line(tmp_path, models, lines, message):
-    file = tmp_path / "p.jsonl"
-    file.write_text(lines)
-    with pytest.raises(UserError, match=message):
-        file_prompts(file, checkpoint.load_tokenizer(models["target"]))
 
 
 def test_prompts_are_cut_only_where_they_are_long_enough(prompt_file, models):
@@ -578,32 +475,3 @@ def test_prompts_of_a_data_source_and_a_dry_run(space, tmp_path):
     call(*build)
     texts = read_store(space / "runs/outputs-replay-target").outputs
     assert [len(t.prompt) for t in texts] == [9, 9, 9]
-
-
-def test_mistakes_get_one_clear_line(space, models, prompt_file, tmp_path):
-    build = ("outputs", "build", "--use", "replay", "--prompt-file")
-    call(*build, prompt_file, "--max-new-tokens", 8)
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in models["draft"].iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    words = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(words.replace('"<pad>"', '"<blank>"'))
-    replay = ("replay", "runs/outputs-replay-target", "--draft")
-    cases = [
-        ((*replay, other), "have different tokenizers: id 2 is '<blank>' and '<pad>'"),
-        ((*replay, models["draft"], "--k", "0"), "--k 0"),
-        ((*replay, "nope"), "nope"),
-        (("replay", "nope", "--draft", models["draft"]), "nope is not a store"),
-        (("outputs", "info", "nope"), "nope is not a store"),
-        ((*build, "nope.jsonl"), "nope.jsonl: No such file"),
-        ((*build, prompt_file, "--data", "stdlib"), "--data"),
-        ((*build, prompt_file, "--seed", 1), "other outputs: their sampling"),
-        ((*build, prompt_file, "--max-new-tokens", 999, "--out", "x"), "--max-new-tokens: "),
-        ((*build, prompt_file, "--server", "localhost:1"), "localhost:1"),
-    ]
-    for arguments, message in cases:
-        result = call(*arguments, code=1)
-        assert result.stdout == ""
-        assert len(result.stderr.splitlines()) == 1, result.stderr
-        assert message in result.stderr

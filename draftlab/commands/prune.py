@@ -78,8 +78,6 @@ class PreparedPrune:
 
         have, dtype_bytes = self.have, 2 if self.source is None else self.source.planned_dtype.itemsize
         weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
-        if self.depth == "greedy":
-            weights += dtype_bytes * have.params()
         per_token = dtype_bytes * (3 * have.hidden + self.shape.hidden)  # streams at three places, and the draft's
         gram = 20 * self.shape.ffn**2  # float32, and float64 twice while it is solved
         return weights + (self.text.tokens + HELDOUT_TOKENS) * per_token + gram + 1e9
@@ -162,22 +160,13 @@ def prepare(config: PruneConfig, weights: bool) -> PreparedPrune:
 @command(PruneConfig, prepare=prepare, dry_run=True)
 def prune(prepared: PreparedPrune, output: Output) -> Pruned:
     """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
-    from draftlab.pruning import run
+    from draftlab.pruning.run import Prune
 
     assert prepared.source is not None  # prepare() wanted its weights
-    cut = (prepared.source, prepared.shape, output)
+    cut = Prune(source=prepared.source, shape=prepared.shape, output=output, text=prepared.text, refit=prepared.refit)
     if prepared.method is None:
-        pruned = run.prune_by_masks(*cut, text=prepared.text, refit=prepared.refit, training=prepared.training)
-    else:
-        pruned = run.prune(
-            *cut,
-            text=prepared.text,
-            refit=prepared.refit,
-            method=prepared.method,
-            depth=prepared.depth,
-            scores_cache=prepared.scores_cache,
-        )
-    return _outcome(pruned, output)
+        return _outcome(cut.by_masks(prepared.training), output)
+    return _outcome(cut.by_scores(prepared.method, prepared.depth, scores_cache=prepared.scores_cache), output)
 
 
 def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:

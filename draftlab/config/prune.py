@@ -46,8 +46,11 @@ class PruneConfig(OutputConfig):
         "importance",
         "Keep what activations rate highest, what trained masks (Sheared LLaMA) select, or a baseline's choice.",
     )
-    depth: Literal["influence", "contiguous", "even", "greedy"] = option(
-        "influence", "Which layers stay; greedy holds the whole source in memory.", panel=CALIBRATION, advanced=True
+    depth: Literal["influence", "even"] = option(
+        "influence",
+        "Which layers stay: those that turn their input most, or evenly spaced layers.",
+        panel=CALIBRATION,
+        advanced=True,
     )
     scores_cache: Path | None = option(
         None, "File to keep the importance scores in, to cut many shapes.", panel=CALIBRATION, advanced=True

@@ -12,7 +12,6 @@ from draftlab.model.checkpoint import layer_of
 from draftlab.model.shape import Shape
 from draftlab.pruning.cut import Keep
 from draftlab.pruning.importance import Importance, Scores
-from draftlab.pruning.walk import Walk
 
 
 def choose(scores: Scores, source: Shape, shape: Shape, layers: list[int]) -> Keep:
@@ -37,53 +36,17 @@ def top(scores: Tensor, count: int) -> list[int]:
 
 
 def influential(importance: Importance, count: int) -> list[int]:
-    """Return the layers that turn their input most; the first and the last stay as long as two do."""
-    scores = importance.scores.layers.clone()
+    """Return the layers that turn their input most. The first and the last layer stay unless only a single one does."""
+    scores = importance.layers.clone()
     scores[0] = torch.inf
     if count > 1:
         scores[-1] = torch.inf
     return top(scores, count)
 
 
-def contiguous(importance: Importance, count: int) -> list[int]:
-    """Drop the run of layers that together turn the stream least (Gromov et al., 2403.17887); the ends stay."""
-    total = len(importance.distance) - 1
-    dropped = total - count
-    starts = range(1, max(2, count))
-    start = min(starts, key=lambda i: float(importance.distance[i, min(i + dropped, total)]))
-    return [i for i in range(total) if not start <= i < start + dropped]
-
-
 def even(total: int, count: int) -> list[int]:
     """Return evenly spaced layers from the first to the last."""
     return [round(i * (total - 1) / (count - 1)) for i in range(count)] if count > 1 else [0]
-
-
-@torch.inference_mode()
-def greedy(walk: Walk, chunks: list[Tensor], count: int, advance: Callable[[int], None]) -> list[int]:
-    """Drop one layer at a time: the one whose loss raises KL(whole model || rest) least.
-
-    SLEB (2402.09025) with the whole model's output as the reference. Runs L + (L - 1) + ... partial models over
-    chunks of token ids [1, T]: for sources that fit in memory.
-    """
-    total = len(walk.layers)
-    embedded = walk.embed(chunks)
-
-    def log_probs(layers: list[int]) -> Tensor:
-        streams = embedded
-        for index in layers:
-            with walk.layer(index) as (_, run):
-                streams = [run(stream) for stream in streams]
-        with walk.head() as (_, run):
-            return torch.cat([run(stream)[0].float().log_softmax(-1) for stream in streams])  # [N, V]
-
-    layers = list(range(total))
-    whole = log_probs(layers)
-    while len(layers) > count:
-        candidates = [[i for i in layers if i != dropped] for dropped in layers]
-        layers = min(candidates, key=lambda rest: float((whole.exp() * (whole - log_probs(rest))).sum()))
-        advance(total - len(layers))
-    return layers
 
 
 def random_scores(shape: Shape, seed: int) -> Scores:

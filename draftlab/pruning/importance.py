@@ -5,7 +5,7 @@ T tokens, L layers, D hidden, H heads, C head_dim, F ffn. Larger scores matter m
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -20,12 +20,12 @@ from draftlab.model.shape import Shape
 from draftlab.pruning.walk import Walk
 from draftlab.reading import reading
 
-SAMPLED_TOKENS = 512  # streams kept of every layer, to compare all pairs of layers
+SAMPLED_TOKENS = 512  # streams kept of every layer, to compare a layer's input with its output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Importance of every part, by whatever rule."""
+    """Importance of every part, by any rule."""
 
     layers: Tensor  # [L]
     hidden: Tensor  # [D]
@@ -34,22 +34,18 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Importance:
-    """The result of one calibration. heads and ffn: activations x weights, after Minitron (2407.14679, 3.1)."""
+class Importance(Scores):
+    """The result of one calibration.
 
-    distance: Tensor  # [L + 1, L + 1]: mean 1 - cosine of the residual streams before layers i and j
-    hidden: Tensor  # [D], over all norms' outputs
-    heads: Tensor  # [L, H]
-    ffn: Tensor  # [L, F]
-    covariance: Tensor  # [D, D]: of the streams that enter norms, each token scaled to mean square 1
+    A layer's score is the mean of 1 - cosine of the residual stream before and after it (ShortGPT, 2403.03853). A
+    hidden dimension's is its magnitude over all norms' outputs. Heads and neurons have activations x weights, after
+    Minitron (2407.14679, 3.1).
+    """
 
-    @property
-    def scores(self) -> Scores:
-        """Scores with layers by how much they turn their input (block influence, ShortGPT, 2403.03853)."""
-        return Scores(layers=self.distance.diagonal(1), hidden=self.hidden, heads=self.heads, ffn=self.ffn)
+    covariance: Tensor  # [D, D], over the streams that enter norms, each token scaled to mean square 1
 
     def principal(self, count: int, device: torch.device = CPU) -> tuple[Tensor, float]:
-        """Return the largest principal directions [D, count], and their share of the energy; computed on the device."""
+        """Return the largest principal directions, [D, count], and their share of the energy."""
         covariance = self.covariance.to(device if device.type == "cuda" else "cpu").double()
         energy, directions = (part.cpu() for part in torch.linalg.eigh(covariance))
         directions = directions.flip(1)[:, :count]
@@ -58,7 +54,7 @@ class Importance:
 
 
 def calibrate(walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[[int], None]) -> Importance:
-    """Run chunks of token ids [1, T] layer by layer. advance: called with the number of layers done."""
+    """Run chunks of token ids [1, T] layer by layer; advance is called with the number of layers done."""
     sums = _Sums(shape, walk.device)
     streams = walk.embed(chunks)
     stride = max(1, len(chunks) * chunks[0].shape[1] // SAMPLED_TOKENS)
@@ -73,7 +69,7 @@ def calibrate(walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[
         for stream in streams:
             run(stream)
     return Importance(
-        distance=_distances(samples),
+        layers=_turns(samples),
         hidden=sums.hidden.sqrt().cpu(),
         heads=sums.heads.cpu(),
         ffn=sums.ffn.cpu(),
@@ -82,19 +78,19 @@ def calibrate(walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[
 
 
 def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> None:
-    """Write importance to a file. facts: what decided it. Raises UserError: it cannot be written."""
-    tensors = {name: getattr(importance, name).contiguous() for name in Importance.__slots__}
+    """Write importance to a file with the facts that decided it. Raises UserError: it cannot be written."""
+    tensors = {field.name: getattr(importance, field.name).contiguous() for field in fields(Importance)}
     write_tensors(file, tensors, facts)
 
 
 def load_scores(file: Path, facts: dict[str, str]) -> Importance:
-    """Read what save_scores wrote. Raises UserError: other facts decided it, or it is damaged."""
+    """Read a file of save_scores. Raises UserError: other facts decided it, or it is damaged."""
     with reading(file), safe_open(file, framework="pt") as handle:
         stored = handle.metadata() or {}
         for key, value in facts.items():
             if stored.get(key) != value:
                 raise UserError(f"--scores-cache {file} was made with {key} = {stored.get(key)}, not {value}")
-        tensors = {name: handle.get_tensor(name) for name in Importance.__slots__}
+        tensors = {field.name: handle.get_tensor(field.name) for field in fields(Importance)}
     for name, tensor in tensors.items():
         check_weight(tensor, name, file)
     return Importance(**tensors)
@@ -169,7 +165,7 @@ def _sample(streams: list[Tensor], stride: int) -> Tensor:
     return torch.nn.functional.normalize(rows, dim=-1).flatten()
 
 
-def _distances(samples: list[Tensor]) -> Tensor:
+def _turns(samples: list[Tensor]) -> Tensor:
     tokens = samples[0].square().sum()  # each row has length 1
     rows = torch.stack(samples)  # [L + 1, n D]
-    return 1 - rows @ rows.T / tokens
+    return (1 - rows @ rows.T / tokens).diagonal(1)

@@ -15,14 +15,18 @@ from draftlab.model.trimmed_head import only
 from draftlab.pruning.walk import Run, Walk
 
 Stream = Tensor
+MLP_NORM = "post_attention_layernorm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refit:
     """Adjustments after the cut that make the draft follow the source.
 
-    norms: scale them to the smaller width. layers: fit o_proj and down_proj to the source's residual stream. head: fit
-    lm_head to the source's logits. ridge: pull of the fits toward the cut weights.
+    Args:
+        norms: Scale the norms to the smaller width.
+        layers: Fit o_proj and down_proj to the source's residual stream.
+        head: Fit lm_head to the source's logits.
+        ridge: Pull of the fits toward the cut weights.
     """
 
     norms: bool = True
@@ -46,7 +50,7 @@ REFITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Draft against source on held-out tokens, teacher-forced. acceptance: mean of sum min(p, q)."""
+    """Draft against source on held-out tokens, teacher-forced. acceptance is the mean of sum min(p, q)."""
 
     tokens: int
     source_cross_entropy: float
@@ -72,10 +76,12 @@ class Lockstep:
         refit: Refit,
         head_ids: list[int] | None = None,
     ) -> None:
-        """Set up both.
+        """Set up both models.
 
-        layers: kept layers of the source. basis: [D, D'], maps the source's stream to the draft's. head_ids: those of a
-        trimmed head.
+        Args:
+            layers: Kept layers of the source.
+            basis: Map from the source's stream to the draft's, [D, D'].
+            head_ids: Ids of a trimmed head.
         """
         self.source, self.draft, self.layers, self.refit = source, draft, layers, refit
         self.basis = basis.to(source.device, torch.float32)
@@ -87,8 +93,9 @@ class Lockstep:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the draft's tensors, fitted on chunks of token ids [1, T].
 
-        heldout: ids [1, T + 1]; a matrix whose refit does worse on them keeps its cut weights. advance: called with
-        the number of source layers done.
+        Args:
+            heldout: Token ids, [1, T + 1]. A matrix whose refit does worse on them keeps its cut weights.
+            advance: Function that is called with the number of source layers done.
         """
         self.fitted = len(chunks)
         ids = chunks + [row[:, :-1] for row in heldout]
@@ -97,17 +104,18 @@ class Lockstep:
         streams = self._run_layers(range(self.layers[0]), streams, advance)
         for j, layer in enumerate(self.layers):
             before = streams
-            middle, streams = self._run_layer(layer, before)
+            with self.source.layer(layer) as (module, run):
+                pairs = [_recorded(module, run, stream, MLP_NORM) for stream in before]
+            middle, streams = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             after = self.layers[j + 1] if j + 1 < len(self.layers) else len(self.source.layers)
             streams = self._run_layers(range(layer + 1, after), streams, advance)
             with self.draft.layer(j) as (module, run):
                 self._rescale(module.get_submodule("input_layernorm"), before)
-                self._rescale(module.get_submodule("post_attention_layernorm"), middle)
+                self._rescale(module.get_submodule(MLP_NORM), middle)
                 del before
                 if self.refit.layers:
-                    attention = _Site(module, "self_attn.o_proj", run, "post_attention_layernorm")
-                    self._refit(attention, draft_streams, middle)
-                    self._refit(_Site(module, "mlp.down_proj", run, None), draft_streams, streams)
+                    self._refit_layer(module, run, ["self_attn.o_proj", MLP_NORM], draft_streams, middle)
+                    self._refit_layer(module, run, ["mlp.down_proj"], draft_streams, streams)
                 draft_streams = [run(stream) for stream in draft_streams]
                 advance(after)
                 yield from self.draft.tensors(f"model.layers.{j}")
@@ -120,13 +128,6 @@ class Lockstep:
             advance(layer + 1)
         return streams
 
-    def _run_layer(self, layer: int, streams: list[Stream]) -> tuple[list[Stream], list[Stream]]:
-        """Return the streams between attention and MLP of one source layer, and after it."""
-        with self.source.layer(layer) as (module, run):
-            site = _Site(module, "mlp.down_proj", run, "post_attention_layernorm")
-            pairs = [site.middle_and_after(stream) for stream in streams]
-        return [middle for middle, _ in pairs], [after for _, after in pairs]
-
     def _rescale(self, norm: nn.Module, streams: list[Stream]) -> None:
         """Correct for the mean square over fewer dimensions: scale to the source's normed stream."""
         if not self.refit.norms:
@@ -134,13 +135,18 @@ class Lockstep:
         ratios = torch.cat([_rms(self._project(s)) / _rms(s.float()) for s in streams[: self.fitted]], 1)
         norm.get_parameter("weight").data.mul_(ratios.mean())
 
-    def _refit(self, site: "_Site", draft_streams: list[Stream], targets: list[Stream]) -> None:
+    def _refit_layer(
+        self, module: nn.Module, run: Run, names: list[str], draft_streams: list[Stream], targets: list[Stream]
+    ) -> None:
+        """Fit a matrix of a layer. names: the matrix, and the norm after it unless it ends the layer."""
+
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for stream, target in zip(draft_streams, targets, strict=True):
-                features, reached = site.features_and_output(stream)
-                yield features, (self._project(target)[0] - reached) / self.draft.residual_multiplier
+                features, reached, *_ = _recorded(module, run, stream, *names)
+                error = (self._project(target)[0] - reached[0].float()) / self.draft.residual_multiplier
+                yield features[0].float(), error
 
-        _fit_matrix(site.linear, pairs(), self.fitted, self.refit.ridge)
+        _fit_matrix(module.get_submodule(names[0]), pairs(), self.fitted, self.refit.ridge)
 
     def _head(
         self, streams: list[Stream], draft_streams: list[Stream], heldout: list[Tensor]
@@ -148,14 +154,14 @@ class Lockstep:
         with self.source.head() as (_, source_logits), self.draft.head() as (model, draft_logits):
             self._rescale(model.get_submodule("model.norm"), streams)
             if self.refit.head:
-                site = _Site(model, "lm_head", draft_logits, None)
 
                 def pairs() -> Iterator[tuple[Tensor, Tensor]]:
                     for stream, draft_stream in zip(streams, draft_streams, strict=True):
-                        features, logits = site.features_and_output(draft_stream)
-                        yield features, (source_logits(stream)[0].float() - logits) * self.draft.logits_scaling
+                        features, logits = _recorded(model, draft_logits, draft_stream, "lm_head")
+                        error = (source_logits(stream)[0].float() - logits[0].float()) * self.draft.logits_scaling
+                        yield features[0].float(), error
 
-                _fit_matrix(site.linear, pairs(), self.fitted, self.refit.ridge)
+                _fit_matrix(model.get_submodule("lm_head"), pairs(), self.fitted, self.refit.ridge)
             rows = zip(streams[self.fitted :], draft_streams[self.fitted :], heldout, strict=True)
             self.agreement = _agreement(((source_logits(s), draft_logits(d), ids) for s, d, ids in rows), self.head_ids)
             yield from self.draft.tensors("model.norm")
@@ -166,51 +172,27 @@ class Lockstep:
         return stream.float() @ self.basis  # [1, T, D']
 
 
-@dataclass(frozen=True, slots=True)
-class _Site:
-    """A matrix inside a running module. output: the norm that reads the stream it adds to, or the module's output."""
+def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[Tensor]:
+    """Run a module; return the inputs of the named submodules, and last its output."""
+    inputs: dict[str, Tensor] = {}
 
-    module: nn.Module
-    name: str
-    run: Run
-    output: str | None
+    def hook(name: str) -> Callable[..., None]:
+        return lambda _, args: inputs.update({name: args[0]})
 
-    @property
-    def linear(self) -> nn.Module:
-        return self.module.get_submodule(self.name)
-
-    def features_and_output(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """Return the input of the matrix, [T, N], and the stream it adds to, [T, D'], both fp32."""
-        names = [self.name] + ([self.output] if self.output else [])
-        after, inputs = self._inputs(names, stream)
-        output = inputs[1] if self.output else after
-        return inputs[0][0].float(), output[0].float()
-
-    def middle_and_after(self, stream: Stream) -> tuple[Stream, Stream]:
-        after, inputs = self._inputs([self.output or self.name], stream)
-        return inputs[0], after
-
-    def _inputs(self, names: list[str], stream: Stream) -> tuple[Stream, list[Tensor]]:
-        """Run the module; return its output and the inputs of the named submodules."""
-        inputs: dict[str, Tensor] = {}
-
-        def hook(name: str) -> Callable[..., None]:
-            return lambda _, args: inputs.update({name: args[0]})
-
-        handles = [self.module.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
-        try:
-            after = self.run(stream)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return after, [inputs[name] for name in names]
+    handles = [module.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
+    try:
+        output = run(stream)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [*(inputs[name] for name in names), output]
 
 
 @torch.inference_mode()
 def _fit_matrix(linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitted: int, ridge: float) -> None:
     """Add to the weight argmin |E - X dW|^2 + ridge |dW|^2, if that lowers the held-out error.
 
-    pairs: features X [T, N] and errors E [T, M] of each chunk; the first fitted ones are fitted on.
+    pairs yields features X [T, N] and errors E [T, M] of each chunk. The first `fitted` chunks are fitted on.
     """
     weight = linear.get_parameter("weight")  # [M, N]
     gram = torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
@@ -245,7 +227,7 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _agreement(rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int] | None) -> Agreement:
-    """rows: logits of the source and of the draft [1, T, V], token ids [1, T + 1].
+    """Compare logits of the source and of the draft, [1, T, V] each, on token ids [1, T + 1].
 
     A head that lacks a token has no cross-entropy there, and agrees nowhere on it.
     """

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from draftlab import provenance
 from draftlab.atomic import check_writable, remove_state
@@ -28,15 +30,19 @@ from draftlab.pruning.walk import Walk
 from draftlab.training.checkpointer import process_state
 
 KEEP_FILE = "keep.json"
-GREEDY_TOKENS = 4096
 
 Method = Literal["importance", "random", "first", "magnitude"]
-Depth = Literal["influence", "contiguous", "even", "greedy"]
+Depth = Literal["influence", "even"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The parts of the source to keep. weights: the source's in the draft's basis [D, D'], not yet cut."""
+    """The parts of the source to keep.
+
+    Args:
+        weights: The source's weights in the draft's basis, not yet cut.
+        basis: Map from the source's residual stream to the draft's, [D, D'].
+    """
 
     keep: Keep
     basis: Tensor
@@ -46,7 +52,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrimmedHead:
-    """The ids of a draft's head. coverage: see frequent_ids; None: the source's head has these ids."""
+    """The ids of a draft's head. coverage is frequent_ids'; None if the source's head has these ids already."""
 
     ids: list[int]
     coverage: float | None
@@ -54,196 +60,185 @@ class TrimmedHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunedDraft:
-    """A finished draft. agreement: with the source on held-out text; None where the draft is the source itself."""
+    """A finished draft. agreement compares it with the source on held-out text; a copy of the source has none."""
 
     source: Shape
     shape: Shape
     keep: Keep
     agreement: Agreement | None
     disk_bytes: int
-    head: TrimmedHead | None = None  # where it is trimmed
+    head: TrimmedHead | None = None
 
 
-def prune(
-    source: Source,
-    shape: Shape,
-    output: Output,
-    *,
-    text: Text,
-    refit: Refit,
-    method: Method = "importance",
-    depth: Depth = "influence",
-    rotate: bool = True,
-    scores_cache: Path | None = None,
-) -> PrunedDraft:
-    """Write the draft that importance scores or a baseline select.
+@dataclass(frozen=True, kw_only=True)
+class Prune:
+    """A draft to cut from a source.
 
-    Weights keep the source's dtype: with the source's own shape they are the source's bits. rotate: turn the residual
-    stream to its principal directions before its width is cut, unless the head is tied to the embedding.
+    Weights keep the source's dtype. A draft with the source's own shape has the source's bits.
     """
-    output.check_space(shape.weight_bytes(source.stored_dtype.itemsize), "the draft")
-    head = _head(source, shape, text)
-    if shape.with_whole_head() == source.shape.with_whole_head():
-        return _copy(source, shape, output, text, head)
-    tokenizer = checkpoint.load_tokenizer(source.directory)
-    heldout = text.heldout(tokenizer)
-    seq_len = heldout[0].shape[1] - 1
-    chunks = text.chunks(tokenizer, seq_len) if method == "importance" or refit.fits else []
-    if method == "importance":
-        importance = _importance(source, text, chunks, scores_cache)
-        layers = _layers(source, shape, importance, depth, chunks[: max(1, GREEDY_TOKENS // text.seq_len)])
-        selection = _most_active(source, shape, importance, layers, rotate=rotate and not source.shape.tied)
-    else:
-        scores = _baseline_scores(source, method, text.seed)
-        keep = choose.choose(scores, source.shape, shape, choose.top(scores.layers, shape.layers))
-        selection = _unrotated(source, keep)
-    return _write_draft(source, shape, output, selection, refit, head, text, chunks, heldout)
 
+    source: Source
+    shape: Shape
+    output: Output
+    text: Text
+    refit: Refit
 
-def prune_by_masks(
-    source: Source, shape: Shape, output: Output, *, text: Text, refit: Refit, training: MaskTraining
-) -> PrunedDraft:
-    """Write the draft that trained masks cut out; several processes may train them. A killed run resumes.
+    def by_scores(
+        self,
+        method: Method = "importance",
+        depth: Depth = "influence",
+        *,
+        rotate: bool = True,
+        scores_cache: Path | None = None,
+    ) -> PrunedDraft:
+        """Write the draft that importance scores or a baseline select.
 
-    Raises:
-        UserError: see train_masks.
-    """
-    output.check_space(shape.weight_bytes(source.stored_dtype.itemsize), "the draft")
-    head = _head(source, shape, text)
-    if shape.with_whole_head() == source.shape.with_whole_head():
-        return _copy(source, shape, output, text, head)
-    tokenizer = checkpoint.load_tokenizer(source.directory)
-    heldout = text.heldout(tokenizer)
-    chunks = text.chunks(tokenizer, heldout[0].shape[1] - 1) if refit.fits else []
-    with process_state().main_process_first():
-        output.claim_state([source.directory])
-    trained = train_masks(source, shape, text, training, output.state)
-    selection = Selection(keep=trained.keep, basis=trained.basis, weights=trained.weights, masks=trained.masks)
-    if not is_main_process():
-        return PrunedDraft(source=source.shape, shape=shape, keep=trained.keep, agreement=None, disk_bytes=0)
-    pruned = _write_draft(source, shape, output, selection, refit, head, text, chunks, heldout)
-    remove_state(output.state)
-    return pruned
+        Args:
+            rotate: Whether the residual stream is turned to its principal directions before its width is cut. A stream
+                whose head is tied to the embedding is never turned.
+        """
+        if self._is_copy():
+            return self._copy()
+        if method == "importance":
+            return self._write(self._most_active(depth, rotate and not self.source.shape.tied, scores_cache))
+        have, seed = self.source.shape, self.text.seed
+        if method == "magnitude":
+            scores = choose.magnitude_scores(self.source.weights, have)
+        else:
+            scores = choose.random_scores(have, seed) if method == "random" else choose.first_scores(have)
+        layers = choose.top(scores.layers, self.shape.layers)
+        return self._write(self._unrotated(choose.choose(scores, have, self.shape, layers)))
 
+    def by_masks(self, training: MaskTraining) -> PrunedDraft:
+        """Write the draft that trained masks cut out; several processes may train them. A killed run resumes.
 
-def _head(source: Source, shape: Shape, text: Text) -> TrimmedHead | None:
-    """Return the head to write, None for one of all ids. Raises UserError: see frequent_ids."""
-    vocab = source.shape.vocab
-    if shape.draft_vocab is None:
-        return None
-    if (ids := read_head_ids(source.directory, vocab)) is not None:
-        return TrimmedHead(ids=ids, coverage=None)
-    tokenizer = checkpoint.load_tokenizer(source.directory)
-    if text.outputs is None:
-        note(f"counting ids in {text.data}; the target's own answers (--outputs) say it better")
-    special = template_ids(tokenizer) | set(checkpoint.eos_token_ids(source.directory))
-    ids, coverage = frequent_ids(text.counted(tokenizer), shape.draft_vocab, vocab, special)
-    return TrimmedHead(ids=ids, coverage=coverage)
+        Raises:
+            UserError: see train_masks.
+        """
+        if self._is_copy():
+            return self._copy()
+        state = self.output.state
+        with process_state().main_process_first():
+            self.output.claim_state([self.source.directory])
+        trained = train_masks(self.source, self.shape, self.text, training, state)
+        if not is_main_process():
+            return PrunedDraft(
+                source=self.source.shape, shape=self.shape, keep=trained.keep, agreement=None, disk_bytes=0
+            )
+        pruned = self._write(
+            Selection(keep=trained.keep, basis=trained.basis, weights=trained.weights, masks=trained.masks)
+        )
+        remove_state(state)
+        return pruned
 
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return checkpoint.load_tokenizer(self.source.directory)
 
-def _copy(source: Source, shape: Shape, output: Output, text: Text, head: TrimmedHead | None) -> PrunedDraft:
-    keep = keep_all(source.shape)
-    with output.directory() as work:
+    @cached_property
+    def _heldout(self) -> list[Tensor]:
+        return self.text.heldout(self._tokenizer)
+
+    @cached_property
+    def _chunks(self) -> list[Tensor]:
+        return self.text.chunks(self._tokenizer, self._heldout[0].shape[1] - 1)
+
+    @cached_property
+    def _head(self) -> TrimmedHead | None:
+        """The ids of a trimmed head, None for a head of all ids. Raises UserError: see frequent_ids."""
+        directory, vocab = self.source.directory, self.source.shape.vocab
+        if self.shape.draft_vocab is None:
+            return None
+        if (ids := read_head_ids(directory, vocab)) is not None:
+            return TrimmedHead(ids=ids, coverage=None)
+        if self.text.outputs is None:
+            note(f"counting ids in {self.text.data}; the target's own answers (--outputs) say it better")
+        special = template_ids(self._tokenizer) | set(checkpoint.eos_token_ids(directory))
+        ids, coverage = frequent_ids(self.text.counted(self._tokenizer), self.shape.draft_vocab, vocab, special)
+        return TrimmedHead(ids=ids, coverage=coverage)
+
+    def _is_copy(self) -> bool:
+        """Return whether nothing but the head is cut, after checking that the draft fits the disk, and its text."""
+        self.output.check_space(self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft")
+        is_copy = self.shape.with_whole_head() == self.source.shape.with_whole_head()
+        _ = self._head if is_copy else (self._head, self._heldout)  # before hours of calibration or training
+        return is_copy
+
+    def _copy(self) -> PrunedDraft:
+        source, keep = self.source, keep_all(self.source.shape)
+        with self.output.directory() as work:
+            weights = source.with_head(checkpoint.Weights(source.directory)).items()
+            size = saving.write_checkpoint(work, source.config_for(self.shape), iter(weights), source.directory)
+            return self._record(work, keep, size, None)
+
+    def _write(self, selection: Selection) -> PrunedDraft:
+        source, keep, head = self.source, selection.keep, self._head
+        draft_config = source.config_for(self.shape, keep.layers)
+        draft = Walk(Cut(selection.weights, self.shape, keep), draft_config, source.dtype, source.device)
+        lockstep = Lockstep(
+            source.walk(), draft, layers=keep.layers, basis=selection.basis, refit=self.refit,
+            head_ids=head.ids if head else None,
+        )  # fmt: skip
+        chunks = self._chunks if self.refit.fits else []
+        with self.output.directory() as work, progress("refit", source.shape.layers) as advance:
+            tensors = lockstep.tensors(chunks, self._heldout, lambda done: advance(done, "layers"))
+            stored = ((name, tensor.to("cpu", source.stored_dtype)) for name, tensor in tensors)
+            size = saving.write_checkpoint(work, draft_config, stored, source.directory)
+            if selection.masks is not None:
+                (work / MASKS_FILE).parent.mkdir()
+                selection.masks.save(work / MASKS_FILE)
+            return self._record(work, keep, size, lockstep.agreement)
+
+    def _record(self, work: Path, keep: Keep, size: int, agreement: Agreement | None) -> PrunedDraft:
+        """Write what is beside the weights of a draft, and its record."""
         (work / KEEP_FILE).write_text(keep.model_dump_json())
-        weights = source.with_head(checkpoint.Weights(source.directory)).items()
-        size = saving.write_checkpoint(work, source.config_for(shape), iter(weights), source.directory)
-        output.record(work, _inputs(source, text), params=shape.params(), **_write_head(work, head))
-    return PrunedDraft(source=source.shape, shape=shape, keep=keep, agreement=None, disk_bytes=size, head=head)
+        notes: dict[str, object] = {"params": self.shape.params()}
+        if agreement is not None:
+            notes["agreement"] = asdict(agreement)
+        if self._head is not None:
+            write_head_ids(work, self._head.ids)
+            notes |= {"draft_vocab": len(self._head.ids), "coverage": self._head.coverage}
+        read = [self.source.directory, *([self.text.outputs] if self.text.outputs else [])]
+        self.output.record(work, read, **notes)
+        return PrunedDraft(
+            source=self.source.shape, shape=self.shape, keep=keep, agreement=agreement, disk_bytes=size,
+            head=self._head,
+        )  # fmt: skip
 
+    def _unrotated(self, keep: Keep) -> Selection:
+        basis = torch.eye(self.source.shape.hidden)[:, keep.hidden]
+        return Selection(keep=keep, basis=basis, weights=self.source.weights)
 
-def _inputs(source: Source, text: Text) -> list[Path]:
-    return [source.directory] if text.outputs is None else [source.directory, text.outputs]
+    def _most_active(self, depth: Depth, rotate: bool, scores_cache: Path | None) -> Selection:
+        source, shape = self.source, self.shape
+        importance = self._importance(scores_cache)
+        layers = choose.influential(importance, shape.layers)
+        if depth == "even":
+            layers = choose.even(source.shape.layers, shape.layers)
+        keep = choose.choose(importance, source.shape, shape, layers)
+        if not rotate or shape.hidden == source.shape.hidden:
+            return self._unrotated(keep)
+        rotation, _ = importance.principal(shape.hidden, source.device)
+        keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
+        rotated = Rotated(source.weights, source.shape, rotation.to(source.device))
+        return Selection(keep=keep, basis=rotation, weights=rotated)
 
-
-def _write_head(work: Path, head: TrimmedHead | None) -> dict[str, object]:
-    """Write the ids of a trimmed head; return what to record."""
-    if head is None:
-        return {}
-    write_head_ids(work, head.ids)
-    return {"draft_vocab": len(head.ids), "coverage": head.coverage}
-
-
-def _write_draft(
-    source: Source,
-    shape: Shape,
-    output: Output,
-    selection: Selection,
-    refit: Refit,
-    head: TrimmedHead | None,
-    text: Text,
-    chunks: list[Tensor],
-    heldout: list[Tensor],
-) -> PrunedDraft:
-    keep = selection.keep
-    draft_config = source.config_for(shape, keep.layers)
-    draft = Walk(Cut(selection.weights, shape, keep), draft_config, source.dtype, source.device)
-    head_ids = None if head is None else head.ids
-    lockstep = Lockstep(source.walk(), draft, layers=keep.layers, basis=selection.basis, refit=refit, head_ids=head_ids)
-    with output.directory() as work, progress("refit", source.shape.layers) as advance:
-        (work / KEEP_FILE).write_text(keep.model_dump_json())
-        tensors = lockstep.tensors(chunks, heldout, lambda done: advance(done, "layers"))
-        stored = ((name, tensor.to("cpu", source.stored_dtype)) for name, tensor in tensors)
-        size = saving.write_checkpoint(work, draft_config, stored, source.directory)
-        if selection.masks is not None:
-            (work / MASKS_FILE).parent.mkdir()
-            selection.masks.save(work / MASKS_FILE)
-        agreement = lockstep.agreement
-        notes = {"params": shape.params(), "agreement": asdict(agreement) if agreement else None}
-        notes |= _write_head(work, head)
-        output.record(work, _inputs(source, text), **notes)
-    return PrunedDraft(source=source.shape, shape=shape, keep=keep, agreement=agreement, disk_bytes=size, head=head)
-
-
-def _unrotated(source: Source, keep: Keep) -> Selection:
-    return Selection(keep=keep, basis=torch.eye(source.shape.hidden)[:, keep.hidden], weights=source.weights)
-
-
-def _most_active(source: Source, shape: Shape, importance: Importance, layers: list[int], *, rotate: bool) -> Selection:
-    keep = choose.choose(importance.scores, source.shape, shape, layers)
-    if not rotate or shape.hidden == source.shape.hidden:
-        return _unrotated(source, keep)
-    rotation, _ = importance.principal(shape.hidden, source.device)
-    keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
-    rotated = Rotated(source.weights, source.shape, rotation.to(source.device))
-    return Selection(keep=keep, basis=rotation, weights=rotated)
-
-
-def _layers(source: Source, shape: Shape, importance: Importance, depth: Depth, few: list[Tensor]) -> list[int]:
-    """Return the layers to keep. few: chunks of text to drop layers greedily on."""
-    count, total = shape.layers, source.shape.layers
-    if depth == "contiguous":
-        return choose.contiguous(importance, count)
-    if depth == "even":
-        return choose.even(total, count)
-    if depth == "influence" or count == total:
-        return choose.influential(importance, count)
-    with progress("drop layers", total - count) as advance:
-        return choose.greedy(source.walk(resident=True), few, count, lambda done: advance(done, f"of {total}"))
-
-
-def _baseline_scores(source: Source, method: Method, seed: int) -> choose.Scores:
-    if method == "random":
-        return choose.random_scores(source.shape, seed)
-    if method == "first":
-        return choose.first_scores(source.shape)
-    return choose.magnitude_scores(source.weights, source.shape)
-
-
-def _importance(source: Source, text: Text, chunks: list[Tensor], file: Path | None) -> Importance:
-    """Return the scores in a file of them, or computed, and kept there if it is named."""
-    facts = {
-        "source": provenance.fingerprint(source.directory) if file else "",
-        "data": provenance.fingerprint(text.outputs) if text.outputs else text.data,
-        "tokens": str(text.tokens),
-        "seq_len": str(text.seq_len),
-        "seed": str(text.seed),
-    }
-    if file is not None and file.exists():
-        return load_scores(file, facts)
-    if file is not None:
-        check_writable(file)
-    with progress("calibrate", source.shape.layers) as advance:
-        importance = calibrate(source.walk(), source.shape, chunks, lambda done: advance(done, "layers"))
-    if file is not None:
-        save_scores(importance, file, facts)
-    return importance
+    def _importance(self, file: Path | None) -> Importance:
+        """Return the scores of the file, or compute them and keep them in the file if one is named."""
+        source, text = self.source, self.text
+        facts = {
+            "source": provenance.fingerprint(source.directory) if file else "",
+            "data": provenance.fingerprint(text.outputs) if text.outputs else text.data,
+            "tokens": str(text.tokens),
+            "seq_len": str(text.seq_len),
+            "seed": str(text.seed),
+        }
+        if file is not None and file.exists():
+            return load_scores(file, facts)
+        if file is not None:
+            check_writable(file)
+        with progress("calibrate", source.shape.layers) as advance:
+            importance = calibrate(source.walk(), source.shape, self._chunks, lambda done: advance(done, "layers"))
+        if file is not None:
+            save_scores(importance, file, facts)
+        return importance

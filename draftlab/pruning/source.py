@@ -60,8 +60,8 @@ class Source:
         """Return the checkpoint's weights, or others of its shape, with the head that the draft is cut from."""
         return Untied(weights, self.shape) if self.untied and "lm_head.weight" not in weights else weights
 
-    def walk(self, *, resident: bool = False) -> Walk:
-        return Walk(self.weights, self.config, self.pass_dtype, self.device, resident)
+    def walk(self) -> Walk:
+        return Walk(self.weights, self.config, self.pass_dtype, self.device)
 
     def config_for(self, shape: Shape, layers: list[int] | None = None) -> dict[str, object]:
         """Return config.json of a draft of that shape which keeps these layers, or the first ones."""

@@ -19,16 +19,11 @@ Run = Callable[[Tensor], Tensor]
 class Walk:
     """A model as embedding, layers and head, each loaded when its block is entered and dropped when it is left.
 
-    A residual stream is [1, T, D], with the same T for all. resident: keep all layers in memory; same bits.
+    A residual stream is [1, T, D], with the same T for all.
     """
 
     def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        config: dict[str, object],
-        dtype: torch.dtype,
-        device: torch.device,
-        resident: bool = False,
+        self, weights: Mapping[str, Tensor], config: dict[str, object], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.weights, self.dtype, self.device = weights, dtype, device
         self.model = checkpoint.meta_model(config, dtype)
@@ -38,12 +33,9 @@ class Walk:
         self.residual_multiplier = float(str(config.get("residual_multiplier", 1.0)))
         self.logits_scaling = float(str(config.get("logits_scaling", 1.0)))
         self._arguments: list[dict[str, Any]] = []  # keyword arguments of each layer
-        self._resident = resident
         for module in self.model.modules():
             if not list(module.parameters()):
                 module.to(device)  # rotary tables
-        for index in range(len(self.layers) if resident else 0):
-            self._load(f"model.layers.{index}")
 
     @torch.inference_mode()
     def embed(self, ids: list[Tensor]) -> list[Tensor]:
@@ -57,7 +49,7 @@ class Walk:
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[tuple[nn.Module, Run]]:
         """Yield a layer, in memory inside the block, and a function that runs it."""
-        with contextlib.nullcontext() if self._resident else self._loaded(f"model.layers.{index}"):
+        with self._loaded(f"model.layers.{index}"):
             module, arguments = self.layers[index], self._arguments[index]
 
             @torch.inference_mode()

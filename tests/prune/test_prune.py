@@ -11,6 +11,7 @@ import pytest
 import torch
 from builders import FAMILIES, build, logits_by_transformers
 from safetensors.torch import load_file
+from test_refit import run_all
 from transformers import AutoModelForCausalLM
 
 from draftlab import provenance
@@ -58,11 +59,11 @@ def prune_to(
     prepared = prepare(config, True)
     assert prepared.source is not None
     assert prepared.method is not None
-    return run.prune(
-        prepared.source, prepared.shape, Output(command="prune", config=config, out=out), text=prepared.text,
-        refit=prepared.refit, method=prepared.method, depth=prepared.depth, rotate=rotate,
-        scores_cache=prepared.scores_cache,
+    cut = run.Prune(
+        source=prepared.source, shape=prepared.shape, output=Output(command="prune", config=config, out=out),
+        text=prepared.text, refit=prepared.refit,
     )  # fmt: skip
+    return cut.by_scores(prepared.method, prepared.depth, rotate=rotate, scores_cache=prepared.scores_cache)
 
 
 def cut_to(source: Path, out: Path, text: str, **wanted: int) -> Path:
@@ -181,8 +182,8 @@ def test_a_layer_that_does_nothing_has_no_influence():
     shape = resolve_shape().model_copy(update={"layers": 5})
     walk = Walk(dict(model.state_dict()), model.config.to_dict(), torch.float32, CPU)
     importance = calibrate(walk, shape, [IDS[:1]], print)
-    assert importance.scores.layers.argmin() == 2
-    assert importance.scores.layers[2].abs() < 1e-6
+    assert importance.layers.argmin() == 2
+    assert importance.layers[2].abs() < 1e-6
     assert (importance.heads[2] == 0).all()
 
 
@@ -291,6 +292,10 @@ def test_a_copy_with_a_head_of_its_own_is_the_source(family_dirs, tmp_path, text
     assert torch.equal(logits(tmp_path / "out"), logits(source))
 
 
+def walk_logits(weights, config) -> torch.Tensor:
+    return run_all(Walk(weights, config, torch.float32, CPU), [IDS[:1]])[0]
+
+
 def test_the_order_of_kv_groups_does_not_matter(family_dirs):
     source = family_dirs["qwen2"]
     have, weights = checkpoint.read_shape(source), checkpoint.Weights(source)
@@ -341,30 +346,13 @@ def test_any_legal_shape_runs(family, family_dirs):
 
 
 def test_layers_by_depth_rule():
-    distance = torch.zeros(7, 7)
     turned = torch.tensor([0.5, 0.1, 0.4, 0.3, 0.05, 0.2])
-    for i in range(7):
-        for j in range(i, 7):
-            distance[i, j] = turned[i:j].sum()
     importance = Importance(
-        distance=distance, hidden=torch.ones(4), heads=torch.ones(6, 2), ffn=torch.ones(6, 4), covariance=torch.eye(4)
+        layers=turned, hidden=torch.ones(4), heads=torch.ones(6, 2), ffn=torch.ones(6, 4), covariance=torch.eye(4)
     )
     assert choosing.influential(importance, 4) == [0, 2, 3, 5]
     assert choosing.influential(importance, 1) == [0]
-    assert choosing.contiguous(importance, 4) == [0, 1, 2, 5]  # 3 and 4 together turn the stream least
-    assert choosing.contiguous(importance, 6) == list(range(6))
-    assert choosing.contiguous(importance, 1) == [0]
     assert choosing.even(6, 3) == [0, 2, 5]
-
-
-def test_greedy_drops_the_layers_that_do_nothing():
-    model = build("qwen3", seed=4)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if (".1." in name or ".3." in name) and is_output(name):
-                p.zero_()
-    walk = Walk(dict(model.state_dict()), model.config.to_dict(), torch.float32, CPU, resident=True)
-    assert choosing.greedy(walk, [IDS[:1]], 3, print) == [0, 2, 4]
 
 
 def test_baselines_rank_by_their_own_rule(family_dirs):

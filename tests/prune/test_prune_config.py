@@ -50,7 +50,6 @@ def test_a_plan_counts_float16_as_it_is_computed_on_a_cpu(tmp_path):
         assert gb["float16"] > gb["bfloat16"] + 2
     else:
         assert gb["float16"] == gb["bfloat16"]
-    assert planned_gb(tmp_path / "float16", depth="greedy") > 4 * 6.7 + gb["float16"] - 1  # all weights in memory
 
 
 def test_a_plan_of_mask_training_counts_what_is_trained(tmp_path):

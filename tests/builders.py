@@ -14,10 +14,14 @@ from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -69,6 +73,16 @@ FAMILIES = {
     "qwen2_tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False)),
 }
+GRANITE = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+OTHER_BLOCKS = {  # the engine computes them; a refit does not, or not in every way
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})),
+    "granite": lambda: GraniteForCausalLM(
+        GraniteConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}, **GRANITE)
+    ),
+}
 TOKENIZER_TEXT = [
     "def parse(line):\n    if not line:\n        return None\n    return [int(part) for part in line.split(',')]\n",
     "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n        return 1\n",
@@ -81,7 +95,7 @@ def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
     before = dict(SIZES)
     SIZES.update(changes)
     try:
-        model = FAMILIES[family]()
+        model = (FAMILIES | OTHER_BLOCKS)[family]()
     finally:
         SIZES.update(before)
     with torch.no_grad():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import FAMILIES, SIZES, TOKENIZER_TEXT, build
+from builders import FAMILIES, OTHER_BLOCKS, SIZES, TOKENIZER_TEXT, build
 
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.model import checkpoint, hub, saving
@@ -34,8 +34,8 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def family_dirs(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> dict[str, Path]:
     """A saved checkpoint of each family, as transformers writes it, with the small tokenizer."""
     root = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
+    for family in FAMILIES | OTHER_BLOCKS:
         build(family).save_pretrained(root / family)
         for file in tokenizer_dir.iterdir():
             (root / family / file.name).write_bytes(file.read_bytes())
-    return {family: root / family for family in FAMILIES}
+    return {family: root / family for family in FAMILIES | OTHER_BLOCKS}

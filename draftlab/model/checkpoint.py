@@ -34,7 +34,7 @@ from draftlab.model.hf_files import max_model_len as max_model_len
 from draftlab.model.hf_files import read_config as read_config
 from draftlab.model.hf_files import text_config as text_config
 from draftlab.model.hf_files import vocab_size as vocab_size
-from draftlab.model.shape import Shape
+from draftlab.model.shape import Shape, block_options
 from draftlab.model.tokenizer import load_tokenizer as load_tokenizer
 from draftlab.model.tokenizer import special_ids as special_ids
 from draftlab.model.trimmed_head import trim_model
@@ -132,8 +132,9 @@ def read_shape(directory: Path) -> Shape:
     config = read_config(directory)
     check_unquantised(directory, config)
     headers = read_headers(directory)
-    shape = shape_of(config, frozenset(headers))
-    _check_tensors(directory, config, shape, {name: header.shape for name, header in headers.items()})
+    sizes = {name: header.shape for name, header in headers.items()}
+    shape = shape_of(config, sizes)
+    _check_tensors(directory, config, shape, sizes)
     check_stored(directory, headers)
     if shape.tied and "lm_head.weight" in headers:
         check_tied(directory)
@@ -152,13 +153,13 @@ def planned_shape(directory: Path) -> Shape:
         return read_shape(directory)
     check_unquantised(directory, config)
     sizes = {name: tuple(p.shape) for name, p in meta_model(config, torch.float32).named_parameters()}
-    shape = shape_of(config, frozenset(sizes))
+    shape = shape_of(config, sizes)
     _check_tensors(directory, config, shape, sizes)
     return shape
 
 
-def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
-    """Return the shape by a config's numbers and the names of the tensors."""
+def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) -> Shape:
+    """Return the shape by a config's numbers and the names and sizes of the tensors."""
 
     def number(key: str, default: int | None = None) -> int:
         value = config.get(key, default)
@@ -168,9 +169,8 @@ def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
         return value
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
-    first = "model.layers.0."
     with reading(f"config.json of a {config.get('model_type')} model"):
-        return Shape(
+        shape = Shape(
             layers=number("num_hidden_layers"),
             hidden=hidden,
             heads=heads,
@@ -178,13 +178,9 @@ def shape_of(config: dict[str, object], names: frozenset[str]) -> Shape:
             head_dim=number("head_dim", hidden // max(1, heads)),
             ffn=number("intermediate_size"),
             vocab=number("vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", "lm_head.weight" not in names)),
-            qkv_bias=first + "self_attn.q_proj.bias" in names,
-            o_bias=first + "self_attn.o_proj.bias" in names,
-            mlp_bias=first + "mlp.down_proj.bias" in names,
-            qk_norm=first + "self_attn.q_norm.weight" in names,
-            qk_layernorm=first + "self_attn.query_layernorm.weight" in names,
+            tied=bool(config.get("tie_word_embeddings", "lm_head.weight" not in tensors)),
         )
+    return shape.model_copy(update=dict.fromkeys(block_options(tensors, shape.sizes), True))
 
 
 def _check_tensors(directory: Path, config: dict[str, object], shape: Shape, sizes: dict[str, tuple[int, ...]]) -> None:
@@ -232,7 +228,7 @@ def llama_config(shape: Shape, *, context: int, bos: int | None, eos: int | None
     Raises:
         UserError: the shape has weights that LLaMA lacks (q/k norms, q/k/v biases without an output bias).
     """
-    if shape.qk_norm or shape.qk_layernorm or shape.qkv_bias != shape.o_bias:
+    if shape.options - {"untied", "qkv_bias", "o_bias", "mlp_bias"} or shape.qkv_bias != shape.o_bias:
         raise UserError("a new model is a LLaMA, which has no q/k norms, and biases for all of q, k, v, o or none")
     base: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],

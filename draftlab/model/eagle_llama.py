@@ -73,13 +73,13 @@ class EagleLlama(Llama):
     ) -> tuple[Tensor, Tensor]:
         """Run the pass itself; see step."""
         block = self.blocks[0]
-        embedded = rms_norm(F.embedding(ids, self.embed), block.input_norm, self.eps)
+        embedded = self._normed(F.embedding(ids, self.embed), block.input_norm)
         normed = rms_norm(states, self.state_norm, self.eps)
         residual = normed if self.norm_before_residual else states
         joined = torch.cat([embedded, normed], -1)
         with pinned_backends(self.device):
             x = residual + self._attention(block, joined, cache.keys[0], cache.values[0], metadata)
-        x = x + self._mlp(block, rms_norm(x, block.post_norm, self.eps))
+        x = x + self._mlp(block, self._normed(x, block.post_norm))
         if self.norm_output:
             x = normed = rms_norm(x, self.norm, self.eps)
             normed = normed[:, -last:]

@@ -21,8 +21,8 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 UNLIMITED = 1 << 30
 # Families whose forward pass is exactly that of llama.py, and whose tensors are never renamed; others share the layout
-# but scale or gate something.
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# but scale or gate something else. What the tensors do not tell stands in llama.MULTIPLIERS.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
 NOT_CAUSAL = re.compile(
     r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|PreTraining)$"
 )

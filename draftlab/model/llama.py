@@ -4,7 +4,7 @@ B rows, T new tokens, S cached + new, H query heads in K groups of G, C head_dim
 has a length of its own. Rolling back is lowering ``Cache.used``: later positions are overwritten, never read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,19 +105,24 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Weights of one layer; q, k, v are stacked for a single product, as are gate and up."""
+    """Weights of one layer; q, k, v are stacked for a single product, as are gate and up.
 
-    input_norm: Tensor  # [D]
+    attention_norm, mlp_norm: of what attention and MLP add, in the place of input_norm and post_norm (OLMo 2).
+    """
+
+    input_norm: Tensor | None  # [D]
     qkv: Tensor  # [(H + 2K) C, D]
     qkv_bias: Tensor | None
-    qk_norm: tuple[Tensor, Tensor] | None  # [C] each
+    qk_norm: tuple[Tensor, Tensor] | None  # [C] each, or over all heads, [H C] and [K C]
     o: Tensor  # [D, H C]
     o_bias: Tensor | None
-    post_norm: Tensor
+    post_norm: Tensor | None
     gate_up: Tensor  # [2 ffn, D]
     gate_up_bias: Tensor | None
     down: Tensor  # [D, ffn]
     down_bias: Tensor | None
+    attention_norm: Tensor | None
+    mlp_norm: Tensor | None
 
 
 class Llama:
@@ -217,15 +222,20 @@ class Llama:
             for layer, block in enumerate(self.blocks):
                 if layer_states is not None:
                     layer_states.store(layer, x, metadata.slots)
-                normed = rms_norm(x, block.input_norm, self.eps)
-                x = x + self._attention(block, normed, keys[layer], values[layer], metadata)
-                x = x + self._mlp(block, rms_norm(x, block.post_norm, self.eps))
+                normed = self._normed(x, block.input_norm)
+                added = self._attention(block, normed, keys[layer], values[layer], metadata)
+                x = x + self._normed(added, block.attention_norm)
+                added = self._mlp(block, self._normed(x, block.post_norm))
+                x = x + self._normed(added, block.mlp_norm)
         if layer_states is not None:
             layer_states.store(len(self.blocks), x, metadata.slots)
         x = rms_norm(x[:, -last:] if hidden_states is None else x, self.norm, self.eps)
         if hidden_states is not None:
             hidden_states[metadata.slots[0], metadata.slots[2]] = x
         return self.expand_logits(F.linear(x[:, -last:], self.head))
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else rms_norm(x, weight, self.eps)
 
     def _mlp(self, block: Block, x: Tensor) -> Tensor:
         gate, up = F.linear(x, block.gate_up, block.gate_up_bias).chunk(2, -1)
@@ -277,8 +287,8 @@ class Llama:
         qkv = F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)  # [B, H+2K, T, C]
         qk, v = qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
         if block.qk_norm is not None:
-            q, k = qk[:, : s.heads], qk[:, s.heads :]
-            qk = torch.cat([rms_norm(q, block.qk_norm[0], self.eps), rms_norm(k, block.qk_norm[1], self.eps)], 1)
+            parts = qk[:, : s.heads], qk[:, s.heads :]
+            qk = torch.cat([self._head_norm(x, weight) for x, weight in zip(parts, block.qk_norm, strict=True)], 1)
         qk = qk * metadata.cos + qk.roll(s.head_dim // 2, -1) * metadata.sin
         k = qk[:, s.heads :]
         ragged = not isinstance(metadata.slots[0], slice)  # then the indexed dimensions come first: [B, T, K, C]
@@ -286,6 +296,48 @@ class Llama:
         values[metadata.slots] = v.transpose(1, 2) if ragged else v
         out = attend(qk[:, : s.heads], keys[:, :, : metadata.end], values[:, :, : metadata.end], metadata)
         return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)
+
+    def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return queries or keys [B, H, T, C] with a norm of each head, or of all heads at once."""
+        if not self.shape.whole_qk_norm:
+            return rms_norm(x, weight, self.eps)
+        whole = rms_norm(x.transpose(1, 2).flatten(2), weight, self.eps)  # [B, T, H C]
+        return whole.unflatten(2, (x.shape[1], -1)).transpose(1, 2)
+
+
+# What config.json multiplies, by role: folded into the weights when they are read.
+MULTIPLIERS: dict[str, tuple[str, ...]] = {
+    "embedding_multiplier": ("embed",),
+    "attention_multiplier": ("q", "q_bias"),  # in place of 1 / sqrt(C)
+    "residual_multiplier": ("o", "o_bias", "down", "down_bias"),
+    "logits_scaling": ("head",),  # logits are divided by it
+}
+
+
+class Multiplied(Mapping[str, Tensor]):
+    """The weights of a model whose config.json multiplies some of them (Granite), read with the factors folded in."""
+
+    def __init__(self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]) -> None:
+        """shape: untied, so that the head can differ from the embedding."""
+        self.weights, self.embed = weights, shape.names()["embed"]
+        self.factors: dict[str, float] = {}
+        for key, roles in MULTIPLIERS.items():
+            factor = float(str(config.get(key, 1.0)))
+            if key == "attention_multiplier":
+                factor *= shape.head_dim**0.5
+            names = [shape.names(layer).get(role) for layer in range(shape.layers) for role in roles]
+            self.factors |= dict.fromkeys((n for n in names if n), 1 / factor if key == "logits_scaling" else factor)
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self.weights[name if name in self.weights else self.embed]  # a tied head is the embedding
+        factor = self.factors.get(name, 1.0)
+        return weight if factor == 1 else (weight.float() * factor).to(weight.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
 
 
 def check_supported(directory: Path) -> Shape:
@@ -304,7 +356,10 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
     window = config.get("sliding_window")
     if isinstance(window, int) and config.get("use_sliding_window", True):
         context = min(context, window)  # attention is full within the window
-    weights = checkpoint.Weights(directory, dtype, device)
+    weights: Mapping[str, Tensor] = checkpoint.Weights(directory, dtype, device)
+    if MULTIPLIERS.keys() & config.keys():
+        shape = shape.model_copy(update={"tied": False})
+        weights = Multiplied(weights, shape, config)
     model = Llama(shape, weights, inv_freq, scale, float(str(config["rms_norm_eps"])), context)
     if (ids := read_head_ids(directory, shape.vocab)) is not None:
         model.trim_head(ids)
@@ -344,17 +399,19 @@ def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
         return stacked
 
     return Block(
-        input_norm=weights[names["input_norm"]],
+        input_norm=tensor("input_norm"),
         qkv=stack("q", "k", "v"),
         qkv_bias=stack("q_bias", "k_bias", "v_bias") if shape.qkv_bias else None,
-        qk_norm=(weights[names["q_norm"]], weights[names["k_norm"]]) if shape.qk_norm else None,
+        qk_norm=(weights[names["q_norm"]], weights[names["k_norm"]]) if "q_norm" in names else None,
         o=weights[names["o"]],
         o_bias=tensor("o_bias"),
-        post_norm=weights[names["post_norm"]],
+        post_norm=tensor("post_norm"),
         gate_up=stack("gate", "up"),
         gate_up_bias=stack("gate_bias", "up_bias") if shape.mlp_bias else None,
         down=weights[names["down"]],
         down_bias=tensor("down_bias"),
+        attention_norm=tensor("attention_norm"),
+        mlp_norm=tensor("mlp_norm"),
     )
 
 

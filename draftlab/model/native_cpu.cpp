@@ -436,7 +436,12 @@ void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int o
                  m.bias ? m.bias + o : nullptr);
 }
 
+// Without weights there is no norm: x is copied
 void norm(const float* x, const float* w, int n, float eps, float* y) {
+    if (!w) {
+        if (x != y) std::copy(x, x + n, y);
+        return;
+    }
     const float scale = 1.f / std::sqrt(dot(x, x, n) / n + eps);
     for (int i = 0; i < n; i++) y[i] = x[i] * scale * w[i];
 }
@@ -447,7 +452,7 @@ extern "C" {
 
 struct Layer {
     Matrix qkv, o, gate_up, down;
-    const float *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
+    const float *input_norm, *post_norm, *q_norm, *k_norm, *attention_norm, *mlp_norm;  // each may be null
 };
 
 struct Model {
@@ -460,6 +465,7 @@ struct Model {
     const float* hidden_norm;  // of an EAGLE-3 head, whose q, k and v read [2 D]; else null
     int norm_before_residual;
     int window;  // latest tokens that attention reads, or 0: all
+    int whole_qk_norm;  // q_norm and k_norm are over all heads at once
 };
 
 // Caches are [layers, rows, K, capacity, C].
@@ -634,12 +640,19 @@ void run(const Model& m, const Pass& p) {
                 if (m.norm_before_residual) std::copy(b + D, b + 2 * D, a);
             }
             linear<W>(layer.qkv, h.data(), N, read, qkv.data(), QKV, rounded);
+            if (m.whole_qk_norm) {
+#pragma omp for schedule(static)
+                for (int n = 0; n < N; n++) {
+                    float *q = &qkv[size_t(n) * QKV], *k = q + H * C;
+                    norm(q, layer.q_norm, H * C, m.eps, q);
+                    norm(k, layer.k_norm, K * C, m.eps, k);
+                }
+            }
 #pragma omp for schedule(static)
             for (int g = 0; g < N * (H + K); g++) {  // rotate queries and keys; keys and values go to the cache
                 const int n = g / (H + K), head = g % (H + K), row = n / T, t = n % T;
                 float* v = &qkv[size_t(n) * QKV + head * C];
-                const float* own = head < H ? layer.q_norm : layer.k_norm;
-                if (own) norm(v, own, C, m.eps, v);
+                if (!m.whole_qk_norm) norm(v, head < H ? layer.q_norm : layer.k_norm, C, m.eps, v);
                 const int64_t at = p.used[row] + (p.depth ? p.depth[n] : t);
                 const float *cos = m.cos + at * C, *sin = m.sin + at * C;
                 for (int i = 0; i < C / 2; i++) {
@@ -666,6 +679,7 @@ void run(const Model& m, const Pass& p) {
 #pragma omp for schedule(static)
             for (int n = 0; n < N; n++) {
                 float *a = &x[size_t(n) * D], *b = &h[size_t(n) * D];
+                norm(b, layer.attention_norm, D, m.eps, b);
                 for (int i = 0; i < D; i++) a[i] += b[i];
                 norm(a, layer.post_norm, D, m.eps, b);
             }
@@ -685,8 +699,11 @@ void run(const Model& m, const Pass& p) {
             }
             linear<W>(layer.down, inner.data(), N, F, h.data(), D, rounded);
 #pragma omp for schedule(static)
-            for (int n = 0; n < N; n++)
-                for (int i = 0; i < D; i++) x[size_t(n) * D + i] += h[size_t(n) * D + i];
+            for (int n = 0; n < N; n++) {
+                float *a = &x[size_t(n) * D], *b = &h[size_t(n) * D];
+                norm(b, layer.mlp_norm, D, m.eps, b);
+                for (int i = 0; i < D; i++) a[i] += b[i];
+            }
         }
         keep(m.layers);
 #pragma omp for schedule(static)

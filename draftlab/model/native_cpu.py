@@ -42,7 +42,7 @@ class _Matrix(Structure):
 class _Layer(Structure):
     _fields_ = (
         *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm")),
     )
 
 
@@ -56,6 +56,7 @@ class _Model(Structure):
         ("hidden_norm", c_void_p),
         ("norm_before_residual", c_int),
         ("window", c_int),
+        ("whole_qk_norm", c_int),
     )
 
 
@@ -127,7 +128,7 @@ class NativeLlama(Llama):
             s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.ffn, len(self.head), 1, self.eps,
             self._pointer(self.embed), *map(self._float_pointer, (self.norm, self.cos, self.sin)),
             self._matrix(self.head), layers, self._float_pointer(self.hidden_norm), self.norm_before_residual,
-            self.window or 0,
+            self.window or 0, s.whole_qk_norm,
         )  # fmt: skip
 
     def _layer(self, block: Block) -> _Layer:
@@ -138,6 +139,7 @@ class NativeLlama(Llama):
             self._matrix(block.gate_up, block.gate_up_bias),
             self._matrix(block.down, block.down_bias),
             *map(self._float_pointer, (block.input_norm, block.post_norm, q_norm, k_norm)),
+            *map(self._float_pointer, (block.attention_norm, block.mlp_norm)),
         )
 
     def _matrix(self, weights: Tensor, bias: Tensor | None = None) -> _Matrix:

@@ -5,7 +5,7 @@ Axes: vocab; hidden (the residual stream); q = heads x head_dim; kv = kv_heads x
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -13,21 +13,28 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from draftlab.atomic import write_atomic
-from draftlab.errors import UserError, one_line
+from draftlab.errors import OtherArchitecture, UserError, one_line
 from draftlab.reading import reading
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
-Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"]
+Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm", "whole_qk_norm", "norm_after"]
 MOST_NUMBERS = 10_000  # of a list as 1-6
 
 
 class Row(NamedTuple):
-    """One weight: what it is for, its name with {} for the layer, the axis of each dimension, the option it needs."""
+    """A weight: its role, its name with {} for the layer, and the axis of each dimension.
+
+    when: the option that a model with the weight has. unless: the option that a model with the weight lacks.
+    """
 
     role: str
     name: str
     axes: tuple[Axis, ...]
     when: Option | None = None
+    unless: Option | None = None
+
+    def belongs_to(self, options: frozenset[Option]) -> bool:
+        return (self.when is None or self.when in options) and self.unless not in options
 
 
 BLOCK = "model.layers.{}."
@@ -43,6 +50,8 @@ TABLE: tuple[Row, ...] = (
     Row("o_bias", BLOCK + "self_attn.o_proj.bias", ("hidden",), "o_bias"),
     Row("q_norm", BLOCK + "self_attn.q_norm.weight", ("head_dim",), "qk_norm"),
     Row("k_norm", BLOCK + "self_attn.k_norm.weight", ("head_dim",), "qk_norm"),
+    Row("q_norm", BLOCK + "self_attn.q_norm.weight", ("q",), "whole_qk_norm"),
+    Row("k_norm", BLOCK + "self_attn.k_norm.weight", ("kv",), "whole_qk_norm"),
     Row("q_layernorm", BLOCK + "self_attn.query_layernorm.weight", ("head_dim",), "qk_layernorm"),
     Row("k_layernorm", BLOCK + "self_attn.key_layernorm.weight", ("head_dim",), "qk_layernorm"),
     Row("gate", BLOCK + "mlp.gate_proj.weight", ("ffn", "hidden")),
@@ -51,13 +60,24 @@ TABLE: tuple[Row, ...] = (
     Row("up_bias", BLOCK + "mlp.up_proj.bias", ("ffn",), "mlp_bias"),
     Row("down", BLOCK + "mlp.down_proj.weight", ("hidden", "ffn")),
     Row("down_bias", BLOCK + "mlp.down_proj.bias", ("hidden",), "mlp_bias"),
-    Row("input_norm", BLOCK + "input_layernorm.weight", ("hidden",)),
-    Row("post_norm", BLOCK + "post_attention_layernorm.weight", ("hidden",)),
+    Row("input_norm", BLOCK + "input_layernorm.weight", ("hidden",), unless="norm_after"),
+    Row("post_norm", BLOCK + "post_attention_layernorm.weight", ("hidden",), unless="norm_after"),
+    Row("attention_norm", BLOCK + "post_attention_layernorm.weight", ("hidden",), "norm_after"),
+    Row("mlp_norm", BLOCK + "post_feedforward_layernorm.weight", ("hidden",), "norm_after"),
     Row("norm", "model.norm.weight", ("hidden",)),
     Row("head", "lm_head.weight", ("vocab", "hidden"), "untied"),
 )
 
 
+BLOCK_OPTIONS: tuple[Option, ...] = (
+    "qkv_bias",
+    "o_bias",
+    "mlp_bias",
+    "qk_norm",
+    "qk_layernorm",
+    "whole_qk_norm",
+    "norm_after",
+)
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
@@ -79,6 +99,8 @@ class Shape(BaseModel):
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_layernorm: bool = False  # q/k norms after the rotation, under another name (Hunyuan)
+    whole_qk_norm: bool = False  # q/k norms over all heads at once (OLMo 2)
+    norm_after: bool = False  # norms of what attention and MLP add, in place of those of what they read (OLMo 2)
     draft_vocab: PositiveInt | None = None  # rows of the head that are computed; None: all
 
     @property
@@ -95,15 +117,11 @@ class Shape(BaseModel):
 
     @property
     def options(self) -> frozenset[Option]:
-        flags: dict[Option, bool] = {
-            "untied": not self.tied,
-            "qkv_bias": self.qkv_bias,
-            "o_bias": self.o_bias,
-            "mlp_bias": self.mlp_bias,
-            "qk_norm": self.qk_norm,
-            "qk_layernorm": self.qk_layernorm,
-        }
-        return frozenset(name for name, on in flags.items() if on)
+        found: set[Option] = set() if self.tied else {"untied"}
+        for name in BLOCK_OPTIONS:
+            if getattr(self, name):
+                found.add(name)
+        return frozenset(found)
 
     def axes(self) -> dict[str, tuple[Axis, ...]]:
         """Return the axes of each weight by name, in the order in which transformers registers them."""
@@ -130,7 +148,8 @@ class Shape(BaseModel):
         return self.layers * self._count(row for row in self._rows() if row.name.startswith(BLOCK))
 
     def _rows(self) -> list[Row]:
-        return [row for row in TABLE if row.when is None or row.when in self.options]
+        options = self.options
+        return [row for row in TABLE if row.belongs_to(options)]
 
     def _count(self, rows: Iterable[Row]) -> int:
         sizes = self.sizes
@@ -173,6 +192,21 @@ class Shape(BaseModel):
             f"{self.layers} x {self.hidden}, {head} of {self.head_dim}, ffn {self.ffn}, "
             f"{format_count(self.params())} parameters{trimmed}"
         )
+
+
+def block_options(tensors: Mapping[str, tuple[int, ...]], sizes: Mapping[Axis, int]) -> frozenset[Option]:
+    """Return the options of a model by the names and sizes of its first layer's tensors.
+
+    An option is on if all of its weights are there, in their sizes, and not all of those that it replaces.
+    """
+    found: set[Option] = set()
+    for option in BLOCK_OPTIONS:
+        own = [row for row in TABLE if row.when == option]
+        replaced = [row for row in TABLE if row.unless == option]
+        fits = all(tensors.get(row.name.format(0)) == tuple(sizes[axis] for axis in row.axes) for row in own)
+        if fits and not (replaced and all(row.name.format(0) in tensors for row in replaced)):
+            found.add(option)
+    return frozenset(found)
 
 
 def read_shape_file(path: Path) -> Shape:
@@ -220,7 +254,12 @@ def check_within(shape: Shape, source: Shape) -> None:
 
     Raises:
         UserError: an axis is longer than the source's, or head_dim, vocab or an option differs.
+        OtherArchitecture: the source's norms come after attention and MLP, which no cut or refit follows.
     """
+    if source.norm_after:
+        raise OtherArchitecture(
+            "the source has norms after attention and MLP; prune cuts models with norms before them"
+        )
     for field, option in {"layers": "--layers", "hidden": "--width", "ffn": "--ffn"}.items():
         size, limit = getattr(shape, field), getattr(source, field)
         if size > limit:

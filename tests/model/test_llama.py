@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from builders import FAMILIES
+from builders import FAMILIES, OTHER_BLOCKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -20,7 +20,7 @@ from draftlab.model.llama import Tree
 IDS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES, *OTHER_BLOCKS])
 def pair(request, family_dirs):
     directory = family_dirs[request.param]
     return llama.load(directory, torch.float32), AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import FAMILIES, build
+from builders import FAMILIES, OTHER_BLOCKS, build
 from test_engine import PROMPT, RAGGED
 from transformers import AutoModelForCausalLM
 
@@ -33,7 +33,7 @@ def passes(model, rows: list[list[int]], widths: list[int]) -> torch.Tensor:
     return torch.cat([model.forward(part, cache) for part in ids.split(widths, dim=1)], 1).float()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_BLOCKS])
 def test_logits_equal_transformers(family, family_dirs):
     theirs = AutoModelForCausalLM.from_pretrained(family_dirs[family], dtype=torch.float32)
     ours = NativeLlama(llama.load(family_dirs[family], torch.float32))

@@ -13,10 +13,25 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from draftlab.data.instructions import code, instructions, questions, translations
+from draftlab.data.instructions import code, instructions, questions
 
 COUNTS = {"math": 1200, "instruction": 1700, "question": 700, "translation": 400, "summary": 700, "code": 400}
 MORE = {"math": 3400, "instruction": 2600, "question": 700, "translation": 600, "summary": 1900, "code": 400}
+
+
+WHO = "Der Minister|Die Lehrerin|Mein Bruder|Die Firma|Der Verein|Unsere Nachbarin|Die Polizei|Der Bürgermeister"
+DID = "kündigte an|sagte|erklärte|bestätigte|hofft|berichtete|schrieb|glaubt"
+THAT = """dass der Bahnhof bis zum Sommer umgebaut wird|dass die Ausstellung am Montag beginnt
+dass das Konzert wegen des Regens verschoben wurde|dass mehr Geld für Schulen nötig ist
+dass die Straße drei Wochen lang gesperrt bleibt|dass niemand bei dem Unfall verletzt wurde
+dass die Zahl der Besucher gestiegen ist|dass das neue Gesetz im Januar in Kraft tritt
+dass der Vertrag im nächsten Jahr endet|dass viele Menschen in der Stadt keine Wohnung finden""".replace("\n", "|")
+
+
+def translations(rng: random.Random) -> Iterator[str]:
+    while True:
+        who, did, that = (rng.choice(part.split("|")) for part in (WHO, DID, THAT))
+        yield f"Translate German to English: {who} {did}, {that}."
 
 
 def math(file: Path | None, rng: random.Random) -> Iterator[str]:

@@ -20,9 +20,12 @@ FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request. messages: what ids are of, as a chat. later: what its user says next, after each answer.
+    """A request.
 
-    conversation: number of the line in a file; the turns of a conversation share it.
+    Args:
+        conversation: Number that all requests of a conversation share.
+        messages: Messages that the ids render, for a chat.
+        later: Turns of the user after this request, each of which follows an answer.
     """
 
     ids: list[int]
@@ -36,14 +39,14 @@ class Prompt:
 class Prompts:
     """Prompts and their source.
 
-    sha256: of the file; of the token ids where they are of a data source, or in the form of a chat template.
+    sha256 is the file's hash. Prompts of a data source or in the form of a chat template have the hash of their ids.
     """
 
     rows: list[Prompt]
     source: str
     sha256: str
     tokens: int | None  # each prompt was cut to this length
-    chat: bool = False  # in the form of the tokenizer's chat template, ready for the assistant's answer
+    chat: bool = False  # whether the ids have the form of a chat template, ready for the assistant's answer
 
     @property
     def categories(self) -> tuple[str, ...]:
@@ -51,7 +54,7 @@ class Prompts:
 
     @property
     def requests(self) -> int:
-        """Return how many requests the prompts are, one for each turn."""
+        """Return the number of requests: every turn is a request."""
         return sum(1 + len(p.later) for p in self.rows)
 
     @property
@@ -87,8 +90,8 @@ def load_prompts(
 ) -> Prompts:
     """Return count prompts evenly spaced in a file (None: all), or of a data source.
 
-    Of a source None means 16 prompts of 64 tokens each. A file of conversations gives its held-out ones up to the
-    user's last turn, by default at most 16, if the tokenizer has a chat template.
+    A source gives by default 16 prompts of 64 tokens each. With a chat template, a file of conversations gives prompts
+    of its held-out lines, by default at most 16.
     """
     if file is not None:
         return file_prompts(file, tokenizer, tokens=tokens, chat=chat, system_prompt=system_prompt).spread(count)
@@ -121,8 +124,8 @@ def file_prompts(
         split: Split of the data source whose lines are read. None reads all lines.
 
     Raises:
-        UserError: no such file, a line without text, an empty prompt, one of fewer tokens, or one that the chat
-            template does not take; a chat without a template; no line in the split.
+        UserError: There is no such file, a line has no text, a prompt is empty, has too few tokens, or does not suit
+            the chat template; a chat has no template; no line is in the split.
     """
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
     numbered = list(islice(rows_of(file, prompt_of), count))  # each row has at least one prompt
@@ -153,7 +156,7 @@ def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, t
 def _has_chat(
     chat: ChatMode, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, tokens: int | None
 ) -> bool:
-    """Raises UserError: what is asked for does not go with the tokenizer's chat template, or it has none."""
+    """Raises UserError: the tokenizer has no chat template, or prompts in its form cannot be cut."""
     if chat == "off":
         return False
     if not tokenizer.chat_template:

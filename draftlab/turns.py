@@ -1,4 +1,4 @@
-"""Prompts of several turns, asked as Spec-Bench does: each after the target's answers to the earlier ones."""
+"""Prompts of several turns, asked as Spec-Bench does: each turn follows the target's answers to the earlier turns."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from draftlab.reading import read_json_lines
 from draftlab.sampling import SamplingParams
 
 FOLDER = "turns"  # under the workspace's runs
-TOGETHER = 64  # conversations; a kill loses at most the answers of so many
+TOGETHER = 64  # conversations that are answered together; a kill loses at most their answers
 Messages = tuple[Message, ...]
 Answer = Callable[[list[Prompt], list[int]], Sequence[Sequence[int]]]
 
@@ -30,10 +30,14 @@ def answered(
     """Return a prompt for every turn; those with one turn are unchanged.
 
     The target's answers are made once and kept in a prompt file (see place), so that every command sees the same
-    requests. target: what identifies it. answer: returns its tokens after prompts, sampled by their numbers.
+    requests.
+
+    Args:
+        target: Text that identifies the target.
+        answer: Function that returns the target's tokens after prompts, sampled by their numbers.
 
     Raises:
-        UserError: the template does not take an answer, or the file cannot be written.
+        UserError: The template does not take an answer, or the file cannot be written.
     """
     file = place(prompts, target, sampling)
     if file is None:
@@ -102,7 +106,7 @@ def _asked(prompts: list[Prompt], first: int, tokenizer: PreTrainedTokenizerBase
 
 
 def _read(file: Path) -> list[Messages]:
-    """Raises UserError: the file is not what was written."""
+    """Raises UserError: the file was changed after it was written."""
     try:
         rows: list[Messages] = [
             tuple(read_messages(row["messages"], f"{file}:{number}")) for number, row in read_json_lines(file)

@@ -101,16 +101,16 @@ def test_prompts_have_the_length_asked_for_and_differ_by_seed(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("content", "name", "message"),
+    ("content", "name", "where"),
     [
-        ('{"text": "a"}\n{oops\n', "x.jsonl", "x.jsonl:2: not JSON"),
-        ('{"label": 3}\n', "x.jsonl", "x.jsonl:1: no text"),
-        ("a,b\n", "x.csv", "cannot read .csv"),
+        ('{"text": "a"}\n{oops\n', "x.jsonl", "x.jsonl:2"),
+        ('{"label": 3}\n', "x.jsonl", "x.jsonl:1"),
+        ("a,b\n", "x.csv", "csv"),
     ],
 )
-def test_bad_files_say_where(tmp_path, content, name, message):
+def test_bad_files_say_where(tmp_path, content, name, where):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=where):
         data.documents(str(tmp_path / name))
 
 
@@ -159,16 +159,16 @@ def test_few_bad_rows_are_left_out_and_named(tmp_path, capsys):
     good = [json.dumps({"prompt": f"p{i}"}) for i in range(200)]
     (tmp_path / "x.jsonl").write_text("\n".join([*good[:150], "{oops", *good[150:]]))
     assert len(list(rows_of(tmp_path / "x.jsonl", prompt_of))) == 200
-    assert "x.jsonl:151: not JSON" in capsys.readouterr().err
+    assert "x.jsonl:151" in capsys.readouterr().err
     (tmp_path / "x.jsonl").write_text("\n".join([*good[:50], "{oops", '{"prompt": ""}']))
-    with pytest.raises(UserError, match=r"x.jsonl:51: not JSON"):
+    with pytest.raises(UserError, match=r"x\.jsonl:51"):
         list(rows_of(tmp_path / "x.jsonl", prompt_of))
 
 
 @pytest.mark.parametrize("wrong", [{"prompt": "q", "completion": None}, {"prompt": 3, "completion": "a"}])
 def test_a_completion_that_is_no_text_is_refused(wrong, tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps(wrong) + "\n")
-    with pytest.raises(UserError, match=r"x.jsonl:1: want a list of messages"):
+    with pytest.raises(UserError, match=r"x\.jsonl:1"):
         data.documents(str(tmp_path / "x.jsonl"))
 
 

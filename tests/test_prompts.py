@@ -13,9 +13,7 @@ from typer.testing import CliRunner
 from draftlab import workspace
 from draftlab.cli import app
 from draftlab.commands.export import prepare_export
-from draftlab.config.base import extra
 from draftlab.config.export import ExportConfig
-from draftlab.config.score import ScoreConfig
 from draftlab.config.shared import ChatMode
 from draftlab.data import documents
 from draftlab.errors import UserError
@@ -143,33 +141,34 @@ def test_prompts_of_a_file_of_conversations_are_its_held_out_ones(tmp_path, chat
 
 
 @pytest.mark.parametrize(
-    ("line", "settings", "message"),
+    ("line", "settings", "named"),
     [
-        ({"messages": TALK}, {"chat": "off"}, "l:1: messages are for a chat, and --chat is off"),
-        ({"messages": []}, {}, "l:1: "),
-        ({"messages": "hello"}, {}, "l:1: "),
-        ({"messages": [{"role": "user"}]}, {}, "l:1: "),
-        ({"messages": [SYSTEM]}, {}, "l:1: "),
-        ({"messages": [{"role": "judge", "content": "a"}, USER]}, {}, "chat template does not take it: no role judge"),
-        ({"messages": [SYSTEM, USER]}, {"system_prompt": "a"}, "a system prompt of its own; drop --system-prompt"),
-        ({"prompt": "return 1"}, {"tokens": 2}, "--prompt-tokens 2 would cut off the end of a conversation"),
+        ({"messages": TALK}, {"chat": "off"}, "--chat"),
+        ({"messages": []}, {}, "prompts.jsonl:1"),
+        ({"messages": "hello"}, {}, "prompts.jsonl:1"),
+        ({"messages": [{"role": "user"}]}, {}, "prompts.jsonl:1"),
+        ({"messages": [SYSTEM]}, {}, "prompts.jsonl:1"),
+        ({"messages": [{"role": "judge", "content": "a"}, USER]}, {}, "judge"),
+        ({"messages": [SYSTEM, USER]}, {"system_prompt": "a"}, "--system-prompt"),
+        ({"prompt": "return 1"}, {"tokens": 2}, "--prompt-tokens"),
+        ({"turns": ["a", 3]}, {}, "prompts.jsonl:1"),
     ],
 )
-def test_what_is_no_conversation_is_refused(tmp_path, chatty, line, settings, message):
-    with pytest.raises(UserError, match=message):
+def test_lines_that_are_no_conversation_are_refused(tmp_path, chatty, line, settings, named):
+    with pytest.raises(UserError, match=named):
         file_prompts(lines(tmp_path, line), chatty, **({"chat": "on"} | settings))
 
 
 @pytest.mark.parametrize(
-    ("line", "settings", "message"),
+    ("line", "settings", "named"),
     [
-        ({"prompt": "a"}, {"chat": "on"}, "--chat on: the tokenizer has no chat template"),
-        ({"prompt": "a"}, {"system_prompt": "a"}, "--system-prompt: the tokenizer has no chat template"),
-        ({"messages": TALK}, {}, "messages are for a chat, and the tokenizer has no chat template"),
+        ({"prompt": "a"}, {"chat": "on"}, "--chat"),
+        ({"prompt": "a"}, {"system_prompt": "a"}, "--system-prompt"),
+        ({"messages": TALK}, {}, "prompts.jsonl:1"),
     ],
 )
-def test_a_tokenizer_without_a_template_has_no_chat(tmp_path, plain, line, settings, message):
-    with pytest.raises(UserError, match=message):
+def test_a_tokenizer_without_a_template_has_no_chat(tmp_path, plain, line, settings, named):
+    with pytest.raises(UserError, match=named):
         file_prompts(lines(tmp_path, line), plain, **({"chat": "auto"} | settings))
 
 
@@ -256,8 +255,3 @@ def test_the_form_of_prompts_is_recorded(space):
     assert "other outputs: their chat is" in call(*BUILD, "--chat", "off", "--out", "answers-auto", code=1).stderr
     compared = rank(read_candidates([space / "scored-auto/draft", space / "scored-off/draft"]))
     assert not compared[1].paired
-
-
-def test_score_shows_few_options():
-    shown = [f for f in ScoreConfig.model_fields.values() if not extra(f)["advanced"]]
-    assert len(shown) <= 18

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens along the chains that an EAGLE-3 head drafts, from a pass of all chains per token.
 
 n scored tokens of a text, K drafted tokens, T places of the head, D hidden, V vocab. At place i the head reads the
-target's states of token i beside token i + 1 (engine/drafters/eagle.py). The chain that begins there drafts tokens
-i + 2, i + 3, ...; it attends to the target's states up to i and to its own.
+target's states of token i and the embedding of token i + 1 (engine/drafters/eagle.py). The chain that begins there
+drafts tokens i + 2, i + 3, ...; it attends to the target's states up to i and to its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ def _target_states(target: Llama, head: EagleLlama, ids: Tensor) -> Tensor:
 
 
 def _passes(head: EagleLlama, places: int, k: int) -> list[AttentionMetadata]:
-    """Return the metadata of the pass of all chains' first tokens, of their second ones, and so on."""
+    """Return the metadata of each pass: the first pass drafts all chains' first tokens, the second their second."""
     own = torch.eye(places, dtype=torch.bool, device=head.device)
     passes, causal = [], torch.ones_like(own).tril()
     for age in range(k):

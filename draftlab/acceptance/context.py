@@ -15,7 +15,13 @@ from draftlab.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayContext:
-    """sampling: of the drafter. vocab: logits that count. most: tokens drafted per step, at most."""
+    """Texts to replay a drafter on.
+
+    Args:
+        sampling: How the drafter samples.
+        vocab: Number of logits that count.
+        most: Largest number of tokens drafted per step.
+    """
 
     texts: list[Text]
     target_path: Path

@@ -116,8 +116,11 @@ def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
 def count(lengths: np.ndarray, chances: np.ndarray, depth: np.ndarray, drafted: np.ndarray, deepest: int) -> Counts:
     """Count steps by the recursion from the first token, ROWS texts at a time.
 
-    chances: of each token to be accepted, [R, n], or by the age of the step [R, n, D]. depth, drafted: how deep the
-    draft of a step is, and its tokens, by the step's first token, [R, n]. deepest: the largest depth to count.
+    Args:
+        chances: Probability of each token to be accepted, [R, n], or by the age of the step [R, n, D].
+        depth: Depth of the draft of the step that begins at each token, [R, n].
+        drafted: Number of tokens of that draft, [R, n].
+        deepest: Largest depth to count.
     """
     by_age = chances[:, :, None] if chances.ndim == 2 else chances[:, :, :deepest]
     parts: list[Counts] = []

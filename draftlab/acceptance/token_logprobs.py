@@ -17,7 +17,7 @@ from draftlab.model.decoder import Decoder, forward_uncached
 from draftlab.sampling import SamplingParams
 
 MAX_LOGITS = 1 << 25  # elements of logits in one pass over several texts: wider passes gain nothing
-BYTES_PER_LOGIT = 16  # at the peak: the model's own, those in fp32, and what is computed from them
+BYTES_PER_LOGIT = 16  # peak memory: the model's own logits, a copy in fp32, and probabilities
 
 Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
 
@@ -26,7 +26,7 @@ Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
 class TokenLogprobs:
     """A model's view of each token of one completion, [n]; by the age of the step that drafts it, [n, K]."""
 
-    logprobs: np.ndarray  # in the distribution that the model would sample from
+    logprobs: np.ndarray  # log-probability in the distribution that the model would sample from
     ranks: np.ndarray  # number of more probable tokens; ties go to the lowest id
 
     @classmethod

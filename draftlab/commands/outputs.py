@@ -72,19 +72,19 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> PreparedBuild:
     """
     with note_if_slow("outputs build: loading torch and transformers"):
         from draftlab.target_outputs import build as building
+        from draftlab.target_outputs.server_log import ServerLog
+        from draftlab.target_outputs.store import logits_of
     served, listed = config.server is not None, config.top_logprobs
     directory = _located(config.target, tokenizer_only=served or config.from_file is not None, weights=weights)
     if config.from_file is not None:
         with about("--from"):
-            log = building.open_log(
-                config.from_file, directory, config.seq_len, building.DISTILL_TOP_LOGPROBS if listed is None else listed
-            )
+            most, vocab = building.DISTILL_TOP_LOGPROBS if listed is None else listed, logits_of(directory)
+            log = ServerLog.open(config.from_file, vocab=vocab, seq_len=config.seq_len, top_logprobs=min(most, vocab))
         return PreparedBuild(
             name=f"outputs-{config.from_file.stem}", directory=directory, target=None, text=log,
             top_logprobs=log.top_logprobs, served=True, inputs=[config.from_file],
         )  # fmt: skip
     from draftlab.model.tokenizer import known_ids
-    from draftlab.target_outputs.store import logits_of
 
     if listed is None:
         listed = building.DISTILL_TOP_LOGPROBS if config.use == "distill" else 0

@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """A target's top k tokens at each position: ids and log-probabilities, [B, T, k], and log tail mass, [B, T]."""
+    """A target's k most probable tokens at each position: ids and log-probabilities [B, T, k], log tail mass [B, T]."""
 
     ids: np.ndarray
     log_p: np.ndarray
@@ -16,11 +16,13 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Token ids [B, T + 1] and mask [B, T]: 1 where the token after a position is trained on or scored.
+    """Token ids [B, T + 1] and mask [B, T], which is 1 if the token after a position is trained on or scored.
 
-    top_logprobs: the target's at these positions, if they were cached. positions: of the tokens in their sequences,
-    [B, T], where a row holds several. depths: for parallel drafting, how many of the tokens after each position are
-    predicted from it, [B, T]; None: the next one where the mask is 1.
+    Args:
+        top_logprobs: Stored lists of the target at these positions.
+        positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
+        depths: Number of tokens that a parallel draft predicts from each position, [B, T]. None predicts the next token
+            at each position of the mask.
     """
 
     ids: np.ndarray
@@ -31,12 +33,12 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return how many tokens of each row have an influence, [B]: up to the last in the mask, at least one."""
+        """Return the number of tokens of each row with an influence, [B]: up to the last in the mask, at least 1."""
         return np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)
 
     @property
     def predictions(self) -> int:
-        """Return how many tokens are predicted; with depths, each as often as it is."""
+        """Return the number of predictions; with depths, a token may be predicted several times."""
         return int(self.mask.sum() if self.depths is None else self.depths.sum())
 
     def predictions_by_offset(self, offsets: int) -> np.ndarray:
@@ -49,7 +51,7 @@ class Batch:
         return self._picked(index, self.mask.shape[1])
 
     def split(self, rows: int) -> "list[Batch]":
-        """Return parts of at most that many rows."""
+        """Return parts of at most `rows` rows."""
         return [self.rows(slice(i, i + rows)) for i in range(0, len(self.ids), rows)]
 
     def packed(self) -> "Batch":
@@ -64,7 +66,7 @@ class Batch:
         return self if len(rows) == len(self.ids) else self._joined(rows, needed, width)
 
     def _joined(self, rows: list[list[int]], needed: np.ndarray, width: int) -> "Batch":
-        """Return a row of width tokens for each list of sequences; each token that is left is a sequence of its own."""
+        """Return a row of width tokens for each list of sequences. Each token of padding is a sequence of its own."""
         number, place = np.full((len(rows), width), -1), np.zeros((len(rows), width), np.int64)
         for row, numbers in enumerate(rows):
             lengths = needed[numbers]
@@ -77,7 +79,7 @@ class Batch:
         return Batch(ids, np.where(ends[:, :-1], 0, self.mask[at]), top, place[:, :-1])
 
     def parts(self, tokens: int) -> "list[Batch]":
-        """Return parts of at most that many tokens each (at least one row), long rows together; 0: one part."""
+        """Return parts of at most `tokens` tokens and at least one row each, long rows together; 0 gives one part."""
         return [part for _, part in self.numbered_parts(tokens)]
 
     def numbered_parts(self, tokens: int) -> "list[tuple[list[int], Batch]]":
@@ -105,7 +107,7 @@ class Batch:
         return Batch(self.ids[rows, : length + 1], self.mask[index], top, positions, depths)
 
     def shard(self, index: int, count: int) -> "Batch":
-        """Return every count-th row from index on, the share of a process; if none, one with an empty mask."""
+        """Return the share of a process: every count-th row from index on, or a row with an empty mask."""
         if index < len(self.ids):
             return self.rows(slice(index, None, count))
         spare = self.rows(slice(0, 1))

@@ -56,8 +56,8 @@ class TokenBatches:
     """Batches of a weighted mixture of token streams; batch t is a function of (seed, t).
 
     Each source has a fixed number of rows in every batch (largest remainder of its weight), and is read in a new
-    random order each epoch, so that nothing repeats within an epoch. conversations: of the sources that are no stream,
-    each with its mask.
+    random order each epoch, so that nothing repeats within an epoch. Sources of conversations have rows with masks in
+    place of a stream.
     """
 
     streams: dict[str, np.ndarray]
@@ -158,7 +158,8 @@ def open_batches(
 ) -> TokenBatches:
     """Return training batches of a mixture's train split, without copies of held-out standard-library files.
 
-    loss_on: makes every conversation a row of its own, in which this counts; None: they are text as others.
+    Args:
+        loss_on: Tokens that count in a conversation, which is then a row of its own. None reads conversations as text.
     """
     weights = parse_mixture(spec)
     heldout = documents("stdlib", "heldout") if PYTHON_SOURCES.keys() & weights else []
@@ -174,10 +175,10 @@ def open_batches(
 
 
 def loss_on_of(spec: str, asked: LossOn | None) -> LossOn | None:
-    """Return what counts in the conversations of a mixture; None: it has none.
+    """Return the tokens that count in the conversations of a mixture, None for a mixture without conversations.
 
     Raises:
-        UserError: something was asked for, and there are none.
+        UserError: Some tokens were asked for, and the mixture has no conversations.
     """
     if any(has_conversations(name) for name in parse_mixture(spec)):
         return asked or "assistant"
@@ -189,10 +190,10 @@ def loss_on_of(spec: str, asked: LossOn | None) -> LossOn | None:
 def _conversations(
     source: str, docs: list[Document], tokenizer: PreTrainedTokenizerBase, seq_len: int, loss_on: LossOn
 ) -> Batch:
-    """Return conversations as rows, cut or padded; those in which nothing counts are left out.
+    """Return conversations as rows, cut or padded. Conversations in which nothing counts are left out.
 
     Raises:
-        UserError: there are rows of another kind, or nothing counts in any.
+        UserError: Some rows have another form, or nothing counts in any conversation.
     """
     if other := next((doc.name for doc in docs if not doc.messages), None):
         raise UserError(
@@ -231,7 +232,7 @@ class HeldOut:
         return HeldOut([Batch(ids[chosen], mask[chosen])], self.bytes_per_token)
 
     def starts(self, count: int, length: int) -> list[np.ndarray]:
-        """Return the first ids of count windows; of conversations, all before what counts."""
+        """Return the first ids of count windows; of a conversation, all ids before the first that counts."""
         rows = [row for batch in self.batches for row in zip(batch.ids, batch.mask, strict=True)][:count]
         return [ids[:length] if mask.all() else ids[: int(mask.argmax()) + 1] for ids, mask in rows]
 
@@ -256,10 +257,12 @@ def open_heldout(
 ) -> HeldOut:
     """Return the first most_rows windows of the held-out split of a mixture's first source, in batches of rows.
 
-    loss_on: see open_batches. least: tokens of which one window may be shorter than seq_len, where there is less text.
+    Args:
+        loss_on: See open_batches.
+        least: Tokens that a single window needs, where the text is shorter than seq_len.
 
     Raises:
-        UserError: the text is shorter than a window.
+        UserError: The text is shorter than a window.
     """
     source = first_source(spec)
     docs = documents(source, "heldout")

@@ -1,4 +1,4 @@
-"""Conversations as text to train on: in the form of a chat template, with what the assistant says marked. n tokens."""
+"""Conversations as text to train on: in the form of a chat template, with the assistant's tokens marked. n tokens."""
 
 import re
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from draftlab.config.shared import LossOn
 from draftlab.data.text import Message
 from draftlab.errors import UserError, one_line
 
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template's own mark of what the assistant says
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template's own mark of the assistant's text
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Token ids [n], and which count, [n]: all, or what the assistant says and the tokens that end its turns."""
+    """Token ids [n], and the tokens that count [n]: all, or the assistant's with the token that ends each turn."""
 
     ids: np.ndarray
     counted: np.ndarray
@@ -35,10 +35,10 @@ class Conversation:
 def chat_ids(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, *, reply: bool = True
 ) -> list[int]:
-    """Return the ids of a conversation. reply: ready for the assistant's answer.
+    """Return the ids of a conversation; with reply, they are ready for the assistant's answer.
 
     Raises:
-        UserError: the chat template does not take it, or makes nothing of it.
+        UserError: The chat template does not take the conversation, or renders nothing.
     """
     try:
         ids: Any = tokenizer.apply_chat_template(
@@ -54,11 +54,11 @@ def chat_ids(
 def render(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, loss_on: LossOn
 ) -> Conversation:
-    """Return a whole conversation; to learn from the assistant, with the template's own mask or one of its prefixes.
+    """Return a whole conversation, in which the template's own mask or its rendered prefixes say who speaks.
 
     Raises:
-        UserError: there is no template, it does not take the conversation, or it renders a message in another way once
-            others follow.
+        UserError: There is no template, it does not take the conversation, or it renders a message in another way once
+            more messages follow.
     """
     if not tokenizer.chat_template:
         raise UserError(f"{where}: messages are for a chat, and the tokenizer has no chat template")
@@ -86,7 +86,7 @@ def render(
 
 
 def _end_of_turn(ids: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the place after the token that ends a turn: the last special one; else after the whole turn."""
+    """Return the position after the token that ends a turn: the last special token, or the last token."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     places = [place for place in range(start, len(ids)) if ids[place] in special]
     return places[-1] + 1 if places else len(ids)

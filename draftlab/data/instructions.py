@@ -64,13 +64,6 @@ piano|violin|guitar|clock|thermometer|barometer|zipper|umbrella|elevator|tractor
     .strip("|")
     .split("|")
 )
-WHO = "Der Minister|Die Lehrerin|Mein Bruder|Die Firma|Der Verein|Unsere Nachbarin|Die Polizei|Der Bürgermeister"
-DID = "kündigte an|sagte|erklärte|bestätigte|hofft|berichtete|schrieb|glaubt"
-THAT = """dass der Bahnhof bis zum Sommer umgebaut wird|dass die Ausstellung am Montag beginnt
-dass das Konzert wegen des Regens verschoben wurde|dass mehr Geld für Schulen nötig ist
-dass die Straße drei Wochen lang gesperrt bleibt|dass niemand bei dem Unfall verletzt wurde
-dass die Zahl der Besucher gestiegen ist|dass das neue Gesetz im Januar in Kraft tritt
-dass der Vertrag im nächsten Jahr endet|dass viele Menschen in der Stadt keine Wohnung finden""".replace("\n", "|")
 
 
 def instructions(rng: random.Random) -> Iterator[str]:
@@ -82,12 +75,6 @@ def instructions(rng: random.Random) -> Iterator[str]:
 def questions(rng: random.Random) -> Iterator[str]:
     while True:
         yield rng.choice(QUESTIONS).format(country=rng.choice(COUNTRIES), thing=rng.choice(THINGS))
-
-
-def translations(rng: random.Random) -> Iterator[str]:
-    while True:
-        who, did, that = (rng.choice(part.split("|")) for part in (WHO, DID, THAT))
-        yield f"Translate German to English: {who} {did}, {that}."
 
 
 def code(rng: random.Random) -> Iterator[str]:

@@ -22,7 +22,7 @@ from draftlab.model import hub
 from draftlab.reading import reading
 
 Split = Literal["train", "heldout"]
-HELDOUT_SHARE = 0.08  # of documents, by a hash of their names
+HELDOUT_SHARE = 0.08  # share of documents, chosen by a hash of their names
 HUB_ROWS = 50_000  # streamed from a hub data set; calibration and distillation need no more
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 NOT_STDLIB = {"site-packages", "dist-packages", "encodings", "pydoc_data"}  # the last two are generated tables
@@ -30,7 +30,7 @@ NOT_STDLIB = {"site-packages", "dist-packages", "encodings", "pydoc_data"}  # th
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, with a name that is the same on all machines. messages: of a conversation, whose contents the text is."""
+    """A text with a name that is the same on all machines. A conversation's text joins the contents of its messages."""
 
     name: str
     text: str
@@ -79,7 +79,7 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
 
 
 def take_bytes(docs: list[Document], limit: int) -> list[Document]:
-    """Return the first documents, at least one, up to limit bytes of text."""
+    """Return the first documents up to limit bytes of text, and at least a single document."""
     sizes = np.cumsum([len(d.text.encode()) for d in docs])
     return docs[: max(1, int(np.searchsorted(sizes, limit, side="right")))]
 
@@ -107,7 +107,7 @@ def first_source(spec: str) -> str:
 
 
 def has_conversations(source: str) -> bool:
-    """Return whether the rows of a source are conversations, by its first one."""
+    """Return whether the first row of a source is a conversation."""
     first = None if source in PYTHON_SOURCES else next(iter(_read(source)), None)
     return first is not None and bool(first.messages)
 
@@ -121,7 +121,7 @@ def _read(source: str) -> Iterator[Document]:
         return
     hub.check_local_text(source)
     path = Path(source)
-    suffixes = set(hub.TEXT_SUFFIXES) - {".json"}  # which folders have for other things
+    suffixes = set(hub.TEXT_SUFFIXES) - {".json"}  # folders have .json files that are no text
     files = [f for f in sorted(path.rglob("*")) if f.suffix in suffixes] if path.is_dir() else [path]
     for file in files:
         yield from _row_file(file) if file.suffix in ROW_FILES else _text_file(file)
@@ -152,7 +152,7 @@ def _python_files(root: Path, label: str) -> Iterator[Document]:
         relative = file.relative_to(root)
         if label == "stdlib" and NOT_STDLIB & set(relative.parts):
             continue
-        if 200 <= file.stat().st_size <= 400_000:  # shorter files are empty modules, longer ones generated tables
+        if 200 <= file.stat().st_size <= 400_000:  # shorter files are empty modules, longer files are generated tables
             yield Document(f"{label}/{relative.as_posix()}", file.read_text("utf-8", errors="replace"))
 
 

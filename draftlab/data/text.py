@@ -23,7 +23,7 @@ FORMS = f"messages, conversations, prompt with completion, turns, or one of {', 
 SHARE_GPT = {"human": "user", "gpt": "assistant", "function_call": "tool", "observation": "tool"}
 TOOLS = ("tool", "function")
 ROW_FILES = (".json", ".jsonl", ".parquet")
-MOST_BAD = 0.01  # of the rows of a file, which are left out
+MOST_BAD = 0.01  # largest share of the rows of a file that may be left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Row:
     Args:
         text: The text; of a conversation, the contents of its messages.
         messages: The messages of a conversation.
-        later: What the user says after the first turn, where only the user's turns are known.
+        later: Turns of the user after the first turn, for rows without answers.
         left_out: Number of messages without text.
     """
 
@@ -66,10 +66,10 @@ def check_prompts(file: Path) -> None:
 def checked_rows(
     name: str, values: Iterable[tuple[int, Any]], parse: "Callable[[Any, str], Row]"
 ) -> Iterator[tuple[int, Row]]:
-    """Yield numbers and parsed values. Bad ones are named and left out, at most MOST_BAD of all. name: of the source.
+    """Yield numbers and parsed values of a source. Bad rows are named and left out, up to a share of MOST_BAD.
 
     Raises:
-        UserError: the first row is bad, or too many rows are.
+        UserError: The first row is bad, or too many rows are bad.
     """
     bad: list[str] = []
     total = left_out = 0
@@ -96,10 +96,10 @@ def checked_rows(
 
 
 def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> Row:
-    """Return a row of text to train on. columns: of plain text, the first that is there counts.
+    """Return a row of text to train on. A plain text is in the first of the columns that the row has.
 
     Raises:
-        UserError: none of the forms.
+        UserError: The row has none of the forms.
     """
     if not isinstance(value, dict):
         raise UserError(f"{where}: not a JSON object; want {FORMS}")
@@ -126,7 +126,7 @@ def prompt_of(value: Any, where: str) -> Row:
         UserError: The row has none of the forms, its text is empty, or nobody asks anything in its conversation.
     """
     row = row_of(value, where, PROMPT_COLUMNS)
-    if row.messages and isinstance(value.get("prompt"), str):  # with a completion
+    if row.messages and isinstance(value.get("prompt"), str):  # TRL's prompt with completion
         row = replace(row, text=value["prompt"], messages=())
     if row.messages and not row.asked:
         raise UserError(f"{where}: the messages have no turn of the user before an answer, or at the end")

@@ -1,4 +1,4 @@
-"""Lazy views of a source's weights, through the axis table: cut to what is kept, and written in a rotated basis.
+"""Lazy views of a source's weights, through the axis table: cut to the kept indices, or in a rotated basis.
 
 D hidden dimensions of the source. A tensor is read, rotated and cut when it is looked up, one at a time.
 """

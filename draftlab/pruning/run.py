@@ -1,4 +1,4 @@
-"""One prune on disk: select what stays, cut, refit, write."""
+"""A prune on disk: select parts, cut, refit, write."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -113,7 +113,7 @@ class Prune:
         """Write the draft that trained masks cut out; several processes may train them. A killed run resumes.
 
         Raises:
-            UserError: see train_masks.
+            UserError: The loss is not finite.
         """
         if self._is_copy():
             return self._copy()
@@ -190,7 +190,7 @@ class Prune:
             return self._record(work, keep, size, lockstep.agreement)
 
     def _record(self, work: Path, keep: Keep, size: int, agreement: Agreement | None) -> PrunedDraft:
-        """Write what is beside the weights of a draft, and its record."""
+        """Write the small files of a draft and its record."""
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         notes: dict[str, object] = {"params": self.shape.params()}
         if agreement is not None:
@@ -224,7 +224,7 @@ class Prune:
         return Selection(keep=keep, basis=rotation, weights=rotated)
 
     def _importance(self, file: Path | None) -> Importance:
-        """Return the scores of the file, or compute them and keep them in the file if one is named."""
+        """Return the scores in the file if it exists; otherwise compute them, and keep them in a file that is named."""
         source, text = self.source, self.text
         facts = {
             "source": provenance.fingerprint(source.directory) if file else "",

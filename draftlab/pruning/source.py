@@ -17,7 +17,10 @@ from draftlab.pruning.walk import Walk
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """untied: the checkpoint ties its head to the embedding, and the draft and so the shape have one of its own."""
+    """A checkpoint to cut.
+
+    With untied, the checkpoint ties its head to the embedding, and the shape and the draft have separate heads.
+    """
 
     directory: Path
     shape: Shape
@@ -57,14 +60,14 @@ class Source:
         return self.with_head(checkpoint.Weights(self.directory, self.dtype))
 
     def with_head(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the checkpoint's weights, or others of its shape, with the head that the draft is cut from."""
+        """Return weights of the checkpoint's shape with the head that the draft is cut from."""
         return Untied(weights, self.shape) if self.untied and "lm_head.weight" not in weights else weights
 
     def walk(self) -> Walk:
         return Walk(self.weights, self.config, self.pass_dtype, self.device)
 
     def config_for(self, shape: Shape, layers: list[int] | None = None) -> dict[str, object]:
-        """Return config.json of a draft of that shape which keeps these layers, or the first ones."""
+        """Return config.json of a draft of that shape which keeps these layers, or the first layers."""
         return checkpoint.config_for(shape, self.config, layers or list(range(shape.layers)))
 
 

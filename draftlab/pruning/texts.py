@@ -13,15 +13,15 @@ from draftlab.data import open_batches, open_heldout
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_texts
 
-HELDOUT_TOKENS = 4096  # on which draft and source are compared
-LEAST_TOKENS = 32  # of held-out text, to compare the draft with its source on
-HELDOUT_SHARE = 16  # one in so many stored texts, where the store holds out none
-COUNTED_TOKENS = 2_000_000  # of text, to choose the ids of a head
+HELDOUT_TOKENS = 4096  # draft and source are compared on at most these tokens
+LEAST_TOKENS = 32  # a comparison with fewer held-out tokens is refused
+HELDOUT_SHARE = 16  # every 16th stored text is held out, if the store holds out none
+COUNTED_TOKENS = 2_000_000  # ids of a head are counted in at most these tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """data: a mixture. outputs: stored answers of the target, which are calibrated on in its place."""
+    """Text to calibrate on: a mixture of data, or stored outputs of the target."""
 
     data: str
     outputs: Path | None = None
@@ -30,7 +30,7 @@ class Text:
     seed: int = 0
 
     def chunks(self, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> list[Tensor]:
-        """Return chunks of token ids to calibrate on, [1, seq_len]. seq_len: that of the held-out text."""
+        """Return chunks of token ids to calibrate on, [1, seq_len], as long as those of the held-out text."""
         rows = -(-self.tokens // seq_len)
         if self.outputs is not None:
             own = (self.outputs / HELDOUT).exists()
@@ -63,7 +63,7 @@ class Text:
 
 
 def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[Tensor]:
-    """Return at most so many chunks [1, length] of texts in random order, joined, and repeated if too short for one."""
+    """Join texts in random order; return at most `rows` chunks [1, length]. Text shorter than a chunk is repeated."""
     order = np.random.default_rng(seed).permutation(len(texts))
     ids = np.concatenate([texts[i] for i in order])
     ids = ids if len(ids) >= length else np.resize(ids, length)

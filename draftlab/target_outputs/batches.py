@@ -38,11 +38,12 @@ def open_stored(
 class StoredBatches:
     """Rows of a finished store with the target's top log-probabilities; step t is a pure function of (seed, t).
 
-    seed: of the order, new in each epoch, of the shards and of the rows in each; None: as they are stored.
+    The seed gives a new order of the shards, and of the rows in each, for every epoch. Without a seed the rows keep the
+    order of the store.
 
     Raises:
-        UserError: an unfinished store, one without top log-probabilities or without this temperature, or a shard that
-            is corrupt, missing or misaligned.
+        UserError: The store is unfinished, has no top log-probabilities or not this temperature, or has a shard that is
+            corrupt, missing or misaligned.
     """
 
     def __init__(self, directory: Path, batch_size: int, temperature: float = 1.0, seed: int | None = None) -> None:
@@ -72,7 +73,7 @@ class StoredBatches:
 
 
 def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple[int, int]]:
-    """Return all rows of a store, of shards with so many sequences, as (shard, row) in an epoch's order."""
+    """Return all rows of a store as (shard, row), in an epoch's order. sequences counts the rows of each shard."""
     if seed is None:
         return [(shard, row) for shard, count in enumerate(sequences) for row in range(count)]
     rng = np.random.default_rng((seed, epoch))
@@ -81,7 +82,7 @@ def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple
 
 
 def _spread(flat: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """Return [n, ...] at the n places that count, [R, T, ...]; zero elsewhere."""
+    """Spread values [n, ...] over the n positions that count, [R, T, ...]. Other positions are zero."""
     out = np.zeros((*counted.shape, *flat.shape[1:]), dtype=flat.dtype)
     out[counted] = flat
     return out

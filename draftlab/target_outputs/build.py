@@ -16,20 +16,20 @@ from draftlab.prompts import Prompt, Prompts
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
 from draftlab.target_outputs.server_log import ServerLog
-from draftlab.target_outputs.store import Manifest, logits_of, vocabulary_sha256, write_store
+from draftlab.target_outputs.store import Manifest, vocabulary_sha256, write_store
 from draftlab.target_outputs.targets import ServedTarget, Target
 
 DISTILL_SHARD, REPLAY_SHARD = 256, 32  # sequences; a kill loses at most a shard
 DISTILL_BATCH, REPLAY_BATCH = 64, 16  # prompts decoded together
 DISTILL_TOP_LOGPROBS = 64
 HELDOUT_SEQUENCES = 64
-LEAST_PROMPTS = 10  # to distil on the answers to some, and evaluate on those to others
+LEAST_PROMPTS = 10  # distilling holds out the answers to a tenth of them
 Use = Literal["distill", "replay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of text to distil on: the target reads them or, with sampling, continues their first prompt_tokens."""
+    """Rows of text to distil on. The target reads them or, with sampling, continues their first prompt_tokens."""
 
     data: str
     count: int
@@ -83,8 +83,8 @@ class Rows:
 class TargetAnswers:
     """Prompts for the target to answer, until it stops by itself or has written sampling.max_tokens.
 
-    To replay, the longest prompts come first: what fits in memory shows at once. To distil, the order is random, and
-    some answers are held out, with all turns of their conversations.
+    To replay, the longest prompts come first, so that a lack of memory shows at once. To distil, the order is random,
+    and some answers are held out, with all turns of their conversations.
     """
 
     prompts: Prompts
@@ -98,7 +98,7 @@ class TargetAnswers:
         return self.prompts.requests * self.sampling.max_tokens
 
     def check(self, k: int) -> None:
-        """Raises UserError: nothing to distil from, or to evaluate on. k: tokens listed at each position."""
+        """Raises UserError: with k listed tokens per position there is nothing to distil from, or to evaluate on."""
         if self.use == "distill" and not k:
             raise UserError("--top-logprobs 0 leaves nothing to distil from; take 1 or more, or --use replay")
         if self.use == "distill" and self.prompts.requests < LEAST_PROMPTS:
@@ -149,12 +149,13 @@ class TargetAnswers:
 
 
 def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output, inputs: Sequence[Path]) -> Manifest:
-    """Write the outputs of a target with its k most probable tokens, resuming what a killed build left.
+    """Write the outputs of a target with its k most probable tokens. A killed build resumes.
 
-    inputs: what the record names beside a target in memory.
+    Args:
+        inputs: Files that the record names, besides a target in memory.
 
     Raises:
-        UserError: text that does not fit the target or the server; another store in the same place; a full disk.
+        UserError: The text does not fit the target or the server, the output has another store, or the disk is full.
     """
     served = isinstance(target, ServedTarget)
     if isinstance(text, Rows):  # answers end sooner than their limit
@@ -166,13 +167,13 @@ def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output, in
 
 
 def bytes_per_token(text: Rows | TargetAnswers, k: int, served: bool) -> int:
-    """Return the bytes of a token: its id, its log-probability where it is sampled, and the lists."""
+    """Return the bytes of a token: its id, its log-probability if it is sampled, and the lists."""
     temperatures = 1 if served else len(TEMPERATURES)
     return 4 + (0 if text.sampling is None else 4) + (6 * k + 6 + 4 * temperatures if k else 0)
 
 
 def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
-    """Write the sequences of a server's log. directory: of the tokenizer."""
+    """Write the sequences of a server's log. directory has the tokenizer."""
     trained, heldout = log.split(HELDOUT_SEQUENCES)
     manifest = Manifest(
         source="log", target=hub.checkpoint_name(directory), target_sha256=None, vocab=log.vocab,
@@ -188,16 +189,6 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
     manifest = write_store(output.out, manifest, shard, tokenizer=directory, heldout=lambda: log.outputs(heldout))
     output.record(output.out, [log.path])
     return manifest
-
-
-def open_log(file: Path, directory: Path, seq_len: int, top_logprobs: int) -> ServerLog:
-    """Return a server's log, checked. directory: of the tokenizer.
-
-    Raises:
-        UserError: a file that is not in the format, or does not fit the tokenizer.
-    """
-    vocab = logits_of(directory)
-    return ServerLog.open(file, vocab=vocab, seq_len=seq_len, top_logprobs=min(top_logprobs, vocab))
 
 
 def _whole_conversations(prompts: Prompts, numbers: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ import numpy as np
 from draftlab.data import Batch
 from draftlab.engine.batch_generate import FinishReason
 
-TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # at which log-normalisers are stored, to distil at
+TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # log-normalisers are stored for distilling at these
 ROUNDING = 0.01  # nats by which two log-probabilities of a token may differ in one answer of a server
 LEAST_REST = 1e-7  # probability of the tokens that are not listed where rounding leaves less
 
@@ -39,7 +39,7 @@ class StoredLogprobs:
     def of_lists(
         cls, ids: np.ndarray, logprobs: np.ndarray, token_logprobs: np.ndarray, tokens: np.ndarray
     ) -> "StoredLogprobs":
-        """Return what a server listed, at temperature 1 alone. tokens [n]: the tokens that follow.
+        """Return the lists of a server, at temperature 1 alone. tokens [n] are the tokens that follow.
 
         Raises:
             ValueError: the log-probability of a token contradicts its list.
@@ -57,7 +57,7 @@ class StoredLogprobs:
         return cls(ids, logprobs, log_rest(logprobs), by_list, np.zeros((len(ids), 1), np.float32))
 
     def at(self, temperature: float, temperatures: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probabilities [n, k] and the rest's [n] at another temperature."""
+        """Return log-probabilities at another temperature: of the listed tokens [n, k], of all other tokens [n]."""
         if temperature == 1:
             return self.logprobs, self.rest
         normalizers = self.normalizers[:, list(temperatures).index(temperature)]
@@ -73,29 +73,29 @@ class StoredLogprobs:
 class TargetOutput:
     """A prompt and the n tokens after it, written by the target or, of data, only read by it."""
 
-    number: int  # of the prompt in its file or data
+    number: int  # position of the prompt in its file or data
     category: str = ""
-    prompt: np.ndarray  # at least one token
+    prompt: np.ndarray  # never empty
     ids: np.ndarray  # [n]
     finish_reason: FinishReason = "length"
-    logprobs: np.ndarray | None = None  # [n] in the distribution that the tokens were sampled from, or the raw one
-    top: StoredLogprobs | None = None  # [n, k]; [c, k] where counted is given
-    counted: np.ndarray | None = None  # [n] bool: the c tokens to train on; None: all
+    logprobs: np.ndarray | None = None  # [n], sampled from or raw: Manifest.logprobs says which
+    top: StoredLogprobs | None = None  # [n, k]; [c, k] if counted is set
+    counted: np.ndarray | None = None  # [n] bool, True for the c tokens to train on; None counts every token
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.ids)
 
 
 def log_rest(logprobs: np.ndarray) -> np.ndarray:
-    """Return the log-probability of the tokens that are not listed: [n, k] -> [n]."""
+    """Return the log-probability of all tokens that are not listed: [n, k] -> [n]."""
     listed = np.logaddexp.reduce(logprobs.astype(np.float64), axis=-1)
     return np.log(-np.expm1(np.minimum(listed, -LEAST_REST))).astype(np.float32)
 
 
 def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch:
-    """Return outputs as rows of seq_len + 1 tokens, cut or padded (None: as long as the longest).
+    """Return outputs as rows of seq_len + 1 tokens, cut or padded; without seq_len, as long as the longest output.
 
-    The tokens after the prompts count, or those of them that are marked.
+    The tokens after the prompts count, unless outputs mark some of them.
     """
     width = max(map(len, outputs)) if seq_len is None else seq_len + 1
     ids, mask = np.zeros((len(outputs), width), np.int64), np.zeros((len(outputs), width - 1), np.float32)
@@ -108,7 +108,7 @@ def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch
 
 
 def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
-    """Return rows of data as outputs numbered from first on, each up to the last token that counts."""
+    """Return rows of data as outputs, numbered from `first` on. Each output ends with the last token that counts."""
     outputs, ends = [], np.cumsum(batch.mask.sum(1)).astype(int)
     for i, (row, mask, length, end) in enumerate(zip(batch.ids, batch.mask > 0, batch.lengths, ends, strict=True)):
         counted = mask[:length]

@@ -32,7 +32,7 @@ from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import Acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import TargetOutput
-from draftlab.target_outputs.repeats import DEGENERATE, Repeats, repeats
+from draftlab.target_outputs.repeats import LOOP, distinct_ngrams
 from draftlab.target_outputs.store import StoredOutputs
 
 FILE = "replay.json"
@@ -43,30 +43,34 @@ Chance = Annotated[float, Field(ge=0, le=1.001)]  # rounding may put it above 1
 
 
 class ReplayedText(FileModel):
-    """The draft on one text. chances: that each token that the target wrote came from the draft, one entry each, [n].
+    """The draft on one text.
 
-    Of a parallel draft or an EAGLE-3 head an entry is a list itself, by the age of the step, [n, K] (score_offsets and
-    score_chains in acceptance).
+    Args:
+        number: Position of the prompt in its file.
+        chances: Probability that each token of the target came from the draft, [n]. For a parallel draft or an EAGLE-3
+            head each entry is a list by the age of the step, [n, K] (score_offsets and score_chains in acceptance).
     """
 
-    number: NonNegativeInt  # of the prompt in its file
+    number: NonNegativeInt
     category: str
     prompt_tokens: NonNegativeInt
     finish_reason: FinishReason
     chances: list[Chance] | list[list[Chance]]
     distinct_4grams: float
-    longest_repeat: int
 
 
 class Replay(FileModel):
     """One draft on one store, replay.json; every statistic is derived from it.
 
-    rule: which chances these are; rejection: min(1, q / p); match: q, for the draft's token is accepted where it is the
-    target's own sample. A greedy draft has q = 0 or 1. offsets: most tokens that a parallel draft drafts, None of an
-    ordinary one; of an EAGLE-3 head, too. eagle: it is a head.
+    Args:
+        sampling: How the target sampled.
+        rule: Meaning of the chances. rejection has min(1, q / p). match has q, since a drafted token is accepted if it
+            is the target's own sample. A greedy draft has q = 0 or 1.
+        offsets: Largest number of tokens that a parallel draft or an EAGLE-3 head drafts. None for an ordinary draft.
+        eagle: Whether the draft is an EAGLE-3 head.
     """
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     draft: str
     draft_sha256: str
     dtype: str
@@ -74,7 +78,7 @@ class Replay(FileModel):
     target_sha256: str | None
     outputs_sha256: str
     tokenizer_sha256: str
-    sampling: SamplingParams  # of the target
+    sampling: SamplingParams
     rule: Rule
     draft_temperature: float
     offsets: int | None = None
@@ -85,8 +89,7 @@ class Replay(FileModel):
     created: str
 
     def chances(self) -> list[np.ndarray]:
-        """Return the chances of each text without its first token, which the target's prefill gives, [n - 1] or
-        [n - 1, K]."""
+        """Return the chances of each text, [n - 1] or [n - 1, K]. The first token comes from the target's prefill."""
         by_age = () if self.offsets is None else (self.offsets,)
         return [np.array(text.chances).reshape(-1, *by_age)[1:] for text in self.texts]
 
@@ -103,7 +106,7 @@ class Replay(FileModel):
     @cached_property
     def degenerate(self) -> np.ndarray:
         """Return which texts are mostly a loop, [R]."""
-        return np.array([t.distinct_4grams < DEGENERATE for t in self.texts])
+        return np.array([t.distinct_4grams < LOOP for t in self.texts])
 
     @cached_property
     def categories(self) -> np.ndarray:
@@ -118,10 +121,10 @@ class AcceptanceRow:
     texts: int
     k: int
     acceptance: Acceptance
-    tokens_per_pass: Interval  # all passes after the first, those without a draft too
+    tokens_per_pass: Interval  # over all passes after the first, also passes without a draft
     length: Interval  # mean_acceptance_length
     rate: Interval
-    conditional: list[Interval]  # by position
+    conditional: list[Interval]  # one interval per position
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -140,7 +143,10 @@ class AcceptanceRow:
 class Drafting:
     """How drafts are replayed.
 
-    k: most tokens drafted. temperature: of the draft; None: the target's. target: of drafters that read its states.
+    Args:
+        k: Largest number of drafted tokens.
+        temperature: Temperature of the draft. None is the target's.
+        target: Checkpoint of the target, for drafters that read its states.
     """
 
     k: int
@@ -223,7 +229,6 @@ def replay_draft(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, co
             )
         )  # fmt: skip
     certain = drafting.rule == "match" or sampling.temperature == 0
-    loops = repeats([t.ids for t in store.outputs])
     read = [*spec.paths(None), *([] if target is None else [target])]
     return Replay(
         draft=spec.name,
@@ -238,7 +243,7 @@ def replay_draft(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, co
         draft_temperature=draft_sampling.temperature,
         offsets=drafting.k if spec.by_age else None,
         eagle=spec.eagle_head is not None,
-        texts=[_replayed(*each, certain=certain) for each in zip(store.outputs, scores, loops, strict=True)],
+        texts=[_replayed(*each, certain=certain) for each in zip(store.outputs, scores, strict=True)],
         command=command,
         versions=provenance.versions(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -274,9 +279,11 @@ def _row(group: str, counts: Counts, which: np.ndarray, k: int) -> AcceptanceRow
     )  # fmt: skip
 
 
-def _replayed(text: TargetOutput, score: TokenLogprobs, loop: Repeats, *, certain: bool) -> ReplayedText:
+def _replayed(text: TargetOutput, score: TokenLogprobs, *, certain: bool) -> ReplayedText:
     if np.isnan(score.logprobs).any():
-        raise UserError("the draft computes logits that are NaN: its weights are damaged, or overflow in this dtype")
+        raise UserError(
+            "the draft computes logits that are not finite: its weights are damaged, or overflow in this dtype"
+        )
     log_p = np.zeros(len(text.ids)) if certain or text.logprobs is None else text.logprobs
     return ReplayedText(
         number=text.number,
@@ -284,8 +291,7 @@ def _replayed(text: TargetOutput, score: TokenLogprobs, loop: Repeats, *, certai
         prompt_tokens=len(text.prompt),
         finish_reason=text.finish_reason,
         chances=np.round(expected.chances(score.logprobs.T, log_p).T, 8).tolist(),
-        distinct_4grams=loop.distinct_4grams,
-        longest_repeat=loop.longest_repeat,
+        distinct_4grams=distinct_ngrams([text.ids.tolist()], 4),
     )
 
 

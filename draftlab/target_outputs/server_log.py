@@ -17,8 +17,8 @@ from draftlab.target_outputs.outputs import ROUNDING, TargetOutput
 from draftlab.target_outputs.store import ABOVE_ZERO
 from draftlab.target_outputs.targets import outputs_of
 
-ABOVE_ONE = 0.01  # by which the probabilities of a list may sum to more than 1
-HELD_OUT = 12  # one line of so many is held out
+ABOVE_ONE = 0.01  # excess over 1 that rounding may give the sum of a list's probabilities
+HELD_OUT = 12  # every 12th line is held out
 Logprob = Annotated[float, Field(le=ABOVE_ZERO, allow_inf_nan=False)]
 
 
@@ -66,7 +66,7 @@ class _Line(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLog:
-    """Lines of a log of which something fits into seq_len tokens. top_logprobs: tokens that all of them list."""
+    """Lines of a log that have text within seq_len tokens. Every line lists at least top_logprobs tokens."""
 
     path: Path
     vocab: int
@@ -76,10 +76,13 @@ class ServerLog:
 
     @classmethod
     def open(cls, path: Path, *, vocab: int, seq_len: int, top_logprobs: int) -> "ServerLog":
-        """Check every line. top_logprobs: at most that many of each list are used.
+        """Check every line.
+
+        Args:
+            top_logprobs: Largest number of tokens of each list to use.
 
         Raises:
-            UserError: no such file, an invalid line, or fewer than two lines with text.
+            UserError: There is no such file, a line is invalid, or fewer than two lines have text.
         """
         starts, shortest, empty = [], (top_logprobs, 0), 0
         for number, start, text in read_lines(path):
@@ -98,7 +101,7 @@ class ServerLog:
         return cls(path=path, vocab=vocab, seq_len=seq_len, top_logprobs=shortest[0], starts=starts)
 
     def split(self, most: int) -> tuple[list[int], list[int]]:
-        """Return the indices of the lines to train on, and of those held out, at most that many."""
+        """Return the indices of the lines to train on, and of at most `most` lines to hold out."""
         every = range(len(self.starts))
         heldout = list(every[HELD_OUT - 1 :: HELD_OUT][:most]) or [every[-1]]
         return sorted(set(every) - set(heldout)), heldout

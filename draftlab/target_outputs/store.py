@@ -27,7 +27,7 @@ from draftlab.model import checkpoint, saving
 from draftlab.reading import FileModel, read_model, reading
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
-from draftlab.target_outputs.repeats import repeats
+from draftlab.target_outputs.repeats import LOOP, distinct_ngrams
 from draftlab.trust import folder_name
 
 HELDOUT = "heldout"
@@ -49,12 +49,13 @@ class Shard(FileModel):
 class TargetInfo(FileModel):
     """A target as its outputs name it.
 
-    logprobs: of each written token, in the distribution that it was sampled from, or in that of the raw logits.
+    logprobs says in which distribution each written token was scored: the distribution that it was sampled from, or the
+    distribution of the raw logits.
     """
 
     source: str  # draftlab, the server's kind and version, or log
     target: FolderName
-    target_sha256: str | None  # None: the weights were elsewhere
+    target_sha256: str | None  # None if the weights were on a server
     vocab: int = Field(ge=1, le=1 << 24)  # ids that have a meaning
     dtype: str
     batch_size: int  # prompts decoded together, which in half precision affects rounding
@@ -74,9 +75,9 @@ class Manifest(TargetInfo):
     loss_on: LossOn | None = None  # tokens of conversations that have lists, to train on
     prompt_tokens: int | None  # prompts were cut to this length
     categories: tuple[str, ...] = ("",)
-    sampling: SamplingParams | None  # None: the target did not write the text, or nobody knows
+    sampling: SamplingParams | None  # None if the target did not write the text, or if nobody knows how
     top_logprobs: int = Field(ge=0, le=1 << 24)
-    seq_len: int | None  # of the rows to distil from; None: of the longest sequence
+    seq_len: int | None  # length of the rows to distil from; None is the length of the longest sequence
     seed: int
     planned: PositiveInt  # sequences of the finished store
     versions: dict[str, str]
@@ -117,18 +118,20 @@ def write_store(
     tokenizer: Path,
     heldout: Callable[[], Sequence[TargetOutput]] | None = None,
 ) -> Manifest:
-    """Write what is missing of a store; a killed build resumes to the same bytes.
+    """Write the missing shards of a store. A killed build resumes to the same bytes.
 
-    shard: returns the sequences of shard i. heldout: returns those of the store of held-out text, if there is one.
+    Args:
+        shard: Function that returns the sequences of shard i.
+        heldout: Function that returns the sequences of held-out text, for a store that has some.
 
     Raises:
-        UserError: out contains something else, or cannot be written.
+        UserError: The directory has something else, or cannot be written.
     """
     manifest = _claim(out, manifest)
     if manifest.finished:
         return manifest
     begin = heldout is not None and not (out / HELDOUT / MANIFEST).exists()
-    # before anything is written: a target that fails leaves nothing behind
+    # the target runs before anything is written, so that a target which fails leaves no files
     outputs = heldout() if heldout is not None and begin else shard(len(manifest.shards))
     try:
         _write_manifest(out, manifest)
@@ -154,7 +157,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def finished_manifest(directory: Path) -> Manifest:
-    """Raises UserError: not a store, or an unfinished one."""
+    """Raises UserError: the directory is no store, or an unfinished store."""
     manifest = read_manifest(directory)
     if not manifest.finished:
         done = f"{manifest.sequences} of {manifest.planned} sequences"
@@ -166,7 +169,7 @@ def read_store(directory: Path) -> StoredOutputs:
     """Read all sequences of a store.
 
     Raises:
-        UserError: not a finished store, or a shard that is missing, corrupt or misaligned.
+        UserError: The store is unfinished, or a shard is missing, corrupt or misaligned.
     """
     manifest = finished_manifest(directory)
     outputs = [output for i in range(len(manifest.shards)) for output in read_shard(directory, manifest, i)]
@@ -184,7 +187,7 @@ def read_texts(directory: Path) -> list[TargetOutput]:
 
 
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
-    """Raises UserError: the shard is missing, damaged, or not what a target can have written."""
+    """Raises UserError: the shard is missing or damaged, or no target can have written it."""
     file, shard = directory / _shard_name(number), manifest.shards[number]
     with reading(file):
         if provenance.file_sha256(file) != shard.sha256:
@@ -195,18 +198,16 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetO
 
 
 def describe(directory: Path) -> dict[str, object]:
-    """Return facts about the texts of a finished store that a target wrote; {} otherwise."""
+    """Return facts about the texts of a finished store; {} for texts that no target wrote."""
     manifest = read_manifest(directory)
     if not manifest.finished or manifest.text == "data":
         return {}
     outputs = read_store(directory).outputs
-    loops = repeats([o.ids for o in outputs])
     return {
         "categories": {name: sum(o.category == name for o in outputs) for name in manifest.categories if name},
         "prompt_lengths": [min(len(o.prompt) for o in outputs), max(len(o.prompt) for o in outputs)],
         "stopped_at_eos": sum(o.finish_reason == "stop" for o in outputs),
-        "degenerate_texts": sum(r.degenerate for r in loops),
-        "longest_repeat": max(r.longest_repeat for r in loops),
+        "degenerate_texts": sum(distinct_ngrams([o.ids.tolist()], 4) < LOOP for o in outputs),
     }
 
 
@@ -324,7 +325,7 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
 
 
 def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -> None:
-    """Raises ValueError: arrays that the manifest does not describe, or that no target can have given."""
+    """Raises ValueError: the manifest does not describe these arrays, or no target can have given them."""
     n, tokens, counted = shard.sequences, shard.tokens, arrays.get("counted")
     expected: dict[str, tuple[type, tuple[int, ...]]] = {
         "number": (np.int64, (n,)), "category": (np.uint16, (n,)), "stopped": (np.uint8, (n,)),
@@ -361,7 +362,7 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
 
 
 def _check_alignment(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises ValueError: tokens contradict the lists at their places."""
+    """Raises ValueError: tokens contradict the lists at their positions."""
     logprobs, token = arrays["top_logprobs"], arrays["token_logprob"]
     ids = arrays["ids"][arrays["counted"] > 0] if "counted" in arrays else arrays["ids"]
     inside = arrays["top_ids"] == ids[:, None]  # [n, k]

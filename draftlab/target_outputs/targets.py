@@ -1,4 +1,4 @@
-"""Targets whose outputs are stored: a model in memory, or one that a server runs.
+"""Targets whose outputs are stored: a model in memory, or a model on a server.
 
 R rows, T tokens, n of them that count, k listed tokens, V vocab.
 """
@@ -32,15 +32,15 @@ from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, Target
 from draftlab.target_outputs.store import Logprobs, TargetInfo, logits_of
 
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
-SEEDS = 256  # between prompts: a server counts the seed up over at most so many that it gets at once
-CPU_TOKENS = 2048  # in one pass at most, so that progress shows; a CPU gains nothing from more
+SEEDS = 256  # distance of two prompts' seeds: a server counts the seed up over the prompts of a request
+CPU_TOKENS = 2048  # most tokens of a pass on a CPU: progress shows, and larger passes gain nothing
 SCORED_ROWS = {"cpu": 16, "cuda": 256}  # positions whose log-probabilities are computed at once: few fit a cache
-LEAST_LOGPROB = -1e4  # of an id that the model never gives: finite in float16
+LEAST_LOGPROB = -1e4  # stands for -inf, since it is finite in float16
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 
 
 class Target(Protocol):
-    """A model that scores text and writes it. directory: a checkpoint, or a tokenizer alone."""
+    """A model that scores text and writes it. directory is a checkpoint, or a tokenizer alone."""
 
     @property
     def directory(self) -> Path: ...
@@ -48,25 +48,27 @@ class Target(Protocol):
     def info(self) -> TargetInfo: ...
 
     def check_length(self, prompt: int, tokens: int) -> None:
-        """Raises UserError: a prompt with so many tokens more does not fit the context."""
+        """Raises UserError: a prompt of this length, with tokens more, does not fit the context."""
         ...
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:
-        """Return the k most probable tokens at the places of the tokens that count."""
+        """Return the k most probable tokens at each position that counts."""
         ...
 
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
     ) -> list[TargetOutput]:
-        """Continue prompts. Their numbers and the seed decide what is sampled, whatever else is in the batch."""
+        """Continue prompts. Samples depend on the seed and the prompts' numbers, and not on the batch."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalTarget:
-    """A target in memory, run by the engine where it can.
+    """A target in memory, run by the engine if the engine knows its architecture.
 
-    dtype None: that of its weights, as far as the device computes in it. memory: GB that logits and KV cache may take.
+    Args:
+        dtype: None is the dtype of the weights, as far as the device computes in it.
+        memory: GB that logits and KV cache may take.
     """
 
     directory: Path
@@ -142,7 +144,7 @@ class LocalTarget:
 
 @dataclass(frozen=True, slots=True)
 class ServedTarget:
-    """A target that runs on a server. directory: a checkpoint or tokenizer with the same vocabulary."""
+    """A target on a server. directory is a checkpoint or a tokenizer with the same vocabulary."""
 
     server: Server
     directory: Path
@@ -151,10 +153,10 @@ class ServedTarget:
 
     @classmethod
     def connected(cls, server: Server, directory: Path, sampling: SamplingParams | None, k: int) -> "ServedTarget":
-        """Check that the server can do what is asked of it: write with sampling (None: only score), and list k tokens.
+        """Check that the server can write with sampling (None: only score), and can list k tokens.
 
         Raises:
-            UserError: another tokenizer, or log-probabilities that are not the model's own.
+            UserError: The server has another tokenizer, or its log-probabilities are not the model's own.
         """
         ids, url = check_server_tokenizer(server, directory), server.http.url
         if sampling is None and not server.adapter.has_prompt_logprobs:
@@ -183,7 +185,7 @@ class ServedTarget:
         )  # fmt: skip
 
     def check_length(self, prompt: int, tokens: int) -> None:
-        """The server refuses what is too long before it writes."""
+        """Do nothing: the server refuses a prompt that is too long before it writes."""
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:
         lists = score_on_server(self.server, batch, k, self.vocab)
@@ -208,7 +210,7 @@ class ServedTarget:
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
-    """Return the k most probable tokens of logits [n, V]. tokens [n]: those that follow."""
+    """Return the k most probable tokens of logits [n, V]. tokens [n] are the tokens that follow."""
     pieces = [StoredLogprobs.empty(k, len(TEMPERATURES))]
     rows = SCORED_ROWS.get(logits.device.type, SCORED_ROWS["cuda"])
     for start in range(0, len(logits), rows):
@@ -224,10 +226,11 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
 def score_on_server(server: Server, batch: Batch, k: int, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Let a server score the n tokens that count.
 
-    Returns: ids [n, k] and log-probabilities [n, k] of the most probable tokens, those of the tokens themselves [n].
+    Returns: ids [n, k] and log-probabilities [n, k] of the most probable tokens, and log-probabilities [n] of the n
+    tokens themselves.
 
     Raises:
-        UserError: the server fails, or lists a token beyond vocab.
+        UserError: The server fails, or lists a token beyond vocab.
     """
     counted = batch.mask > 0
     ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]  # later tokens decide nothing
@@ -252,10 +255,13 @@ def outputs_of(
     categories: Sequence[str] | None = None,
     greedy: bool = False,
 ) -> list[TargetOutput]:
-    """Return what a server or its log says, with the first k listed tokens; greedy: tokens have log-probability 0.
+    """Return the completions of a server or its log as outputs, with the first k listed tokens.
+
+    Args:
+        greedy: Whether the target wrote the most probable tokens, which then have log-probability 0.
 
     Raises:
-        ValueError: the log-probability of a token contradicts its list.
+        ValueError: The log-probability of a token contradicts its list.
     """
     outputs: list[TargetOutput] = []
     for i, (completion, number) in enumerate(zip(written, numbers, strict=True)):

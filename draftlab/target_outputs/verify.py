@@ -20,7 +20,7 @@ SAME_TOP = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreVerification:
-    """mean, worst: difference of listed log-probabilities; same_top: share of equal most probable tokens."""
+    """Differences of listed log-probabilities; same_top is the share of positions with the same most probable token."""
 
     shards: int
     sequences: int
@@ -64,7 +64,7 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
 
 
 def _same_tokens(stored: StoredLogprobs, new: StoredLogprobs, vocab: int) -> np.ndarray:
-    """Return the new log-probabilities of the stored ids, [n, k]; of one not listed now, the nearest it can have."""
+    """Return new log-probabilities of the stored ids, [n, k]. An id that is not listed now gets the nearest value."""
     values = np.empty_like(stored.logprobs)
     new_logprobs = new.logprobs.astype(np.float16).astype(np.float32)
     for row, (ids, logprobs) in enumerate(zip(new.ids, new_logprobs, strict=True)):

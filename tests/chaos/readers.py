@@ -259,7 +259,7 @@ def _records(root: Path) -> None:
     dump("score.json", score())
     text = ReplayedText(
         number=0, category="", prompt_tokens=5, finish_reason="stop", chances=[0.5, 1.0, 0.0],
-        distinct_4grams=0.8, longest_repeat=2,
+        distinct_4grams=0.8,
     )  # fmt: skip
     replay = Replay(
         draft="d", draft_sha256="0", dtype="float32", target="t", target_sha256=None, outputs_sha256="1",

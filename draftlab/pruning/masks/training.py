@@ -25,8 +25,8 @@ from draftlab.training.optimizers import training_dtype
 from draftlab.training.run import fit
 from draftlab.training.trainer import TrainingSetup
 
-MASKS_FILE = "masks/masks.safetensors"  # in a directory: runtimes load every safetensors file beside config.json
-LR = 1.0e-4  # of a run without trained weights: masks have rates of their own
+MASKS_FILE = "masks/masks.safetensors"  # not next to config.json, where runtimes load every safetensors file
+LR = 1.0e-4  # unused while weights are frozen: masks have rates of their own
 HELDOUT_ROWS = 32
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
 SAVE_STEPS = 100  # most steps between checkpoints to resume from
@@ -34,7 +34,7 @@ SAVE_STEPS = 100  # most steps between checkpoints to resume from
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskTraining:
-    """Training of masks. lr: peak learning rate of the weights, which are frozen if it is None."""
+    """Training of masks. lr is the peak learning rate of the weights; None freezes them."""
 
     steps: int
     batch_size: int
@@ -43,7 +43,7 @@ class MaskTraining:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def loop(self, seed: int) -> Loop:
-        """Return what the trainer takes."""
+        """Return the trainer's settings."""
         return Loop(
             steps=self.steps, batch_size=self.batch_size, warmup_ratio=WARM_UP, dtype=self.dtype, seed=seed,
             save_steps=max(1, min(SAVE_STEPS, self.steps // 4)), optimizer="adamw", lr=self.lr or LR,

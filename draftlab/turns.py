@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import chain, repeat
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -48,7 +49,7 @@ def answered(
         raise UserError(f"cannot write {file}: {error.strerror}") from None
     if len(rows) != prompts.requests:
         raise UserError(f"{file} has {len(rows)} requests, not {prompts.requests}; remove it")
-    first = [prompt for prompt in prompts.rows for _ in range(1 + len(prompt.later))]
+    first = list(chain.from_iterable(repeat(prompt, 1 + len(prompt.later)) for prompt in prompts.rows))
     rows = [
         replace(prompt, ids=chat_ids(messages, tokenizer, f"{file}:{number}"), messages=messages, later=())
         for number, (messages, prompt) in enumerate(zip(rows, first, strict=True), 1)
@@ -102,7 +103,7 @@ def _asked(prompts: list[Prompt], first: int, tokenizer: PreTrainedTokenizerBase
             messages = (*prompt.messages, *turn)
             ids = chat_ids(messages, tokenizer, f"turn {len(talks[i]) + 1} after {said[:40]!r}")
             talks[i].append(replace(prompt, ids=ids, messages=messages, later=prompt.later[1:]))
-    return [prompt for talk in talks for prompt in talk]
+    return list(chain.from_iterable(talks))
 
 
 def _read(file: Path) -> list[Messages]:

@@ -110,15 +110,6 @@ def test_auto_needs_a_template_and_off_takes_none(tmp_path, plain, chatty):
     assert file_prompts(file, chatty, chat="auto").chat
 
 
-def test_the_hash_covers_the_form(tmp_path, chatty):
-    file = lines(tmp_path, {"prompt": "return 1"})
-    forms: list[dict[str, Any]] = [{"chat": "off"}, {"chat": "on"}, {"chat": "on", "system_prompt": "return"}]
-    hashes = [file_prompts(file, chatty, **form).sha256 for form in forms]
-    chatty.chat_template = TEMPLATE.replace("[assistant]", "[answer]")
-    hashes.append(file_prompts(file, chatty, chat="on").sha256)
-    assert len(set(hashes)) == 4
-
-
 def test_the_lines_of_a_split_are_those_of_the_data_source(tmp_path, chatty):
     file = lines(tmp_path, *[{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(80)])
     train, heldout = (file_prompts(file, chatty, chat="on", split=split).rows for split in ("train", "heldout"))

@@ -76,7 +76,7 @@ class TokenBatches:
         return rows
 
     def batch(self, step: int) -> Batch:
-        return self.picked([(name, step * n + i) for name, n in self.rows_of().items() for i in range(n)])
+        return self.picked(places(self.rows_of(), step, dict.fromkeys(self.weights, 0)))
 
     def picked(self, places: list[tuple[str, int]]) -> Batch:
         """Return rows by their sources and indices."""
@@ -105,6 +105,15 @@ class TokenBatches:
         return stream[start : start + self.seq_len + 1]
 
 
+def places(rows: dict[str, int], step: int, read: dict[str, int]) -> list[tuple[str, int]]:
+    """Return the sources and indices of a step's rows. read has the rows of each source before step 0."""
+    chosen: list[tuple[str, int]] = []
+    for name, n in rows.items():
+        first = read[name] + step * n
+        chosen += [(name, index) for index in range(first, first + n)]
+    return chosen
+
+
 @dataclass(slots=True)
 class DynamicBatches:
     """A mixture with more rows of the sources whose loss exceeds their reference loss.
@@ -127,8 +136,7 @@ class DynamicBatches:
 
     def batch(self, step: int) -> Batch:
         start, weights, read = next(phase for phase in reversed(self.phases) if phase[0] <= step)
-        rows = self.base.rows_of(weights).items()
-        return self.base.picked([(name, read[name] + (step - start) * n + i) for name, n in rows for i in range(n)])
+        return self.base.picked(places(self.base.rows_of(weights), step - start, read))
 
     def reweigh(self, step: int, losses: dict[str, float]) -> None:
         """From step on, multiply weights by exp(loss - reference), with a lower bound on each share."""
@@ -233,12 +241,14 @@ class HeldOut:
 
     def starts(self, count: int, length: int) -> list[np.ndarray]:
         """Return the first ids of count windows; of a conversation, all ids before the first that counts."""
-        rows = [row for batch in self.batches for row in zip(batch.ids, batch.mask, strict=True)][:count]
+        masks = itertools.chain.from_iterable(batch.mask for batch in self.batches)
+        rows = zip(self.ids[:count], masks, strict=False)
         return [ids[:length] if mask.all() else ids[: int(mask.argmax()) + 1] for ids, mask in rows]
 
     def batched(self, rows: int) -> "HeldOut":
         """Return the same windows in batches of rows."""
-        return HeldOut([part for batch in self.batches for part in batch.split(rows)], self.bytes_per_token)
+        parts = itertools.chain.from_iterable(batch.split(rows) for batch in self.batches)
+        return HeldOut(list(parts), self.bytes_per_token)
 
     def bits_per_byte(self, cross_entropy: float) -> float:
         """Convert from nats per token; bos and eos are tokens of no bytes."""

@@ -89,7 +89,7 @@ def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -
 
     Packages vendor standard-library modules (setuptools has distutils), which would flatter held-out numbers.
     """
-    heldout_lines = {line for d in heldout for line in _long_lines(d.text)}
+    heldout_lines: set[str] = set().union(*(_long_lines(d.text) for d in heldout))
     return [d for d in candidates if _overlap(_long_lines(d.text), heldout_lines) <= 0.2]
 
 

@@ -93,5 +93,7 @@ def _keep_heads(scores: Tensor, source: Shape, shape: Shape) -> tuple[list[int],
     by_group = scores.unflatten(0, (source.kv_heads, -1))  # [K, G]
     kv_heads = top(by_group.sum(1), shape.kv_heads)
     per_group, group = shape.heads // shape.kv_heads, by_group.shape[1]
-    heads = [kv * group + i for kv in kv_heads for i in top(by_group[kv], per_group)]
+    heads: list[int] = []
+    for kv in kv_heads:
+        heads += [kv * group + i for i in top(by_group[kv], per_group)]
     return heads, kv_heads

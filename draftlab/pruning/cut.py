@@ -53,7 +53,9 @@ class TensorView(Mapping[str, Tensor]):
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape) -> None:
         self.weights, self.shape, self.axes = weights, shape, shape.axes()
-        self.roles = {name: role for layer in range(shape.layers) for role, name in shape.names(layer).items()}
+        self.roles: dict[str, str] = {}
+        for layer in range(shape.layers):
+            self.roles |= {name: role for role, name in shape.names(layer).items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.axes)

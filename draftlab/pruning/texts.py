@@ -58,8 +58,10 @@ class Text:
         if self.outputs is not None:
             return [output.ids for output in read_texts(self.outputs)]
         text = open_batches(self.data, tokenizer, rows=1, seq_len=COUNTED_TOKENS, steps=1, seed=0)
-        streams = text.streams.values()
-        return [part for ids in streams for part in np.array_split(ids, max(2, len(ids) // 512))]
+        parts: list[np.ndarray] = []
+        for ids in text.streams.values():
+            parts += np.array_split(ids, max(2, len(ids) // 512))
+        return parts
 
 
 def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[Tensor]:

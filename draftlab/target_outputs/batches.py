@@ -9,7 +9,7 @@ import numpy as np
 from draftlab.data import Batch, HeldOut, TopLogprobs
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.target_outputs.outputs import StoredLogprobs, padded
+from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput, padded
 from draftlab.target_outputs.store import HELDOUT, MANIFEST, check_tokenizer, finished_manifest, read_shard
 
 SHARDS_IN_MEMORY = 2  # rows of a shard follow each other
@@ -61,8 +61,11 @@ class StoredBatches:
         self._shard = functools.lru_cache(SHARDS_IN_MEMORY)(lambda number: read_shard(directory, manifest, number))
 
     def batch(self, step: int) -> Batch:
-        places = (divmod(step * self.batch_size + i, self.manifest.sequences) for i in range(self.batch_size))
-        outputs = [self._shard(s)[r] for s, r in (self._order(epoch)[place] for epoch, place in places)]
+        outputs: list[TargetOutput] = []
+        for number in range(step * self.batch_size, (step + 1) * self.batch_size):
+            epoch, position = divmod(number, self.manifest.sequences)
+            shard, row = self._order(epoch)[position]
+            outputs.append(self._shard(shard)[row])
         batch = padded(outputs, min(self.seq_len, max(map(len, outputs)) - 1))
         fits = [int(n) for n in batch.mask.sum(1)]
         top = StoredLogprobs.joined([o.top[:n] for o, n in zip(outputs, fits, strict=True) if o.top is not None])
@@ -74,11 +77,12 @@ class StoredBatches:
 
 def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple[int, int]]:
     """Return all rows of a store as (shard, row), in an epoch's order. sequences counts the rows of each shard."""
-    if seed is None:
-        return [(shard, row) for shard, count in enumerate(sequences) for row in range(count)]
-    rng = np.random.default_rng((seed, epoch))
-    shards = rng.permutation(len(sequences)).tolist()
-    return [(shard, row) for shard in shards for row in rng.permutation(sequences[shard]).tolist()]
+    rng = None if seed is None else np.random.default_rng((seed, epoch))
+    order: list[tuple[int, int]] = []
+    for shard in range(len(sequences)) if rng is None else rng.permutation(len(sequences)).tolist():
+        rows = range(sequences[shard]) if rng is None else rng.permutation(sequences[shard]).tolist()
+        order += [(shard, row) for row in rows]
+    return order
 
 
 def _spread(flat: np.ndarray, counted: np.ndarray) -> np.ndarray:

@@ -33,7 +33,8 @@ class StoredLogprobs:
 
     @classmethod
     def joined(cls, parts: "Sequence[StoredLogprobs]") -> "StoredLogprobs":
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
+        columns = zip(*([getattr(part, name) for name in cls.__slots__] for part in parts), strict=True)
+        return cls(*map(np.concatenate, columns))
 
     @classmethod
     def of_lists(

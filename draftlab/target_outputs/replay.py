@@ -3,6 +3,7 @@
 R texts, n tokens of a text, K drafted.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -174,7 +175,7 @@ def replay(
         for name, each in replays.items():
             (work / name).mkdir()
             (work / name / FILE).write_text(each.model_dump_json())
-        read = [path for spec in drafters for path in spec.paths(None)]
+        read = itertools.chain.from_iterable(spec.paths(None) for spec in drafters)
         output.record(work, [store.directory, *dict.fromkeys(read)])
     return replays
 

@@ -7,6 +7,7 @@ agree with the list at its place: a shifted or foreign store is detected when it
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.reading import FileModel, read_model, reading
 from draftlab.sampling import SamplingParams
-from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
+from draftlab.target_outputs.outputs import ROUNDING, StoredLogprobs, TargetOutput
 from draftlab.target_outputs.repeats import LOOP, distinct_ngrams
 from draftlab.trust import folder_name
 
@@ -172,18 +173,19 @@ def read_store(directory: Path) -> StoredOutputs:
         UserError: The store is unfinished, or a shard is missing, corrupt or misaligned.
     """
     manifest = finished_manifest(directory)
-    outputs = [output for i in range(len(manifest.shards)) for output in read_shard(directory, manifest, i)]
+    outputs: list[TargetOutput] = []
+    for number in range(len(manifest.shards)):
+        outputs += read_shard(directory, manifest, number)
     return StoredOutputs(directory, manifest, sorted(outputs, key=lambda output: output.number))
 
 
 def read_texts(directory: Path) -> list[TargetOutput]:
     """Return the outputs without their log-probabilities, in the order of writing. Raises UserError: see read_store."""
     manifest = finished_manifest(directory)
-    return [
-        replace(output, logprobs=None, top=None)
-        for number in range(len(manifest.shards))
-        for output in read_shard(directory, manifest, number)
-    ]
+    outputs: list[TargetOutput] = []
+    for number in range(len(manifest.shards)):
+        outputs += [replace(output, logprobs=None, top=None) for output in read_shard(directory, manifest, number)]
+    return outputs
 
 
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
@@ -204,7 +206,7 @@ def describe(directory: Path) -> dict[str, object]:
         return {}
     outputs = read_store(directory).outputs
     return {
-        "categories": {name: sum(o.category == name for o in outputs) for name in manifest.categories if name},
+        "categories": dict(sorted(Counter(o.category for o in outputs if o.category).items())),
         "prompt_lengths": [min(len(o.prompt) for o in outputs), max(len(o.prompt) for o in outputs)],
         "stopped_at_eos": sum(o.finish_reason == "stop" for o in outputs),
         "degenerate_texts": sum(distinct_ngrams([o.ids.tolist()], 4) < LOOP for o in outputs),
@@ -357,7 +359,13 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
             raise ValueError(f"{name} has values that are not finite")
         if name.endswith(("logprob", "logprobs")) and values.max(initial=0) > ABOVE_ZERO:
             raise ValueError(f"{name} has {values.max():g}, and a log-probability is at most 0")
+    if arrays["number"].min() < 0:
+        raise ValueError(f"number has {arrays['number'].min()}, and a prompt's number is at least 0")
     if manifest.top_logprobs:
+        # sum p^(1/t) lies between 1, if a single token is certain, and V^(1 - 1/t), if all are equally probable
+        largest = np.abs(1 - 1 / np.array(manifest.temperatures)) * np.log(manifest.vocab) + ROUNDING
+        if (np.abs(arrays["normalizers"]) > largest).any():
+            raise ValueError("normalizers has values that no distribution over the vocabulary has")
         _check_alignment(arrays)
 
 

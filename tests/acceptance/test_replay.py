@@ -10,7 +10,6 @@ import torch
 from builders import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from draftlab.acceptance import expected, token_logprobs
 from draftlab.acceptance.expected import chain, texts_of, tokens_per_pass, visits
@@ -387,25 +386,6 @@ def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
             assert found.truncated[0] == sum(e < a + 1 for a, e in zip(live.accepted, live.emitted, strict=True))
 
 
-def test_sampled_replay_agrees_with_the_engine_within_noise(pair):
-    target, draft = pair
-    prompt, k = PROMPTS[0], 3
-    pairs, own = [], []
-    for seed in range(120):
-        sampling = SamplingParams(temperature=0.8, max_tokens=16, seed=seed)
-        steps = list(speculative_decode(target, ModelDrafter(draft), [prompt], k, sampling))
-        text = [(np.array(prompt), np.array(tokens_of(steps)))]
-        p, q = (
-            score_tokens(model, text, 307, SamplingParams(temperature=0.8))[0].logprobs for model in (target, draft)
-        )
-        own.append(expected.chances(q, p)[1:])
-        pairs.append([sum(len(s.tokens) for s in steps[1:]), len(steps) - 1])
-    live, found = np.array(pairs, dtype=float), tokens_per_pass(own, k)
-    difference = found[:, 1].sum() / live[:, 1].sum() - 1
-    assert abs(difference) < 4 * jackknife(np.stack([found[:, 1], live[:, 1]], 1))
-    assert live[:, 0].sum() / live[:, 1].sum() > 1.3
-
-
 # the teacher-forced pass
 
 
@@ -438,21 +418,6 @@ def test_a_text_longer_than_the_context_is_refused(pair):
     assert len(score_tokens(pair[0], [(prompt, written[:57])], 307, SamplingParams())[0].ranks) == 57
     with pytest.raises(UserError, match="a text has 258 tokens with its prompt, and the model's context is 256"):
         score_tokens(pair[0], [(prompt, written)], 307, SamplingParams())
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.0, 5, 1.0), (1.3, 0, 0.6), (0.8, 9, 0.8)]
-)
-def test_the_warp_is_transformers(temperature, top_k, top_p):
-    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) * 3
-    ids, expected = torch.zeros(50, 1, dtype=torch.long), TemperatureLogitsWarper(temperature)(None, logits)  # type: ignore[arg-type]
-    if top_k:
-        expected = TopKLogitsWarper(top_k)(ids, expected)  # type: ignore[arg-type]
-    if top_p < 1:
-        expected = TopPLogitsWarper(top_p)(ids, expected)  # type: ignore[arg-type]
-    torch.testing.assert_close(
-        distribution(logits, SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)), expected.softmax(-1)
-    )
 
 
 def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):

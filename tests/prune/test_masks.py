@@ -15,17 +15,7 @@ from draftlab.data import Batch
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape, write_shape_file
 from draftlab.pruning.cut import Cut, Untied
-from draftlab.pruning.masks.hard_concrete import (
-    BETA,
-    BOUND,
-    HIGH,
-    LOW,
-    WARM_UP,
-    Masks,
-    keep_probability,
-    mask_sizes,
-    sample,
-)
+from draftlab.pruning.masks.hard_concrete import BETA, BOUND, HIGH, LOW, WARM_UP, Masks, keep_probability, sample
 from draftlab.pruning.masks.masked_model import Folded, masked
 from draftlab.training.loop import Loop
 from draftlab.training.trainer import EvalRecord, StepRecord, train
@@ -181,13 +171,6 @@ def test_deterministic_masks_have_exactly_the_targets_counts(family, family_dirs
         for j, layer in enumerate(keep.layers):
             assert keep.heads[j] == values.heads[layer].nonzero().flatten().tolist()
             assert keep.ffn[j] == values.ffn[layer].nonzero().flatten().tolist()
-
-
-def test_families_are_those_in_which_something_goes():
-    have = Shape(layers=4, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=96, vocab=100)
-    assert set(mask_sizes(have, have)) == set()
-    assert mask_sizes(have, have.model_copy(update={"heads": 4}))["heads"] == (16, 2, 1)
-    assert mask_sizes(have, have.model_copy(update={"heads": 4, "kv_heads": 2}))["kv_heads"] == (4, 4, 2)
 
 
 def test_the_lagrangian_wants_what_it_should_and_multipliers_climb_the_gap():

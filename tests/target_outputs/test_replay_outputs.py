@@ -17,7 +17,6 @@ from transformers import OPTConfig, OPTForCausalLM, TopKLogitsWarper, TopPLogits
 from typer.testing import CliRunner
 
 from draftlab import workspace
-from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.cli import app
 from draftlab.commands import outputs
 from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
@@ -221,17 +220,6 @@ def test_a_server_records_what_the_target_in_memory_does(tmp_path, models, promp
         assert a.top is not None
         assert b.top is not None
         np.testing.assert_allclose(a.top.logprobs, b.top.logprobs, atol=1e-4)
-
-
-def test_a_server_that_samples_keeps_the_log_probabilities_it_gives(tmp_path, models, prompt_file):
-    with serving(models["target"]) as url:
-        found = recorded(tmp_path / "t", models["target"], prompt_file, temperature=1.0, server=url)
-        other = recorded(tmp_path / "u", models["target"], prompt_file, temperature=1.0, seed=1, server=url)
-    texts = [(t.prompt, t.ids) for t in found.outputs]
-    scores = score_tokens(load(models["target"], torch.float32), texts, 307, SamplingParams(temperature=1.0))
-    for text, score in zip(found.outputs, scores, strict=True):
-        np.testing.assert_allclose(text.logprobs, score.logprobs, atol=1e-4)
-    assert [t.ids.tolist() for t in other.outputs] != [t.ids.tolist() for t in found.outputs]
 
 
 def test_prompts_are_taken_evenly_over_a_set():

@@ -12,7 +12,7 @@ from draftlab import data, provenance
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
 from draftlab.data.conversations import chat_ids
-from draftlab.data.text import Message, Row, prompt_of, rows_of
+from draftlab.data.text import Message, TextRow, prompt_of, rows_of
 from draftlab.errors import UserError
 
 FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of each
@@ -169,7 +169,7 @@ def _has_chat(
     return True
 
 
-def _ids(row: Row, where: str, tokenizer: PreTrainedTokenizerBase, tokens: int | None) -> list[int]:
+def _ids(row: TextRow, where: str, tokenizer: PreTrainedTokenizerBase, tokens: int | None) -> list[int]:
     if row.messages:
         reason = "--chat is off" if tokenizer.chat_template else "the tokenizer has no chat template"
         raise UserError(f"{where}: messages are for a chat, and {reason}")
@@ -182,7 +182,7 @@ def _ids(row: Row, where: str, tokenizer: PreTrainedTokenizerBase, tokens: int |
 
 
 def _chat_prompts(
-    row: Row, where: str, conversation: int, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
+    row: TextRow, where: str, conversation: int, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
 ) -> list[Prompt]:
     system: tuple[Message, ...] = ()
     if system_prompt is not None:

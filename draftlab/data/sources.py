@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from draftlab.data.text import ROW_FILES, Message, Row, checked_rows, row_of, rows_of
+from draftlab.data.text import ROW_FILES, Message, TextRow, checked_rows, row_of, rows_of
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.reading import reading
@@ -187,7 +187,7 @@ def _hub_dataset(name: str) -> Iterator[Document]:
     return (_document(f"{name}:{number}", row) for number, row in rows)
 
 
-def _document(name: str, row: Row) -> Document:
+def _document(name: str, row: TextRow) -> Document:
     return Document(name, row.text, row.messages)
 
 

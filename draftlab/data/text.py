@@ -27,7 +27,7 @@ MOST_BAD = 0.01  # largest share of the rows of a file that may be left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TextRow:
     """A row of text.
 
     Args:
@@ -53,7 +53,7 @@ class Row:
         return [messages[:at] for at, pair in enumerate(pairwise(roles), 1) if pair == ("user", "assistant")]
 
 
-def rows_of(file: Path, parse: "Callable[[Any, str], Row]") -> Iterator[tuple[int, Row]]:
+def rows_of(file: Path, parse: "Callable[[Any, str], TextRow]") -> Iterator[tuple[int, TextRow]]:
     """Yield number and content of every row of a file that is not blank, from 1 on; see checked_rows."""
     return checked_rows(str(file), _values(file), parse)
 
@@ -64,8 +64,8 @@ def check_prompts(file: Path) -> None:
 
 
 def checked_rows(
-    name: str, values: Iterable[tuple[int, Any]], parse: "Callable[[Any, str], Row]"
-) -> Iterator[tuple[int, Row]]:
+    name: str, values: Iterable[tuple[int, Any]], parse: "Callable[[Any, str], TextRow]"
+) -> Iterator[tuple[int, TextRow]]:
     """Yield numbers and parsed values of a source. Bad rows are named and left out, up to a share of MOST_BAD.
 
     Raises:
@@ -95,7 +95,7 @@ def checked_rows(
         note(f"{name}: {left_out:,} messages without text (calls of tools, images, null) are left out")
 
 
-def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> Row:
+def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:
     """Return a row of text to train on. A plain text is in the first of the columns that the row has.
 
     Raises:
@@ -108,18 +108,18 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> R
         messages = read_messages(given, where)
         text = "\n".join(message["content"] for message in messages)
         left_out = len(given) - len(messages)
-        return Row(text=text, messages=tuple(messages), category=category, left_out=left_out)
+        return TextRow(text=text, messages=tuple(messages), category=category, left_out=left_out)
     if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
         raise UserError(f"{where}: turns must be a list of texts, each what the user says")
     if turns:
-        return Row(text=turns[0], later=tuple(turns[1:]), category=category)
+        return TextRow(text=turns[0], later=tuple(turns[1:]), category=category)
     text = next((value[column] for column in columns if isinstance(value.get(column), str)), None)
     if text is None:
         raise UserError(f"{where}: no text in its columns ({', '.join(map(str, value))}); want {FORMS}")
-    return Row(text=text, category=category)
+    return TextRow(text=text, category=category)
 
 
-def prompt_of(value: Any, where: str) -> Row:
+def prompt_of(value: Any, where: str) -> TextRow:
     """Return a row that has a prompt: a text, or a conversation in which the user says something to answer.
 
     Raises:

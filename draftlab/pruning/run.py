@@ -51,7 +51,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrimmedHead:
+class HeadIds:
     """The ids of a draft's head. coverage is frequent_ids'; None if the source's head has these ids already."""
 
     ids: list[int]
@@ -67,7 +67,7 @@ class PrunedDraft:
     keep: Keep
     agreement: Agreement | None
     disk_bytes: int
-    head: TrimmedHead | None = None
+    head: HeadIds | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,18 +144,18 @@ class Prune:
         return self.text.chunks(self._tokenizer, self._heldout[0].shape[1] - 1)
 
     @cached_property
-    def _head(self) -> TrimmedHead | None:
+    def _head(self) -> HeadIds | None:
         """The ids of a trimmed head, None for a head of all ids. Raises UserError: see frequent_ids."""
         directory, vocab = self.source.directory, self.source.shape.vocab
         if self.shape.draft_vocab is None:
             return None
         if (ids := read_head_ids(directory, vocab)) is not None:
-            return TrimmedHead(ids=ids, coverage=None)
+            return HeadIds(ids=ids, coverage=None)
         if self.text.outputs is None:
             note(f"counting ids in {self.text.data}; the target's own answers (--outputs) say it better")
         special = template_ids(self._tokenizer) | set(checkpoint.eos_token_ids(directory))
         ids, coverage = frequent_ids(self.text.counted(self._tokenizer), self.shape.draft_vocab, vocab, special)
-        return TrimmedHead(ids=ids, coverage=coverage)
+        return HeadIds(ids=ids, coverage=coverage)
 
     def _is_copy(self) -> bool:
         """Return whether nothing but the head is cut, after checking that the draft fits the disk, and its text."""

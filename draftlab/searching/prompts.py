@@ -11,7 +11,7 @@ from draftlab import data
 from draftlab.atomic import write_atomic
 from draftlab.data.instructions import mixed
 from draftlab.data.sources import unit_hash
-from draftlab.data.text import Row, prompt_of, rows_of
+from draftlab.data.text import TextRow, prompt_of, rows_of
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.prompts import FROM_DATA_TOKENS, file_prompts
@@ -97,7 +97,7 @@ def _of_file(file: Path, target: Path, choose: int, measure: int, *, batched: bo
     return rows
 
 
-def _said(row: Row, batched: bool) -> list[dict[str, Any]]:
+def _said(row: TextRow, batched: bool) -> list[dict[str, Any]]:
     """Return the prompts of a row, each in a form of its own; batches take the first turn."""
     said: dict[str, Any] = {"category": row.category} if row.category else {}
     if row.messages:

@@ -19,7 +19,7 @@ from draftlab.data import documents
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.prompts import Prompts, file_prompts, load_prompts
-from draftlab.results.ranking import rank, read_candidates
+from draftlab.results.ranking import rank, read_scores
 from draftlab.results.score import read_score
 from draftlab.target_outputs.replay import read_replay
 from draftlab.target_outputs.store import read_manifest, read_store
@@ -244,5 +244,5 @@ def test_the_form_of_prompts_is_recorded(space):
     assert len(set(sums.values())) == len(FORMS)
     assert "prompts.jsonl (target, chat)" in call("outputs", "info", "answers-auto").stdout
     assert "other outputs: their chat is" in call(*BUILD, "--chat", "off", "--out", "answers-auto", code=1).stderr
-    compared = rank(read_candidates([space / "scored-auto/draft", space / "scored-off/draft"]))
+    compared = rank(read_scores([space / "scored-auto/draft", space / "scored-off/draft"]))
     assert not compared[1].paired

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftlab.results.decoding import Acceptance, acceptance_from_counts
+from draftlab.results.decoding import AcceptanceMetrics, acceptance_from_counts
 
 ROWS = 1024  # texts walked at once, so that the arrays stay in the processor's cache
 
@@ -37,7 +37,7 @@ class Counts:
     def accepted(self) -> np.ndarray:
         return self.reached[:, 1:].sum(1)
 
-    def acceptance(self) -> Acceptance:
+    def acceptance(self) -> AcceptanceMetrics:
         """Return the acceptance over all texts."""
         return acceptance_from_counts(
             reached=self.reached.sum(0).tolist(),

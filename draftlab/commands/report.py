@@ -11,7 +11,6 @@ from draftlab.config.results import ReportConfig
 from draftlab.errors import UserError, about
 
 if TYPE_CHECKING:
-    from draftlab.results.ranking import Candidate
     from draftlab.results.score import Score
 
 
@@ -24,40 +23,34 @@ class Reported(Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedReport:
-    """Drafts to rank, files to write, and what the fastest draft has to reach. command: the page says what made it."""
+    """Scores to rank, files to write, and thresholds of the fastest draft. command: Command line, for the page."""
 
-    candidates: "list[Candidate]"
+    scores: "list[Score]"
     html: Path | None
     markdown: Path | None
     min_speedup: float | None
     min_acceptance_length: float | None
     command: str
 
-    @property
-    def scores(self) -> "list[Score]":
-        return [candidate.score for candidate in self.candidates if candidate.score]
-
 
 def prepare(config: ReportConfig, weights: bool) -> PreparedReport:
     """Read the scores.
 
     Raises:
-        UserError: there is no score, a file is neither a score nor predictions, or a page of predictions alone.
+        UserError: there is no score, or a file cannot be written.
     """
-    from draftlab.results.ranking import read_candidates
+    from draftlab.results.ranking import read_scores
 
     if config.html is not None:
         import_module("draftlab.results.plots")  # matplotlib may be missing
-    candidates = read_candidates(config.scores)
+    scores = read_scores(config.scores)
     for name in ("html", "markdown"):
         file = getattr(config, name)
         if file is not None:
             with about(config.flag(name)):
                 check_writable(file)
-                if not any(candidate.score for candidate in candidates):
-                    raise UserError("a page shows scores, and these are predictions only")
     return PreparedReport(
-        candidates=candidates,
+        scores=scores,
         html=config.html,
         markdown=config.markdown,
         min_speedup=config.min_speedup,
@@ -74,11 +67,10 @@ def report(prepared: PreparedReport) -> Reported:
     from draftlab.results.warnings import score_warnings
 
     scores = prepared.scores
-    ranking = rank(prepared.candidates)
-    best = ranking[0].candidate
+    ranking = rank(scores)
     written = _write(prepared)
     warnings = [f"warning: {text}" for text in score_warnings(scores)]
-    missed = missed_thresholds(best, best.tokens_per_pass, prepared.min_speedup, prepared.min_acceptance_length)
+    missed = missed_thresholds(ranking[0].score, prepared.min_speedup, prepared.min_acceptance_length)
     tables = [ranking_table(ranking), accuracy_table(scores)]
     shown = [table.terminal() for table in tables if table]
     show = [*shown, *verdict_lines(ranking), *warnings, *map(str, written)]

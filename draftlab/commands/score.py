@@ -270,29 +270,17 @@ def _stored(answers: "PlainAnswers", output: Output) -> Outcome:
 
 
 def _outcome(scores: "list[Score]", output: Output, min_speedup: float | None) -> Scored:
-    from draftlab.results.ranking import (
-        candidate_of,
-        category_rows,
-        missed_thresholds,
-        prompt_rows,
-        rank,
-        verdict_lines,
-    )
+    from draftlab.results.ranking import category_rows, missed_thresholds, rank, verdict_lines
     from draftlab.results.report import accuracy_table, category_table, json_rows, ranking_table
     from draftlab.results.warnings import score_warnings
 
-    candidates = [candidate_of(s) for s in scores]
-    missed = [text for c in candidates for text in missed_thresholds(c, c.tokens_per_pass, min_speedup, None)]
-    ranking = rank(candidates)
+    missed = [text for score in scores for text in missed_thresholds(score, min_speedup, None)]
+    ranking = rank(scores)
     comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
     tables = [ranking_table(ranking), *map(category_table, scores), accuracy_table(scores)]
     show: list[object] = [table.terminal() for table in tables if table]
-    show += [f"{s.name}: {s.verdict()}" for s in scores]
+    show += [f"{s.label}: {s.verdict()}" for s in scores]
     show += verdict_lines(ranking) if comparable else []
     show += [f"warning: {text}" for text in score_warnings(scores)]
-    data: dict[str, Any] = {
-        "scores": json_rows(scores),
-        "categories": {s.name: category_rows(s) for s in scores},
-        "prompts": {s.name: prompt_rows(s) for s in scores},
-    }
+    data: dict[str, Any] = {"scores": json_rows(scores), "categories": {s.name: category_rows(s) for s in scores}}
     return Scored(path=output.out, show=[*show, str(output.out)], data=data, missed=missed, scores=scores)

@@ -9,11 +9,11 @@ from draftlab.config.base import OUTPUT, Config, option
 
 
 class ReportConfig(Config):
-    """A ranking of scores and predictions, and a page about them."""
+    """A ranking of scores, and a page about them."""
 
     scores: list[Path] = option(
         factory=list,
-        help="score.json files, directories of them, or files that predict --json printed.",
+        help="score.json files, or directories of them.",
         argument=True,
         shown_default="the workspace's runs",
     )

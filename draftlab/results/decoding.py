@@ -74,7 +74,7 @@ G = TypeVar("G", bound=AnyGeneration)
 T = TypeVar("T")
 
 
-class Acceptance(FileModel):
+class AcceptanceMetrics(FileModel):
     """Acceptance over all steps of some generations; always read rate and length together.
 
     Counts are integers where they were counted, expectations where they were computed from log-probabilities.
@@ -103,7 +103,7 @@ class Counters(FileModel):
         return max(len(self.num_accepted_tokens_per_pos), math.ceil(self.num_draft_tokens / self.num_drafts))
 
     @property
-    def acceptance(self) -> Acceptance:
+    def acceptance(self) -> AcceptanceMetrics:
         """Acceptance if every step drafted K tokens; how many were cut by the end of a text is not known."""
         accepted = self.num_accepted_tokens_per_pos
         reached = [self.num_drafts, *accepted, *[0.0] * (self.k - len(accepted))]
@@ -112,7 +112,7 @@ class Counters(FileModel):
         )
 
 
-def count_acceptance(generations: list[Generation], k: int) -> Acceptance:
+def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics:
     """Count the steps that drafted something.
 
     Raises:
@@ -131,7 +131,7 @@ def count_acceptance(generations: list[Generation], k: int) -> Acceptance:
 
 def acceptance_from_counts(
     *, reached: Sequence[float], eligible: Sequence[float], drafted: float, truncated: float | None
-) -> Acceptance:
+) -> AcceptanceMetrics:
     """Return the metrics of counts, or expected counts, over the steps that drafted something.
 
     Args:
@@ -139,7 +139,7 @@ def acceptance_from_counts(
         eligible: steps that drafted an i-th token and accepted those before it, i = 1..K.
     """
     n, accepted = reached[0], sum(reached[1:])
-    return Acceptance(
+    return AcceptanceMetrics(
         num_spec_steps=n,
         num_draft_tokens=drafted,
         num_accepted_draft_tokens=accepted,

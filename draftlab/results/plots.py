@@ -12,7 +12,7 @@ from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import MaxNLocator
 
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
@@ -22,7 +22,7 @@ from draftlab.results.ranking import NO_DRAFT
 COLOURS = ("#0072b2", "#c04c00", "#00805d", "#b5508a", "#2b86bb", "#a36a00", "#86307a", "#74741a")
 DARK_COLOURS = ("#56b0e8", "#f0883e", "#2cc299", "#e59cc6", "#9bd5f7", "#f0bb4a", "#d48acb", "#c6c65c")
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
-LABEL_LENGTH = 28
+LABEL_LENGTH = 34
 PHASES = {"draft": "#c04c00", "verify": "#0072b2", "host": "#6b6b6b"}
 VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {PHASES["host"]: "var(--soft)"}
 WIDTH = 4.6  # inches; text of 9 pt is readable where a phone shrinks that to 300 px
@@ -36,7 +36,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Colour and marker of what has this name in plots. glyph: the marker as a character, for the key beside them."""
+    """Colour and marker of a draft in plots. glyph: The marker as a character, for keys and tables."""
 
     name: str
     colour: str
@@ -49,13 +49,10 @@ class Mark:
         at = number % len(COLOURS)
         return cls(name, COLOURS[at], *MARKERS[(at + number // len(COLOURS)) % len(MARKERS)])
 
-    @property
-    def label(self) -> str:
-        """The kind of drafter and the end of the name, where names of one family differ."""
-        kind = "".join(self.name.partition(":")[:2]) if ":" in self.name else ""
-        if len(self.name) <= LABEL_LENGTH:
-            return self.name
-        return f"{kind}…{self.name[1 + len(kind) - LABEL_LENGTH :]}"
+
+def short(name: str) -> str:
+    """Return a name that fits into a plot: begin and end, where names of one family differ."""
+    return name if len(name) <= LABEL_LENGTH else f"{name[:10]}…{name[11 - LABEL_LENGTH :]}"
 
 
 PHASE_MARKS = [
@@ -129,11 +126,11 @@ def plot_ranking(gains: Sequence[tuple[Mark, Interval]]) -> Markup:
         for row, (mark, gain) in enumerate(gains):
             ax.hlines(row, gain.low, gain.high, color=mark.colour, linewidth=2)
             ax.plot(gain.value, row, color=mark.colour, marker=mark.marker, markersize=7)
-            text = f"{mark.label}  {gain.value:.2f}"
+            text = f"{short(mark.name)}  {gain.value:.2f}x"
             ax.annotate(text, (gain.value, row), (0, 6), textcoords="offset points", ha="center")
             ends += [gain.low, gain.high]
         margin = 0.25 * (max(ends) - min(ends) or 1)
-        ax.text(1, len(gains) - 0.4, f" {NO_DRAFT}  1.00", va="center")
+        ax.text(1, len(gains) - 0.4, f" {NO_DRAFT}", va="center")
         ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(gains), -0.9), yticks=[])
         ax.set(xlabel="speed-up of whole requests, 95% interval")
 
@@ -171,22 +168,6 @@ def plot_positions(shares: Sequence[tuple[Mark, Sequence[float]]]) -> Markup:
     return _svg(draw, "Acceptance by position")
 
 
-def plot_prompts(points: Sequence[tuple[Mark, float, float]]) -> Markup:
-    """Plot each prompt with its tokens per second: plain, and with the draft."""
-    plain, drafted = [x for _, x, _ in points], [y for _, _, y in points]
-
-    def draw(ax: Axes) -> None:
-        ax.axline((1, 1), slope=1, color="black", linewidth=1, linestyle="--")
-        for mark, x, y in points:
-            ax.plot(x, y, color=mark.colour, marker=mark.marker, linestyle="", markersize=5)
-        low = 0.95 * min(*plain, *drafted)
-        _log_axes(ax, (1, 1.5, 2, 3, 5, 7))  # a few prompts gain several times as much as most
-        ax.set(xlim=(low, 1.05 * max(plain)), ylim=(low, 1.05 * max(drafted)))
-        ax.set(xlabel="tokens/s without a draft", ylabel="tokens/s with the draft")
-
-    return _svg(draw, "Tokens per second of each prompt, with the draft against without")
-
-
 def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
     """Plot the milliseconds of a step by phase. steps: with their labels."""
 
@@ -201,14 +182,6 @@ def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
         ax.set(xlabel="ms per step", xlim=(0, 1.05 * widest), ylim=(len(steps) - 0.7, -0.8), yticks=[])
 
     return _svg(draw, "Time of one step by phase", inches=0.8 + 0.45 * len(steps))
-
-
-def _log_axes(ax: Axes, ticks: Sequence[float]) -> None:
-    ax.set(xscale="log", yscale="log")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(LogLocator(subs=ticks))
-        axis.set_major_formatter(ScalarFormatter())
-        axis.set_minor_formatter(NullFormatter())
 
 
 def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:

@@ -16,7 +16,7 @@ from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
 from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import (
-    Acceptance,
+    AcceptanceMetrics,
     Counters,
     Generation,
     ServedGeneration,
@@ -130,6 +130,12 @@ class Conditions(FileModel):
         return f"{self.sampling.describe()}, rule {self.rule}{own}"
 
 
+DRAFTERS = {
+    "prompt-lookup": "prompt lookup",
+    "fallback": "prompt lookup, then the draft",
+    "ngram": "n-gram model",
+    "eagle": "EAGLE-3 head",
+}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
 
 
@@ -169,6 +175,15 @@ class Score(FileModel):
         return self
 
     @property
+    def label(self) -> str:
+        """The name in words: "prompt lookup, then the draft (draft=X)" for the drafter fallback:draft=X."""
+        drafter = re.match(r"([a-z-]+?)(@int8)?(-b\d+)?(?::(.*))?$", self.name)
+        if drafter is None or drafter[1] not in DRAFTERS:
+            return self.name
+        words = DRAFTERS[drafter[1]] + "".join(filter(None, drafter.group(2, 3)))
+        return f"{words} ({drafter[4]})" if drafter[4] else words
+
+    @property
     def served(self) -> bool:
         """True if servers decoded."""
         return any(isinstance(g, ServedGeneration) for g in self.plain)
@@ -200,13 +215,6 @@ class Score(FileModel):
         return self.other_plain.get(self.baseline_weights, self.plain)
 
     @property
-    def cheaper_draft(self) -> bool:
-        """True if the draft's weights have fewer bits than any with which the target alone was measured."""
-        draft = _bits(self.conditions.draft_weights or "")
-        target = [bits for weights in self.plain_tps if (bits := _bits(weights)) is not None]
-        return draft is not None and bool(target) and draft < min(target)
-
-    @property
     def best_k(self) -> int:
         return max(self.speculative, key=self.speedup_value)
 
@@ -221,10 +229,10 @@ class Score(FileModel):
         return self._tpot_speedup(self.speculative)
 
     def speedup(self, k: int) -> Interval:
-        """Return how many times as fast whole requests are with drafts as with the fastest plain decoding.
+        """Return tokens per second of whole requests over those of the fastest plain decoding.
 
-        Tokens per second over those of the baseline, a ratio of sums over prompts' median repeats. A request is its
-        prefill, the draft's included, and its decoding.
+        The ratio is one of sums over prompts' median repeats. A request is its prefill, the draft's included, and its
+        decoding.
         """
         return intervals.speedup(self.timings([k]))
 
@@ -274,7 +282,7 @@ class Score(FileModel):
         """Return the generations whose steps are known; [] where servers decoded. K = 0: plain decoding."""
         return [g for g in self._runs(k) if isinstance(g, Generation)]
 
-    def acceptance(self, k: int) -> Acceptance:
+    def acceptance(self, k: int) -> AcceptanceMetrics:
         return self.counters[k].acceptance if k in self.counters else count_acceptance(self.generations(k), k)
 
     def tokens_per_pass(self, k: int) -> float:
@@ -284,11 +292,6 @@ class Score(FileModel):
         """
         steps = [emitted for g in self.generations(k) for emitted in g.emitted]
         return sum(steps) / len(steps) if steps else self.acceptance(k).mean_acceptance_length
-
-    def share_without_draft(self, k: int) -> float:
-        """Return the share of target passes without a draft: none was proposed, or one token was left to generate."""
-        steps = [drafted for g in self.generations(k) for drafted in g.drafted]
-        return steps.count(0) / len(steps) if steps else 0.0
 
     def break_even_length(self, k: int) -> float:
         """Return the tokens per target pass at which this K neither gains nor loses, given its time per step.
@@ -338,12 +341,6 @@ class Score(FileModel):
             spreads.append(1 + (max(prefills) - min(prefills)) / fastest if fastest else 1.0)
         return spreads
 
-    def prompt_tps(self, k: int) -> dict[int, tuple[float, float]]:
-        """Return tokens per second of each prompt that was timed, plain and at K, each at its repeat of median time."""
-        (drafted,), plain = self.timings([k])
-        pairs = zip(sorted({g.prompt for g in self.plain}), plain, drafted, strict=True)
-        return {prompt: (p[0] / p[1], d[0] / d[1]) for prompt, p, d in pairs if p[1] and d[1]}
-
     def subset(self, prompts: Collection[int]) -> "Score":
         """Return the same score over some of its prompts, over the baseline of all prompts alone.
 
@@ -386,17 +383,15 @@ class Score(FileModel):
         return over_baseline * self.tokens_per_pass(k) * ms[1] / (drafting_ms + ms[k + 1])
 
     def _parallel_pass_ms(self, k: int) -> float:
-        """Return the time of a pass over what the last step emitted and k - 1 mask tokens, as it lies on a line through
-        the passes of the next widths.
-        """
-        measured, width = self.draft.latency, self.tokens_per_pass(k) + k - 1
+        """Return the time of a pass over the last step's tokens and k - 1 mask tokens, on a line between the widths."""
+        import numpy as np
+        from scipy.interpolate import InterpolatedUnivariateSpline
+
+        measured = sorted((latency.width, latency.median_ms) for latency in self.draft.latency)
         if len(measured) == 1:
-            return measured[0].median_ms
-        by_width = sorted(measured, key=lambda latency: latency.width)
-        at = min(max(1, sum(latency.width < width for latency in by_width)), len(by_width) - 1)
-        low, high = by_width[at - 1 : at + 1]
-        slope = (high.median_ms - low.median_ms) / (high.width - low.width)
-        return low.median_ms + (width - low.width) * slope
+            return measured[0][1]
+        line = InterpolatedUnivariateSpline([width for width, _ in measured], [ms for _, ms in measured], k=1)
+        return float(np.asarray(line(self.tokens_per_pass(k) + k - 1)))
 
     @property
     def doubt(self) -> str | None:
@@ -444,15 +439,11 @@ class Score(FileModel):
             f"{self.tokens_per_pass(k):.2f} tokens per target pass (break-even of "
             f"{'whole requests' if self.served else 'TPOT'}: {self.break_even_length(k):.2f})."
         )
-        return " ".join(said) + self._limit(k)
-
-    def _limit(self, k: int) -> str:
-        shares = self.time_shares(k)
-        if not shares:
-            return ""
-        phase = max(shares, key=lambda name: shares[name])
-        activity, advice = LIMITS[phase]
-        return f" {activity} takes {shares[phase]:.0%} of the time after the first token: {advice}."
+        if shares := self.time_shares(k):
+            phase = max(shares, key=lambda name: shares[name])
+            activity, advice = LIMITS[phase]
+            said.append(f"{activity} takes {shares[phase]:.0%} of the time after the first token: {advice}.")
+        return " ".join(said)
 
 
 LIMITS = {
@@ -460,12 +451,6 @@ LIMITS = {
     "verify": ("Verification", "more accepted tokens would help most"),
     "host": ("Work on the host", "a faster engine would help most"),
 }
-
-
-def _bits(weights: str) -> int | None:
-    """Return the bits of a weight by the name of its precision; None where the name has none."""
-    bits = re.search(r"\d+", weights)
-    return int(bits[0]) if bits else None
 
 
 def score_files(paths: Sequence[Path]) -> list[Path]:

@@ -1,7 +1,7 @@
 """Tables of text: one model, printed on terminals of any width from 80 columns, as Markdown, and on HTML pages."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -24,13 +24,17 @@ SHAPE_HEADS = (
 )
 
 Rows = list[list[str]]
+EMPTY = ("", "–")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Cells of text. best: row to mark. wide: columns that a terminal has no room for.
+    """Cells of text, for terminals, Markdown and pages.
 
-    Line breaks of heads are for terminals, where the ends of an interval stand below its value, too.
+    Args:
+        heads: Heads of the columns; their line breaks are for terminals.
+        best: Number of the row to mark.
+        wide: Heads of the columns that a terminal has no room for.
     """
 
     heads: Sequence[str]
@@ -38,7 +42,24 @@ class Table:
     title: str = ""
     caption: str = ""
     best: int | None = None
-    wide: frozenset[int] = frozenset()
+    wide: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        records: Sequence[Mapping[str, str]],
+        *,
+        title: str,
+        caption: str = "",
+        best: int | None = None,
+        wide: frozenset[str] = frozenset(),
+    ) -> "Table":
+        """Return the table of cells by the head of their column. A column that no record fills is left out."""
+        heads: dict[str, None] = {}
+        for record in records:
+            heads |= dict.fromkeys(head for head in record if any(r.get(head, "") not in EMPTY for r in records))
+        rows = [[record.get(head) or "–" for head in heads] for record in records]
+        return cls(heads=list(heads), rows=rows, title=title, caption=caption, best=best, wide=wide)
 
     @property
     def titles(self) -> list[str]:
@@ -46,7 +67,7 @@ class Table:
         return [re.sub(r"-\n", "", head).replace("\n", " ") for head in self.heads]
 
     def terminal(self) -> TerminalTable:
-        shown = [i for i in range(len(self.heads)) if i not in self.wide]
+        shown = [i for i, head in enumerate(self.heads) if head not in self.wide]
         heads = [self.heads[i] for i in shown]
         rows = [[_stacked(row[i]) if i else row[i] for i in shown] for row in self.rows]
         table = terminal_table(heads, rows, self.best, title=self.title)

@@ -24,7 +24,7 @@ from draftlab.latency.workload import Workload, workload_of_replay
 from draftlab.model import hub
 from draftlab.model.shape import Shape, resolve, write_shape_file
 from draftlab.output import Output
-from draftlab.results.ranking import candidate_of, rank
+from draftlab.results.ranking import rank
 from draftlab.results.score import read_score
 from draftlab.searching.schedule import (
     FILE,
@@ -220,16 +220,16 @@ class Searcher:
             repeats=1,
             seed=1,  # other prompts than those replayed
         )
-        ranked = rank([candidate_of(read_score(scores / name)) for name in last.names])
+        ranked = rank([read_score(scores / name) for name in last.names])
         measured = [
             Measured(
-                name=row.candidate.name,
-                k=row.candidate.k,
-                length=row.candidate.tokens_per_pass,
-                gain=row.candidate.speedup,
-                tokens_per_second=row.candidate.tokens_per_second,
+                name=row.name,
+                k=row.k,
+                length=row.score.tokens_per_pass(row.k),
+                gain=row.speedup,
+                tokens_per_second=row.score.output_tps(row.k),
                 ratio_to_fastest=row.ratio_to_fastest,
-                changed=row.candidate.output_differs,
+                changed=row.score.output_differs,
             )
             for row in ranked
         ]

@@ -30,7 +30,7 @@ from draftlab.model.parallel import pard_token
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
 from draftlab.reading import FileModel, read_model
-from draftlab.results.decoding import Acceptance
+from draftlab.results.decoding import AcceptanceMetrics
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.repeats import LOOP, distinct_ngrams
@@ -121,7 +121,7 @@ class AcceptanceRow:
     group: str
     texts: int
     k: int
-    acceptance: Acceptance
+    acceptance: AcceptanceMetrics
     tokens_per_pass: Interval  # over all passes after the first, also passes without a draft
     length: Interval  # mean_acceptance_length
     rate: Interval

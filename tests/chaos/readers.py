@@ -39,7 +39,7 @@ from draftlab.pruning.importance import Importance, load_scores, save_scores
 from draftlab.reading import read_model
 from draftlab.recipe import read_recipe
 from draftlab.results.decoding import ServedGeneration
-from draftlab.results.ranking import read_candidates
+from draftlab.results.ranking import read_scores
 from draftlab.results.score import Latency, read_score
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.servers import PlainAnswers
@@ -138,9 +138,6 @@ def readers(root: Path) -> list[Reader]:
         Reader("adapter", adapter / "adapter_model.safetensors", "tensors", merged),
         Reader("tokenizer.model", root / "sentencepiece/tokenizer.model", "binary", encoded),
         Reader("prediction", root / "prediction.json", "json", lambda f: read_schedule(f, "d", "0")),
-        Reader(
-            "prediction again", root / "prediction.json", "json", lambda f: [c.speedup for c in read_candidates([f])]
-        ),
         Reader("plan.json", root / "plan.json", "json", lambda f: read_model(Plan, f)),
         Reader("plain answers", root / "plain.json", "json", lambda f: read_model(PlainAnswers, f)),
         Reader(".bin", root / "pickled/pytorch_model.bin", "binary", lambda f: _stored_dtype(f.parent)),
@@ -148,7 +145,7 @@ def readers(root: Path) -> list[Reader]:
         Reader("store", store / "shard-00000.safetensors", "tensors", lambda f: read_store(f.parent).outputs, True),
         Reader("importance", root / "importance.safetensors", "tensors", lambda f: load_scores(f, {"source": "x"})),
         Reader("draftlab.json", root / "run/draftlab.json", "json", lambda f: provenance.read_record(f.parent)),
-        Reader("score.json", root / "score.json", "json", lambda f: [c.speedup for c in read_candidates([f])]),
+        Reader("score.json", root / "score.json", "json", lambda f: [s.best_k_speedup for s in read_scores([f])]),
         Reader("score.json again", root / "score.json", "json", read_score),
         Reader("replay.json", root / "replay.json", "json", lambda f: read_replay(f).chances()),
         Reader("search.json", root / "search.json", "json", read_search),

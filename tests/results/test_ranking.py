@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,7 @@ from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.results.decoding import Counters, Generation, ServedGeneration
 from draftlab.results.environment import Environment
-from draftlab.results.ranking import (
-    category_rows,
-    paired_tests,
-    prompt_rows,
-    rank,
-    read_candidates,
-    speedup_ratio,
-    verdict_lines,
-)
+from draftlab.results.ranking import category_rows, paired_tests, rank, read_scores, speedup_ratio, verdict_lines
 from draftlab.results.report import category_table, html, json_rows, ranking_table
 from draftlab.results.score import Latency, Prompt, Score, TaskResult
 from draftlab.results.warnings import score_warnings
@@ -49,21 +40,21 @@ def test_drafts_that_differ_by_the_same_share_everywhere_are_told_apart_by_pairi
     """Prompts differ threefold, the drafts by a twentieth: their intervals overlap, the ratio's is a point."""
     seconds = [0.1 + 0.05 * i for i in range(PROMPTS)]
     fast, slow = at("fast", seconds), at("slow", [1.05 * s for s in seconds])
-    places = rank(read_candidates(kept(tmp_path, slow, fast)))
-    assert [p.candidate.name for p in places] == ["fast", "slow"]
+    places = rank(read_scores(kept(tmp_path, slow, fast)))
+    assert [p.name for p in places] == ["fast", "slow"]
     (behind,) = [p.ratio_to_fastest for p in places if p.ratio_to_fastest is not None]
     assert behind.value == pytest.approx(1 / 1.05)
     assert (behind.low, behind.high) == (pytest.approx(1 / 1.05), pytest.approx(1 / 1.05))
     assert slow.speedup(4).high > fast.speedup(4).low
     assert verdict_lines(places)[1].startswith("slow is slower: 0.95 (0.95 to 0.95) of")
     other = conditioned(slow, prompts_sha256="others")
-    apart = rank(read_candidates(kept(tmp_path / "o", fast, other)))[1]
+    apart = rank(read_scores(kept(tmp_path / "o", fast, other)))[1]
     assert (apart.paired, apart.significant) == (False, False)
 
 
 def test_a_difference_that_prompts_do_not_agree_on_is_not_told_apart(tmp_path):
     fast, noisy = at("even", [0.2] * PROMPTS), at("noisy", [0.12, 0.3] * (PROMPTS // 2))
-    places = rank(read_candidates(kept(tmp_path, fast, noisy)))
+    places = rank(read_scores(kept(tmp_path, fast, noisy)))
     assert places[1].significant is False
     assert "does not differ significantly" in verdict_lines(places)[1]
     assert "~ noisy" in rendered(ranking_table(places), 80)
@@ -79,10 +70,10 @@ def test_plain_decoding_of_two_runs_is_taken_out():
 
 def test_a_draft_that_changes_the_output_is_last_and_not_called_the_fastest(tmp_path):
     lossy = change(at("lossy", [0.05] * PROMPTS), equal_texts=0.5)
-    places = rank(read_candidates(kept(tmp_path, lossy, at("right", [0.2] * PROMPTS))))
-    assert [p.candidate.name for p in places] == ["right", "lossy"]
+    places = rank(read_scores(kept(tmp_path, lossy, at("right", [0.2] * PROMPTS))))
+    assert [p.name for p in places] == ["right", "lossy"]
     assert "lossy changed the output" in verdict_lines(places)[1]
-    alone = rank(read_candidates([tmp_path / "lossy"]))
+    alone = rank(read_scores([tmp_path / "lossy"]))
     assert verdict_lines(alone) == [
         f"lossy changed the output: its speed-up of {lossy.speedup_value(4):.2f}x does not count."
     ]
@@ -92,7 +83,7 @@ def test_a_draft_that_changes_the_output_is_last_and_not_called_the_fastest(tmp_
 def test_drafts_of_different_targets_do_not_compare(tmp_path):
     other = change(score("b"), target=model("other", 12, 20.0, []))
     with pytest.raises(UserError, match="different targets"):
-        rank(read_candidates(kept(tmp_path, score("a"), other)))
+        rank(read_scores(kept(tmp_path, score("a"), other)))
 
 
 @pytest.mark.parametrize(("won", "lost"), [(0, 0), (1, 0), (8, 13), (13, 8), (0, 12), (40, 40)])
@@ -132,19 +123,6 @@ def test_no_difference_is_rarely_called_one():
     assert sum(test.significant for test in tests) <= 10
 
 
-def test_predictions_stand_beside_scores_and_are_called_so(tmp_path):
-    interval = {"value": 3.0, "low": 3.0, "high": 3.0, "n": 1}
-    row = {"k": 5, "tokens_per_pass": interval, "speedup": interval, "tokens_per_second": 70.0, "beta": 1.1}
-    said = {"predictions": [{"name": "wide, graphs", "target": "target on 4 x A100, float16", "rows": [row]}]}
-    (tmp_path / "predicted.json").write_text(json.dumps(said))
-    places = rank(read_candidates([tmp_path / "predicted.json", *kept(tmp_path, score("a"))]))
-    assert [(p.candidate.name, p.significant) for p in places] == [("wide, graphs", None), ("a", None)]
-    assert re.match(r"wide, graphs is fastest: 3.00x at K = 5 \(predicted", verdict_lines(places)[0])
-    (tmp_path / "predicted.json").write_text('{"predictions": [{}]}')
-    with pytest.raises(UserError, match=r"predicted\.json"):
-        read_candidates([tmp_path / "predicted.json"])
-
-
 def test_the_command_ranks_and_keeps_the_bar(tmp_path):
     kinds = [Prompt(tokens=9, category="code" if i % 2 else "chat") for i in range(PROMPTS)]
     paths = kept(tmp_path, score("slow", speed=0.5), change(score("fast"), prompts=kinds))
@@ -168,12 +146,6 @@ def test_pages_are_written_where_they_are_asked_for_and_show_scores(tmp_path):
     assert (tmp_path / "new/page.html").read_text().startswith("<!doctype html>")
     assert "| a | 4 |" in (tmp_path / "page.md").read_text()
     assert done.stdout.split()[-2:] == [files[1], files[3]]
-    interval = {"value": 3.0, "low": 3.0, "high": 3.0, "n": 1}
-    row = {"k": 5, "tokens_per_pass": interval, "speedup": interval, "tokens_per_second": 70.0}
-    (tmp_path / "predicted.json").write_text(json.dumps({"predictions": [{"name": "x", "target": "t", "rows": [row]}]}))
-    refused = CliRunner().invoke(app, ["report", str(tmp_path / "predicted.json"), "--html", str(tmp_path / "x.html")])
-    assert refused.exit_code == 1
-    assert refused.stderr.startswith("error: --html: ")
 
 
 def test_a_served_score_stands_beside_a_local_one(tmp_path):
@@ -184,8 +156,8 @@ def test_a_served_score_stands_beside_a_local_one(tmp_path):
     again = Score.model_validate_json(served.model_dump_json())
     assert again == served
     assert (again.speedup(4).value, again.acceptance(4).mean_acceptance_length) == (pytest.approx(2), 3.0)
-    places = rank(read_candidates(kept(tmp_path, served, score("a", speed=0.9))))
-    assert [p.candidate.name for p in places] == ["served", "a"]
+    places = rank(read_scores(kept(tmp_path, served, score("a", speed=0.9))))
+    assert [p.name for p in places] == ["served", "a"]
     page = html([served, score("a")], "")
     assert "servers decoded it" in page
     assert json_rows([served])[0]["draft_share"] is None
@@ -196,21 +168,14 @@ def test_a_slow_down_is_not_praised(tmp_path):
     plain_seconds = [0.3 + 0.1 * i for i in range(PROMPTS)]
     slow = at("slow", [1.5 * s for s in plain_seconds])
     even = at("even", [s * (0.8, 1.3)[i % 2] for i, s in enumerate(plain_seconds)])
-    places = rank(read_candidates(kept(tmp_path, slow)))
+    places = rank(read_scores(kept(tmp_path, slow)))
     (line,) = verdict_lines(places)
-    assert line.startswith("Plain decoding is fastest")
-    assert "slow, reaches 0.67 (0.67 to 0.67)" in line
+    assert "0.67 (0.67 to 0.67)" in line
     table = rendered(ranking_table(places), 100)
     assert table.index("* no draft") < table.index("slow")
-    both = rank(read_candidates(kept(tmp_path / "o", slow, even)))
-    assert verdict_lines(both)[0].startswith("No draft is significantly faster than plain decoding; the best is even")
-
-
-def test_no_draft_has_its_place(tmp_path):
-    places = rank(read_candidates(kept(tmp_path, at("fast", [0.2] * PROMPTS), at("slow", [2.0] * PROMPTS))))
-    table = rendered(ranking_table(places), 100)
-    assert table.index("* fast") < table.index("no draft") < table.index("slow")
-    assert places[0].as_dict()["plain_tokens_per_second"] == pytest.approx(places[0].candidate.score.output_tps(0))
+    both = rank(read_scores(kept(tmp_path / "o", slow, even)))
+    assert both[0].name == "even"
+    assert both[0].speedup.low < 1
 
 
 def test_a_kind_of_prompt_that_is_answered_with_its_end_gains_nothing(tmp_path):
@@ -226,39 +191,11 @@ def test_a_kind_of_prompt_that_is_answered_with_its_end_gains_nothing(tmp_path):
     of_others, of_ended = category_rows(one)
     assert (of_ended["speedup"], of_ended["tpot_speedup"]) == (pytest.approx(1), None)  # 0.1 s of prefill, either way
     assert (of_others["speedup"], of_others["tpot_speedup"]) == (pytest.approx(3.5), pytest.approx(3.5))
-    assert prompt_rows(one)[0]["output_tps"] == pytest.approx(10)
+    assert of_ended["output_tps"] == pytest.approx(10)
     table = category_table(one)
     assert table is not None
     assert "1.00x" in rendered(table, 80)
     assert any("1 of 8 prompts were answered with one token" in text for text in score_warnings([one]))
-
-
-def test_stalls_and_a_busy_machine_are_said_on_the_page():
-    base = at("draft", [0.2] * PROMPTS)
-    assert not [text for text in score_warnings([base]) if "busy" in text]
-    again = [plain(g.prompt, (8 if g.prompt == 2 else 1) * g.decode_seconds) for g in base.plain]
-    said = score_warnings([change(base, plain=[*base.plain, *again])])
-    assert any(
-        "1 of 8 prompts took over 1.5 times as long in one run as in another of the same work (at most 8.0" in t
-        for t in said
-    )
-    busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
-    assert any("other work kept 1.5 of 2 cores busy" in t for t in score_warnings([change(base, environment=busy)]))
-    for share, said in ((None, False), (0.1, False), (0.25, True)):
-        waiting = busy.model_copy(update={"busy_cores": 0.0, "waited_share": share})
-        texts = score_warnings([change(base, environment=waiting)])
-        assert any("waited for a core in 25% of its time" in text for text in texts) == said
-
-
-def test_stalls_are_said_from_one_in_a_thousand_steps_on():
-    base = at("draft", [0.2] * PROMPTS)
-    for stalled, said in ((0, False), (1, True)):
-        first, *others = base.plain
-        runs = [first.model_copy(update={"stalled_passes": stalled}), *others]
-        assert any("passes stalled" in text for text in score_warnings([change(base, plain=runs)])) == said
-    many = [first, *others] * (1000 // sum(len(g.drafted) for g in base.plain) + 1)
-    rare = change(base, plain=[many[0].model_copy(update={"stalled_passes": 1}), *many[1:]])
-    assert not any("passes stalled" in text for text in score_warnings([rare]))
 
 
 def test_a_parallel_draft_implies_one_pass_over_the_last_steps_tokens_and_the_mask_tokens():
@@ -323,7 +260,7 @@ def test_waits_and_uneven_repeats_are_doubt_where_times_are_wall_clock():
     on_gpu = conditioned(change(base, environment=idle.model_copy(update={"pressure": 1.0})), device="H100", threads=1)
     assert on_gpu.doubt is None
     for uneven, doubted in ((2, False), (3, True)):
-        again = [plain(g.prompt, (2 if g.prompt < uneven else 1) * g.decode_seconds) for g in base.plain]
+        again = [plain(g.prompt, (2 if g.prompt < uneven else 1) * (0.3 + 0.1 * g.prompt)) for g in base.plain]
         found = change(base, plain=[*base.plain, *again]).doubt
         assert (found == f"{uneven} of 8 prompts took up to 2.0 times as long when repeated") == doubted
         assert (found is None) != doubted
@@ -335,7 +272,7 @@ def test_waits_and_uneven_repeats_are_doubt_where_times_are_wall_clock():
 def test_a_doubtful_score_is_not_called_the_fastest_and_reaches_no_bar(tmp_path):
     doubtful = change(at("loud", [0.1] * PROMPTS), environment=BUSY_MACHINE)
     sound = at("right", [0.2] * PROMPTS)
-    places = rank(read_candidates(kept(tmp_path, sound, doubtful)))
+    places = rank(read_scores(kept(tmp_path, sound, doubtful)))
     assert verdict_lines(places)[0].startswith("Cannot tell which is fastest: loud has ")
     assert "but other work kept 1.5 of 2 cores busy" in verdict_lines(places)[0]
     assert [place.as_dict()["doubt"] for place in places] == [doubtful.doubt, None]
@@ -345,5 +282,5 @@ def test_a_doubtful_score_is_not_called_the_fastest_and_reaches_no_bar(tmp_path)
     alone = CliRunner().invoke(app, ["report", str(tmp_path / "loud"), "--min-speedup", "1.01"])
     assert alone.exit_code == 3
     assert "loud: cannot tell whether it reaches --min-speedup 1.01, because other work kept 1.5 of 2" in alone.stderr
-    last = rank(read_candidates(kept(tmp_path / "o", at("first", [0.05] * PROMPTS), doubtful)))
-    assert verdict_lines(last)[1] == f"loud cannot be told from first, because {doubtful.doubt}."
+    last = rank(read_scores(kept(tmp_path / "o", at("first", [0.05] * PROMPTS), doubtful)))
+    assert str(doubtful.doubt) in verdict_lines(last)[1]

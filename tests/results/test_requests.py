@@ -7,10 +7,9 @@ import pytest
 from test_report import CONDITIONS, board, change, model, rendered, score
 
 from draftlab.results.decoding import Generation, share_of_equal_texts
-from draftlab.results.ranking import candidate_of, category_rows, missed_thresholds, rank
+from draftlab.results.ranking import category_rows, missed_thresholds, rank
 from draftlab.results.report import html, json_rows, markdown
 from draftlab.results.score import Latency, Prompt, Score
-from draftlab.results.warnings import score_warnings
 from draftlab.searching.verdict import Candidate, ranking
 
 PROMPTS = 8
@@ -84,12 +83,12 @@ def test_k_and_the_verdict_are_chosen_by_requests_where_decoding_alone_says_othe
     Prompt lookup costs nothing to prefill and decodes 1.25 times as fast: 1.15 in requests.
     """
     model_draft, lookup = drafted("draft", 1.3, {4: 0.25}), drafted("lookup", 0.5, {4: 0.8})
-    places = rank([candidate_of(model_draft), candidate_of(lookup)])
-    assert [place.candidate.name for place in places] == ["lookup", "draft"]
+    places = rank([model_draft, lookup])
+    assert [place.name for place in places] == ["lookup", "draft"]
     assert model_draft.headline().startswith("Slower than no draft")
     assert lookup.headline().startswith("Faster: 1.15x")
-    assert missed_thresholds(places[1].candidate, 5.0, 1.1, None)
-    assert not missed_thresholds(places[0].candidate, 5.0, 1.1, None)
+    assert missed_thresholds(places[1].score, 1.1, None)
+    assert not missed_thresholds(places[0].score, 1.1, None)
     candidates = [Candidate(kind="draft", draft=Path("draft")), Candidate(kind="draft", draft=Path("lookup"))]
     by_auto = ranking(candidates, {1: {"draft": model_draft, "lookup": lookup}})
     assert [choice.name for choice in by_auto] == ["lookup", "draft"]
@@ -175,26 +174,6 @@ def test_every_table_has_both_plain_runs_and_the_precision_of_both_sides():
         assert text.index("no draft, int8") < text.index("no draft, bfloat16")
         assert "0.67x" in text  # bfloat16 over int8: 1 / 1.5
     assert one.headline().endswith("over the target alone with int8 weights")
-
-
-@pytest.mark.parametrize(
-    ("weights", "plain", "cheaper"),
-    [
-        ("int8", ["bfloat16"], True),
-        ("int8", ["bfloat16", "int8"], False),
-        ("q8_0", ["float32"], True),
-        ("q4_0", ["bfloat16", "int8"], True),
-        ("bfloat16", ["bfloat16"], False),
-        ("bfloat16", ["int8", "bfloat16"], False),
-        (None, ["bfloat16"], False),
-        ("bfloat16", ["awq"], False),
-    ],
-)
-def test_a_draft_of_fewer_bits_than_any_plain_run_is_said(weights, plain, cheaper):
-    conditions = CONDITIONS.model_copy(update={"target_weights": plain[0], "draft_weights": weights})
-    one = change(score(), conditions=conditions, other_plain={name: score().plain for name in plain[1:]})
-    assert one.cheaper_draft is cheaper
-    assert any("may be that of the precision" in text for text in score_warnings([one])) is cheaper
 
 
 def test_an_uneven_prefill_raises_doubt_even_where_prompts_were_decoded_once():

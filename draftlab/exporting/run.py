@@ -22,7 +22,7 @@ from draftlab.output import Output
 from draftlab.prompts import Prompts
 from draftlab.results.score import Score
 from draftlab.sampling import SamplingParams
-from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, Sampling, Trial
+from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, Sampling, ServerTrial
 
 NEW_TOKENS = 64  # of a text to verify with
 TURN_TOKENS = 128  # of an answer to an earlier turn, as score's by default
@@ -162,7 +162,7 @@ def _verify(
         served = target
         if server.loads_gguf:
             served = gguf.write(target, Path(folder) / "target.gguf", "f32").path
-        trial = Trial(
+        trial = ServerTrial(
             target=served,
             draft=written,
             kind=artifact.kind,

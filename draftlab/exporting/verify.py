@@ -17,7 +17,7 @@ from draftlab.errors import UserError
 from draftlab.intervals import Interval, ratio
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
-from draftlab.servers.kinds import SampleMethod, ServerKind, Trial
+from draftlab.servers.kinds import SampleMethod, ServerKind, ServerTrial
 from draftlab.servers.processes import running
 
 # without these vLLM's CPU build takes half of the memory, and a core of its own for every thread
@@ -153,7 +153,7 @@ def count_steps(hits: list[np.ndarray], texts: TargetTexts) -> np.ndarray:
 def verify(
     server: ServerKind,
     program: Path,
-    trial: Trial,
+    trial: ServerTrial,
     texts: TargetTexts,
     count: Count,
     ends: Sequence[int],

@@ -1,16 +1,16 @@
 """The kinds of servers, a module each, without torch; the client of a running one; and what plug-ins need of them."""
 
 from draftlab.config.server_rules import Acceptance
-from draftlab.servers.answers import Completion, PromptLogprobs
+from draftlab.servers.answers import PromptLogprobs, ServedCompletion
 from draftlab.servers.kinds import Artifact, Finding, Launch, ServerKind, error, server, shell_script, warning
 
 __all__ = [
     "Acceptance",
     "Artifact",
-    "Completion",
     "Finding",
     "Launch",
     "PromptLogprobs",
+    "ServedCompletion",
     "ServerKind",
     "error",
     "server",

@@ -34,7 +34,7 @@ class PromptLogprobs(BaseModel):
         return self
 
 
-class Completion(PromptLogprobs):
+class ServedCompletion(PromptLogprobs):
     """The n tokens that a server generated after a prompt, eos included, with their log-probabilities."""
 
     prompt_ids: list[int]
@@ -62,10 +62,10 @@ def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
 
 def completion(
     prompt: list[int], ids: list[int], logprobs: list[float], tops: Sequence[TopLogprobs], reason: Any
-) -> Completion:
+) -> ServedCompletion:
     """Return a checked completion. Raises ValueError: values are missing, or are no ids or not finite."""
     top_ids, top_logprobs = _columns(tops)
-    return Completion(
+    return ServedCompletion(
         prompt_ids=prompt, ids=ids, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs, finish_reason=reason
     )
 

@@ -9,7 +9,7 @@ from draftlab.config.server_rules import Acceptance
 from draftlab.registry import SERVERS
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
-from draftlab.servers.answers import Answer, Completion, PromptLogprobs
+from draftlab.servers.answers import Answer, PromptLogprobs, ServedCompletion
 from draftlab.trust import printable
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class ServerTrial:
     """A server to start for a verification, in float32. target, draft: what it loads. longest: prompt and answer."""
 
     target: Path
@@ -211,7 +211,7 @@ class ServerKind:
         """Return name and text of a script that lies in the draft's directory and starts the server with it."""
         raise NotImplementedError
 
-    def command(self, program: Path, trial: Trial, method: SampleMethod) -> list[object]:
+    def command(self, program: Path, trial: ServerTrial, method: SampleMethod) -> list[object]:
         """Return the command of a server for a verification, without host and port."""
         raise NotImplementedError
 
@@ -237,7 +237,7 @@ class ServerKind:
         """Return the body of a request. k: top tokens per position; None asks for ids alone, at the least cost."""
         raise NotImplementedError
 
-    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         raise NotImplementedError
 
     def ids(self, answer: Answer) -> list[int]:

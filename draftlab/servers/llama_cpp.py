@@ -12,7 +12,7 @@ from draftlab.config.server_rules import Acceptance
 from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
 from draftlab.servers import answers
-from draftlab.servers.answers import Answer, Completion
+from draftlab.servers.answers import Answer, ServedCompletion
 from draftlab.servers.kinds import (
     ABOVE_ZERO,
     PROMPT_LOOKUP_MAX,
@@ -22,7 +22,7 @@ from draftlab.servers.kinds import (
     Launch,
     SampleMethod,
     ServerKind,
-    Trial,
+    ServerTrial,
     error,
     server,
     shell_script,
@@ -112,7 +112,7 @@ class LlamaCpp(ServerKind):
         ]
         return shell_script(launch, lines)
 
-    def command(self, program: Path, trial: Trial, method: SampleMethod) -> list[object]:
+    def command(self, program: Path, trial: ServerTrial, method: SampleMethod) -> list[object]:
         options: dict[str, object] = {
             "model": trial.target,
             "spec-type": _spec_type(trial.kind == "EAGLE-3 head"),
@@ -164,7 +164,7 @@ class LlamaCpp(ServerKind):
             "return_tokens": True,
         }
 
-    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         tokens = answer["completion_probabilities"]
         tops = []
         for token in tokens if k else []:

@@ -12,7 +12,7 @@ from draftlab.config.server_rules import Acceptance
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers import answers
-from draftlab.servers.answers import Answer, Completion, PromptLogprobs
+from draftlab.servers.answers import Answer, PromptLogprobs, ServedCompletion
 from draftlab.servers.kinds import (
     ABOVE_ZERO,
     SCRIPT_DIRECTORY,
@@ -94,7 +94,7 @@ class SGLang(ServerKind):
         logprobs = {} if k is None else {"return_logprob": True, "top_logprobs_num": k}
         return {"input_ids": prompt, "sampling_params": settings} | logprobs
 
-    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         meta = answer["meta_info"]
         tops = [_top_k(row, k) for row in (meta["output_top_logprobs"] if k else [])]
         logprobs = [value for value, _, _ in meta["output_token_logprobs"]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from draftlab.config.server_rules import Acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.servers import answers
-from draftlab.servers.answers import Answer, Completion, PromptLogprobs
+from draftlab.servers.answers import Answer, PromptLogprobs, ServedCompletion
 from draftlab.servers.kinds import (
     ABOVE_ZERO,
     PROMPT_LOOKUP_MAX,
@@ -22,7 +22,7 @@ from draftlab.servers.kinds import (
     Ranges,
     SampleMethod,
     ServerKind,
-    Trial,
+    ServerTrial,
     check_head_dim,
     error,
     server,
@@ -123,7 +123,7 @@ class VLLM(ServerKind):
         ]
         return shell_script(launch, lines)
 
-    def command(self, program: Path, trial: Trial, method: SampleMethod) -> list[object]:
+    def command(self, program: Path, trial: ServerTrial, method: SampleMethod) -> list[object]:
         target = trial.draft if trial.own_target else trial.target
         command: list[object] = [program.absolute(), "serve", target, "--dtype", "float32", "--enforce-eager"]
         command.append("--no-enable-prefix-caching")
@@ -146,7 +146,7 @@ class VLLM(ServerKind):
         logprobs = {} if k is None else {"logprobs": k, "return_tokens_as_token_ids": True}
         return settings | stops | NO_PENALTIES | logprobs | {"prompt": prompt, "return_token_ids": True}
 
-    def completion(self, prompt: list[int], answer: Answer, k: int) -> Completion:
+    def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         choice = answer["choices"][0]
         logprobs = choice["logprobs"]
         tops = []

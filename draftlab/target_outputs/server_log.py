@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, model_validator
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.reading import FileModel, parse_json, read_lines, reading
-from draftlab.servers.answers import Completion
+from draftlab.servers.answers import ServedCompletion
 from draftlab.target_outputs.outputs import ROUNDING, TargetOutput
 from draftlab.target_outputs.store import ABOVE_ZERO
 from draftlab.target_outputs.targets import outputs_of
@@ -51,14 +51,14 @@ class _Line(FileModel):
                 )
         return self
 
-    def completion(self) -> Completion:
+    def completion(self) -> ServedCompletion:
         """Return the request with the most probable tokens first."""
         top_ids, top_logprobs = [], []
         for ids, values in zip(self.top_ids, self.top_logprobs, strict=True):
             order = sorted(range(len(ids)), key=lambda i, values=values: -values[i])
             top_ids.append([ids[i] for i in order])
             top_logprobs.append([values[i] for i in order])
-        return Completion(
+        return ServedCompletion(
             prompt_ids=self.prompt_ids, ids=self.ids, logprobs=self.logprobs, top_ids=top_ids,
             top_logprobs=top_logprobs, finish_reason=None,
         )  # fmt: skip
@@ -115,7 +115,7 @@ class ServerLog:
                 written.append(self._cut(_Line.model_validate_json(stream.readline()).completion()))
         return outputs_of(written, which, self.top_logprobs)
 
-    def _cut(self, w: Completion) -> Completion:
+    def _cut(self, w: ServedCompletion) -> ServedCompletion:
         n = self.seq_len + 1 - len(w.prompt_ids)
         cut = {name: getattr(w, name)[:n] for name in ("ids", "logprobs", "top_ids", "top_logprobs")}
         return w.model_copy(update=cut)

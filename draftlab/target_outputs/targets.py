@@ -26,7 +26,7 @@ from draftlab.model.decoder import Decoder
 from draftlab.model.tokenizer import known_ids
 from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
-from draftlab.servers.answers import Completion
+from draftlab.servers.answers import ServedCompletion
 from draftlab.servers.client import Probe, Server
 from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, TargetOutput, padded, with_top
 from draftlab.target_outputs.store import Logprobs, TargetInfo, logits_of
@@ -248,7 +248,7 @@ def score_on_server(server: Server, batch: Batch, k: int, vocab: int) -> tuple[n
 
 
 def outputs_of(
-    written: Sequence[Completion],
+    written: Sequence[ServedCompletion],
     numbers: Sequence[int],
     k: int,
     *,

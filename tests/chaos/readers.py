@@ -45,7 +45,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.scoring.servers import PlainAnswers
 from draftlab.searching.costs import Machine
 from draftlab.searching.plan import Plan, PlannedStep
-from draftlab.searching.schedule import Rung, Search, Trial, read_search
+from draftlab.searching.schedule import Rung, Search, ServerTrial, read_search
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
 from draftlab.target_outputs.replay import Replay, ReplayedText, read_replay
 from draftlab.target_outputs.server_log import ServerLog
@@ -264,7 +264,7 @@ def _records(root: Path) -> None:
         texts=[text, text], command="draftlab replay", versions={}, created="",
     )  # fmt: skip
     dump("replay.json", replay)
-    trial = Trial(
+    trial = ServerTrial(
         name="a", k=2, length=2.0, tokens_per_second=90.0, speedup=1.2, rejection=0.4, draft_ms=1.0, seconds=10,
         step_seconds=0.1,
     )  # fmt: skip

@@ -35,7 +35,7 @@ from draftlab.model.sentencepiece import PROBES
 from draftlab.registry import SERVERS
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
-from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, ServerKind, Trial
+from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, ServerKind, ServerTrial
 from draftlab.servers.processes import running
 from draftlab.training.vocabulary import resize
 
@@ -580,7 +580,7 @@ def test_an_export_that_drafts_as_here_passes_and_another_fails(other, family_di
         yield SimpleNamespace(version="1"), None
 
     monkeypatch.setattr(verify, "running", started)
-    trial = Trial(target=draft, draft=draft, kind="draft model", k=3, longest=18)
+    trial = ServerTrial(target=draft, draft=draft, kind="draft model", k=3, longest=18)
     ask = (Kind(), Path("p"), trial, writing)
 
     def count(texts: verify.TargetTexts) -> verify.Counts:

@@ -91,7 +91,7 @@ def _write(file: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
 
 
 def _asked(prompts: list[Prompt], first: int, tokenizer: PreTrainedTokenizerBase, answer: Answer) -> list[Prompt]:
-    """Return the requests of conversations, turn by turn of each. first: number of the first of them."""
+    """Return the requests of conversations, turn by turn of each. They are numbered from `first` on."""
     sizes = [1 + len(prompt.later) for prompt in prompts]
     talks = [[prompt] for prompt in prompts]
     numbers = [first + sum(sizes[:i]) for i in range(len(prompts))]

@@ -29,10 +29,13 @@ def score_chains(
 ) -> list[TokenLogprobs]:
     """Return the head's view of each token by the age of the step, arrays of [n, K] as score_offsets returns.
 
-    Steps that would begin before the prompt's last token have probability 0. vocab: logits that count.
+    Steps that would begin before the prompt's last token have probability 0.
+
+    Args:
+        vocab: Number of logits that count.
 
     Raises:
-        UserError: a text is longer than the context of the head or of the target.
+        UserError: A text is longer than the context of the head or of the target.
     """
     for model in (target, head):
         check_fits(model, texts)

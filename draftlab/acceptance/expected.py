@@ -83,7 +83,7 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Texts:
-    """Pad texts. limits: their length limits; None: each text ended at its limit."""
+    """Pad texts. Without limits, each text ended at its length limit."""
     lengths = np.array([len(c) for c in chances], dtype=np.int64)
     return Texts(padded(chances), lengths, lengths if limits is None else limits)
 
@@ -91,9 +91,12 @@ def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Tex
 def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
     """Return the expected number of steps that begin at each token, [n] or [R, n]; their sum is the target passes.
 
-    chances: [n] or [R, n]; by the age of the step [R, n, D]. k: tokens drafted per step, fewer only at the end of the
-    text; or, for each token, by the step that begins there. Later tokens do not matter to a token, so any padding will
-    do.
+    Later tokens have no influence, so that any padding will do.
+
+    Args:
+        chances: Probability of each token to be accepted, [n] or [R, n], or by the age of the step [R, n, D].
+        k: Number of tokens drafted per step, fewer only at the end of the text. An array has a number for the step that
+            begins at each token.
     """
     rows = np.atleast_2d(np.asarray(chances, dtype=np.float64))
     lengths = np.full(len(rows), rows.shape[1])

@@ -27,10 +27,13 @@ def score_offsets(
     """Return the view of each token by offset, arrays of [n, K]: of token i, offset a + 1 from token i - a - 1.
 
     That is the token that a step of age a drafts at token i (acceptance/expected.py). Offsets that would begin before
-    the prompt's last token have probability 0. token: the mask token. Other arguments as in score_tokens.
+    the prompt's last token have probability 0.
+
+    Args:
+        token: The mask token. The other arguments are those of score_tokens.
 
     Raises:
-        UserError: a text is longer than the model's context.
+        UserError: A text is longer than the model's context.
     """
     check_fits(model, texts)
     step = max(1, max_positions(vocab, memory) // offsets)

@@ -48,10 +48,12 @@ def score_tokens(
 ) -> list[TokenLogprobs]:
     """Return the log-probabilities of completions given their prompts, long texts first.
 
-    vocab: logits that count. memory: GB for the logits of one pass.
+    Args:
+        vocab: Number of logits that count.
+        memory: GB for the logits of a pass.
 
     Raises:
-        UserError: a text is longer than the model's context.
+        UserError: A text is longer than the model's context.
     """
     check_fits(model, texts)
     scored: list[TokenLogprobs] = [TokenLogprobs(*np.zeros((2, 0)))] * len(texts)

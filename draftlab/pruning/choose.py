@@ -89,7 +89,7 @@ def _scores(shape: Shape, fill: Callable[..., Tensor]) -> Scores:
 
 
 def _keep_heads(scores: Tensor, source: Shape, shape: Shape) -> tuple[list[int], list[int]]:
-    """Return the query heads and kv heads to keep in one layer. scores: [H]."""
+    """Return the query heads and kv heads to keep in a layer, by scores [H]."""
     by_group = scores.unflatten(0, (source.kv_heads, -1))  # [K, G]
     kv_heads = top(by_group.sum(1), shape.kv_heads)
     per_group, group = shape.heads // shape.kv_heads, by_group.shape[1]

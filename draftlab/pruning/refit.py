@@ -138,7 +138,7 @@ class Lockstep:
     def _refit_layer(
         self, module: nn.Module, run: Run, names: list[str], draft_streams: list[Stream], targets: list[Stream]
     ) -> None:
-        """Fit a matrix of a layer. names: the matrix, and the norm after it unless it ends the layer."""
+        """Fit a matrix of a layer. names has the matrix, and the norm after it unless the matrix ends the layer."""
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for stream, target in zip(draft_streams, targets, strict=True):
@@ -213,7 +213,7 @@ def _fit_matrix(linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitte
 
 
 def ridge_solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """Return (X'X + ridge mean(diag X'X) I)^-1 X'E in fp64; zeros if X is zero. gram: [N, N]. cross: [N, M]."""
+    """Return (X'X + ridge mean(diag X'X) I)^-1 X'E in fp64, from X'X [N, N] and X'E [N, M]; zeros if X is zero."""
     gram = exact(gram)
     energy = float(gram.diagonal().mean())
     if energy == 0:

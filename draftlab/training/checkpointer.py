@@ -220,8 +220,8 @@ def save(file: Path, content: Mapping[str, Any], run: str | None = None) -> None
     """
     identity = run_identity(file.parent) if run is None else run
     file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as part:
-        torch.save({"run": identity, "content": dict(content)}, part)
+    with replacing(file) as part, part.open("wb") as stream:  # a path would hide the error of a full disk
+        torch.save({"run": identity, "content": dict(content)}, stream)
 
 
 def load(file: Path, run: str | None = None) -> dict[str, Any]:

@@ -88,8 +88,8 @@ class Running:
         return Ended(code, int(changes or b"0"), text.decode(errors="replace"))
 
 
-def run(arguments: list[str], folder: Path, fault: Fault = Fault()) -> Ended:
-    return Running(arguments, folder, fault).wait()
+def run(arguments: list[str], folder: Path, fault: Fault = Fault(), seconds: float = 3600.0) -> Ended:
+    return Running(arguments, folder, fault).wait(seconds)
 
 
 def digest(out: Path) -> dict[str, str]:

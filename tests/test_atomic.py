@@ -5,14 +5,13 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
-from draftlab import atomic, workspace
+from draftlab import atomic, cli, workspace
 from draftlab.config.results import ReportConfig
 from draftlab.errors import UserError
 from draftlab.output import Output
@@ -261,17 +260,18 @@ def test_a_disk_that_fills_up_is_said_with_what_is_kept(tmp_path, error):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_command_says_what_is_kept_and_leaves_nothing(tmp_path, number):
-    code = (
-        f"import os, signal; signal.signal({int(number)}, signal.SIG_DFL)  # nohup ignores SIGHUP\n"
-        "import sys; from draftlab import cli; from draftlab.pruning import run\n"
-        f"run.prune = lambda *_, **__: os.kill(os.getpid(), {int(number)})\n"
-        "line = 'prune --source tiny --layers 2 --data stdlib --out runs/out'\n"
-        "sys.argv = ['draftlab', *line.split()]; cli.main()"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 130
-    assert "Traceback" not in ended.stderr
+def test_an_interrupted_command_exits_with_130_and_leaves_nothing(tmp_path, monkeypatch, number):
+    def interrupted():
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(Output, "check_space", lambda *_: os.kill(os.getpid(), number))
+        signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
+        sys.argv = ["draftlab", *"prune --source tiny --layers 2 --data stdlib --out runs/out".split()]
+        try:
+            cli.main()
+        except SystemExit as end:
+            os._exit(int(end.code or 0))
+
+    assert in_child(interrupted) == 130
     assert hidden(tmp_path / "runs") == []
 
 

@@ -15,6 +15,7 @@ from draftlab.config.base import extra
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page_runs_as_it_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (script,) = re.findall(r"```python\n(import draftlab\n.*?)```", PAGE.read_text(), re.DOTALL)

@@ -265,7 +265,8 @@ def test_an_interrupted_command_exits_with_130_and_leaves_nothing(tmp_path, monk
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(Output, "check_space", lambda *_: os.kill(os.getpid(), number))
         signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
-        sys.argv = ["draftlab", *["prune", "--source", "tiny", "--layers", "2", "--data", "stdlib", "--out", "runs/out"]]
+        sys.argv = ["draftlab", "prune", "--source", "tiny", "--layers", "2", "--data", "stdlib"]
+        sys.argv += ["--out", "runs/out"]
         try:
             cli.main()
         except SystemExit as end:

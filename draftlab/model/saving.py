@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from draftlab.atomic import replacing
 from draftlab.errors import UserError, one_line
 from draftlab.model.checkpoint import dtype_name
+from draftlab.reading import read_json
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -57,9 +58,11 @@ def write_checkpoint(
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the files of a tokenizer, and generation_config.json, verbatim."""
+    """Copy the files of a tokenizer, and generation_config.json, verbatim. Raises UserError: one is not JSON."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
+            if name.endswith(".json"):
+                read_json(source / name)
             shutil.copyfile(source / name, directory / name)
 
 

@@ -27,9 +27,9 @@ def trusts_remote_code() -> bool:
     return _REMOTE_CODE.get()
 
 
-def printable(text: str) -> str:
-    """Return a text with control characters, line breaks and marks of direction escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def printable(text: str, keep: str = "") -> str:
+    """Return a text with control characters, line breaks and marks of direction escaped, except those to keep."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def is_name(text: object) -> bool:

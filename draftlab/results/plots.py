@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
 from draftlab.results.ranking import NO_DRAFT
+from draftlab.trust import printable
 
 # After Okabe and Ito (2008), each at 3:1 or more against the page; the second is for a dark one.
 COLOURS = ("#0072b2", "#c04c00", "#00805d", "#b5508a", "#2b86bb", "#a36a00", "#86307a", "#74741a")
@@ -194,7 +195,9 @@ def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
         draw(ax)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True)
-    body = re.sub(r"(?s)^.*?<svg[^>]*>|<metadata>.*?</metadata>|<style.*?</style>", "", file.getvalue())
+    body = re.sub(
+        r"(?s)^.*?<svg[^>]*>|<metadata>.*?</metadata>|<style.*?</style>", "", printable(file.getvalue(), keep="\n")
+    )
     body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href").replace(": #000000", ": currentColor")
     for colour, variable in VARIABLES.items():
         body = body.replace(colour, variable)

@@ -12,7 +12,15 @@ from draftlab.model.shape import format_count
 from draftlab.provenance import Stage
 from draftlab.results.ranking import NO_DRAFT, Ranked, category_rows, rank, verdict_lines
 from draftlab.results.score import Score, TaskResult
-from draftlab.results.tables import Table, markdown_text, milliseconds, optional, speedup_text, three_digits
+from draftlab.results.tables import (
+    Table,
+    markdown_text,
+    milliseconds,
+    optional,
+    page_template,
+    speedup_text,
+    three_digits,
+)
 from draftlab.results.warnings import score_warnings
 
 if TYPE_CHECKING:
@@ -131,20 +139,16 @@ def markdown(scores: Sequence[Score]) -> str:
 
 def html(scores: Sequence[Score], command: str) -> str:
     """Return one page that loads nothing: styles and plots are inside. command: Command that made the page."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     from draftlab.results import plots
 
     ranking = rank(scores)
     ordered = [ranked.score for ranked in ranking]
     answer, *lines = verdict_lines(ranking)
     tables = [accuracy_table(ordered), _cost_table(ordered), _conditions_table(ordered)]
-    environment = Environment(loader=PackageLoader("draftlab.results"), autoescape=True, undefined=StrictUndefined)
-    environment.trim_blocks = environment.lstrip_blocks = True
     marks = {score.label: plots.Mark.of(score.label, i) for i, score in enumerate(ordered)}
     speedups = {score.label: {k: score.speedup(k) for k in sorted(score.speculative)} for score in ordered}
     first, *figures = _figures(ranking, marks, speedups)
-    written = environment.get_template("report.html.j2").render(
+    written = page_template("report.html.j2").render(
         target=ordered[0].target.name,
         answer=answer,
         serve=export_command(ranking[0]),

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table as TerminalTable
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from draftlab.intervals import Interval
 from draftlab.model.shape import Shape, format_count
+from draftlab.trust import printable
 
 SHAPE_HEADS = (
     "layers\nx width",
@@ -22,6 +24,9 @@ SHAPE_HEADS = (
     "KV bytes\nper token",
     "MFLOP\nper token",
 )
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 Rows = list[list[str]]
 EMPTY = ("", "–")
@@ -71,7 +76,7 @@ class Table:
         heads = [self.heads[i] for i in shown]
         rows = [[_stacked(row[i]) if i else row[i] for i in shown] for row in self.rows]
         table = terminal_table(heads, rows, self.best, title=self.title)
-        table.caption = Text(self.caption) if self.caption else None
+        table.caption = _text(self.caption) if self.caption else None
         return table
 
     def markdown(self) -> str:
@@ -85,7 +90,7 @@ def terminal_table(
 ) -> TerminalTable:
     """Return a table of text. best: row to mark. flexible: the one column that gives way on a narrow terminal."""
     table = TerminalTable(
-        title=Text(title) if title else None,
+        title=_text(title) if title else None,
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
@@ -98,7 +103,7 @@ def terminal_table(
         table.add_column(head, justify=justify, no_wrap=i != flexible, overflow="fold", vertical="top")
     for i, cells in enumerate(rows):
         first = f"* {cells[0]}" if i == best else cells[0]
-        table.add_row(*map(Text, (first, *cells[1:])), style="bold green" if i == best else None)
+        table.add_row(*map(_text, (first, *cells[1:])), style="bold green" if i == best else None)
     return table
 
 
@@ -136,8 +141,26 @@ def speedup_text(gain: Interval | None) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Return text that Markdown shows as it is: no HTML, no new cell, no new line."""
-    return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
+    """Return text without HTML, new cells, new lines and control characters for Markdown."""
+    return escape(printable(" ".join(text.split())), quote=False).replace("|", "\\|")
+
+
+def page_template(name: str) -> "Template":
+    """Return a template of an HTML page, which escapes markup and control characters in all values."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("draftlab.results"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: printable(value, keep="\n\t") if type(value) is str else value,
+    )
+    environment.trim_blocks = environment.lstrip_blocks = True
+    return environment.get_template(name)
+
+
+def _text(cell: str) -> Text:
+    return Text(printable(cell, keep="\n"))
 
 
 def _stacked(cell: str) -> str:

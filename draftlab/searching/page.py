@@ -2,18 +2,14 @@
 
 from collections.abc import Mapping
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from draftlab.results.plots import COLOURS, DARK_COLOURS
-from draftlab.results.tables import three_digits
+from draftlab.results.tables import page_template, three_digits
 from draftlab.searching.plan import Plan, not_tried, streams
 from draftlab.searching.verdict import Choice, Verdict
 
 
 def page(verdict: Verdict, plan: Plan, seconds: Mapping[str, float], command: str) -> str:
     """Return one page that loads nothing. seconds: of each step of the plan. command: what goes on with the run."""
-    environment = Environment(loader=PackageLoader("draftlab.results"), autoescape=True, undefined=StrictUndefined)
-    environment.trim_blocks = environment.lstrip_blocks = True
     slower = sum(choice.speedup > 1 and not choice.changed for choice in verdict.ranking)
     rows = list(map(_row, verdict.ranking))
     rows.insert(slower, ["no draft", "–", "1.00", three_digits(verdict.plain_tokens_per_second), "1.00x", "1.00x"])
@@ -22,7 +18,7 @@ def page(verdict: Verdict, plan: Plan, seconds: Mapping[str, float], command: st
     if len(verdict.speedups) == 1:
         heads, rows = heads[:-1], [row[:-1] for row in rows]
     training = verdict.training
-    return environment.get_template("auto.html.j2").render(
+    return page_template("auto.html.j2").render(
         title=f"A draft for {verdict.target}",
         answer=f"{verdict.head()}: {verdict.reason}.",
         serve=verdict.serve,

@@ -1,5 +1,6 @@
 """Laws of reports: every number is the record's, every name is only text, a page loads nothing, warnings are exact."""
 
+import io
 import json
 import re
 from html import escape
@@ -450,3 +451,12 @@ def test_a_draft_that_gains_is_exported_by_the_command_on_the_page():
 )
 def test_drafters_have_names_in_words(name, label):
     assert score(name).label == label
+
+
+def test_control_characters_of_a_score_reach_no_terminal_and_no_page():
+    made = [score("EVIL\x1b]0;owned\x07\x1b[31m")]
+    stream = io.StringIO()
+    Console(file=stream, width=200, color_system=None).print(ranking_table(rank(made)).terminal())
+    for text in (stream.getvalue(), markdown(made), html(made, command="")):
+        assert "EVIL" in text
+        assert not {c for c in text if not c.isprintable()} - {"\n", "\t"}

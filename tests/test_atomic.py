@@ -235,14 +235,6 @@ def test_the_newest_output_is_a_finished_one(tmp_path):
     assert workspace.newest(tmp_path, ("prune",)) == tmp_path / "done"
 
 
-def test_files_are_put_in_place_in_one_module_only():
-    """os.replace, rename and temporary files beside outputs are atomic.py's; no other module has them."""
-    package = Path(atomic.__file__).parent
-    ways = ("os.replace", "os.rename", "mkstemp", "mkdtemp", '.part"', '.with_suffix(".writing")')
-    users = [file.name for file in package.rglob("*.py") if any(way in file.read_text() for way in ways)]
-    assert users in ([], ["atomic.py"])
-
-
 TORN = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 LARGE = Exception("File too large (os error 27)")  # as tokenizers raises it
 

@@ -1,9 +1,6 @@
 """Imports point up in the list only, and --help stays light."""
 
 import ast
-import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +8,6 @@ from pathlib import Path
 import pytest
 
 import draftlab
-from draftlab.model.families import widths_folder
-from draftlab.model.hub import EMBEDDED
 
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
@@ -119,58 +114,3 @@ def test_help_does_not_import_torch():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
-
-
-MISSING = ["check nope", "export nope"]
-TORN = "torn: model-2.safetensors, named in model.safetensors.index.json, is missing"
-WRONG = {  # what is there and is something else, and what is missing besides models
-    "export tiny --to gguf --outtype nope": "--outtype nope: no such type; known: ",
-    "export tiny --to vllm --verify-with nope": "--verify-with nope: no such program",
-    "init --preset tiny --data nope --force": "data 'nope': neither",
-}
-
-
-def said_before_torch_is_imported(said: dict[str, str], folder: Path) -> None:
-    """Check the error of every command line, in a workspace of tiny, and that nothing is written."""
-    code = f"""
-import sys
-from typer.testing import CliRunner
-from draftlab.cli import app
-CliRunner().invoke(app, ["init", "--preset", "tiny"])
-WITHOUT_OUT = ("check", "predict", "init")
-for mistake, message in {said}.items():
-    command = mistake.split()[0]
-    result = CliRunner().invoke(app, [*mistake.split(), *(["--out", "x"] if command not in WITHOUT_OUT else [])])
-    assert (result.exit_code, message in result.stderr) == (1, True), (mistake, result.output)
-    assert "torch" not in sys.modules, mistake
-"""
-    environ = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    before = {path.name for path in folder.iterdir()}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environ, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert {path.name for path in folder.iterdir()} == before | {"draftlab.yaml"}
-
-
-def test_what_is_missing_is_said_before_torch_is_imported(tmp_path):
-    said_before_torch_is_imported(dict.fromkeys(MISSING, "no checkpoint at nope"), tmp_path)
-
-
-def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
-    (tmp_path / "a.gguf").write_bytes(b"GGUF\n")
-    (tmp_path / "torn").mkdir()
-    shutil.copy(EMBEDDED / "tiny" / "config.json", tmp_path / "torn")
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (tmp_path / "torn/model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "torn/model-1.safetensors").touch()
-    (tmp_path / "word.yaml").write_text("word\n")
-    (tmp_path / "llama.yaml").write_text((widths_folder() / "tiny-16x256.yaml").read_text())
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text/a.txt").write_text("text")
-    shutil.copytree(EMBEDDED / "tiny", tmp_path / "tiny-copy")
-    shutil.copytree(EMBEDDED / "tiny", tmp_path / "other")
-    words = json.loads((tmp_path / "other/tokenizer.json").read_text())
-    vocab = words["model"]["vocab"]
-    first, second = list(vocab)[-2:]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    (tmp_path / "other/tokenizer.json").write_text(json.dumps(words))
-    said_before_torch_is_imported(WRONG, tmp_path)

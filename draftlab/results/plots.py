@@ -53,7 +53,8 @@ class Mark:
 
 def short(name: str) -> str:
     """Return a name that fits into a plot: begin and end, where names of one family differ."""
-    return name if len(name) <= LABEL_LENGTH else f"{name[:10]}…{name[11 - LABEL_LENGTH :]}"
+    begin = 23 if " (" in name else 10  # a drafter's words come before its options
+    return name if len(name) <= LABEL_LENGTH else f"{name[:begin]}…{name[begin + 1 - LABEL_LENGTH :]}"
 
 
 PHASE_MARKS = [

@@ -1,4 +1,4 @@
-"""What is compared with what: values that are resolved and checked before a model is loaded."""
+"""The drafts, target and requests of a score: values that are checked before a model is loaded."""
 
 import contextlib
 import tempfile
@@ -31,7 +31,7 @@ from draftlab.target_outputs.repeats import distinct_ngrams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """The requests that are answered in every way, and how often each of them is."""
+    """The requests that every way of decoding answers, and the number of repeats."""
 
     prompts: Prompts
     sampling: SamplingParams
@@ -50,7 +50,7 @@ class Requests:
         }
 
     def score_facts(self, plain: list[list[int]], texts: list[list[list[int]]]) -> dict[str, Any]:
-        """Return the fields of a score that follow from its texts, as token ids. texts: with drafts, for every K."""
+        """Return the fields of a score that follow from its texts, as token ids. texts: Texts with drafts, for every K."""
         return {
             "prompts": [Prompt(tokens=len(p.ids), category=p.category) for p in self.prompts.rows],
             "equal_texts": share_of_equal_texts(plain, texts) if self.sampling.temperature == 0 else None,
@@ -61,7 +61,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """The way in which passes run. device_map: how accelerate spreads the target; None: it stays on the device."""
+    """The way in which passes run. device_map: Map by which accelerate spreads the target; None for one device."""
 
     device: torch.device
     dtype: torch.dtype
@@ -81,8 +81,10 @@ class Engine:
 class Comparison:
     """Drafts and drafters to measure with a target, in one process.
 
-    drafts: directories by name, which ends in @TYPE for weights rounded as in that GGUF type. default_draft: the draft
-    model of drafters that name none. data: the source that drafters learn from.
+    Args:
+        drafts: Directories by name; a name that ends in @TYPE has weights rounded as in that GGUF type.
+        default_draft: Draft model of drafters without draft=.
+        data: Source of the text that drafters learn from.
     """
 
     target: Path

@@ -36,7 +36,7 @@ from draftlab.registry import REJECTION
 from draftlab.results.environment import Environment
 from draftlab.results.score import Conditions, Latency, Model, Score, TaskResult
 from draftlab.scoring.comparison import Comparison, with_rounded_drafts
-from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, Measured, measure_throughput
+from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, TimedArms, measure_throughput
 
 LATENCY_PASSES = 60
 
@@ -180,7 +180,7 @@ class Measurement:
                 clock=steady_clock(self.comparison.engine.device),
             )
 
-    def _throughput(self, batch: int) -> Measured:
+    def _throughput(self, batch: int) -> TimedArms:
         comparison, requests = self.comparison, self.comparison.requests
         prompts = [prompt.ids for prompt in requests.prompts.rows]
         ways = 1 + (self.other_target is not None) + len(self.drafts) * len(comparison.ks)
@@ -208,7 +208,7 @@ class Measurement:
         target: Model,
         draft: Model,
         draft_weights: str | None,
-        measured: Measured,
+        measured: TimedArms,
         environment: Environment,
         batch: int,
     ) -> Score:

@@ -51,10 +51,13 @@ class PlainAnswers(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedComparison:
-    """Servers to compare, and what to ask them.
+    """Servers to compare, and the requests to them.
 
-    servers: by PLAIN and SPECULATIVE. stored: the answers of a plain server that ran before. draft: name or directory.
-    tokenizer: the target's directory, or its tokenizer alone.
+    Args:
+        servers: Servers by PLAIN and SPECULATIVE.
+        stored: Answers of a plain server that ran before.
+        draft: Name or directory of the draft.
+        tokenizer: Directory of the target, or of its tokenizer alone.
     """
 
     servers: dict[str, Server]
@@ -83,8 +86,8 @@ class ServedComparison:
 
 
 @dataclass(slots=True)
-class Answers:
-    """Answers of one server. tokens: of the first repeat. counters: those in its answers. before, after: metrics."""
+class ServerAnswers:
+    """Answers of one server, with its metrics before and after. tokens: Token ids of the first repeat."""
 
     runs: list[ServedGeneration] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -164,12 +167,12 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
 
 def measure(
     comparison: ServedComparison, advance: Callable[[int], None], clock: Clock = time.perf_counter
-) -> dict[str, Answers]:
+) -> dict[str, ServerAnswers]:
     """Send every prompt to every server, repeats times, in alternating order. Raises as score."""
     servers, requests = comparison.servers, comparison.requests
     prompts = [prompt.ids for prompt in requests.prompts.rows]
     _warm_up(comparison, prompts[0][::-1], clock)  # as long as a prompt, and no cached prefix of one
-    answers = {role: Answers(before=_metrics(server)) for role, server in servers.items()}
+    answers = {role: ServerAnswers(before=_metrics(server)) for role, server in servers.items()}
     for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
         ids, seconds, counters = _ask(servers[role], prompts[index], requests.sampling, clock)
         answers[role].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
@@ -206,7 +209,7 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
     """Check with one request each that one server drafts and the other does not, then warm them up."""
     sampling = comparison.requests.sampling
     for role, server in comparison.servers.items():
-        answers = Answers(before=_metrics(server))
+        answers = ServerAnswers(before=_metrics(server))
         *_, counters = _ask(server, prompt, sampling, clock)
         answers.answer_counters.extend([counters] if counters is not None else [])
         answers.after = _metrics(server)
@@ -233,7 +236,7 @@ def _metrics(server: Server) -> dict[str, float]:
     return {} if server.kind == "sglang" else server.metrics()
 
 
-def _plain_answers(comparison: ServedComparison, answers: Answers) -> PlainAnswers:
+def _plain_answers(comparison: ServedComparison, answers: ServerAnswers) -> PlainAnswers:
     server, tasks = comparison.servers[PLAIN], comparison.tasks
     return PlainAnswers(
         kind=server.kind,
@@ -259,7 +262,7 @@ def _check_same(comparison: ServedComparison) -> None:
 
 
 def _score(
-    comparison: ServedComparison, plain: PlainAnswers, answers: Answers, environment: Environment, command: str
+    comparison: ServedComparison, plain: PlainAnswers, answers: ServerAnswers, environment: Environment, command: str
 ) -> Score:
     counters, server = answers.counters, comparison.servers[SPECULATIVE]
     if counters is None:

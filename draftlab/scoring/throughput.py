@@ -35,7 +35,7 @@ OTHER_PLAIN: Arm = ("plain decoding with other weights", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class TimedArms:
     """Timed generations by arm; tokens are those of the first repeat."""
 
     generations: dict[Arm, list[Generation]]
@@ -57,12 +57,18 @@ def measure_throughput(
     drafters: Mapping[str, tuple[Drafter, list[int]]] | None = None,
     rule: Rule | None = None,
     draft_temperature: float | None = None,
-) -> Measured:
+) -> TimedArms:
     """Decode every prompt in every arm, repeats times, after a warm-up of each arm.
 
-    other_target: the target with other weights, to decode alone as well. clock: in seconds; default: wall time. batch:
-    prompts decoded at once. advance: called with the prompts done. drafters: with their own numbers of tokens to draft,
-    besides the models of drafts, which draft ks. rule, draft_temperature: as in speculative_decode.
+    Args:
+        ks: Numbers of tokens that the models of drafts draft.
+        advance: Function that takes the number of finished prompts.
+        other_target: Target with other weights, which decodes alone as well.
+        clock: Clock in seconds; wall time by default.
+        batch: Number of prompts decoded at once.
+        drafters: Other drafters, each with its own numbers of drafted tokens.
+        rule: Verify rule, see speculative_decode.
+        draft_temperature: Temperature of drafts, see speculative_decode.
 
     Raises:
         UserError: every text ends with its first token.
@@ -102,7 +108,7 @@ def measure_throughput(
     _repeat_stalled(runs_of, lambda arm, number: _runs(groups[number], run(arm, groups[number])))
     _mend_prefills([(arm, run) for arm, runs in runs_of.items() for each in runs.values() for run in each])
     generations = {arm: _generations(list(chain.from_iterable(runs.values()))) for arm, runs in runs_of.items()}
-    return Measured(generations=generations, tokens=tokens)
+    return TimedArms(generations=generations, tokens=tokens)
 
 
 def interleaved(arms: Sequence[AnyArm], groups: int, repeats: int) -> Iterator[tuple[AnyArm, int, int]]:
@@ -146,7 +152,7 @@ def _by_row(steps: Iterator[Step], count: int) -> list[list[Step]]:
 
 
 def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> list[list[int]]:
-    """Return groups whose texts need every graph that the others' need: one per bucket of lengths, the longest first.
+    """Return one group of texts per bucket of lengths, the longest first: together they need every graph.
 
     Graphs are captured when they are first needed, which must not be in a pass that counts.
     """

@@ -1,4 +1,4 @@
-"""What draftlab asks of a kind of server; a kind is a module in this folder or in a plug-in. No torch."""
+"""The interface of a kind of server. Each kind is a module in this folder or in a plug-in. No torch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ SCRIPT_DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """error: the draft will not work. warning: it works, with something to know. fix: what to do."""
+    """A fact about a draft on a server. error: The draft will not work. warning: It works with a limit. fix: Remedy."""
 
     level: Literal["ok", "warning", "error"]
     about: str
@@ -51,10 +51,17 @@ def error(about: str, text: str, fix: str = "") -> Finding:
 
 
 class Artifact(Protocol):
-    """What a server checks of a draft or an EAGLE-3 head, and of its target.
+    """A draft or an EAGLE-3 head with its target, as a server checks them.
 
-    path, target: directories. config: of config.json. shape: None where draftlab does not know the architecture. head:
-    the sizes of a head, None for a draft. vocab, target_vocab: numbers of logits. in_parallel: it drafts in one pass.
+    Args:
+        path: Directory of the draft or head.
+        target: Directory of the target.
+        config: Content of config.json.
+        shape: None where draftlab does not know the architecture.
+        head: Sizes of a head; None for a draft.
+        vocab: Number of logits of the draft.
+        target_vocab: Number of logits of the target.
+        in_parallel: The draft proposes all tokens in one pass.
     """
 
     path: Path
@@ -95,11 +102,16 @@ DEFAULT_SAMPLING = Sampling("probabilistic", "a default; export --verify-with --
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What a script starts. Control characters in texts become escapes.
+    """Settings of a script that starts a server. Control characters in texts become escapes.
 
-    reason: why K is what it is. file: the draft's GGUF file in the script's folder. layer_ids, sliding_window: of a
-    head, see eagle.HeadShape. heterogeneous: the draft has its own vocabulary. k_by_batch: for servers that change K
-    by the number of requests. own_target: the head's directory names its target and K, as speculators' layout does.
+    Args:
+        reason: Reason for this K.
+        file: Name of the draft's GGUF file in the script's folder.
+        layer_ids: Layers that a head reads, see eagle.HeadShape.
+        sliding_window: Window of a head, see eagle.HeadShape.
+        heterogeneous: The draft has its own vocabulary.
+        k_by_batch: K by the number of requests, for servers that change it.
+        own_target: The head's directory names its target and K, as in speculators' layout.
     """
 
     target: str
@@ -121,7 +133,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTrial:
-    """A server to start for a verification, in float32. target, draft: what it loads. longest: prompt and answer."""
+    """A server to start for a verification, in float32. longest: Tokens of the longest prompt with its answer."""
 
     target: Path
     draft: Path
@@ -132,7 +144,7 @@ class ServerTrial:
 
 
 class ServerKind:
-    """A kind of server. A subclass sets and overrides what its server has; methods for the rest are never called."""
+    """A kind of server. A subclass overrides the attributes and methods that its server supports."""
 
     name: ClassVar[str]  # set by @server
 
@@ -156,10 +168,10 @@ class ServerKind:
     about_path: ClassVar[str]  # of a page with the version
     has_prompt_logprobs: ClassVar[bool] = True
 
-    # what it loads
+    # loading
 
     def check(self, artifact: Artifact) -> Iterator[Finding]:
-        """Yield what keeps the server from an exported draft or head, or is to be known about it."""
+        """Yield the problems and limits of an exported draft or head on this server."""
         if artifact.head is None:
             yield from self.check_vocabulary(artifact)
             if artifact.in_parallel and not self.parallel:
@@ -176,15 +188,15 @@ class ServerKind:
             yield warning(self.name, "has no EAGLE-3", "serve it with vLLM, SGLang, llama.cpp or TensorRT-LLM")
 
     def check_draft(self, artifact: Artifact) -> Iterator[Finding]:
-        """Yield what a draft model lacks, apart from its vocabulary."""
+        """Yield the problems of a draft model, apart from its vocabulary."""
         yield from ()
 
     def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
-        """Yield what keeps the server from a head that draftlab has exported for it."""
+        """Yield the problems of a head that draftlab has exported for this server."""
         yield from ()
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
-        """Yield what the server misses in a head's config.json as it is, which an export writes."""
+        """Yield the entries that the server misses in a head's config.json and that an export writes."""
         yield from ()
 
     def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
@@ -205,7 +217,7 @@ class ServerKind:
             own = f"draftlab export {artifact.path} --to {self.name} --use-heterogeneous-vocab"
             yield warning(self.name, text, f"{own}, or {transplant}")
 
-    # how it is started
+    # starting
 
     def script(self, launch: Launch) -> tuple[str, str]:
         """Return name and text of a script that lies in the draft's directory and starts the server with it."""
@@ -218,9 +230,9 @@ class ServerKind:
     def served(
         self, server: "Server", prompts: list[list[int]], limits: list[int], temperature: float
     ) -> tuple[list[list[int]], float]:
-        """Return what a running server writes after the prompts, and its tokens per target pass.
+        """Return the answers of a running server, and its tokens per target pass.
 
-        limits: tokens of each answer.
+        limits: Number of tokens of each answer.
 
         Raises:
             UserError: the server counts no speculative steps.

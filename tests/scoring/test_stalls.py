@@ -15,7 +15,7 @@ from draftlab.results.decoding import Generation, decode_timings
 from draftlab.sampling import SamplingParams
 from draftlab.scoring import throughput
 from draftlab.scoring.stalls import TimedStep, without_stalls
-from draftlab.scoring.throughput import PLAIN, Measured, measure_throughput
+from draftlab.scoring.throughput import PLAIN, TimedArms, measure_throughput
 
 PROMPTS = [[1 + i, 2, 3 + i] for i in range(8)]
 ARMS = [PLAIN, ("draft", 1), ("draft", 3)]
@@ -29,7 +29,7 @@ def models(tmp_path_factory):
     return [llama.load(root / name, torch.float32) for name in ("target", "draft")]
 
 
-def measured(models, share: float, factor: tuple[float, float]) -> Measured:
+def measured(models, share: float, factor: tuple[float, float]) -> TimedArms:
     """Decode on a clock that advances by about one tick per reading, and by many in a share of them."""
     rng, now = random.Random(0), 0.0
 
@@ -42,7 +42,7 @@ def measured(models, share: float, factor: tuple[float, float]) -> Measured:
     return measured_on(models, clock)
 
 
-def measured_on(models, clock: Callable[[], float]) -> Measured:
+def measured_on(models, clock: Callable[[], float]) -> TimedArms:
     target, draft = models
     return measure_throughput(
         target, {"draft": draft}, PROMPTS, ks=[1, 3], sampling=SamplingParams(max_tokens=41), repeats=2,
@@ -51,7 +51,7 @@ def measured_on(models, clock: Callable[[], float]) -> Measured:
 
 
 @pytest.fixture(scope="module")
-def quiet(models) -> Measured:
+def quiet(models) -> TimedArms:
     return measured(models, 0, (1, 1))
 
 

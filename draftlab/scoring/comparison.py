@@ -50,7 +50,7 @@ class Requests:
         }
 
     def score_facts(self, plain: list[list[int]], texts: list[list[list[int]]]) -> dict[str, Any]:
-        """Return the fields of a score that follow from its texts, as token ids. texts: Texts with drafts, for every K."""
+        """Return the fields of a score that follow from its texts, as token ids. texts: Texts with drafts, by K."""
         return {
             "prompts": [Prompt(tokens=len(p.ids), category=p.category) for p in self.prompts.rows],
             "equal_texts": share_of_equal_texts(plain, texts) if self.sampling.temperature == 0 else None,

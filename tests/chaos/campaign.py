@@ -310,7 +310,7 @@ def plan(campaign: Campaign, count: int, seed: int) -> list[Job]:
 
 def tested(files: str) -> Result:
     """Run tests of misbehaving servers, hostile names and code, stalls, and the laws of decoding."""
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{files}"]
+    words = ["-m", "pytest", "-p", "no:cacheprovider", f"tests/{files}"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     passed = re.search(r"(\d+) passed", done.stdout)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]

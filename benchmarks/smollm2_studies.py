@@ -142,9 +142,7 @@ def searched(folder: Path) -> dict[str, Any] | None:
     search = read_search(folder)
     return {
         "seconds": search.spent_seconds,
-        "rungs": [
-            {"steps": rung.steps, "trials": [t.model_dump() for t in rung.best_first()]} for rung in search.rungs
-        ],
+        "rungs": [{"steps": rung.steps, "trials": [t.model_dump() for t in rung.trials]} for rung in search.rungs],
         "measured": [each.model_dump() for each in search.measured],
     }
 

@@ -45,7 +45,7 @@ def _as_option(field: FieldInfo | None, value: Any) -> Any:
     """Return a value as its option takes it: paths may be given where names are, and one value for a list."""
     if field is None:
         return value
-    takes_list = get_origin(field.annotation) is list and extra(field)["typed"] is None
+    takes_list = get_origin(field.annotation) is list and extra(field)["typed"] is not str
     if takes_list and isinstance(value, str | Path):
         value = [value]
     if isinstance(value, list):

@@ -29,7 +29,7 @@ class Found(Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedAuto:
-    """What is wanted, and the plan for it. running: settings that every step shares; engine: those of what decodes."""
+    """A request and its plan. running are settings that every step shares, engine those of steps that decode."""
 
     name: str
     request: "Request"
@@ -41,17 +41,9 @@ class PreparedAuto:
         from draftlab.searching.plan import not_tried
         from draftlab.searching.serving import unverified
 
-        plan = self.plan
-        facts: dict[str, object] = {
-            "target": plan.target,
-            "machine": plan.machine.describe(),
-            "prompts": plan.prompts,
-            "candidates": ", ".join(["no draft", *plan.candidates]),
-            "needs": plan.needs,
-        }
-        facts |= {f"{count}. {step.name}": step.line() for count, step in enumerate(plan.steps, 1)}
-        said = [*not_tried(plan.left_out), *unverified(self.request)]
-        return facts | {"minutes": round(plan.minutes)} | ({"notes": "; ".join(said)} if said else {})
+        notes = [*not_tried(self.plan.left_out), *unverified(self.request)]
+        facts = self.plan.facts() | {"minutes": round(self.plan.minutes)}
+        return facts | ({"notes": "; ".join(notes)} if notes else {})
 
 
 def prepare_auto(config: AutoConfig, weights: bool) -> PreparedAuto:
@@ -122,20 +114,20 @@ def auto(prepared: PreparedAuto, output: Output) -> Found:
     from draftlab.commands.steps import Step, step_of
     from draftlab.searching.auto import PAGE, PLAN, VERDICT, AutoRun
     from draftlab.searching.page import page
-    from draftlab.searching.steps import Steps
+    from draftlab.searching.steps import StepRunner
 
     plan, folder = prepared.plan, output.out
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / PLAN).exists():
         write_atomic(folder / PLAN, plan.model_dump_json(indent=1))
-    for line in plan.lines():
-        note(line)
+    for topic, value in prepared.facts().items():
+        note(f"{topic}: {value}")
 
     def make(name: str, settings: dict[str, Any]) -> Step:
         shared = dict(prepared.running)
         if name in ("search", "score", "replay"):
             shared |= prepared.engine
-        if name == "export":  # whose device is that of the verification
+        if name == "export":  # its device is that of the verification
             del shared["device"]
         return step_of(name, settings, shared, "auto")
 
@@ -143,10 +135,10 @@ def auto(prepared: PreparedAuto, output: Output) -> Found:
         finish = datetime.now() + timedelta(minutes=max(0.0, plan.minutes - steps.seconds() / 60))
         return f"{name}: {command_name}, all done at about {finish:%H:%M}"
 
-    steps = Steps(folder=folder, make=make, label=label)
+    steps = StepRunner(folder=folder, make=make, label=label)
     run = AutoRun(request=prepared.request, plan=plan, steps=steps)
     verdict = run.verdict()
-    write_atomic(folder / PAGE, page(verdict, plan, run.seconds_by_step(), output.command_line))
+    write_atomic(folder / PAGE, page(verdict, plan, steps.seconds, output.command_line))
     write_atomic(folder / VERDICT, verdict.model_dump_json(indent=1))
     output.record(folder, [hub.locate(prepared.request.name)], minutes=verdict.minutes)
     data = {"path": str(folder), **verdict.model_dump(mode="json")}

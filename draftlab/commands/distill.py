@@ -71,7 +71,7 @@ def prepare(config: DistillConfig, weights: bool) -> PreparedDistill:
     draft = target = None
     if config.draft is not None:
         with about("--draft"):
-            locate = hub.locate_model if config.kind.starts_from_draft else hub.locate
+            locate = hub.locate_model if config.student.starts_from_draft else hub.locate
             draft = locate(config.draft, weights)
     if config.needs_target:
         with about("--target"):
@@ -85,7 +85,7 @@ def prepare(config: DistillConfig, weights: bool) -> PreparedDistill:
             hub.check_data(config.data)
     _check_models(config, draft, target, windows=config.outputs is None and answers is None, weights=weights)
     job = Distillation(
-        student=config.kind,
+        student=config.student,
         draft=draft,
         target=target,
         text=_text(config, answered=answers is not None),
@@ -116,8 +116,8 @@ def prepare(config: DistillConfig, weights: bool) -> PreparedDistill:
         gradient_checkpointing=config.gradient_checkpointing,
         report_to=config.report_to,
     )
-    config.kind.check(job)
-    return PreparedDistill(config.kind.name(Path(config.draft or ""), Path(config.target.partition("@")[0])), job)
+    config.student.check(job)
+    return PreparedDistill(config.student.name(Path(config.draft or ""), Path(config.target.partition("@")[0])), job)
 
 
 @command(DistillConfig, prepare=prepare, dry_run=True)
@@ -136,7 +136,7 @@ def _check_models(
     from draftlab.model.hf_files import check_length, check_trimmable
     from draftlab.model.tokenizer import common_vocabulary
 
-    starts = config.kind.starts_from_draft
+    starts = config.student.starts_from_draft
     for model in (draft, target) if windows or not starts else ():
         if model is not None:
             with about("--seq-len"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from draftlab import workspace
 from draftlab.commands.base import Outcome, command
-from draftlab.config.drafters import DrafterSpec, parse_drafter
+from draftlab.config.drafters import DrafterSpec
 from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError, about
@@ -305,14 +305,16 @@ def prepare_replay(config: ReplayConfig, weights: bool) -> PreparedReplay:
     store = read_store(config.directory)
     with about("--draft"):
         drafters = [drafter_of(hub.locate(name, weights)) for name in config.draft]
-    for spec in map(parse_drafter, config.drafter):
+    for spec in config.drafter:
         spec.check_inputs(weights)
         if "" in spec.drafts:
             raise UserError(f"--drafter {spec.text}: add draft=DIR")
         drafters.append(spec)
     names = [spec.name for spec in drafters]
     if len(set(names)) < len(names):
-        raise UserError(f"two drafts have the same name; rename one: {', '.join([*config.draft, *config.drafter])}")
+        raise UserError(
+            f"two drafts have the same name; rename one: {', '.join([*config.draft, *map(str, config.drafter)])}"
+        )
     target = None
     if config.reads_target:
         with about("--target"):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from draftlab.commands.base import Outcome, command
 from draftlab.config import shared
-from draftlab.config.drafters import parse_drafter
 from draftlab.config.score import ScoreConfig
 from draftlab.config.server_rules import Acceptance, acceptance_of
 from draftlab.console import note, note_if_slow
@@ -116,7 +115,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         target = hub.locate_model(config.target, weights)
     with about("--draft"):
         drafts = _drafts_by_name(config.draft, weights)
-    specs = list(map(parse_drafter, config.drafter))
+    specs = config.drafter
     for spec in specs:
         spec.check_inputs(weights)
     source = config.data

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Searched(Outcome):
-    """A finished search. draft: checkpoint of the fastest candidate."""
+    """A finished search. draft is the checkpoint of the fastest candidate."""
 
     search: "Search"
     draft: Path
@@ -38,7 +38,7 @@ class Searched(Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSearch:
-    """What to search among. running: settings that every step shares."""
+    """A search with its candidates. running are the settings that every step shares."""
 
     name: str
     wanted: "Wanted"
@@ -48,12 +48,10 @@ class PreparedSearch:
         from draftlab.model.size import read_size
 
         wanted = self.wanted
-        kept = [*wanted.named, *(head.name for head in wanted.heads)]
         return {
             "target": read_size(wanted.target).describe(),
             "source": wanted.source_shape.describe(),
             "try": ", ".join(f"{shape.layers} x {shape.hidden}" for shape in wanted.tried),
-            "compare with": ", ".join(kept) or "nothing",
             "minutes": wanted.minutes,
         }
 
@@ -62,10 +60,9 @@ def prepare_search(config: SearchConfig, weights: bool) -> PreparedSearch:
     """Resolve and check the settings.
 
     Raises:
-        UserError: checkpoints, shapes, heads or text that cannot be searched with, or too few cheap shapes to come.
+        UserError: The checkpoints, shapes or text cannot be used.
     """
-    from draftlab.drafters.eagle import EagleSpec
-    from draftlab.model import checkpoint, eagle, llama
+    from draftlab.model import checkpoint
     from draftlab.model.decoder import resolve_mode
     from draftlab.model.hf_files import check_trimmable
     from draftlab.model.tokenizer import common_vocabulary
@@ -82,15 +79,6 @@ def prepare_search(config: SearchConfig, weights: bool) -> PreparedSearch:
         check_trimmable(source, config.vocab)
         shape = shape.model_copy(update={"draft_vocab": config.vocab})
     tried = shapes_to_try(shape, config.layers, config.widths)
-    with about("--against"):
-        heads = [EagleSpec.of(heads=name) for name in config.against if hub.is_eagle_head(Path(name))]
-        named = dict(prunable_shape(name) for name in config.against if not hub.is_eagle_head(Path(name)))
-        params = [eagle.check(Path(head.heads), target).params() for head in heads]
-        if heads:
-            llama.check_supported(target)
-    names = [hub.checkpoint_name(Path(head.heads)) for head in heads]
-    if len({*names, hub.checkpoint_name(target)}) <= len(heads):
-        raise UserError(f"--against: two directories have the same name, rename one: {', '.join(names)}")
     text, prompts = _texts(config.data, config.outputs, config.prompt_file, weights)
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
@@ -105,12 +93,9 @@ def prepare_search(config: SearchConfig, weights: bool) -> PreparedSearch:
             offsets=max(config.k) if config.parallel else 1,
             first_steps=config.first_steps,
             tried=tried,
-            named=named,
-            heads=heads,
-            head_params=params,
             text=text,
             prompts=prompts,
-            inputs=[*filter(None, (config.outputs, config.prompt_file)), *(Path(head.heads) for head in heads)],
+            inputs=[path for path in (config.outputs, config.prompt_file) if path is not None],
         ),
         running={
             "device": config.device,
@@ -127,9 +112,11 @@ def search(prepared: PreparedSearch, output: Output) -> Searched:
     """Find the shape and K with which the target is fastest here; a killed search resumes."""
     from draftlab.commands.steps import step_of
     from draftlab.searching import run
-    from draftlab.searching.steps import Steps
+    from draftlab.searching.steps import StepRunner
 
-    steps = Steps(folder=output.state, make=lambda name, settings: step_of(name, settings, prepared.running, "search"))
+    steps = StepRunner(
+        folder=output.state, make=lambda name, settings: step_of(name, settings, prepared.running, "search")
+    )
     result = run.search(prepared.wanted, steps, output)
     lines = [_rung_table(result), *result.explain(), str(output.out / "draft")]
     data = {"path": str(output.out), **result.model_dump(mode="json")}
@@ -139,7 +126,7 @@ def search(prepared: PreparedSearch, output: Output) -> Searched:
 def _texts(
     data: str, outputs: Path | None, prompt_file: Path | None, weights: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of the text to learn from, and of the prompts. Raises UserError: they cannot be read."""
+    """Return the settings of the text to learn from, and of the prompts. Raises UserError: a file cannot be read."""
     from draftlab.data.text import check_prompts
     from draftlab.searching.run import PROMPT_TOKENS
     from draftlab.target_outputs.store import finished_manifest
@@ -166,32 +153,30 @@ def _rung_table(search: "Search") -> "Table":
     from draftlab.results.ranking import NO_DRAFT
     from draftlab.results.tables import terminal_table
 
-    measured = {each.name: each for each in search.measured}
-    shown: dict[str, list[str]] = {}
+    gains = {each.name: each.gain.as_speedup() for each in search.measured}
+    rows: dict[str, list[str]] = {}
     for rung in reversed(search.rungs):
-        for trial in rung.best_first():
-            gain = measured[trial.name].gain if trial.name in measured else None
-            is_head = trial.name in search.heads
-            params = search.heads[trial.name] if is_head else search.shapes[trial.name].params()
+        for trial in rung.trials:
             cells = [
-                trial.name, format_count(params), f"{trial.draft_ms:.3g}", "" if is_head else str(rung.steps),
-                str(trial.k), f"{trial.length:.2f}", f"{trial.speedup:.2f}x",
-                f"{gain.value:.2f}x ({gain.low:.2f} to {gain.high:.2f})" if gain else "",
-            ]  # fmt: skip
-            shown.setdefault(trial.name, cells)
-    columns = (
-        "draft" if search.heads else "shape", "para-\nmeters", "ms per\npass", "steps", "K", "tokens\nper pass",
-        "predicted\nTPOT", "measured\nrequests",
-    )  # fmt: skip
-    title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}, the fastest marked"
+                trial.name,
+                format_count(search.shapes[trial.name].params()),
+                f"{trial.draft_ms:.3g}",
+                str(rung.steps),
+                str(trial.k),
+                f"{trial.length:.2f}",
+                f"{trial.speedup:.2f}x",
+                gains.get(trial.name, ""),
+            ]
+            rows.setdefault(trial.name, cells)
+    columns = ["shape", "para-\nmeters", "ms per\npass", "steps", "K", "tokens\nper pass", "predicted\nTPOT"]
     plain = search.winner.tokens_per_second / search.winner.gain.value
-    rows = [*shown.values(), [NO_DRAFT, "", "", "", "", "1.00", "1.00x", f"1.00x, {plain:.4g} tokens/s"]]
-    best = list(shown).index(search.winner.name) if search.pays else len(shown)
-    table = terminal_table(columns, rows, best=best, title=title)
+    last = [NO_DRAFT, "", "", "", "", "1.00", "1.00x", f"1.00x, {plain:.4g} tokens/s"]
+    best = list(rows).index(search.winner.name) if search.pays else len(rows)
+    title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}, the fastest marked"
+    table = terminal_table([*columns, "measured\nrequests"], [*rows.values(), last], best=best, title=title)
     table.caption = (
         f"{search.spent_seconds / 60:.1f} minutes. Predicted: the tokens after the first, from a replay and the "
-        f"latency law{', of a head its profile' if search.heads else ''}, at the best K and after the steps in "
-        "the table. "
-        "Measured: whole requests, with a 95% interval over prompts."
+        "latency law, at the best K and after the steps in the table. Measured: whole requests, with a 95% interval "
+        "over prompts."
     )
     return table

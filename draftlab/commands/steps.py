@@ -9,6 +9,7 @@ from typing import Any, cast
 from draftlab import provenance
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import Config, OutputConfig
+from draftlab.config.kinds import KindSpec
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean, one_line
 
@@ -95,4 +96,6 @@ def read_step(content: object, where: str) -> Step:
 
 
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else [_plain(v) for v in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path | KindSpec) else value

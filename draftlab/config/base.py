@@ -37,7 +37,7 @@ def option(
     advanced: bool = False,
     argument: bool = False,
     shown_default: str | None = None,
-    typed: type | None = None,
+    typed: Any = None,
 ) -> Any:
     """Return a field of a config that is also an option of its command.
 
@@ -155,8 +155,9 @@ class Config(BaseModel):
         if name not in self.model_fields_set or field.default_factory is not None:
             return name in self.model_fields_set
         value = self.__dict__[name]  # not getattr: a test traces which settings a command reads
-        written = isinstance(field.default, str) and field.validate_default
-        return value != field.default and not (written and value == _numbers(field.default))
+        if isinstance(field.default, str) and isinstance(value, list):
+            return value != _numbers(field.default)
+        return value != field.default and str(value) != field.default
 
     def resolved(self) -> Self:
         """Return the config with what it leaves to the workspace's newest outputs.

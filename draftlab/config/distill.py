@@ -1,6 +1,5 @@
 """Settings of distill."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,26 +9,15 @@ from typing_extensions import Self
 from draftlab.config import shared
 from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Only, OutputConfig, from_workspace, option
 from draftlab.config.shared import CheckpointSettings, Optimizer, ServerConnection, TrainingDtype, Vocab
-from draftlab.config.students import STUDENTS, StudentSpec, parse_student
+from draftlab.config.students import STUDENTS, Student
 from draftlab.console import note
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import did_you_mean
 from draftlab.registry import CROSS_ENTROPY, LOSSES
 
 GENERATED = "Generated text"  # panel of --help
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 PROVEN_LR = {"muon": 4.0e-3, "adamw": 1.0e-3}  # the best of a sweep (benchmarks/results/distill_quality.json)
 TEXTS = ("data", "target", "draft")  # to train on
-
-
-def _as_value_error(check: Callable[[str], object]) -> Callable[[str], str]:
-    def checked(text: str) -> str:
-        try:
-            check(text)
-        except UserError as error:
-            raise ValueError(str(error)) from None
-        return text
-
-    return checked
 
 
 def _texts(spec: str) -> str:
@@ -45,16 +33,17 @@ def _trackers(names: list[str]) -> list[str]:
 
 
 def _proven_lr(settings: dict[str, Any]) -> float:
-    share = parse_student(settings["student"]).lr_share if "student" in settings else 1.0
+    share = settings["student"].lr_share if "student" in settings else 1.0
     return PROVEN_LR[settings.get("optimizer", "muon")] * share
 
 
 class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     """The student, the target that teaches it, the text, the loss, and how long."""
 
-    student: Annotated[str, AfterValidator(_as_value_error(parse_student))] = option(
+    student: Student = option(
         "draft",
         f"What to train: {', '.join(STUDENTS.names())}; NAME:KEY=VALUE,... sets its options (docs/distilling.md).",
+        typed=str,
     )
     draft: str | None = option(None, "Checkpoint to train. Default: the newest pruned one; of heads, a new head.")
     target: str = from_workspace("target", "Checkpoint of the target: a directory, or a hub name with @REVISION.")
@@ -160,8 +149,8 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
 
     @model_validator(mode="after")
     def _student_uses_all(self) -> Self:
-        if idle := [name for name in sorted(self.kind.unused) if self.is_set(name)]:
-            raise ValueError(f"{', '.join(map(self.flag, idle))}: --student {self.kind.kind} does not use it")
+        if idle := [name for name in sorted(self.student.unused) if self.is_set(name)]:
+            raise ValueError(f"{', '.join(map(self.flag, idle))}: --student {self.student.kind} does not use it")
         return self
 
     @model_validator(mode="after")
@@ -180,13 +169,9 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         return self
 
     @property
-    def kind(self) -> StudentSpec:
-        return parse_student(self.student)
-
-    @property
     def on_target(self) -> bool:
         """Return whether the student is a head that reads the target's states, and so needs the target itself."""
-        return not self.kind.starts_from_draft
+        return not self.student.starts_from_draft
 
     @property
     def compares_with_target(self) -> bool:

@@ -7,11 +7,11 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, PlainSerializer
 
-from draftlab.config.kinds import KindSpec, parse_kind
+from draftlab.config.kinds import KindSpec, parse_kind, text_or_spec
 from draftlab.errors import UserError, about
 from draftlab.model import Mode, hub
 from draftlab.registry import REJECTION, Registry
@@ -176,3 +176,6 @@ def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[Spec], Spe
 def parse_drafter(text: str) -> DrafterSpec:
     """Parse NAME or NAME:KEY=VALUE,... Raises UserError: see parse_kind."""
     return parse_kind(text, DRAFTERS, "--drafter")
+
+
+Drafter = Annotated[DrafterSpec, text_or_spec(parse_drafter), PlainSerializer(str)]

@@ -1,8 +1,9 @@
 """Kinds with options as text: NAME or NAME:KEY=VALUE,... for drafters and students. No torch."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from typing_extensions import Self
 
 from draftlab.errors import UserError, did_you_mean
@@ -23,6 +24,9 @@ class KindSpec(BaseModel):
         """Return a kind with these options, and the text that a command line has for it."""
         words = ",".join(f"{name}={value}" for name, value in options.items())
         return cls(text=f"{cls.kind}:{words}" if words else cls.kind, **options)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 Spec = TypeVar("Spec", bound=KindSpec)
@@ -47,6 +51,20 @@ def parse_kind(text: str, registry: Registry[type[Spec]], option: str) -> Spec:
     except ValidationError as error:
         complaints = [_complaint(dict(item)) for item in error.errors()]
         raise UserError(f"{where}: {'; '.join(complaints)}") from None
+
+
+def text_or_spec(parse: Callable[[str], KindSpec]) -> BeforeValidator:
+    """Return the validator of a setting that is a spec, or the text that it is parsed from."""
+
+    def parsed(value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse(value)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+
+    return BeforeValidator(parsed)
 
 
 def _complaint(item: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from draftlab.config import shared
 from draftlab.config.base import SERVER, Config, DraftedTokens, Only, OutputConfig, numbers, option
-from draftlab.config.drafters import parse_drafter
+from draftlab.config.drafters import Drafter
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
 from draftlab.errors import UserError
 from draftlab.model import hub
@@ -122,8 +122,10 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     draft: list[str] = option(
         factory=list, help="Draft or EAGLE-3 head to replay; repeat for several. Default: the newest draft."
     )
-    drafter: list[str] = option(
-        factory=list, help="Other drafter that can be replayed, NAME or NAME:KEY=VALUE,...; repeat for several."
+    drafter: list[Drafter] = option(
+        typed=list[str],
+        factory=list,
+        help="Other drafter that can be replayed, NAME or NAME:KEY=VALUE,...; repeat for several.",
     )
     target: str = shared.target()
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
@@ -142,7 +144,7 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     @property
     def reads_target(self) -> bool:
         """Return whether a drafter reads the states of the target."""
-        return any(map(hub.is_eagle_head, self.draft)) or not all(parse_drafter(text).drafts for text in self.drafter)
+        return any(map(hub.is_eagle_head, self.draft)) or not all(spec.drafts for spec in self.drafter)
 
     def resolved(self) -> "ReplayConfig":
         return self if self.draft or self.drafter else self.model_copy(update={"draft": [str(shared.newest_draft())]})

@@ -8,9 +8,9 @@ from typing_extensions import Self
 
 from draftlab.config import shared
 from draftlab.config.base import SERVER, DraftedTokens, Numbers, Only, OutputConfig, from_workspace, numbers, option
-from draftlab.config.drafters import DRAFTERS, parse_drafter
+from draftlab.config.drafters import DRAFTERS, Drafter
 from draftlab.config.server_rules import ServerRule
-from draftlab.errors import UsageError, UserError, did_you_mean
+from draftlab.errors import UsageError, did_you_mean
 from draftlab.registry import REJECTION, RULES
 
 TASKS = "Tasks"  # panel of --help
@@ -23,8 +23,9 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     draft: list[str] = option(
         factory=list, help="Draft; repeat for several. DRAFT@q8_0: rounded as in that GGUF type. Default: the newest."
     )
-    drafter: list[str] = option(
+    drafter: list[Drafter] = option(
         factory=list,
+        typed=list[str],
         help="Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat for several. "
         f"Names: {', '.join(DRAFTERS.names())}.",
     )
@@ -120,14 +121,6 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     def _rule_is_known(self) -> Self:
         if self.rule not in (REJECTION, *RULES.names()):
             raise ValueError(f"--rule {self.rule}: no such rule{did_you_mean(self.rule, [REJECTION, *RULES.names()])}")
-        return self
-
-    @model_validator(mode="after")
-    def _drafters_are_known(self) -> Self:
-        try:
-            list(map(parse_drafter, self.drafter))
-        except UserError as error:
-            raise ValueError(str(error)) from None
         return self
 
     def resolved(self) -> Self:

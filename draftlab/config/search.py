@@ -22,10 +22,6 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         None, "Widths to try. Default: half to all of the source's.", typed=str, panel=CANDIDATES
     )
     vocab: shared.Vocab = shared.draft_vocab("--outputs, or of --data", panel=CANDIDATES)
-    against: list[str] = option(
-        factory=list, help="Shape file, name of a shape, or EAGLE-3 head that is kept to the end; repeat for several.",
-        panel=CANDIDATES,
-    )  # fmt: skip
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try.")
     parallel: bool = option(False, "Search for parallel drafts, which learn to draft the most of --k in one pass.")
     target: str = from_workspace("target", "Checkpoint of the target: a directory, or a hub name with @REVISION.")

@@ -5,9 +5,11 @@ The kinds are in draftlab/training/students, a module each, and in plug-ins.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from draftlab.config.kinds import KindSpec, parse_kind
+from pydantic import PlainSerializer
+
+from draftlab.config.kinds import KindSpec, parse_kind, text_or_spec
 from draftlab.model import hub
 from draftlab.registry import Registry
 
@@ -78,3 +80,6 @@ def student(name: str) -> Callable[[Spec], Spec]:
 def parse_student(text: str) -> StudentSpec:
     """Parse NAME or NAME:KEY=VALUE,... Raises UserError: see parse_kind."""
     return parse_kind(text, STUDENTS, "--student")
+
+
+Student = Annotated[StudentSpec, text_or_spec(parse_student), PlainSerializer(str)]

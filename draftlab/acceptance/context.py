@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from draftlab.acceptance.token_logprobs import Text
-from draftlab.model import decoder, hub, llama
+from draftlab.model import decoder, hub
 from draftlab.model.decoder import Decoder
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
 
@@ -35,6 +36,7 @@ class ReplayContext:
     def load_draft(self, name: str) -> Decoder:
         return decoder.load(hub.locate(name), self.dtype, self.device)
 
-    def load_target(self) -> Llama:
-        """Raises UserError: transformers runs the target."""
-        return llama.load(self.target_path, self.dtype, self.device)
+    def load_target(self) -> Llama | HFDecoder:
+        target = decoder.load(self.target_path, self.dtype, self.device)
+        assert isinstance(target, Llama | HFDecoder)  # there is no other decoder on disk
+        return target

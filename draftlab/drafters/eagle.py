@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 class HeadSpec(DrafterSpec):
     """heads: a head that draftlab distill wrote, or one in the layout of SpecForge, SafeAILab or speculators."""
 
-    own_engine = True
     heads: str
 
     def inputs(self) -> list[Input]:
@@ -47,8 +46,12 @@ class HeadSpec(DrafterSpec):
         """Load the head, and return the drafter of its chains."""
         from draftlab.engine.drafters.eagle import EagleDrafter
         from draftlab.model import eagle_llama
+        from draftlab.model.hf_decoder import HFDecoder
+        from draftlab.model.llama import Llama
 
-        target = context.own_engine(self, context.target)
+        target = context.target
+        if not isinstance(target, Llama | HFDecoder):
+            raise self.refused_by_transformers()
         model = eagle_llama.load(Path(self.heads), context.target_path, target)
         return EagleDrafter(target, eagle_llama.with_mode(model, context.mode, context.int8))
 

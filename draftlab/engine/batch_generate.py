@@ -17,8 +17,8 @@ from draftlab.console import note, progress
 from draftlab.engine.verify import check_logits, distribution, draw
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.decoder import Decoder, in_native_mode, load, model_vocab_size
-from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.decoder import Decoder, in_native_mode, load, model_vocab_size, takes_rows
+from draftlab.model.hf_decoder import HFCache, HFDecoder
 from draftlab.model.llama import Cache, Llama
 from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
@@ -130,7 +130,7 @@ def _groups(
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
         if group:
             longest = len(prompts[group[0]])
-            same_length = isinstance(model, Llama) or len(prompts[i]) == longest
+            same_length = len(prompts[i]) == longest or takes_rows(model)
             if not same_length or len(group) >= batch_size_for(model, longest + max_tokens, batching):
                 yield group
                 group = []
@@ -148,8 +148,7 @@ def batch_size_for(model: Decoder, length: int, batching: Batching) -> int:
 def _kv_bytes(model: Decoder) -> int:
     """Return the bytes of the KV cache per token; for transformers' models an upper bound without grouped heads."""
     if isinstance(model, HFDecoder):
-        config = model.model.config.get_text_config()
-        return 2 * config.num_hidden_layers * config.hidden_size * model.model.dtype.itemsize
+        return model.kv_bytes
     if not isinstance(model, Llama):
         return 0
     s = model.shape
@@ -180,7 +179,7 @@ def _generate(
             left = int(running.sum())
             if not batching.unfinished(left):
                 break
-            if isinstance(cache, Cache) and left <= MOST_RUNNING * len(rows):
+            if isinstance(cache, Cache | HFCache) and left <= MOST_RUNNING * len(rows):
                 cache, rows, fed, running = cache.rows(running), rows[running], fed[running], running[running]
     columns = zip(written[:, : t + 1].cpu().numpy(), chosen[:, : t + 1].cpu().numpy(), strict=True)
     return [Completion.truncated(*row, stop_token_ids=sampling.stop_token_ids) for row in columns]

@@ -108,6 +108,11 @@ def model_vocab_size(model: Decoder) -> int | None:
     return model.vocab if isinstance(model, HFDecoder) else None
 
 
+def takes_rows(model: Decoder) -> bool:
+    """Return whether rows of a batch may have different lengths."""
+    return model.masked if isinstance(model, HFDecoder) else True
+
+
 def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
     """Note if the dtype is slow in this mode. Raises UserError: the mode does not run on this device or with it."""
     if mode == "native":

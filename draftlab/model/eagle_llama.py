@@ -13,6 +13,7 @@ from draftlab.model import Mode, cuda_graphs, eagle
 from draftlab.model.attention import AttentionMetadata, pinned_backends
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.eagle import Head
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Cache, Llama, Tree, rms_norm, rotary
 from draftlab.model.native_cpu import WIDE, NativeLlama
 
@@ -138,7 +139,7 @@ def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
     return CudaGraphEagle(head) if mode == "graphs" else head
 
 
-def load(folder: Path, target_path: Path, target: Llama) -> EagleLlama:
+def load(folder: Path, target_path: Path, target: Llama | HFDecoder) -> EagleLlama:
     """Load a head beside its target, in the target's dtype and on its device. Raises UserError: see eagle.read."""
     head = eagle.read(folder, target_path, target.embed.dtype, target.device)
     return EagleLlama(head, target.embed, folder)

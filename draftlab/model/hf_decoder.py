@@ -1,19 +1,32 @@
-"""Causal language models of transformers as decoders, with a cache that rolls back.
+"""Causal language models of transformers as decoders: rows of any lengths, roll back, token trees, states of layers.
 
-B rows, T new tokens, V vocab.
+B rows, T new tokens, S slots of the cache, V vocab, A layers whose states are kept, E hidden.
+
+transformers appends T slots to every row in a pass. A table holds the position of each slot in its row's text, and the
+attention mask lets a token read the slots of its own text alone. Rolling back, and rows that advance at their own pace,
+are changes of that table. Slots at the end that no row reads are dropped; the cache is packed when most slots are not
+read.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama
+from draftlab.model.llama import LayerStates
+
+SPARSE = 2  # slots for each position that is read, from which on the cache is packed
+FULL, SLIDING = "full_attention", "sliding_attention"
+TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two rows
+TRIAL_ERROR = {torch.float32: 1e-3, torch.float64: 1e-6}  # of logits, by their largest; else one of few bits
 
 
 def _without_gradients(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -23,25 +36,91 @@ def _without_gradients(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @dataclass
 class HFCache:
-    """transformers' cache, in which all rows have the same length."""
+    """transformers' cache, and what each slot holds.
+
+    position: of the slot's token in its row's text, [B, S], or -1: no token reads the slot. used: valid positions of
+    each row. layer_states: of the layers that a drafter reads, if set.
+    """
 
     past: DynamicCache
+    capacity: int
     used: list[int]
+    position: Tensor
+    layer_states: LayerStates | None = None
+
+    def keep(self, row: int, at: int, path: Sequence[int]) -> None:
+        """Keep only the positions at + path of those from at on, moved together in that order."""
+        own = self.position[row]
+        moved = own.masked_fill(own >= at, -1)
+        for to, i in enumerate(path):
+            moved = moved.masked_fill(own == at + i, at + to)
+        self.position = torch.cat([self.position[:row], moved.unsqueeze(0), self.position[row + 1 :]])
+        if self.layer_states is not None:
+            states = self.layer_states.states
+            states[row, at : at + len(path)] = states[row, [at + i for i in path]]
+        self.used[row] = at + len(path)
+
+    def rows(self, mask: Tensor) -> "HFCache":
+        """Return a cache of some rows alone. mask: bool [B]."""
+        self.past.batch_select_indices(mask.nonzero().squeeze(1))
+        used = [used for used, chosen in zip(self.used, mask.tolist(), strict=True) if chosen]
+        layers = self.layer_states
+        layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
+        return HFCache(self.past, self.capacity, used, self.position[mask.to(self.position.device)], layers)
+
+    def drop_unread(self) -> None:
+        """Forget what lies behind used, and drop slots at the end that no row reads. Raises RuntimeError: it cannot."""
+        self.position = self.position.masked_fill(self.position >= torch.tensor(self.used).unsqueeze(1), -1)
+        read = (self.position >= 0).any(0).nonzero()
+        size = int(read[-1]) + 1 if len(read) else 0
+        if (cached := int(self.past.get_seq_length())) > size:
+            self.past.crop(size - cached)  # tokens to remove, as a negative number
+        self.position = self.position[:, :size]
+        if size > SPARSE * max(1, *self.used):
+            self._pack()
+
+    def _pack(self) -> None:
+        """Move every row's slots to the places of their positions."""
+        width = max(self.used)
+        order = self.position.masked_fill(self.position < 0, self.capacity + 1).argsort(1)[:, :width]  # [B, width]
+        for layer in cast(Any, self.past.layers):
+            slots = order.to(layer.keys.device)[:, None, :, None]
+            layer.keys = layer.keys.gather(2, slots.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3]))
+            layer.values = layer.values.gather(2, slots.expand(-1, layer.values.shape[1], -1, layer.values.shape[3]))
+        self.position = self.position.gather(1, order)
+
+    @property
+    def in_order(self) -> bool:
+        """Return whether every slot is read, and holds the position of its number."""
+        return bool((self.position == torch.arange(self.position.shape[1])).all())
 
 
 class HFDecoder:
     """A transformers model as a Decoder, in memory or spread over devices by accelerate."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, text = model, model.config.get_text_config()
-        self.vocab = int(text.vocab_size)
-        name = text.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # GPT-2 says n_positions
-        self.context = int(text.to_dict().get(name) or checkpoint.UNLIMITED)
+    def __init__(self, model: PreTrainedModel, *, one_length: bool = False) -> None:
+        """one_length: all rows of a batch have the same length, so that no trial is needed."""
+        self.model, self.config = model, model.config.get_text_config()
+        self.one_length = one_length
+        self.vocab = int(self.config.vocab_size)
+        name = self.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # GPT-2: n_positions
+        self.context = int(self.config.to_dict().get(name) or checkpoint.UNLIMITED)
+        self._states: dict[int, Tensor] = {}  # of the last pass, after some layers
 
     @property
     def device(self) -> torch.device:
         devices = (p.device for p in self.model.parameters() if not p.is_meta)  # meta ones are offloaded to disk
         return next(devices, checkpoint.CPU)
+
+    @property
+    def embed(self) -> Tensor:
+        """Return the embedding, [V, E]."""
+        return cast(nn.Module, self.model.get_input_embeddings()).get_parameter("weight").detach()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of the KV cache per token, at most: without grouped heads."""
+        return 2 * self.config.num_hidden_layers * self.config.hidden_size * self.model.dtype.itemsize
 
     def new_cache(self, rows: int, capacity: int) -> HFCache:
         """Return an empty cache. Raises UserError: capacity exceeds the context, or the model has no such cache."""
@@ -55,32 +134,109 @@ class HFDecoder:
             raise UserError(f"{kind} has no attention cache that can be rolled back, so it cannot speculate") from None
         # a sliding-window layer drops old tokens and cannot roll back; the attention mask hides them as well
         past.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in past.layers]
-        return HFCache(past, [0] * rows)
+        return HFCache(past, capacity, [0] * rows, torch.empty(rows, 0, dtype=torch.long))
+
+    @torch.inference_mode(False)
+    def new_layer_states(self, cache: HFCache, ids: tuple[int, ...]) -> LayerStates:
+        """Return memory for the states after some layers at every position of a cache, and listen to these layers."""
+        layers = decoder_layers(self.model)
+        for layer_id in ids:
+            if layer_id in self._states:
+                continue
+            self._states[layer_id] = torch.empty(0)
+            if layer_id == 0:
+                layers[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
+            else:
+                layers[layer_id - 1].register_forward_hook(self._keeper(layer_id))
+        size = (len(cache.used), cache.capacity, len(ids) * self.config.hidden_size)
+        return LayerStates(ids, self.embed.new_zeros(size))
 
     @_without_gradients
     def forward(self, ids: Tensor, cache: HFCache, last: int = 0, tree: llama.Tree | None = None) -> Tensor:
         """Run one pass, see Decoder.
 
         Raises:
-            UserError: rows of different lengths, a token tree, or a cache that transformers cannot roll back.
+            UserError: rows of different lengths or a token tree, for a model whose attention has no mask for these; a
+                cache that transformers cannot roll back.
+            ValueError: the tokens do not fit the cache.
         """
-        if tree is not None:
-            raise UserError("a model that transformers runs verifies chains, not token trees")
-        if min(cache.used) != max(cache.used):
-            raise UserError("a model that transformers runs speculates one row at a time; use a batch size of 1")
-        return self.run(ids, cache, last)
-
-    def run(self, ids: Tensor, cache: HFCache, last: int) -> Tensor:
-        """Run a pass of rows of one length. Raises UserError: a cache that transformers cannot roll back."""
-        used, cached = cache.used[0], int(cache.past.get_seq_length())
+        if max(cache.used) + ids.shape[1] > cache.capacity:
+            raise ValueError(f"{max(cache.used) + ids.shape[1]} tokens do not fit a cache of {cache.capacity}")
         try:
-            if cached > used:
-                cache.past.crop(used - cached)
+            cache.drop_unread()
         except RuntimeError as error:
             raise UserError(f"the cache of {type(self.model).__name__} cannot be rolled back: {error}") from error
+        if tree is None and min(cache.used) == max(cache.used) and cache.in_order:
+            return self._run(ids, cache, last)
+        if not self.masked:
+            text = f"{type(self.model).__name__} computes one row at a time, and no token trees"
+            raise UserError(f"{text}: its attention takes no mask of one's own; use a batch size of 1")
+        return self._run(ids, cache, last, tree, masked=True)
+
+    def _run(
+        self, ids: Tensor, cache: HFCache, last: int, tree: llama.Tree | None = None, masked: bool = False
+    ) -> Tensor:
+        """Run a pass and note what its slots hold. masked: with positions and a mask of its own."""
+        used, steps = torch.tensor(cache.used).unsqueeze(1), torch.arange(ids.shape[1])
+        layout = self._layout(cache, used, ids.shape[1], tree) if masked else {}
         run: Any = self.model
-        cache.used = [used + ids.shape[1]] * len(cache.used)
-        return run(input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last).logits
+        logits = run(input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last, **layout).logits
+        if cache.layer_states is not None:
+            rows = torch.arange(len(ids)).unsqueeze(1)
+            for layers in cache.layer_states.ids:
+                states = self._states[layers].to(cache.layer_states.states)
+                cache.layer_states.store(layers, states, (rows, slice(None), used + steps))
+        cache.position = torch.cat([cache.position, used + steps], 1)
+        cache.used = [count + ids.shape[1] for count in cache.used]
+        return logits
+
+    def _layout(self, cache: HFCache, used: Tensor, width: int, tree: llama.Tree | None) -> dict[str, Any]:
+        """Return positions and the attention mask of a pass. used: [B, 1]."""
+        depth = torch.arange(width) if tree is None else tree.depth.cpu()
+        among = torch.ones(width, width, dtype=torch.bool).tril() if tree is None else tree.mask.cpu()
+        at = (used + depth).expand(len(used), -1)  # [B, T]
+        old = (cache.position >= 0).unsqueeze(1).expand(-1, width, -1)
+        seen = torch.cat([old, among.expand(len(used), -1, -1)], 2)  # [B, T, S + T]
+        masks = {FULL: seen}
+        window = getattr(self.config, "sliding_window", None)
+        if window is not None and getattr(self.config, "use_sliding_window", True):
+            age = at.unsqueeze(2) - torch.cat([cache.position, at], 1).unsqueeze(1)
+            masks[SLIDING] = seen & (age < window)
+        added = {kind: self._added(mask) for kind, mask in masks.items()}
+        by_layer = getattr(self.config, "layer_types", None) is not None
+        mask = added if by_layer and SLIDING in added else added.get(SLIDING, added[FULL])
+        return {"position_ids": at.to(self.device), "attention_mask": mask}
+
+    def _added(self, seen: Tensor) -> Tensor:
+        """Return what is added to attention scores, [B, 1, T, S + T]."""
+        mask = torch.zeros(seen.shape, dtype=self.model.dtype)
+        return mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1).to(self.device)
+
+    @cached_property
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def masked(self) -> bool:
+        """Return whether the model computes rows of different lengths: a trial of two rows shows it.
+
+        Models with ALiBi or positions that they count themselves do not, nor do those with other kinds of attention.
+        """
+        kinds = set(getattr(self.config, "layer_types", None) or [])
+        counted = "position_ids" not in inspect.signature(self.model.forward).parameters
+        if self.one_length or kinds - {FULL, SLIDING} or counted or getattr(self.config, "alibi", False):
+            return False
+        first, second = (torch.tensor([row], device=self.device) for row in TRIAL)
+        cache = self.new_cache(2, 8)
+        try:
+            self._run(torch.cat([first[:, :3], second[:, :3]]), cache, 1)
+            cache.used = [3, 2]
+            cache.drop_unread()
+            ids = torch.cat([first[:, 3:], second[:, 2:].repeat(1, 2)])
+            found = self._run(ids, cache, 2, masked=True)
+        except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):  # whatever a model makes of the mask
+            return False
+        expected = torch.cat([self.forward_uncached(first, 1)[:, 0], self.forward_uncached(second, 1)[:, 0]])
+        error = (torch.stack([found[0, 1], found[1, 0]]) - expected).abs().max() / expected.abs().max()
+        return bool(error < TRIAL_ERROR.get(self.model.dtype, 0.05))
 
     @_without_gradients
     def forward_uncached(self, ids: Tensor, last: int, tree: llama.Tree | None = None) -> Tensor:
@@ -89,3 +245,21 @@ class HFDecoder:
             return run(input_ids=ids, use_cache=False, logits_to_keep=last).logits
         layout = {"position_ids": tree.depth.unsqueeze(0), "attention_mask": tree.mask[None, None]}
         return run(input_ids=ids, use_cache=False, logits_to_keep=last, **layout).logits
+
+    def _keeper(self, layer_id: int) -> Any:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            self._states[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def _keep_input(self, module: nn.Module, args: Any, named: Any) -> None:
+        self._states[0] = args[0] if args else named["hidden_states"]
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the layers of a decoder, wherever its architecture keeps them. Raises UserError: they are not found."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in cast(nn.Module, model.get_decoder()).modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UserError(f"{type(model).__name__} has no list of {count} layers, which an EAGLE-3 head reads")

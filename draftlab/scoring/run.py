@@ -25,7 +25,7 @@ from draftlab.latency.machine_state import (
 )
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import checkpoint, hub
-from draftlab.model.decoder import Decoder, load, with_mode
+from draftlab.model.decoder import Decoder, load, takes_rows, with_mode
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.hf_files import quantization_method
 from draftlab.model.llama import Llama
@@ -101,8 +101,10 @@ class Models:
             note(f"loading {hub.checkpoint_name(directory)}")
             device_map = engine.device_map if directory == self.comparison.target else None
             model = load(directory, engine.dtype, engine.device, device_map)
-            if isinstance(model, HFDecoder) and (engine.mode != "eager" or self.comparison.batches != [1]):
-                raise UserError(f"transformers runs {directory}, which needs --mode eager --batch 1")
+            if isinstance(model, HFDecoder) and engine.mode != "eager":
+                raise UserError(f"transformers runs {directory}, which needs --mode eager")
+            if self.comparison.batches != [1] and not takes_rows(model):
+                raise UserError(f"{directory} computes rows of one length only, which needs --batch 1")
             self._loaded[directory] = model
         return self._loaded[directory]
 

@@ -3,6 +3,7 @@
 R texts, n tokens of a text, K drafted.
 """
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from draftlab.acceptance.token_logprobs import TokenLogprobs
 from draftlab.config.drafters import DRAFTERS, DrafterSpec, RunFacts
 from draftlab.console import progress
 from draftlab.engine.batch_generate import FinishReason
-from draftlab.errors import UserError
+from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.intervals import Interval, ratio_intervals
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.parallel import pard_token
@@ -304,7 +305,9 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
     """
     target = drafting.target
     assert target is not None  # who names such a drafter locates the target
-    vocab, layers = common_vocabulary(target, store.vocabulary), llama.check_supported(target).layers
+    vocab, layers = common_vocabulary(target, store.vocabulary), None
+    with contextlib.suppress(OtherArchitecture, Quantised):  # transformers runs it
+        layers = llama.check_supported(target).layers
     spec.check(RunFacts(target=target, layers=layers, vocab=vocab, mode="eager", rule=drafting.rule, draft=None))
     written_by = store.manifest.target_sha256
     if written_by is not None and written_by != provenance.fingerprint(target):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch
-from draftlab.errors import UserError
+from draftlab.model.hf_decoder import decoder_layers
 from draftlab.training.eagle_head import TargetPass
 from draftlab.training.fused_loss import Dense
 from draftlab.training.losses import wide
@@ -96,12 +96,3 @@ class EagleTeacher:
 
     def _keep_input(self, module: nn.Module, args: Any, named: Any) -> None:
         self.states[0] = args[0] if args else named["hidden_states"]
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the layers of a decoder, wherever its architecture keeps them. Raises UserError: they are not found."""
-    count = model.config.get_text_config().num_hidden_layers
-    for module in cast(nn.Module, model.get_decoder()).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise UserError(f"{type(model).__name__} has no list of {count} layers, which an EAGLE-3 head reads")

@@ -76,7 +76,9 @@ class StudentBatches:
         prompts, was_training = prompts[:, : self.prompt], self.student.training
         self.student.eval()
         numbers = [step * rows + row for row in own]
-        written = generate_batch(HFDecoder(self.student), prompts[own].tolist(), sampling, batching, numbers=numbers)
+        written = generate_batch(
+            HFDecoder(self.student, one_length=True), prompts[own].tolist(), sampling, batching, numbers=numbers
+        )
         self.student.train(was_training)
         texts: dict[int, Completion] = dict(gather_object(list(zip(own, written, strict=True))))
         return GeneratedRows.of(prompts, [texts[row] for row in range(rows)], sampling.max_tokens, rows).batch(0)

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from draftlab.engine.generate import Draft, Sampler
 from draftlab.model.cuda_graphs import draft_chain
+from draftlab.model.decoder import model_vocab_size
 from draftlab.model.devices import staged
 from draftlab.model.eagle_llama import CudaGraphEagle, EagleLlama
-from draftlab.model.llama import Cache, LayerStates, Llama
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.llama import LayerStates, Llama
 from draftlab.sampling import SamplingParams
 
 
@@ -24,15 +26,16 @@ class EagleDrafter:
     cache: Any
     layer_states: LayerStates
 
-    def __init__(self, target: Llama, head: EagleLlama) -> None:
+    def __init__(self, target: Llama | HFDecoder, head: EagleLlama) -> None:
         self.target, self.head = target, head
+        self.vocab = model_vocab_size(target)
 
     def reset(self, rows: int, capacity: int) -> None:
         self.cache = None  # frees its memory before the next one is allocated
         self.cache = self.head.new_cache(rows, capacity)
         self.read = [0] * rows  # positions of each row that hold the target's states
 
-    def attach(self, cache: Cache) -> None:
+    def attach(self, cache: Any) -> None:
         self.layer_states = self.target.new_layer_states(cache, self.head.layer_ids)
         cache.layer_states = self.layer_states
 
@@ -42,7 +45,7 @@ class EagleDrafter:
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         logits, state = self.last_logits(texts)
-        sampler = Sampler(sampling.unlimited(), self.target.shape.vocab)
+        sampler = Sampler(sampling.unlimited(), self.vocab)
 
         def following(token: Tensor) -> Tensor:
             nonlocal state

@@ -1,0 +1,202 @@
+"""Any causal decoder of transformers is a target: rows of any lengths, roll back, trees, and states for heads."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from draftlab.acceptance.chain_logprobs import score_chains
+from draftlab.engine.batch_generate import Batching, generate_batch
+from draftlab.engine.drafters.eagle import EagleDrafter
+from draftlab.engine.generate import Draft, decode, output_tokens, speculative_decode
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, eagle, llama
+from draftlab.model.eagle import Head
+from draftlab.model.eagle_llama import EagleLlama
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.llama import Tree
+from draftlab.sampling import SamplingParams
+
+V = 307
+SIZES = {
+    "vocab_size": V, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": EXPERTS,
+    "qwen3_moe": EXPERTS,
+    "olmoe": EXPERTS,
+    "gpt_oss": EXPERTS | SLIDING,
+    "gemma2": SLIDING,
+    "gemma3_text": SLIDING,
+    "mistral": {"sliding_window": 6},
+    "cohere": {},
+    "glm4": {"pad_token_id": 2},
+    "smollm3": {},
+    "phi3": {},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": 6},
+    "gpt2": GPT2,
+    "gpt_neox": {},
+}
+PROMPTS = [[0, 17, 44, 101, 9, 17, 44, 8, 3, 90], [0, 5, 250], [0, 90, 91, 12, 77, 60], [0, 31, 66, 8]]
+LENGTH = 14
+
+
+def model_of(kind: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES | MODELS.get(kind, {}) | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.08))
+    return model
+
+
+def generated(model: Any, prompt: list[int], length: int = LENGTH) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, eos_token_id=None
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+class HalfRight:
+    """Drafts the texts that are given, with every third token wrong, and a row less often than another."""
+
+    def __init__(self, texts: Sequence[list[int]]) -> None:
+        self.texts = texts
+
+    def reset(self, rows: int, capacity: int) -> None:
+        self.rows = rows
+
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        ids = torch.zeros(len(texts), count, dtype=torch.long)
+        for row, text in enumerate(texts):
+            known = (self.texts[row] + [0] * count)[len(text) : len(text) + count]
+            wrong = [i % (3 + row) == 2 for i in range(len(text), len(text) + count)]
+            ids[row] = torch.tensor([(token + bad) % V for token, bad in zip(known, wrong, strict=True)])
+        return Draft(ids=ids, q=None, counts=[count] * len(texts))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_speculative_text_of_a_batch_is_what_generate_writes(kind):
+    """Rows of unequal prompts accept unequal numbers of tokens, so that every pass has rows of other lengths."""
+    model = model_of(kind)
+    expected = [generated(model, prompt) for prompt in PROMPTS]
+    target, sampling = HFDecoder(model), SamplingParams(max_tokens=LENGTH)
+    assert target.masked
+    drafter = HalfRight([[*p, *e] for p, e in zip(PROMPTS, expected, strict=True)])
+    steps = list(speculative_decode(target, drafter, PROMPTS, 4, sampling))
+    assert output_tokens(steps) == expected
+    assert {step.accepted for step in steps} > {0, 1, 2}
+    assert output_tokens(decode(target, PROMPTS, sampling)) == expected
+    written = generate_batch(target, PROMPTS, sampling, Batching(vocab=V))
+    assert [each.ids.tolist() for each in written] == expected
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gemma3_text", "gpt2"])
+def test_a_long_run_of_rejections_keeps_the_cache_small(kind):
+    model = model_of(kind)
+    target, sampling = HFDecoder(model), SamplingParams(max_tokens=40)
+    made: list[Any] = []
+    new_cache: Callable[..., Any] = target.new_cache
+    target.new_cache = lambda rows, capacity: made.append(new_cache(rows, capacity)) or made[-1]  # type: ignore[method-assign]
+    drafter = HalfRight([[0] * 60] * len(PROMPTS))  # nearly always wrong
+    found = output_tokens(speculative_decode(target, drafter, PROMPTS, 5, sampling))
+    assert found == [generated(model, prompt, 40) for prompt in PROMPTS]
+    cache = made[0]  # the trial's comes later
+    assert cache.position.shape[1] <= 2 * max(cache.used) + 6
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "gpt2"])
+def test_a_token_tree_has_the_logits_of_its_paths(kind):
+    model = model_of(kind)
+    target = HFDecoder(model)
+    parents, ids = [0, 0, 1, 2], torch.tensor([[9, 14, 3, 7, 5]])  # the text's last token, then the tree
+    cache = target.new_cache(1, 32)
+    target.forward(torch.tensor([PROMPTS[0]]), cache)
+    found = target.forward(ids, cache, tree=Tree.from_parents(parents))
+    for path in ([1, 3], [2, 4]):
+        text = [*PROMPTS[0], 9, *(int(ids[0, i]) for i in path)]
+        expected = target.forward_uncached(torch.tensor([text]), 3)
+        torch.testing.assert_close(found[0, [0, *path]], expected[0], atol=1e-4, rtol=1e-4)
+    cache.keep(0, len(PROMPTS[0]) + 1, [1, 3])
+    after = target.forward(torch.tensor([[61]]), cache)
+    text = [*PROMPTS[0], 9, 3, 5, 61]  # the tree's second token and its child
+    torch.testing.assert_close(after[0, -1:], target.forward_uncached(torch.tensor([text]), 1)[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "gpt2"])
+def test_the_states_of_layers_are_transformers_own(kind):
+    model = model_of(kind)
+    target = HFDecoder(model)
+    cache = target.new_cache(2, 20)
+    cache.layer_states = target.new_layer_states(cache, (0, 1, 3))
+    ids = torch.tensor([[*PROMPTS[0]], [*PROMPTS[2], 0, 0, 0, 0]])
+    target.forward(ids, cache)
+    cache.used = [8, 6]
+    target.forward(torch.tensor([[3, 90], [55, 56]]), cache)
+    for row, text in enumerate([PROMPTS[0], [*PROMPTS[2], 55, 56]]):
+        with torch.no_grad():
+            states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        expected = torch.cat([states[i][0] for i in (0, 1, 3)], -1)
+        torch.testing.assert_close(cache.layer_states.states[row, : len(text)], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_models_whose_positions_cannot_be_given_speculate_one_row_at_a_time():
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("bloom", vocab_size=V, hidden_size=64, n_layer=2, n_head=4), dtype=torch.float32
+    ).eval()
+    target, sampling = HFDecoder(model), SamplingParams(max_tokens=8)
+    assert not target.masked
+    expected = generated(model, PROMPTS[0], 8)
+    drafter = HalfRight([[*PROMPTS[0], *expected]])
+    assert output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 3, sampling)) == [expected]
+    with pytest.raises(UserError, match="batch size of 1"):
+        output_tokens(speculative_decode(target, HalfRight([[0] * 30] * 2), PROMPTS[:2], 3, sampling))
+
+
+def test_a_model_without_an_attention_cache_is_refused():
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mamba", vocab_size=V, hidden_size=32, num_hidden_layers=2), dtype=torch.float32
+    )
+    with pytest.raises(UserError, match="rolled back"):
+        HFDecoder(model.eval()).new_cache(1, 8)
+
+
+def random_head(folder: Path) -> Head:
+    config = eagle.head_config(folder, (1, 2, 3), V)
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    return Head(config=config, weights=weights, ids=torch.arange(V), embedding=None)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_an_eagle_head_drafts_for_a_model_of_transformers(kind, tmp_path):
+    model = model_of(kind)
+    model.save_pretrained(tmp_path)
+    target, sampling = HFDecoder(model), SamplingParams(max_tokens=LENGTH)
+    head = EagleLlama(random_head(tmp_path), target.embed, tmp_path)
+    found = output_tokens(speculative_decode(target, EagleDrafter(target, head), PROMPTS, 3, sampling))
+    assert found == [generated(model, prompt) for prompt in PROMPTS]
+
+
+def test_a_head_is_replayed_on_transformers_states_as_on_the_engines(family_dirs):
+    folder = family_dirs["qwen3"]
+    own = llama.load(folder, torch.float32)
+    hosted = HFDecoder(checkpoint.load_model(folder, torch.float32).eval())
+    head = EagleLlama(random_head(folder), own.embed, folder)
+    texts = [(np.array(PROMPTS[0]), np.array([7, 3, 61, 8, 12])), (np.array(PROMPTS[1]), np.array([5, 5, 9]))]
+    both = [score_chains(each, head, texts, V, SamplingParams(temperature=1.0), 3) for each in (own, hosted)]
+    for here, there in zip(*both, strict=True):
+        np.testing.assert_allclose(here.logprobs, there.logprobs, atol=1e-3)

@@ -184,12 +184,16 @@ def head_config(target: Path, layer_ids: Sequence[int] | None, draft_vocab: int,
     """
     sizes, config = Target.of(target), checkpoint.auto_config(target).get_text_config()
     heads = int(config.num_attention_heads)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or sizes.hidden // heads
+    if sizes.hidden % heads and sizes.hidden % head_dim == 0:  # heads of the width, as speculators chooses them
+        heads = sizes.hidden // head_dim
+        kv_heads = kv_heads if heads % kv_heads == 0 else heads
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
     one_rope = isinstance(rope, dict) and "rope_type" in rope
     try:
         head = HeadShape(
-            hidden=sizes.hidden, heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or sizes.hidden // heads,
+            hidden=sizes.hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             ffn=getattr(config, "intermediate_size", None) or 4 * sizes.hidden,
             eps=getattr(config, "rms_norm_eps", 1e-5), context=checkpoint.max_model_len(target, 2048),
             rope=dict(rope) if one_rope else {"rope_type": "default", "rope_theta": 10000.0},

@@ -28,7 +28,10 @@ class Sizes(BaseModel):
 
 
 class Facts(BaseModel):
-    """One checkpoint. prune, own, gguf: yes, or words that the refusal must have."""
+    """One checkpoint. prune, own, gguf, rows, head: yes, or words that the refusal must have.
+
+    rows: batches of prompts. head: an EAGLE-3 head for it.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,6 +55,8 @@ class Facts(BaseModel):
     prune: str = YES
     own: str = ""
     gguf: str = ""
+    rows: str = YES
+    head: str = YES
 
     @property
     def architecture(self) -> str:

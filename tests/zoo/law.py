@@ -22,6 +22,7 @@ PART = "def part{0}(line):\n    if not line:\n        return {0}\n    return [in
 TEXT = "\n\n".join(PART.format(i) for i in range(200))  # 8 % of paragraphs are held out
 BRIEF = "--steps 1 --batch-size 2 --training-dtype float32"
 TEACH = f"{BRIEF} --seq-len 32"
+TEACH_HEAD = "--steps 8 --batch-size 4 --seq-len 32 --training-dtype float32"
 WROTE = "--prompts 2 --prompt-tokens 16 --max-new-tokens 24"
 SCORE = "score --k 2 --repeats 1 --num-prompts 2 --prompt-tokens 16 --max-tokens 24"
 IMPORT = "draftlab import"
@@ -91,6 +92,8 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
         "score sampled": f"{SCORE} {there} --temperature 1 --out score-sampled",
         "score without a draft": f"{SCORE} --target M --drafter prompt-lookup --out score-lookup",
         "score compiled": f"{SCORE} {there} --mode native --out score-compiled",
+        "distill a head": f"distill --student eagle --target M {TEACH_HEAD} --out head",
+        "score a head": f"{SCORE} --target M --drafter eagle:heads=head --batch 2 --out score-head",
         "profile": "profile M --k 2 --repeats 3 --context 16 --out profile",
         "check": f"check {draft} --target M",
         "export hf": f"export {draft} --target M --to hf --out export-hf",
@@ -108,8 +111,12 @@ def expected(facts: Facts, step: str) -> str:
     """WORKS, or what the refusal must say."""
     if step in ("prune depth", "prune width", "prune masks", "design"):
         return WORKS if facts.prune == YES else facts.prune
-    if step in ("score compiled", "score a batch"):
-        return WORKS if facts.runs == YES else "--mode eager --batch 1"
+    if step == "score compiled":
+        return WORKS if facts.runs == YES else "--mode eager"
+    if step in ("score a batch", "score a head") and facts.rows != YES:
+        return facts.rows
+    if step == "score a head" and facts.head != YES:
+        return facts.head
     if step == "export itself gguf" or (step == "export gguf" and facts.prune == YES):
         return WORKS if facts.writes_gguf == YES else facts.writes_gguf
     return WORKS

@@ -73,14 +73,11 @@ def _arms(source: Path, shape: Path, data: str, mask_steps: int, mask_lr: float)
             output = Output(command="prune", config=config, out=out, force=True)
             made = prepare(config, True)
             assert made.source is not None
+            job = run.Prune(source=made.source, shape=made.shape, output=output, text=made.text, refit=made.refit)
             if made.method is None:
-                run.prune_by_masks(
-                    made.source, made.shape, output, text=made.text, refit=made.refit, training=made.training
-                )
+                job.by_masks(made.training)
             else:
-                run.prune(
-                    made.source, made.shape, output, text=made.text, refit=made.refit, method=made.method, rotate=rotate
-                )
+                job.by_scores(made.method, rotate=rotate)
 
         return make
 

@@ -27,7 +27,7 @@ from draftlab.model import checkpoint, decoder, hub
 from draftlab.prompts import load_prompts
 from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
-from draftlab.servers.kinds import SampleMethod, ServerKind, Trial
+from draftlab.servers.kinds import SampleMethod, ServerKind, ServerTrial
 from draftlab.servers.processes import running
 
 
@@ -85,7 +85,7 @@ def in_vllm(
 ) -> Iterator[Setting]:
     out, server = exported(folder, draft, target, "vllm"), SERVERS.get("vllm", "--vllm")
     kind = open_artifact(out, target).kind
-    trial = Trial(target=target, draft=out, kind=kind, k=texts.k, longest=texts.longest)
+    trial = ServerTrial(target=target, draft=out, kind=kind, k=texts.k, longest=texts.longest)
     for name in methods:
         method: SampleMethod = "greedy" if name == "greedy" else "probabilistic"
         *command, speculative = server.command(program, trial, method)
@@ -100,7 +100,7 @@ def in_llama_cpp(folder: Path, draft: Path, target: Path, texts: TargetTexts, pr
     if not file.exists():
         gguf.write(target, file, "f32")
     server, kind = SERVERS.get("llama.cpp", "--llama-server"), open_artifact(draft, target).kind
-    trial = Trial(target=file, draft=next(out.glob("*.gguf")), kind=kind, k=texts.k, longest=texts.longest)
+    trial = ServerTrial(target=file, draft=next(out.glob("*.gguf")), kind=kind, k=texts.k, longest=texts.longest)
     command = server.command(program, trial, "greedy")
     return Setting(name="llama.cpp", server=server, method="greedy", command=command, workers=1)
 

@@ -18,7 +18,7 @@ class EagleTreeDrafter(TreeDrafter):
 
     def __init__(self, drafter: EagleDrafter, parents: Sequence[int], siblings: Siblings) -> None:
         """drafter: feeds what the target has read."""
-        super().__init__(drafter.head, drafter.target.shape.vocab, parents, siblings)
+        super().__init__(drafter.head, drafter.vocab, parents, siblings)
         self.drafter, self.head = drafter, drafter.head
 
     def reset(self, rows: int, capacity: int) -> None:

@@ -15,7 +15,7 @@ from draftlab.output import Output
 
 if TYPE_CHECKING:
     from draftlab.latency.cost_model import CostModel
-    from draftlab.latency.predict import Acceptance, DraftPrediction
+    from draftlab.latency.predict import DraftAcceptance, DraftPrediction
     from draftlab.latency.profile import Profile, Running, Subject
     from draftlab.latency.profiler import Grid
     from draftlab.latency.scaling_law import ScalingLaw
@@ -179,7 +179,7 @@ class PreparedPredict:
 
     drafts: "list[CostModel]"
     target: "CostModel"
-    acceptances: "list[Acceptance]"
+    acceptances: "list[DraftAcceptance]"
     ks: list[int]
     batches: list[int]
     prompts: Sequence[int | None]
@@ -261,14 +261,14 @@ def predict(prepared: PreparedPredict) -> Predicted:
     return Predicted(path=None, show=show, data=data, predictions=drafts)
 
 
-def _acceptance(text: str, max_tokens: int) -> "Acceptance":
+def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
     """Return the acceptance of a replay or a score, or one that is assumed: 0.7, or 2.8@4.
 
     Raises:
         UserError: there is no such file, it cannot be read, or an acceptance length that cannot be.
     """
     from draftlab.latency.cost_model import alpha_for
-    from draftlab.latency.predict import Acceptance
+    from draftlab.latency.predict import DraftAcceptance
     from draftlab.latency.workload import constant_workload, workload_of_replay, workload_of_score
     from draftlab.results.score import read_score
     from draftlab.target_outputs.replay import read_replay
@@ -279,15 +279,15 @@ def _acceptance(text: str, max_tokens: int) -> "Acceptance":
         alpha = number if k is None else alpha_for(number, int(k))
         if alpha > 1:
             raise UserError(f"{text} is no probability; write tokens per pass with their K, as 2.8@4")
-        return Acceptance(work=constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT))
+        return DraftAcceptance(work=constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT))
     path = Path(text)
     if path.name == "score.json" or (path / "score.json").exists():
         score = read_score(path)
         rule = score.conditions.rule if score.conditions.temperature > 0 else None
-        return Acceptance(work=workload_of_score(score), model=(score.draft.name, score.draft.sha256), rule=rule)
+        return DraftAcceptance(work=workload_of_score(score), model=(score.draft.name, score.draft.sha256), rule=rule)
     replay = read_replay(path)
     rule = replay.rule if replay.sampling.temperature > 0 else None
-    return Acceptance(work=workload_of_replay(replay), model=(replay.draft, replay.draft_sha256), rule=rule)
+    return DraftAcceptance(work=workload_of_replay(replay), model=(replay.draft, replay.draft_sha256), rule=rule)
 
 
 def _places(names: list[str], weights: bool) -> dict[str, Path | Shape]:

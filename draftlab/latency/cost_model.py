@@ -19,7 +19,7 @@ from draftlab.model.shape import Shape
 from draftlab.reading import FileModel, read_model
 from draftlab.results.score import Latency
 
-# of a weight; int4 with a 16-bit scale and a 4-bit zero for 128 weights, as AWQ and GPTQ store it
+# int4 has a 16-bit scale and a 4-bit zero for 128 weights, as AWQ and GPTQ store it
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1, "int4": (4 + 20 / 128) / 8}
 
 
@@ -37,24 +37,35 @@ class SteadyPoint(Point):
 
 
 class Profile(FileModel):
-    """The latency curves of one model on one device. n is 0 where they were computed, not measured."""
+    """The latency curves of one model on one device. n is 0 where latencies were computed, not measured.
+
+    Args:
+        sha256: Hash of the checkpoint; None for random weights, which take as long.
+        shape: None where transformers ran the model, and for a head.
+        eagle: The model is an EAGLE-3 head: forward reads the target's states, steady its own.
+        forward: A full grid of passes after another model's pass, as in speculative decoding.
+        steady: Passes over one token after 1, 2, ... passes of the same model, and after many.
+        prefill: Passes of one row by prompt length.
+        host: Time of a step outside the passes, by tokens verified.
+        bandwidth_gbs, matmul_tflops: Upper bounds, measured in the same run or assumed; none for a server.
+    """
 
     version: Literal[2] = 2
     kind: Literal["measured", "analytic", "fitted", "served"]
     name: str
-    sha256: str | None  # of the checkpoint; None: random weights, which take as long
-    shape: Shape | None  # None: transformers ran it, because the engine does not support it; or it is a head
-    eagle: bool = False  # an EAGLE-3 head: forward reads the target's states, steady its own
+    sha256: str | None
+    shape: Shape | None
+    eagle: bool = False
     device: str
     dtype: str
     mode: Mode | Literal["served"]
     threads: int | None
-    forward: list[Point] = Field(min_length=1)  # a full grid; after another model's pass, as in speculative decoding
-    steady: list[SteadyPoint]  # one token after 1, 2, ... passes of the same model, and after many
-    prefill: list[Latency] = Field(min_length=1)  # by prompt length, one row
-    host: list[Latency] = Field(min_length=1)  # per step outside the passes, by tokens verified
-    bandwidth_gbs: PositiveFloat | None  # upper bound: measured in the same run, or assumed; None: of a server
-    matmul_tflops: dict[str, PositiveFloat]  # by dtype; upper bound, too
+    forward: list[Point] = Field(min_length=1)
+    steady: list[SteadyPoint]
+    prefill: list[Latency] = Field(min_length=1)
+    host: list[Latency] = Field(min_length=1)
+    bandwidth_gbs: PositiveFloat | None
+    matmul_tflops: dict[str, PositiveFloat]
     command: str
     versions: dict[str, str]
     created: str
@@ -80,19 +91,22 @@ class Profile(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """The curves of a profile, interpolated linearly; outside its points a UserError.
+    """The curves of a profile, interpolated linearly. Outside its points they raise a UserError.
 
-    extrapolate: continue the last two widths, contexts and lengths linearly; never the batch.
+    Args:
+        grid, steady: Milliseconds, [W, B, L] and [N, B, L].
+        prefill, host: Lengths or widths, and milliseconds.
+        extrapolate: Continue the last two widths, contexts and lengths linearly, but never the batch.
     """
 
     profile: Profile
     widths: np.ndarray
     batches: np.ndarray
     contexts: np.ndarray
-    grid: np.ndarray  # [W, B, L] ms
-    steady: np.ndarray  # [N, B, L] ms, after 1, ... N - 1 passes of the same model, and after many
-    prefill: tuple[np.ndarray, np.ndarray]  # lengths, ms
-    host: tuple[np.ndarray, np.ndarray]  # widths, ms
+    grid: np.ndarray
+    steady: np.ndarray
+    prefill: tuple[np.ndarray, np.ndarray]
+    host: tuple[np.ndarray, np.ndarray]
     extrapolate: bool
 
     @staticmethod
@@ -169,11 +183,7 @@ def expected_tokens(alpha: float, k: int) -> float:
 
 
 def alpha_for(length: float, k: int) -> float:
-    """Return the alpha for which expected_tokens gives this length.
-
-    Raises:
-        UserError: no alpha from 0 to 1 does.
-    """
+    """Return the alpha for which expected_tokens gives this length. Raises UserError: there is no such alpha."""
     if not 1 <= length <= k + 1:
         raise UserError(f"acceptance length {length:g} is impossible at K = {k}: it must be from 1 to {k + 1}")
     from scipy.optimize import root_scalar
@@ -182,7 +192,10 @@ def alpha_for(length: float, k: int) -> float:
 
 
 def break_even_length(k: int, c: float, beta: float = 1.0, host: float = 0.0) -> float:
-    """Return the tokens per target pass at which drafting neither gains nor loses. host: per step, in target passes."""
+    """Return the tokens per target pass at which drafting neither gains nor loses.
+
+    host is the time per step, in target passes.
+    """
     return k * c + beta + host
 
 
@@ -192,13 +205,16 @@ def closed_form_speedup(length: float, k: int, c: float, beta: float = 1.0, host
 
 
 def active_params(shape: Shape, experts: float = 1) -> float:
-    """Return the parameters that a pass reads: without the embedding unless tied, with so many experts per layer."""
+    """Return the parameters that a pass reads, with the given number of experts per layer.
+
+    The embedding counts only where it is tied.
+    """
     matrices = shape.params() - (0 if shape.tied else shape.vocab * shape.hidden) - shape.idle_head_params()
     return matrices + (experts - 1) * 3 * shape.hidden * shape.ffn * shape.layers
 
 
 def pass_bytes(shape: Shape, dtype: str, experts: float = 1) -> float:
-    """Return the bytes of weights that a pass reads; a head beside 4-bit weights has 16 bits."""
+    """Return the bytes of weights that a pass reads; the head of a model in 4 bits has 16 bits."""
     head = shape.vocab * shape.hidden - shape.idle_head_params() if dtype == "int4" else 0
     return (active_params(shape, experts) - head) * BYTES[dtype] + 2 * head
 
@@ -207,7 +223,7 @@ def read_profile(path: Path) -> Profile:
     """Read a profile, from its path or from a directory with one profile.
 
     Raises:
-        UserError: no such file, several, or not a profile.
+        UserError: There is no file, there are several, or the file is not a profile.
     """
     files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     if len(files) != 1:

@@ -52,14 +52,15 @@ def schedule(
 ) -> Schedule:
     """Return the K with the least time for every batch size from 1 to most.
 
-    works: the same texts after prompts of several lengths, all of which count.
+    Args:
+        works: The same texts after prompts of several lengths, all of which count.
 
     Raises:
-        UserError: a batch size outside the profiles.
+        UserError: A batch size is outside the profiles.
     """
     chosen: list[int] = []
     pays_up_to = 0
-    by_k = {k: steps(works[0], k) for k in (0, *ks)}  # alike at all lengths of prompts
+    by_k = {k: steps(works[0], k) for k in (0, *ks)}  # the same for all lengths of prompts
     for batch in range(1, most + 1):
         total, plain = dict.fromkeys(by_k, 0.0), 0.0
         for work in works:
@@ -74,7 +75,7 @@ def schedule(
 
 
 class PredictedSchedule(BaseModel):
-    """The part of a prediction that is read here; `predict --json` writes more."""
+    """A prediction with its schedule; `predict --json` writes more."""
 
     draft_sha256: str | None
     schedule: Schedule | None
@@ -85,10 +86,10 @@ class Predictions(BaseModel):
 
 
 def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
-    """Return the schedule that `predict --for vllm --json` printed for a draft. draft: its name.
+    """Return the schedule that `predict --for vllm --json` printed for a draft. draft is its name.
 
     Raises:
-        UserError: no such file; it is of other drafts, has no schedule, or says that no draft pays.
+        UserError: The file predicts other drafts, has no schedule, or says that no draft pays.
     """
     predictions = read_model(Predictions, file, hint=REMEDY).predictions
     prediction = next((each for each in predictions if each.draft_sha256 == sha256), None)

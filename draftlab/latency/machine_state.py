@@ -16,10 +16,15 @@ from draftlab.console import note
 from draftlab.engine.clocks import Clock, StepClock, clock_for, step_clock_for
 from draftlab.results.environment import Environment
 
-WARM_UPS = (3, 10)  # least and most
+WARM_UPS = (3, 10)  # the least and the most
 SIMILAR = 0.1  # two consecutive times that differ by less are steady
 WATCH_SECONDS = 0.5
-INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16", "avx512f": "AVX-512", "avx2": "AVX2"}  # the best first
+INSTRUCTIONS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX512_BF16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+}  # the fastest first
 
 
 def read_environment() -> Environment:
@@ -45,10 +50,12 @@ def warn_if_busy(environment: Environment) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CoreTime:
-    """Seconds that Linux counted so far; None where it does not.
+    """Seconds that Linux has counted; None where it does not count them.
 
-    ran, waited: of this thread on a core, and for one. stolen: of cores, given to other machines by the hypervisor.
-    pressed: in which some thread of the machine waited for a core (PSI).
+    Args:
+        ran, waited: Seconds of this thread on a core, and waiting for a core.
+        stolen: Seconds of cores that the hypervisor gave to other machines.
+        pressed: Seconds in which some thread of the machine waited for a core (PSI).
     """
 
     clock: float
@@ -72,7 +79,7 @@ def read_core_time() -> CoreTime:
 
 
 def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) -> Environment:
-    """Return the environment with the shares of the time between in which cores were not to be had."""
+    """Return the environment with the shares of the time in which no core was free."""
 
     def grown(name: str) -> float:
         return (getattr(after, name) or 0.0) - (getattr(before, name) or 0.0)
@@ -88,7 +95,7 @@ def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) ->
 
 
 def warm_up(run: Callable[[], float]) -> bool:
-    """Run until two consecutive times are similar; return whether that happened. run: returns its seconds."""
+    """Run until two consecutive times are similar; return whether that happened. run returns its seconds."""
     least, most = WARM_UPS
     times = [run() for _ in range(least)]
     while abs(times[-1] - times[-2]) > SIMILAR * min(times[-2:]):
@@ -109,7 +116,7 @@ def steady_step_clock(device: torch.device) -> StepClock:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or of the processor with what it multiplies by: virtual machines hide the model."""
+    """Return the name of a GPU, or of the processor with its instructions: virtual machines hide the model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return processor_name(_text("/proc/cpuinfo"))

@@ -17,18 +17,26 @@ from draftlab.latency.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """The prediction for one K."""
+class KPrediction:
+    """The prediction for one K.
+
+    Args:
+        tokens_per_pass: Tokens per target pass, with the target's own token.
+        speedup: Interval over texts, without the spread of latencies.
+        closed_form_speedup: Speed-up at the middle of the texts, as a check.
+        free_draft, perfect_draft: Speed-up if drafting took no time, or if every token were accepted.
+        shares: Shares of the time: draft, verify, host.
+    """
 
     k: int
-    tokens_per_pass: Interval  # including the target's own
-    speedup: Interval  # over texts, without the spread of latencies
+    tokens_per_pass: Interval
+    speedup: Interval
     tokens_per_second: float
     beta: float
-    closed_form_speedup: float  # at the middle of the texts, as a check
-    free_draft: float  # speed-up if drafting took no time
-    perfect_draft: float  # speed-up if every token were accepted
-    shares: dict[str, float]  # of the time: draft, verify, host
+    closed_form_speedup: float
+    free_draft: float
+    perfect_draft: float
+    shares: dict[str, float]
 
     @property
     def break_even_length(self) -> float:
@@ -38,41 +46,42 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A pair at one batch size."""
+    """A pair at one batch size. halved is the best speed-up if one kind of loss were halved, by loss."""
 
-    name: str  # of the draft, and its mode
+    name: str
     draft: str
     target: str
     batch: int
     c: float
     plain_tokens_per_second: float
-    rows: list[Row]
-    halved: dict[str, float]  # best speed-up if one kind of loss were halved
+    rows: list[KPrediction]
+    halved: dict[str, float]
     notes: list[str]
 
     @property
-    def best(self) -> Row:
+    def best(self) -> KPrediction:
         return max(self.rows, key=lambda row: row.speedup.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestK:
-    """The best K at one batch size and prompt length, 0 for no draft. prompt_tokens: None: those of the texts."""
+    """The best K, 0 for no draft, at one batch size and prompt length; None stands for the texts' own prompts."""
 
     batch: int
     prompt_tokens: int | None
     k: int
     speedup: float
     tokens_per_second: float
-    speedups: dict[int, float]  # by K
+    speedups: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Acceptance:
+class DraftAcceptance:
     """Texts with the acceptance of a draft.
 
-    model: name and hash of the draft; None where acceptance is assumed. rule: by which sampled tokens were accepted;
-    None where it is assumed, or greedy.
+    Args:
+        model: Name and hash of the draft; None where acceptance is assumed.
+        rule: Rule by which sampled tokens were accepted; None where acceptance is assumed or decoding is greedy.
     """
 
     work: Workload
@@ -84,7 +93,7 @@ class Acceptance:
 class DraftPrediction:
     """One draft: every K at the smallest batch and first prompt length, and the best K at all of them.
 
-    schedule: as a server takes it. model: name and hash of the draft.
+    model is the name and hash of the draft.
     """
 
     prediction: Prediction
@@ -112,7 +121,7 @@ class DraftPrediction:
 def predict_draft(
     draft: CostModel,
     target: CostModel,
-    acceptance: Acceptance,
+    acceptance: DraftAcceptance,
     ks: Sequence[int],
     *,
     batches: Sequence[int],
@@ -121,10 +130,11 @@ def predict_draft(
 ) -> DraftPrediction:
     """Predict a draft for every K, and the best K at every batch size and prompt length.
 
-    prompts: lengths of prompts; None: those of the texts.
+    Args:
+        prompts: Lengths of prompts; None stands for the texts' own prompts.
 
     Raises:
-        UserError: see predict; or acceptance of another kind of draft.
+        UserError: As predict; or the acceptance is that of another kind of draft.
     """
     work = _drafted_by(draft, acceptance)
     works = {prompt: work if prompt is None else work.with_prompt_tokens(prompt) for prompt in prompts}
@@ -145,8 +155,8 @@ def predict_draft(
     return DraftPrediction(prediction=prediction, best_ks=best_ks, schedule=table, model=model)
 
 
-def _drafted_by(draft: CostModel, acceptance: Acceptance) -> Workload:
-    """Return acceptance as the draft has it. Raises UserError: it was found for another kind of draft."""
+def _drafted_by(draft: CostModel, acceptance: DraftAcceptance) -> Workload:
+    """Return acceptance as the draft has it. Raises UserError: it is that of another kind of draft."""
     work = acceptance.work
     if draft.profile.eagle and acceptance.model is None:  # assumed, the same for any draft
         return replace(work, kind="eagle")
@@ -183,10 +193,11 @@ def predict(
 ) -> Prediction:
     """Predict the throughput of a pair for every K.
 
-    server: whose steps; None: those of draftlab's engine.
+    Args:
+        server: Server whose steps are predicted; None stands for draftlab's engine.
 
     Raises:
-        UserError: a context, width or batch outside the profiles, or texts of one token.
+        UserError: A context, width or batch is outside the profiles, or every text has one token.
     """
     if not work.texts.lengths.any():
         raise UserError("every text ends with its first token, which comes with the prefill: nothing to predict")
@@ -229,7 +240,7 @@ def best_k(
 def required_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:
     """Return the K at which a speed-up needs the lowest acceptance, and the tokens per pass that it needs there.
 
-    None: not even a perfect draft of this latency reaches it.
+    Return None where not even a perfect draft of this latency reaches it.
     """
     needed = {row.k: speedup * row.break_even_length for row in prediction.rows}
     possible = {k: length for k, length in needed.items() if length <= k + 1}
@@ -268,7 +279,7 @@ REMEDIES = {
 
 def _row(
     k: int, costs: StepCosts, work: Workload, steps_: Steps, length: Interval, speedup: Interval, batch: int
-) -> Row:
+) -> KPrediction:
     prompts, plain = work.prompt_tokens, float(plain_ms(costs, work).sum())
     at = int((prompts + work.texts.lengths / 2).mean()) - costs.first
     unit = costs.verify[0, at] + costs.host[0]
@@ -277,7 +288,7 @@ def _row(
     drafting = costs.without_turns(at).drafting(k)[min(round(length.value - 1), k - 1), k, 0]
     free = expected_time(replace(costs, share=0.0), prompts, steps_)
     perfect = expected_time(costs, prompts, steps(work.with_chances(np.ones_like(work.texts.chances)), k))
-    return Row(
+    return KPrediction(
         k=k,
         tokens_per_pass=length,
         speedup=speedup,
@@ -308,7 +319,7 @@ def _halved(costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: flo
 
 
 def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int) -> list[str]:
-    """widest: tokens of the draft's widest pass."""
+    """Return what limits the prediction. widest is the number of tokens of the draft's widest pass."""
     first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1
     notes = draft.beyond("prompt", first + 1, last + 1)

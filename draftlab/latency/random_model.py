@@ -10,7 +10,7 @@ from draftlab.model.shape import Shape
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Random weights of a shape, drawn each time they are read, so that none is in memory twice."""
+    """Random weights of a shape, drawn each time they are read, so that memory has them once."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.axes, self.dtype, self.device = shape, shape.axes(), dtype, device

@@ -66,7 +66,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleHead:
+class HeadWeights:
     """The weights of an EAGLE-3 head beyond those of its layer's shape.
 
     own: of q, k and v, which read an embedding, too. states: with fc, which joins three states of the target.
@@ -76,7 +76,7 @@ class EagleHead:
     own: int
 
     @classmethod
-    def of(cls, shape: Shape) -> "EagleHead":
+    def of(cls, shape: Shape) -> "HeadWeights":
         own = shape.hidden * (shape.sizes["q"] + 2 * shape.sizes["kv"])
         return cls(states=own + 3 * shape.hidden**2, own=own)
 
@@ -92,7 +92,7 @@ def roofline_profile(
     widths: Sequence[int],
     batches: Sequence[int],
     contexts: Sequence[int],
-    head: EagleHead | None = None,
+    head: HeadWeights | None = None,
 ) -> Profile:
     """Return a profile by the roofline model: a pass reads weights and cache once, plus a constant per layer.
 
@@ -187,7 +187,7 @@ def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], l
         ids = int(heads[0].removeprefix("eagle="))
         if ids > shape.vocab:
             raise UserError(f"{spec}: a head has at most the {shape.vocab:,} ids of its target")
-        called, head = f"eagle-{called}", EagleHead.of(shape)
+        called, head = f"eagle-{called}", HeadWeights.of(shape)
         shape = shape.model_copy(update={"layers": 1, "tied": False, "draft_vocab": ids})
     return roofline_profile(
         shape,

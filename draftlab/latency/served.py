@@ -39,7 +39,7 @@ At = tuple[int, int]  # streams, context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class ServedPasses:
     """Milliseconds of a pass over N tokens without cached ones, [N], and of a cached token of one row."""
 
     streams: Sequence[int]
@@ -47,7 +47,7 @@ class Passes:
     cached_ms: float
 
     @staticmethod
-    def of(times: Mapping[At, float]) -> "Passes":
+    def of(times: Mapping[At, float]) -> "ServedPasses":
         """Return passes from the milliseconds of one token each of N streams after L cached ones, by N and L."""
         by_streams: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for (streams, context), ms in times.items():
@@ -59,7 +59,7 @@ class Passes:
         bare = [float(np.mean([ms - cached * n * c for c, ms in by_streams[n]])) for n in sorted(by_streams)]
         if min(bare) <= 0:
             raise UserError("--server: cached tokens seem to cost more than passes: other work disturbs the servers")
-        return Passes(streams=sorted(by_streams), tokens_ms=np.array(bare), cached_ms=cached)
+        return ServedPasses(streams=sorted(by_streams), tokens_ms=np.array(bare), cached_ms=cached)
 
     def ms(self, width: int, batch: int, context: float) -> float:
         """Return the time of a pass over width tokens of each row after so many cached ones."""
@@ -141,7 +141,7 @@ def profile_servers(
             Meter(server=server, prompt=prompt, repeats=repeats, advance=lambda: shown(next(done), ""))
             for server in servers
         ]
-        passes = Passes.of({(n, middle(c)): meters[0].step_ms(n, c, drafts=False) for n, c in alone})
+        passes = ServedPasses.of({(n, middle(c)): meters[0].step_ms(n, c, drafts=False) for n, c in alone})
         prefill = [{c: meters[0].prefill_ms(c) for c in contexts}]
         shares = [dict.fromkeys(streams, 1.0)]
         for drafting in meters[1:]:
@@ -165,7 +165,7 @@ def middle(context: int) -> int:
     return context + SETTLED + TOKENS // 2
 
 
-def draft_shares(passes: Passes, steps: Mapping[At, float], k: int) -> dict[int, float]:
+def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dict[int, float]:
     """Return what a draft's pass costs of the target's by batch size, from the times of whole steps of K tokens.
 
     Raises:
@@ -195,7 +195,7 @@ def drafted_tokens(server: Server, prompt: list[int]) -> int:
     return counters.k
 
 
-def _points(passes: Passes, shares: Mapping[int, float], k: int, farthest: int) -> list[Point]:
+def _points(passes: ServedPasses, shares: Mapping[int, float], k: int, farthest: int) -> list[Point]:
     grid = itertools.product(range(1, k + 3), shares, (0, farthest))
     times = ((w, b, c, shares[b] * passes.ms(w, b, c)) for w, b, c in grid)
     return [Point(width=w, batch=b, context=c, median_ms=ms, low_ms=ms, high_ms=ms, n=0) for w, b, c, ms in times]

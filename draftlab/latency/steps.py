@@ -26,26 +26,38 @@ Server = Literal["vllm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The expected steps at one K. K = 0 is plain decoding."""
+    """The expected steps at one K. K = 0 is plain decoding.
 
-    starts: np.ndarray  # [R, n] by the token at which they start
-    drafted: np.ndarray  # [R, n] tokens that a step drafts there
-    after: np.ndarray  # [R, n, K + 1] starts by the tokens that the step before accepted
+    Args:
+        starts: Steps by the token at which they start, [R, n].
+        drafted: Tokens that a step drafts there, [R, n].
+        after: Steps by the tokens that the step before accepted, [R, n, K + 1].
+    """
+
+    starts: np.ndarray
+    drafted: np.ndarray
+    after: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
     """Milliseconds of a drafter's passes at one batch size, by context.
 
-    k: most tokens that a step drafts. lag: tokens by which the drafter's cache is shorter than the target's. server:
-    whose steps; None: those of draftlab's engine. by_width: forward passes that were asked for.
+    Args:
+        contexts: Cached tokens, ascending by 1, [C].
+        steady: Pass over one token after many passes of the same model, [C].
+        warmup: What the first N passes over one token after the target's take beyond steady, [N, C].
+        k: Most tokens that a step drafts.
+        lag: Tokens by which the drafter's cache is shorter than the target's.
+        server: Server whose steps they are; None stands for draftlab's engine.
+        by_width: Forward passes that were asked for.
     """
 
     draft: CostModel
     batch: int
-    contexts: np.ndarray  # [C], ascending by 1
-    steady: np.ndarray  # [C] one-token pass after many passes of the same model
-    warmup: np.ndarray  # [N, C] what the first N one-token passes after the target's take beyond steady
+    contexts: np.ndarray
+    steady: np.ndarray
+    warmup: np.ndarray
     k: int
     lag: int
     server: Server | None
@@ -54,8 +66,10 @@ class Passes:
     def step(self, k: int, *, unread: int, at_once: bool = False) -> np.ndarray:
         """Return the time of drafting k tokens in a step, by the target's cached tokens, [C].
 
-        unread: tokens that the first pass reads: those that the drafter has not read yet. at_once: the first pass reads
-        k - 1 mask tokens as well and drafts everything; otherwise every further token has a pass of its own.
+        Args:
+            unread: Tokens that the first pass reads, because the drafter has not read them yet.
+            at_once: The first pass reads k - 1 mask tokens as well and drafts everything; otherwise every further token
+                has its own pass.
         """
         if self.server is not None:
             unread = k + 2 - self.lag
@@ -86,12 +100,18 @@ StepCost = Callable[[Passes, int, int], np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Milliseconds of a pair at one batch size, by context. share: of the time of drafting that counts."""
+    """Milliseconds of a pair at one batch size, by context.
+
+    Args:
+        verify: Target pass by tokens drafted, [K + 1, C].
+        host: Sampling and verification on the host by tokens drafted, [K + 1].
+        share: Share of the time of drafting that counts.
+    """
 
     passes: Passes
     step_cost: StepCost
-    verify: np.ndarray  # [K + 1, C] target pass, by tokens drafted
-    host: np.ndarray  # [K + 1] sampling and verification on the host, by tokens drafted
+    verify: np.ndarray
+    host: np.ndarray
     share: float = 1.0
     tables: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -198,5 +218,5 @@ def expected_time(costs: StepCosts, prompt_tokens: np.ndarray, steps: Steps) -> 
 
 
 def total_ms(costs: StepCosts, work: Workload, by_k: Mapping[int, Steps]) -> dict[int, float]:
-    """Return the milliseconds of all texts by K. by_k: as steps() returns them; K = 0: a server's draft that pauses."""
+    """Return the milliseconds of all texts by K. K = 0 is a server's draft that pauses."""
     return {k: float(expected_time(costs, work.prompt_tokens, each).total.sum()) for k, each in by_k.items()}

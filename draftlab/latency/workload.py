@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # needs torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Texts with their acceptance probabilities, and the length of each prompt, [R]. kind: of the drafter."""
+    """Texts with their acceptance probabilities, and the length of each prompt, [R]. kind is the drafter's."""
 
     texts: Texts
     prompt_tokens: np.ndarray
@@ -50,7 +50,7 @@ def workload_of(
 ) -> Workload:
     """Return texts with known probabilities.
 
-    limits: tokens after the first at which decoding would stop; default: the length of each text.
+    limits are the tokens after the first at which decoding would stop, by default the length of each text.
     """
     texts = texts_of(chances, None if limits is None else np.array(limits))
     return Workload(texts=texts, prompt_tokens=np.array(prompts), kind=kind)
@@ -70,8 +70,8 @@ def workload_of_score(score: Score) -> Workload:
     position of the largest K. Greedily every K decodes the same text, so that one K may know what another does not.
 
     Raises:
-        UserError: servers decoded, which do not report the fate of each token; or a parallel draft or an EAGLE-3 head
-            drafted, whose tokens have another probability at each offset.
+        UserError: Servers decoded, which do not report single tokens; or a parallel draft or an EAGLE-3 head drafted,
+            whose tokens have another probability at each offset.
     """
     if score.draft.eagle:
         raise UserError(f"{score.name} is an EAGLE-3 head, of which a score does not tell by offset; use a replay")
@@ -95,7 +95,7 @@ def workload_of_score(score: Score) -> Workload:
 
 
 def _outcomes(generation: Generation) -> np.ndarray:
-    """Return 1 for accepted tokens, 0 for rejected ones, nan for those never drafted; without the first token, [n]."""
+    """Return 1 for accepted tokens, 0 for rejected tokens, nan where none was drafted; without the first token."""
     row = np.full(generation.tokens - 1, np.nan)
     start = 0
     for drafted, accepted, emitted in zip(generation.drafted, generation.accepted, generation.emitted, strict=True):

@@ -1,4 +1,4 @@
-"""Passes under load, from times of streams: what a server with a known law took gives that law back."""
+"""ServedPasses under load, from times of streams: what a server with a known law took gives that law back."""
 
 import itertools
 from pathlib import Path
@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, read_profile
-from draftlab.latency.served import Passes, draft_shares
+from draftlab.latency.served import ServedPasses, draft_shares
 from draftlab.model import checkpoint
 
 STREAMS, CONTEXTS, K = (1, 2, 4, 8, 16, 24, 32, 40, 48), (50, 250), 4
@@ -21,9 +21,9 @@ def law(tokens: int, rows: int, context: float) -> float:
     return 8.0 + 0.5 * tokens + 0.002 * rows * context
 
 
-def passes() -> Passes:
+def passes() -> ServedPasses:
     """Many streams at the short context only."""
-    return Passes.of({(n, c): law(n, n, c) for n, c in itertools.product(STREAMS, CONTEXTS) if n <= 8 or c == 50})
+    return ServedPasses.of({(n, c): law(n, n, c) for n, c in itertools.product(STREAMS, CONTEXTS) if n <= 8 or c == 50})
 
 
 @pytest.mark.parametrize(("width", "batch"), itertools.product((1, 2, 5, 6), (1, 2, 4, 8)))
@@ -33,7 +33,7 @@ def test_a_wide_pass_is_one_of_as_many_streams_that_reads_the_keys_of_its_rows_o
 
 
 def test_one_context_says_nothing_of_cached_tokens():
-    found = Passes.of({(n, 50): law(n, n, 50) for n in STREAMS})
+    found = ServedPasses.of({(n, 50): law(n, n, 50) for n in STREAMS})
     assert found.ms(1, 4, 0) == pytest.approx(found.ms(1, 4, 900)) == pytest.approx(law(4, 4, 50))
 
 

@@ -10,7 +10,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -88,7 +88,7 @@ def _measure(
     settings |= {"batch_size": ROWS, "seq_len": SEQ_LEN, "training_dtype": "bfloat16", "device": "cpu"}
     settings |= {"eval_steps": 10**9, "save_steps": 10**9, "prompt_tokens": 32 if arm.text == "data" else PROMPT}
     config = DistillConfig.build(settings | {"draft": str(draft), "target": str(target)})
-    job = prepare(config, True).job
+    job = cast(Any, prepare(config, True).run).args[0]
     opened = open_draft(job, None, scratch)
     student, setup = opened.module, opened.setup
     assert isinstance(setup.teacher, PreTrainedModel)

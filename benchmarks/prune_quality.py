@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -71,13 +71,13 @@ def _arms(source: Path, shape: Path, data: str, mask_steps: int, mask_lr: float)
             seeded = {} if settings.get("method") in ("first", "magnitude") and refit == "none" else {"seed": seed}
             config = PruneConfig.build(common | seeded | settings)
             output = Output(command="prune", config=config, out=out, force=True)
-            made = prepare(config, True)
-            assert made.source is not None
-            job = run.Prune(source=made.source, shape=made.shape, output=output, text=made.text, refit=made.refit)
-            if made.method is None:
-                job.by_masks(made.training)
+            values = cast(Any, prepare(config, True).run).keywords
+            parts = {name: values[name] for name in ("source", "shape", "text", "refit")}
+            pruning = run.Prune(output=output, **parts)
+            if values["training"] is not None:
+                pruning.by_masks(values["training"])
             else:
-                job.by_scores(made.method, rotate=rotate)
+                pruning.by_scores(values["method"], rotate=rotate)
 
         return make
 

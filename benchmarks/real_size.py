@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +153,7 @@ def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str,
         draft=str(draft), target=str(target), data="stdlib", batch_size=ROWS, seq_len=SEQ_LEN, steps=RUN,
         training_dtype="bfloat16", device="cpu", optimizer="adamw", lr=1e-4, eval_steps=RUN, save_steps=RUN,
     )  # fmt: skip
-    job = prepare(config, True).job
+    job = cast(Any, prepare(config, True).run).args[0]
     opened = open_draft(job, None, scratch)
     student, setup, bare = opened.module, opened.setup, copy.deepcopy(opened.module)
     (scratch / "again").mkdir()

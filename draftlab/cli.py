@@ -21,7 +21,7 @@ from draftlab import __version__
 from draftlab.commands import PANELS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
-from draftlab.console import is_main_process, print_words, processes
+from draftlab.console import is_main_process, note, print_words, processes
 from draftlab.errors import UsageError, UserError, one_line
 from draftlab.recipe import run
 from draftlab.trust import printable
@@ -243,7 +243,7 @@ def _interrupt(number: int, _: object) -> None:
 
 def _print(outcome: Outcome, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(outcome.data, default=str, indent=2))
+        print(json.dumps(outcome.data | {"next": outcome.next}, default=str, indent=2))
         return
     console = Console(soft_wrap=True)
     for item in outcome.show:
@@ -252,3 +252,5 @@ def _print(outcome: Outcome, as_json: bool) -> None:
                 print_words(console, line)
         else:
             console.print(item)
+    if outcome.next:
+        note(f"next: {outcome.next}")

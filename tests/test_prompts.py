@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -218,9 +218,8 @@ def test_an_export_is_verified_with_conversations(space):
     prompts = file_prompts(space / "prompts.jsonl", checkpoint.load_tokenizer(space / "target"), chat="on")
     Path("llama-server").touch()
     asked = {"to": "gguf", "verify_with": Path("llama-server"), "prompt_file": Path("prompts.jsonl")}
-    prepared = prepare_export(ExportConfig(draft="draft", target="target", **asked), True)
-    assert prepared.verifier is not None
-    assert prepared.verifier.prompts == prompts
+    job = prepare_export(ExportConfig(draft="draft", target="target", **asked), True)
+    assert cast(Any, job.run).keywords["verifier"].prompts == prompts
     with pytest.raises(UserError, match="--data"):
         ExportConfig.build({"draft": "draft", "target": "target", "data": "stdlib", **asked})
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -91,9 +91,7 @@ def test_a_server_is_asked_the_same_requests(space, asked):  # noqa: F811
         config = ScoreConfig(
             server=url, speculative_server=url, target="target", prompt_file=Path("prompts.jsonl"), max_tokens=20
         )
-        served = prepare(config, True).served
-        assert served is not None
-        found = servers.with_turns(served)
+        found = servers.with_turns(cast(Any, prepare(config, True).run).args[0])
     assert [prompt.ids for prompt in found.requests.prompts.rows] == asked
 
 

@@ -1,14 +1,15 @@
 """The command that goes from a target to a served draft."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftlab import workspace
-from draftlab.commands.base import Outcome, command
+from draftlab.commands.base import Job, Outcome, check_program, command, fill
 from draftlab.config.auto import AutoConfig
 from draftlab.console import note
 from draftlab.errors import UserError, about
@@ -16,6 +17,7 @@ from draftlab.model import hub
 from draftlab.output import Output
 
 if TYPE_CHECKING:
+    from draftlab.commands.steps import Step
     from draftlab.searching.plan import Plan, Request
     from draftlab.searching.verdict import Verdict
 
@@ -27,26 +29,7 @@ class Found(Outcome):
     verdict: "Verdict"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedAuto:
-    """A request and its plan. running are settings that every step shares, engine those of steps that decode."""
-
-    name: str
-    request: "Request"
-    plan: "Plan"
-    running: dict[str, Any]
-    engine: dict[str, Any]
-
-    def facts(self) -> Mapping[str, object]:
-        from draftlab.searching.plan import not_tried
-        from draftlab.searching.serving import unverified
-
-        notes = [*not_tried(self.plan.left_out), *unverified(self.request)]
-        facts = self.plan.facts() | {"minutes": round(self.plan.minutes)}
-        return facts | ({"notes": "; ".join(notes)} if notes else {})
-
-
-def prepare_auto(config: AutoConfig, weights: bool) -> PreparedAuto:
+def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     """Resolve and check the settings, and plan, which measures this machine; an unfinished run keeps its plan.
 
     Raises:
@@ -55,11 +38,11 @@ def prepare_auto(config: AutoConfig, weights: bool) -> PreparedAuto:
     """
     with about("TARGET"):
         target = hub.locate(config.target, weights=False)
-    if config.verify_with is not None and not config.verify_with.is_file():
-        raise UserError(f"--verify-with {config.verify_with}: no such program")
+    check_program(config.verify_with)
     import torch
 
     from draftlab.atomic import check_space
+    from draftlab.commands.steps import step_of
     from draftlab.model import checkpoint
     from draftlab.model.size import read_size
     from draftlab.searching.costs import measure_machine
@@ -74,16 +57,9 @@ def prepare_auto(config: AutoConfig, weights: bool) -> PreparedAuto:
     with about("--prompts" if config.prompt_file else "--data"):
         prompts = find_prompts(config.prompt_file, config.data, default_text, target, config.streams)
     program = config.verify_with or (shutil.which(config.server_kind.program) if config.server else None)
-    request = Request(
-        name=config.target,
-        target=target,
-        size=read_size(target),
-        server=config.server,
-        prompts=prompts,
-        streams=config.streams,
-        temperature=config.temperature,
-        program=None if program is None else Path(program),
-    )
+    program = None if program is None else Path(program)
+    size = read_size(target)
+    request = fill(Request, config, name=config.target, target=target, size=size, prompts=prompts, program=program)
     name = f"auto-{hub.checkpoint_name(Path(config.target.partition('@')[0]))}"
     folder = config.out or workspace.load().runs / name
     settings = {key: value for key, value in config.settings().items() if key != "out"}
@@ -94,55 +70,63 @@ def prepare_auto(config: AutoConfig, weights: bool) -> PreparedAuto:
         machine = measure_machine(request.size, device, checkpoint.resolve_dtype(config.dtype, device), folder)
         plan = make_plan(request, machine, config.minutes, settings)
         check_space(folder, plan.disk, "its drafts")
-    return PreparedAuto(
-        name=name,
-        request=request,
-        plan=plan,
-        running={
-            "device": config.device,
-            "trust_remote_code": config.trust_remote_code or None,
-            "server_rule": _rule(config),
-        },
-        engine={"dtype": config.dtype, "threads": config.threads},
-    )
+    running = {
+        "device": config.device,
+        "trust_remote_code": config.trust_remote_code or None,
+        "server_rule": _rule(config),
+    }
+    engine = {"dtype": config.dtype, "threads": config.threads}
+
+    def make(name: str, settings: dict[str, Any]) -> "Step":
+        shared = running | engine if name in ("search", "score", "replay") else dict(running)
+        if name == "export":  # its device is that of the verification
+            del shared["device"]
+        return step_of(name, settings, shared, "auto")
+
+    return Job(partial(_run, request, plan, make), name, partial(_facts, request, plan))
 
 
-@command(AutoConfig, prepare=prepare_auto, dry_run=True, resumes=True)
-def auto(prepared: PreparedAuto, output: Output) -> Found:
-    """Make the draft that serves a target fastest here, or say that none does; a killed run goes on."""
+def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
+    from draftlab.searching.plan import not_tried
+    from draftlab.searching.serving import unverified
+
+    notes = [*not_tried(plan.left_out), *unverified(request)]
+    facts = plan.facts() | {"minutes": round(plan.minutes)}
+    return facts | ({"notes": "; ".join(notes)} if notes else {})
+
+
+def _run(request: "Request", plan: "Plan", make: "Callable[..., Step]", output: Output) -> "Verdict":
+    """Do every step of the plan, and write its page and its verdict."""
     from draftlab.atomic import write_atomic
-    from draftlab.commands.steps import Step, step_of
     from draftlab.searching.auto import PAGE, PLAN, VERDICT, AutoRun
     from draftlab.searching.page import page
     from draftlab.searching.steps import StepRunner
 
-    plan, folder = prepared.plan, output.out
+    folder = output.out
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / PLAN).exists():
         write_atomic(folder / PLAN, plan.model_dump_json(indent=1))
-    for topic, value in prepared.facts().items():
+    for topic, value in _facts(request, plan).items():
         note(f"{topic}: {value}")
-
-    def make(name: str, settings: dict[str, Any]) -> Step:
-        shared = dict(prepared.running)
-        if name in ("search", "score", "replay"):
-            shared |= prepared.engine
-        if name == "export":  # its device is that of the verification
-            del shared["device"]
-        return step_of(name, settings, shared, "auto")
 
     def label(name: str, command_name: str) -> str:
         finish = datetime.now() + timedelta(minutes=max(0.0, plan.minutes - steps.seconds() / 60))
         return f"{name}: {command_name}, all done at about {finish:%H:%M}"
 
     steps = StepRunner(folder=folder, make=make, label=label)
-    run = AutoRun(request=prepared.request, plan=plan, steps=steps)
+    run = AutoRun(request=request, plan=plan, steps=steps)
     verdict = run.verdict()
     write_atomic(folder / PAGE, page(verdict, plan, steps.seconds, output.command_line))
     write_atomic(folder / VERDICT, verdict.model_dump_json(indent=1))
-    output.record(folder, [hub.locate(prepared.request.name)], minutes=verdict.minutes)
-    data = {"path": str(folder), **verdict.model_dump(mode="json")}
-    return Found(path=folder, show=[*verdict.lines(), str(folder)], data=data, verdict=verdict)
+    output.record(folder, [hub.locate(request.name)], minutes=verdict.minutes)
+    return verdict
+
+
+@command(AutoConfig, prepare=prepare_auto, dry_run=True, resumes=True)
+def auto(verdict: "Verdict", output: Output) -> Found:
+    """Make the draft that serves a target fastest here, or say that none does; a killed run goes on."""
+    data = {"path": str(output.out), **verdict.model_dump(mode="json")}
+    return Found(path=output.out, show=[*verdict.lines(), str(output.out)], data=data, verdict=verdict)
 
 
 def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":

@@ -1,33 +1,45 @@
-"""A command: settings, a function, and the outcome that it shows."""
+"""A command: settings, the call of the library that they prepare, and the outcome that a person sees."""
 
+import functools
+import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 
 from draftlab import workspace
+from draftlab.atomic import check_free
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.shared import CheckpointSettings
-from draftlab.errors import EXTRAS, MissingExtra
+from draftlab.errors import EXTRAS, MissingExtra, UserError
 from draftlab.output import Output
 from draftlab.trust import remote_code
+
+Value = TypeVar("Value")
+Result = TypeVar("Result", covariant=True)
+MODEL_SECONDS = 2.0  # a plan assumes that a model takes this many times the time of its products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Outcome:
-    """The result of a command; commands that Python calls, too, return a subclass with what they found.
+    """The result of a command. Commands that Python calls, too, return a subclass with values of the library.
 
-    path: what it wrote. show: what a person reads, strings and rich tables. data: what a program reads. missed: bars
-    that the user set and the result does not reach.
+    Attributes:
+        path: File or directory that the command wrote.
+        show: Strings and rich tables for a person.
+        data: Values for a program.
+        missed: Thresholds that the user set and the result does not reach.
+        next: Command to type after this one.
     """
 
     path: Path | None
     show: Sequence[object]
     data: dict[str, object]
     missed: list[str] = field(default_factory=list)
+    next: str | None = None
 
     def __str__(self) -> str:
         console = Console(width=120, record=True, file=io.StringIO())
@@ -38,31 +50,48 @@ class Outcome:
     __repr__ = __str__
 
 
-class Prepared(Protocol):
-    """What prepare() returns for a command that writes an output."""
+@dataclass(frozen=True, slots=True)
+class Job(Generic[Result]):
+    """What prepare() returns: a call of the library with all its values but the output.
 
-    @property
-    def name(self) -> str:
-        """The name of the output directory under the workspace's runs, unless --out names another."""
-        ...
+    Attributes:
+        run: The call. It takes the output if the command has one.
+        name: Name of the output directory under the workspace's runs, unless --out names another.
+        facts: What a dry run shows. Floating-point operations under "flops" are shown as minutes.
+    """
+
+    run: Callable[..., Result]
+    name: str = ""
+    facts: Callable[[], Mapping[str, object]] = dict
 
 
-class Planned(Prepared, Protocol):
-    """What prepare() returns for a command that can show its plan."""
+def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
+    """Call a function or class of the library with the settings that have the names of its parameters.
 
-    def facts(self) -> Mapping[str, object]:
-        """Return what a dry run shows."""
-        ...
+    Args:
+        others: Values of the other parameters, and of those that differ from the setting of their name.
+    """
+    same = inspect.signature(kind).parameters.keys() & type(config).model_fields.keys() - others.keys()
+    return kind(**{name: getattr(config, name) for name in same}, **others)
+
+
+def check_program(path: Path | None) -> None:
+    """Raises UserError: the program of --verify-with is not there."""
+    if path is not None and not path.is_file():
+        raise UserError(f"--verify-with {path}: no such program")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """A command of the command line, of recipes and of tests: all build its config, then run it.
 
-    prepare(config, weights) resolves and checks the settings, and returns the values that the function calls the
-    library with: a Prepared or Planned where that is said. Without weights, no weights have to be there.
-    function(prepared), or function(prepared, output) where the config has an output; without prepare it gets the
-    config. dry_run: it can show its plan. resumes: it continues in its own output directory, which nothing replaces.
+    Attributes:
+        function: Makes the outcome from the result of the job, and from the output where the config has one. Its
+            docstring is the command's help. Without prepare it takes the config in place of a result.
+        prepare: Resolves and checks the settings, and returns the job. Its second argument is False if the files of
+            weights need not be there.
+        dry_run: Whether the command can show its plan.
+        resumes: Whether it continues in its own output directory, which nothing replaces.
     """
 
     name: str
@@ -70,7 +99,7 @@ class Command:
     function: Callable[..., Outcome]
     dry_run: bool
     resumes: bool
-    prepare: Callable[[Any, bool], Any] | None = None
+    prepare: Callable[[Any, bool], Job[Any]] | None = None
 
     def __call__(self, *, force: bool = False, dry_run: bool = False, **settings: Any) -> Outcome:
         return self.run(self.config.build(settings), force=force, dry_run=dry_run)
@@ -90,26 +119,33 @@ class Command:
             raise MissingExtra(error.name) from error
 
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
-        prepared = self.prepare(config, not dry_run) if self.prepare else None
-        values = config if prepared is None else prepared
+        checked = force or dry_run or self.resumes
+        if isinstance(config, OutputConfig) and config.out is not None and not checked:
+            check_free(config.out, force=False)  # before the settings are checked, which may take minutes
+        job = self.prepare(config, not dry_run) if self.prepare else Job(lambda *_: config)
         if not isinstance(config, OutputConfig):
-            return self.function(values)
-        out = config.output_directory() if prepared is None else _directory(config, prepared)
+            return self.function(job.run())
+        out = self._directory(config, job)
         output = Output(command=self.name, config=config, out=out, force=force, dry_run=dry_run)
         if dry_run:
-            return self.function(values, output) if prepared is None else plan(output, prepared.facts())
+            return plan(output, job.facts()) if self.prepare else self.function(config, output)
         if not self.resumes:
             output.check_free()
         with output.locked(resumes=self.resumes):
             if not self.resumes:
                 output.check_free()  # again: another process may have finished since
-            return self.function(values, output)
+            return self.function(job.run(output), output)
+
+    def _directory(self, config: OutputConfig, job: Job[Any]) -> Path:
+        if self.prepare is None:
+            return config.output_directory()
+        return config.out or workspace.load().runs / job.name
 
     def output_directory(self, config: OutputConfig) -> Path:
         """Return where a run with these settings writes; weights are neither read nor fetched."""
         if self.prepare is None or config.out is not None:
             return config.output_directory()
-        return _directory(config, self.prepare(config.resolved(), False))
+        return self._directory(config, self.prepare(config.resolved(), False))
 
     @property
     def has_force(self) -> bool:
@@ -119,7 +155,7 @@ class Command:
 def command(
     config: type[Config],
     *,
-    prepare: Callable[[Any, bool], Any] | None = None,
+    prepare: Callable[[Any, bool], Job[Any]] | None = None,
     name: str = "",
     dry_run: bool = False,
     resumes: bool = False,
@@ -135,11 +171,25 @@ def command(
     return decorate
 
 
-def _directory(config: OutputConfig, prepared: Prepared) -> Path:
-    return config.out or workspace.load().runs / prepared.name
-
-
-def plan(output: Output, facts: Mapping[str, object]) -> Outcome:
+def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
     """Return what --dry-run shows: the facts, and the directory that would be written."""
-    lines = [f"{name}: {value}" for name, value in facts.items()]
-    return Outcome(path=None, show=[*lines, f"would write {output.out}"], data={"out": str(output.out), **facts})
+    shown, minutes = dict(facts), {}
+    if "flops" in shown:
+        device, rate = _machine(getattr(output.config, "device", "auto"))
+        minutes = {"minutes": shown.pop("flops") * MODEL_SECONDS / rate / 60}
+        shown["time"] = f"about {minutes['minutes']:.2g} min on this {device}"
+    lines = [f"{name}: {value}" for name, value in shown.items()]
+    data = {"out": str(output.out), **shown, **minutes}
+    return Outcome(path=None, show=[*lines, f"would write {output.out}"], data=data, next=output.command_line)
+
+
+@functools.cache
+def _machine(name: str) -> tuple[str, float]:
+    """Return the kind of a device and its operations per second in one large product, timed in less than a second."""
+    import torch
+
+    from draftlab.engine.timing import matmul_tflops
+    from draftlab.model.checkpoint import resolve_device
+
+    device = resolve_device(name)
+    return device.type.upper().replace("CUDA", "GPU"), 1e12 * matmul_tflops(torch.float32, device)

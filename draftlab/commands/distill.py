@@ -1,11 +1,11 @@
 """The command that trains a student of a target."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftlab.commands.base import Outcome, command
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.distill import DistillConfig
 from draftlab.config.outputs import check_store
 from draftlab.console import note_if_slow
@@ -17,7 +17,6 @@ from draftlab.trust import check_address
 if TYPE_CHECKING:
     from draftlab.servers.client import Server
     from draftlab.training.answers import PromptFile
-    from draftlab.training.distill import Distillation
     from draftlab.training.run import LengthComparison, TrainingResult
     from draftlab.training.texts import TrainingText
 
@@ -36,19 +35,7 @@ class Trained(Outcome):
     lengths: "list[LengthComparison]"
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedDistill:
-    """A checked distillation, and the name of its output."""
-
-    name: str
-    job: "Distillation"
-
-    def facts(self) -> Mapping[str, object]:
-        """Return models and cost; weights are neither read nor fetched."""
-        return self.job.student.facts(self.job)
-
-
-def prepare(config: DistillConfig, weights: bool) -> PreparedDistill:
+def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     """Resolve and check the settings.
 
     weights: the files of weights must be here.
@@ -60,6 +47,7 @@ def prepare(config: DistillConfig, weights: bool) -> PreparedDistill:
     with note_if_slow("distill: loading torch and transformers"):
         from draftlab.training import distributed, trackers
         from draftlab.training.distill import Distillation
+        from draftlab.training.distill import distill as library
         from draftlab.training.loop import Loop
         from draftlab.training.losses import parse_loss
         from draftlab.training.texts import Hardware
@@ -84,48 +72,59 @@ def prepare(config: DistillConfig, weights: bool) -> PreparedDistill:
         with about("--data"):
             hub.check_data(config.data)
     _check_models(config, draft, target, windows=config.outputs is None and answers is None, weights=weights)
-    job = Distillation(
-        student=config.student,
+    job = fill(
+        Distillation,
+        config,
         draft=draft,
         target=target,
         text=_text(config, answered=answers is not None),
-        loop=Loop(
-            steps=config.steps,
-            batch_size=config.batch_size,
-            lr=config.lr,
-            seed=config.seed,
-            optimizer=config.optimizer,
-            weight_decay=config.weight_decay,
-            warmup_ratio=config.warmup_ratio,
-            dtype=config.training_dtype,
-            micro_batch_tokens=config.micro_batch_tokens,
-            torch_compile=config.torch_compile,
-            eval_steps=config.eval_steps,
-            save_steps=config.save_steps,
-            patience=config.patience,
-        ),
-        loss=config.loss,
-        temperature=config.temperature,
-        vocab=config.vocab,
-        outputs=config.outputs,
+        loop=fill(Loop, config, dtype=config.training_dtype),
         answers=answers,
         server=_server(config, weights),
-        top_logprobs=config.top_logprobs,
-        hardware=Hardware(device=config.device, device_map=config.device_map, memory=config.memory),
-        lora_rank=config.lora_rank,
-        gradient_checkpointing=config.gradient_checkpointing,
-        report_to=config.report_to,
+        hardware=fill(Hardware, config),
     )
     config.student.check(job)
-    return PreparedDistill(config.student.name(Path(config.draft or ""), Path(config.target.partition("@")[0])), job)
+    name = config.student.name(Path(config.draft or ""), Path(config.target.partition("@")[0]))
+    return Job(partial(library, job), name, partial(config.student.facts, job))
 
 
 @command(DistillConfig, prepare=prepare, dry_run=True)
-def distill(prepared: PreparedDistill, output: Output) -> Trained:
+def distill(result: "TrainingResult", output: Output) -> Trained:
     """Train a draft to agree with the target, or a head on the target's states."""
-    from draftlab.training import distill as library
+    cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; {result.bits_per_byte:.3f} bits per byte held out"
+    lines = [str(output.out), cost]
+    before, after = result.before.acceptance, result.after.acceptance
+    if before is not None and after is not None:
+        more = f" (up to {result.after.slack:.3f} more: only the most probable tokens are known)"
+        lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}" + (more if result.after.slack > 0.001 else ""))
+    if result.after.offsets:
+        lines.append("held-out acceptance by token: " + " ".join(f"{a:.3f}" for a in result.after.offsets))
+    if result.lengths:
+        chosen = {2, 4, result.lengths[-1].k} if result.after.offsets else {2, 4}
+        shown = [n for n in result.lengths if n.k in chosen]
+        text = [f"K = {n.k}: {n.before:.2f} -> {n.after:.2f} ({n.low:.2f} to {n.high:.2f})" for n in shown]
+        lines.append("tokens per target pass: " + "; ".join(text))
+    if result.lengths and all(n.gain_low <= 1 for n in result.lengths):
+        lines.append("no gain beyond the noise at any K: more steps, another --lr or other text may help")
+    return Trained(
+        path=output.out,
+        show=lines,
+        data={"path": str(output.out), **result.as_dict()},
+        acceptance_before=before,
+        acceptance=after,
+        tokens=result.tokens,
+        seconds=result.seconds,
+        lengths=result.lengths,
+        next=_next(output),
+    )
 
-    return _trained(output, library.distill(prepared.job, output))
+
+def _next(output: Output) -> str:
+    config = output.config
+    assert isinstance(config, DistillConfig)
+    if config.student.starts_from_draft:
+        return f"draftlab score --draft {output.out}"
+    return f"draftlab score --drafter {config.student.kind}:heads={output.out}"
 
 
 def _check_models(
@@ -159,15 +158,8 @@ def _text(config: DistillConfig, *, answered: bool) -> "TrainingText":
     read = config.outputs is None and not answered
     with about("--text"):
         shares = parse_mixture(config.text)
-    return TrainingText(
-        data=config.data,
-        shares=shares,
-        seq_len=config.seq_len,
-        loss_on=loss_on_of(config.data, config.loss_on) if read else None,
-        prompt_tokens=config.prompt_tokens,
-        temperature=config.sample_temperature,
-        reweigh_steps=config.reweigh_steps,
-    )
+    loss_on = loss_on_of(config.data, config.loss_on) if read else None
+    return fill(TrainingText, config, shares=shares, loss_on=loss_on, temperature=config.sample_temperature)
 
 
 def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
@@ -190,17 +182,16 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
         raise UserError(f"--max-new-tokens: {config.data} has no conversations to answer; it needs --prompt-file")
     if file is None or target is None:
         return None
-    answers = PromptFile(
+    answers = fill(
+        PromptFile,
+        config,
         name=config.target,
         target=target,
         file=file,
         of_data=of_data,
-        chat=config.chat,
-        system_prompt=config.system_prompt,
         max_new_tokens=longest,
         temperature=config.sample_temperature,
-        seed=config.seed,
-        hardware=Hardware(device=config.device, device_map=config.device_map, memory=config.memory),
+        hardware=fill(Hardware, config),
     )
     answers.check(config.temperature)
     return answers
@@ -217,31 +208,3 @@ def _server(config: DistillConfig, weights: bool) -> "Server | None":
     if config.api_key_file is not None and not config.api_key_file.exists():
         raise UserError(f"--api-key-file {config.api_key_file}: No such file or directory")
     return Server.connect(config.server, config.served_model, config.api_key_file) if weights else None
-
-
-def _trained(output: Output, result: "TrainingResult") -> Trained:
-    cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; {result.bits_per_byte:.3f} bits per byte held out"
-    lines = [str(output.out), cost]
-    before, after = result.before.acceptance, result.after.acceptance
-    if before is not None and after is not None:
-        more = f" (up to {result.after.slack:.3f} more: only the most probable tokens are known)"
-        lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}" + (more if result.after.slack > 0.001 else ""))
-    if result.after.offsets:
-        lines.append("held-out acceptance by token: " + " ".join(f"{a:.3f}" for a in result.after.offsets))
-    if result.lengths:
-        chosen = {2, 4, result.lengths[-1].k} if result.after.offsets else {2, 4}
-        shown = [n for n in result.lengths if n.k in chosen]
-        text = [f"K = {n.k}: {n.before:.2f} -> {n.after:.2f} ({n.low:.2f} to {n.high:.2f})" for n in shown]
-        lines.append("tokens per target pass: " + "; ".join(text))
-    if result.lengths and all(n.gain_low <= 1 for n in result.lengths):
-        lines.append("no gain beyond the noise at any K: more steps, another --lr or other text may help")
-    return Trained(
-        path=output.out,
-        show=lines,
-        data={"path": str(output.out), **result.as_dict()},
-        acceptance_before=before,
-        acceptance=after,
-        tokens=result.tokens,
-        seconds=result.seconds,
-        lengths=result.lengths,
-    )

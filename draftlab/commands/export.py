@@ -1,25 +1,23 @@
 """The commands that bring a finished draft to where it runs."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftlab import workspace
-from draftlab.commands.base import Outcome, command
+from draftlab.commands.base import Job, Outcome, check_program, command, fill
 from draftlab.config.export import CheckConfig, DraftConfig, ExportConfig
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
 from draftlab.registry import SERVERS
-from draftlab.servers.kinds import Finding, ServerKind
+from draftlab.servers.kinds import Finding
 
 if TYPE_CHECKING:
     import torch
 
-    from draftlab.exporting.artifact import Exportable
-    from draftlab.exporting.form import Form
-    from draftlab.exporting.run import ChosenK, Verifier
+    from draftlab.exporting.run import Exported
     from draftlab.prompts import Prompts
     from draftlab.results.score import Score
 
@@ -38,23 +36,11 @@ class Checked(Outcome):
         return all(finding.level != "error" for finding in self.findings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedCheck:
-    """A draft or head, its target, and the servers to check for. device: None where only files are read."""
-
-    draft: Path
-    target: Path
-    servers: list[ServerKind]
-    data: str
-    prompt_file: Path | None
-    device: "torch.device | None"
-
-
-def prepare_check(config: CheckConfig, weights: bool) -> PreparedCheck:
+def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Finding]]]:
     """Resolve and check the settings. Raises UserError: no such draft, target, text or device."""
-    draft, target = _located(config, weights=False)
     from draftlab.model import checkpoint
 
+    draft, target = _located(config, weights=False)
     device = None
     if not config.files_only:
         device = checkpoint.resolve_device(workspace.load().device)
@@ -63,72 +49,61 @@ def prepare_check(config: CheckConfig, weights: bool) -> PreparedCheck:
                 hub.check_local_data(config.data)
         elif not config.prompt_file.is_file():
             raise UserError(f"--prompt-file {config.prompt_file}: No such file or directory")
-    if config.servers is None:
-        servers = SERVERS.loadable()
-    else:
+    servers = SERVERS.loadable()
+    if config.servers is not None:
         names = {part.strip() for part in config.servers.split(",")}
         servers = [SERVERS.get(name, "--for") for name in SERVERS.names() if name in names]
-    return PreparedCheck(
-        draft=draft, target=target, servers=servers, data=config.data, prompt_file=config.prompt_file, device=device
-    )
+    return Job(partial(_findings, draft, target, servers, device, config.data, config.prompt_file))
 
 
-@command(CheckConfig, prepare=prepare_check)
-def check(prepared: PreparedCheck) -> Checked:
-    """Check that a draft or head fits its target and works in vLLM, SGLang, llama.cpp, ...; exit code 3 if not."""
+def _findings(
+    draft: Path, target: Path, servers: list[Any], device: "torch.device | None", data: str, prompts: Path | None
+) -> tuple[Path, list[Finding]]:
+    """Return the draft with what is found about it. device: None reads files only."""
     from draftlab.exporting.artifact import check_files, open_artifact
     from draftlab.exporting.trials import trial_prompts
     from draftlab.servers.kinds import error
 
-    draft = prepared.draft
     try:
-        artifact = open_artifact(draft, prepared.target)
-        findings = list(check_files(artifact, prepared.servers))
+        artifact = open_artifact(draft, target)
+        findings = list(check_files(artifact, servers))
     except UserError as failure:
         if not hub.is_eagle_head(draft):
             raise
-        findings = [error("head", str(failure), "train one with draftlab distill --student eagle")]
-    else:
-        if prepared.device is not None:
-            reader = prepared.target if artifact.difference() is None else draft
-            prompts = trial_prompts(reader, prepared.data, prepared.prompt_file)
-            findings += artifact.trial(prompts, prepared.device)
+        return draft, [error("head", str(failure), "train one with draftlab distill --student eagle")]
+    if device is not None:
+        reader = target if artifact.difference() is None else draft
+        findings += artifact.trial(trial_prompts(reader, data, prompts), device)
+    return draft, findings
+
+
+@command(CheckConfig, prepare=prepare_check)
+def check(found: tuple[Path, list[Finding]]) -> Checked:
+    """Check that a draft or head fits its target and works in vLLM, SGLang, llama.cpp, ...; exit code 3 if not."""
+    draft, findings = found
     errors = sum(finding.level == "error" for finding in findings)
-    missed = []
-    if errors:
-        missed = [f"{errors} finding{'s' * (errors > 1)} to fix before {hub.checkpoint_name(draft)} is served"]
-    rows = [{"about": f.about, "level": f.level, "text": f.text, "fix": f.fix} for f in findings]
-    data: dict[str, object] = {"findings": rows, "fits": not errors}
-    lines = [finding.line() for finding in findings]
-    return Checked(path=draft, show=lines, data=data, missed=missed, findings=findings)
+    missed = [f"{errors} findings to fix before {hub.checkpoint_name(draft)} is served"] if errors else []
+    rows = [{name: getattr(each, name) for name in ("about", "level", "text", "fix")} for each in findings]
+    return Checked(
+        path=draft,
+        show=[finding.line() for finding in findings],
+        data={"findings": rows, "fits": not errors},
+        missed=missed,
+        findings=findings,
+        next=None if errors else f"draftlab export {draft} --to vllm",
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedExport:
-    """A draft or head, the form to write it in, and K. target: as script and card name it."""
-
-    name: str
-    artifact: "Exportable"
-    form: "Form"
-    target: str
-    chosen: "ChosenK"
-    scores: "list[Score]"
-    verifier: "Verifier | None"
-
-    def facts(self) -> Mapping[str, object]:
-        return {"draft": self.artifact.path, "target": self.target, "k": self.chosen.k, "because": self.chosen.reason}
-
-
-def prepare_export(config: ExportConfig, weights: bool) -> PreparedExport:
+def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     """Resolve and check the settings.
 
     Raises:
         UserError: no such draft or target; another vocabulary than the target's, or an architecture that the server or
             GGUF does not have; no such scores, predictions, program or prompts.
     """
-    if config.verify_with is not None and not config.verify_with.is_file():
-        raise UserError(f"--verify-with {config.verify_with}: no such program")
+    check_program(config.verify_with)
     draft, target = _located(config, weights=config.verify_with is not None)
+    from draftlab.exporting import run
     from draftlab.exporting.artifact import open_artifact
     from draftlab.exporting.form import Form
     from draftlab.exporting.run import ChosenK, Verifier, choose_k
@@ -156,40 +131,27 @@ def prepare_export(config: ExportConfig, weights: bool) -> PreparedExport:
         chosen = ChosenK(k=schedule.largest_k, reason=reason, by_batch=list(schedule.ranges))
     verifier = None
     if config.verify_with is not None:
-        verifier = Verifier(
-            program=config.verify_with,
-            prompts=_prompts(config.prompt_file, config.data, target, chosen.k),
-            temperature=config.temperature,
-            device=checkpoint.resolve_device(config.device),
-        )
-    return PreparedExport(
-        name=f"export-{hub.checkpoint_name(draft)}-{form.outtype or config.to}",
-        artifact=artifact,
-        form=form,
-        target=config.target,
-        chosen=chosen,
-        scores=scores,
-        verifier=verifier,
+        prompts = _prompts(config.prompt_file, config.data, target, chosen.k)
+        device = checkpoint.resolve_device(config.device)
+        verifier = fill(Verifier, config, program=config.verify_with, prompts=prompts, device=device)
+    facts = {"draft": artifact.path, "target": config.target, "k": chosen.k, "because": chosen.reason}
+    return Job(
+        partial(run.export, artifact, form=form, target=config.target, chosen=chosen, scores=scores, verifier=verifier),
+        f"export-{hub.checkpoint_name(draft)}-{form.outtype or config.to}",
+        lambda: facts,
     )
 
 
 @command(ExportConfig, prepare=prepare_export, dry_run=True)
-def export(prepared: PreparedExport, output: Output) -> Outcome:
+def export(exported: "Exported", output: Output) -> Outcome:
     """Write a draft or head as servers load it, with a card and a script that serves it; verify it where it runs."""
-    from draftlab.exporting import run
-
-    exported = run.export(
-        prepared.artifact,
-        output,
-        form=prepared.form,
-        target=prepared.target,
-        chosen=prepared.chosen,
-        scores=prepared.scores,
-        verifier=prepared.verifier,
+    scripts = [*output.out.glob("serve.*")]
+    return Outcome(
+        path=output.out,
+        show=[*exported.lines, str(output.out), *([exported.advice] if exported.advice else [])],
+        data={"path": str(output.out), **exported.notes},
+        next=f"{'sh' if scripts[0].suffix == '.sh' else 'python'} {scripts[0]}" if scripts else None,
     )
-    facts = {"path": str(output.out), **exported.notes}
-    show = [*exported.lines, str(output.out), *([exported.advice] if exported.advice else [])]
-    return Outcome(path=output.out, show=show, data=facts)
 
 
 def _located(config: DraftConfig, *, weights: bool) -> tuple[Path, Path]:

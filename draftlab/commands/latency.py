@@ -1,12 +1,13 @@
 """The commands that separate latency from acceptance: measure latency anywhere, and combine it with acceptance."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, NamedTuple
 
-from draftlab.commands.base import Outcome, command
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.latency import PredictConfig, ProfileConfig
 from draftlab.errors import UserError, about
 from draftlab.model import families, hub
@@ -14,14 +15,12 @@ from draftlab.model.shape import Shape
 from draftlab.output import Output
 
 if TYPE_CHECKING:
-    from draftlab.latency.cost_model import CostModel
     from draftlab.latency.predict import DraftAcceptance, DraftPrediction
-    from draftlab.latency.profile import Profile, Running, Subject
-    from draftlab.latency.profiler import Grid
+    from draftlab.latency.profile import Profile
     from draftlab.latency.scaling_law import ScalingLaw
-    from draftlab.servers.client import Server
 
 ASSUMED_PROMPT = 128  # tokens of a prompt where acceptance is a number
+PREDICT = "draftlab predict --draft-profile DRAFT --target-profile TARGET --acceptance 0.7"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -39,157 +38,75 @@ class Predicted(Outcome):
     predictions: "list[DraftPrediction]"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedProfile:
-    """Models to time. law: fit their latency, and draw it into plot."""
-
-    name: str
-    models: "list[Subject]"
-    grid: "Grid"
-    running: "Running"
-    law: bool
-    plot: Path | None
-
-    def facts(self) -> Mapping[str, object]:
-        from draftlab.latency.profile import needed_bytes
-
-        grid = self.grid
-        passes = len(grid.widths) * len(grid.batches) * len(grid.contexts) * grid.repeats * len(self.models)
-        memory = sum(needed_bytes(self.models, grid, self.running).values())
-        facts: dict[str, object] = {model.name: model.size.describe() for model in self.models}
-        return facts | {"passes": passes, "memory": f"{memory / 1e9:.3g} GB"}
-
-    def measure(self, output: Output) -> "list[Profile]":
-        from draftlab.latency.profile import profile_models
-
-        return profile_models(self.models, self.grid, self.running, output)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedServers:
-    """Running servers to time: of the target, and perhaps of the target with its draft. models: their names."""
-
-    name: str
-    servers: "list[Server]"
-    models: list[Path]
-    prompt: list[int]
-    streams: list[int]
-    contexts: list[int]
-    repeats: int
-
-    def facts(self) -> Mapping[str, object]:
-        return {str(model): server.describe() for model, server in zip(self.models, self.servers, strict=True)}
-
-    def measure(self, output: Output) -> "list[Profile]":
-        from draftlab.latency.served import profile_servers
-
-        return profile_servers(
-            self.servers,
-            self.models,
-            self.prompt,
-            streams=self.streams,
-            contexts=self.contexts,
-            repeats=self.repeats,
-            output=output,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedLaw:
-    """A directory of profiles to fit a law to; nothing but plot is written."""
-
-    name: str
-    directory: Path
-    fitted: "ScalingLaw"
-    plot: Path | None
-
-    def facts(self) -> Mapping[str, object]:
-        return {"profiles": len(self.fitted.profiles)}
-
-
-def prepare_profile(config: ProfileConfig, weights: bool) -> PreparedProfile | PreparedServers | PreparedLaw:
+def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
     """Resolve and check the settings.
 
     Raises:
-        UserError: models, shapes, profiles or servers that cannot be timed.
+        UserError: Models, shapes, profiles or servers that cannot be timed.
     """
     if config.server:
         return _prepare_servers(config)
-    if config.profiles is not None:
-        from draftlab.latency.scaling_law import read_law
+    from draftlab.latency.scaling_law import fit_law, read_law
 
-        name = f"law-{config.profiles.name}"
-        return PreparedLaw(name=name, directory=config.profiles, fitted=read_law(config.profiles), plot=config.plot)
+    if config.profiles is not None:
+        law = read_law(config.profiles)
+        measured, count = Measured(law.profiles, config.profiles, law), {"profiles": len(law.profiles)}
+        return Job(lambda _: measured, f"law-{config.profiles.name}", lambda: count)
     places = _law_shapes(config.models) if config.law else _places(config.models, weights)
-    from draftlab.latency.profile import grid_of, resolve_running, subjects
+    from draftlab.latency.profile import grid_of, needed_bytes, profile_models, resolve_running, subjects
     from draftlab.model import checkpoint
 
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
     models = subjects(places)
-    running = resolve_running(
-        models,
-        device=device,
-        dtype=checkpoint.resolve_dtype(config.dtype, device),
-        mode=config.mode,
-        threads=config.threads,
-        device_map=config.device_map,
-    )
-    if weights:
-        for model in models:
-            if model.path is not None and model.target is None:
-                checkpoint.check(model.path)
+    dtype = checkpoint.resolve_dtype(config.dtype, device)
+    running = fill(resolve_running, config, models=models, device=device, dtype=dtype)
+    for model in models if weights else ():
+        if model.path is not None and model.target is None:
+            checkpoint.check(model.path)
     called = "-".join(Path(model.partition("@")[0]).name.removesuffix(".yaml") for model in config.models)
-    return PreparedProfile(
-        name=f"{'law' if config.law else 'profile'}-{called}",
-        models=models,
-        grid=grid_of(
-            models,
-            config.k or (1 if config.law else 8),
-            config.batch or [1],
-            config.context or ([16, 256] if config.law else [16, 128, 480]),
-            config.repeats or (10 if config.law else 20),
-        ),
-        running=running,
-        law=config.law,
-        plot=config.plot,
-    )
+    k, contexts, repeats = (1, [16, 256], 10) if config.law else (8, [16, 128, 480], 20)
+    grid = grid_of(models, config.k or k, config.batch or [1], config.context or contexts, config.repeats or repeats)
+    has_law = config.law
+
+    def run(output: Output) -> Measured:
+        profiles = profile_models(models, grid, running, output)
+        return Measured(profiles, output.out, fit_law(profiles) if has_law else None)
+
+    def facts() -> dict[str, object]:
+        passes = len(grid.widths) * len(grid.batches) * len(grid.contexts) * grid.repeats * len(models)
+        memory = sum(needed_bytes(models, grid, running).values())
+        sizes: dict[str, object] = {model.name: model.size.describe() for model in models}
+        return sizes | {"passes": passes, "memory": f"{memory / 1e9:.3g} GB"}
+
+    return Job(run, f"{'law' if has_law else 'profile'}-{called}", facts)
 
 
 @command(ProfileConfig, prepare=prepare_profile, dry_run=True)
-def profile(prepared: PreparedProfile | PreparedServers | PreparedLaw, output: Output) -> Profiled:
+def profile(measured: "Measured", output: Output) -> Profiled:
     """Measure the latency of passes by tokens fed, batch size and context, and perhaps fit a law of it to shapes."""
     from draftlab.commands.latency_tables import profile_table
 
-    if isinstance(prepared, PreparedLaw):
-        return _fitted(prepared.directory, prepared.fitted, prepared.plot)
-    profiles = prepared.measure(output)
-    if isinstance(prepared, PreparedProfile) and prepared.law:
-        from draftlab.latency.scaling_law import fit_law
-
-        return _fitted(output.out, fit_law(profiles), prepared.plot)
+    profiles, directory, law = measured
+    if law is not None:
+        return _fitted(directory, law)
     data = {"out": str(output.out), "profiles": [each.model_dump() for each in profiles]}
     show = [*map(profile_table, profiles), str(output.out)]
-    return Profiled(path=output.out, show=show, data=data, profiles=profiles)
+    return Profiled(path=output.out, show=show, data=data, profiles=profiles, next=PREDICT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedPredict:
-    """Profiles with the acceptance of each draft. prompts: None stands for the prompts of the texts."""
+class Measured(NamedTuple):
+    """Profiles with their directory, and the law that is fitted to them."""
 
-    drafts: "list[CostModel]"
-    target: "CostModel"
-    acceptances: "list[DraftAcceptance]"
-    ks: list[int]
-    batches: list[int]
-    prompts: Sequence[int | None]
-    server: Literal["vllm"] | None
-    plot: Path | None
+    profiles: "list[Profile]"
+    directory: Path
+    law: "ScalingLaw | None" = None
 
 
-def prepare_predict(config: PredictConfig, weights: bool) -> PreparedPredict:
+def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPrediction]]":
     """Resolve and check the settings. Raises UserError: profiles or acceptance that cannot be read."""
     from draftlab.latency.cost_model import CostModel
+    from draftlab.latency.predict import predict_draft
     from draftlab.latency.roofline import parse_profile
     from draftlab.latency.scaling_law import read_law
     from draftlab.pruning.trial_model import prunable_shape
@@ -218,47 +135,28 @@ def prepare_predict(config: PredictConfig, weights: bool) -> PreparedPredict:
             called, shape = prunable_shape(name)
             return CostModel.of(read_law(Path(directory)).profile(shape, called), extrapolate=config.extrapolate)
 
-    return PreparedPredict(
-        drafts=[cost("--draft-profile", spec) for spec in config.draft_profile],
-        target=cost("--target-profile", config.target_profile),
-        acceptances=acceptances,
-        ks=config.k,
-        batches=config.batch,
-        prompts=prompts,
-        server=config.server,
-        plot=config.plot,
-    )
+    drafts = [cost("--draft-profile", spec) for spec in config.draft_profile]
+    target = cost("--target-profile", config.target_profile)
+    how = {"ks": config.k, "batches": config.batch, "prompts": prompts, "server": config.server}
+    pairs = list(zip(drafts, acceptances, strict=True))
+    return Job(lambda: [predict_draft(draft, target, acceptance, **how) for draft, acceptance in pairs])
 
 
 @command(PredictConfig, prepare=prepare_predict)
-def predict(prepared: PreparedPredict) -> Predicted:
+def predict(drafts: "list[DraftPrediction]") -> Predicted:
     """Predict the speed-up for every K, from acceptance and profiles that may come from other machines."""
-    from draftlab.commands.latency_tables import best_k_table, draft_table, k_table, plot_best_k
-    from draftlab.latency.predict import predict_draft, verdict
+    from draftlab.commands.latency_tables import best_k_table, draft_table, k_table
+    from draftlab.latency.predict import verdict
 
-    drafts = [
-        predict_draft(
-            draft,
-            prepared.target,
-            acceptance,
-            prepared.ks,
-            batches=prepared.batches,
-            prompts=prepared.prompts,
-            server=prepared.server,
-        )
-        for draft, acceptance in zip(prepared.drafts, prepared.acceptances, strict=True)
-    ]
     predictions = [draft.prediction for draft in drafts]
     several = len(predictions) > 1
     show: list[object] = [draft_table(predictions) if several else k_table(predictions[0])]
     show += [best_k_table(draft) for draft in drafts if len(draft.best_ks) > 1]
     show += [f"{p.name}: {verdict(p)}" if several else verdict(p) for p in predictions]
     show += [draft.schedule.verdict() for draft in drafts if draft.schedule is not None]
-    if prepared.plot is not None:
-        plot_best_k(prepared.plot, drafts[0])
     show += [f"note: {text}" for text in dict.fromkeys(text for p in predictions for text in p.notes)]
     data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
-    return Predicted(path=None, show=show, data=data, predictions=drafts)
+    return Predicted(path=None, show=show, data=data, predictions=drafts, next="draftlab score --draft DRAFT")
 
 
 def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
@@ -305,7 +203,7 @@ def _law_shapes(names: list[str]) -> dict[str, Shape]:
         return law_shapes(dict(map(prunable_shape, names)))
 
 
-def _prepare_servers(config: ProfileConfig) -> PreparedServers:
+def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
     """Raises UserError: servers that are not vLLM's, as many models as servers are not named, or another tokenizer."""
     from draftlab.servers.client import Server
 
@@ -316,6 +214,7 @@ def _prepare_servers(config: ProfileConfig) -> PreparedServers:
         if others := [server for server in servers if server.kind != "vllm"]:
             raise UserError(f"{others[0].http.url} is {others[0].kind}; only the passes of vLLM are known")
     from draftlab.data import heldout_prompts
+    from draftlab.latency.served import profile_servers
     from draftlab.model import checkpoint
     from draftlab.target_outputs.targets import check_server_tokenizer
 
@@ -323,22 +222,23 @@ def _prepare_servers(config: ProfileConfig) -> PreparedServers:
     for server in servers:
         check_server_tokenizer(server, target)
     tokenizer = checkpoint.load_tokenizer(target)
-    return PreparedServers(
-        name=f"profile-served-{target.name}",
-        servers=servers,
-        models=[target, *map(Path, config.models[1:])],
-        prompt=heldout_prompts("stdlib", tokenizer, count=1, length=max(contexts), seed=0)[0],
+    models = [target, *map(Path, config.models[1:])]
+    run = partial(
+        profile_servers,
+        servers,
+        models,
+        heldout_prompts("stdlib", tokenizer, count=1, length=max(contexts), seed=0)[0],
         streams=config.batch or [1, 2, 4, 8],
         contexts=contexts,
         repeats=config.repeats or 3,
     )
+    facts = {str(model): server.describe() for model, server in zip(models, servers, strict=True)}
+    return Job(lambda output: Measured(run(output=output), output.out), f"profile-served-{target.name}", lambda: facts)
 
 
-def _fitted(directory: Path, law: "ScalingLaw", plot: Path | None) -> Profiled:
-    from draftlab.commands.latency_tables import law_table, plot_law
+def _fitted(directory: Path, law: "ScalingLaw") -> Profiled:
+    from draftlab.commands.latency_tables import law_table
 
-    if plot is not None:
-        plot_law(plot, law)
     first = law.profiles[0]
     data = {
         "path": str(directory),
@@ -349,4 +249,5 @@ def _fitted(directory: Path, law: "ScalingLaw", plot: Path | None) -> Profiled:
         "held_out_errors": {p.name: e for p, e in zip(law.profiles, law.held_out_errors.tolist(), strict=True)},
     }
     show = [law_table(law), law.verdict(), str(directory)]
-    return Profiled(path=directory, show=show, data=data, profiles=law.profiles, law=law)
+    then = f"draftlab design --latency-ms 2 --law {directory}"
+    return Profiled(path=directory, show=show, data=data, profiles=law.profiles, law=law, next=then)

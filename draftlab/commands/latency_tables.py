@@ -1,14 +1,12 @@
 """Tables of profiles, laws and predictions."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
 from draftlab.latency.cost_model import Profile, pass_bytes
 from draftlab.latency.predict import BestK, DraftPrediction, Prediction, required_length
 from draftlab.latency.scaling_law import ScalingLaw
-from draftlab.results.plots import Panel, save_figure
 from draftlab.results.ranking import NO_DRAFT
 from draftlab.results.score import Latency
 from draftlab.results.tables import terminal_table
@@ -57,17 +55,6 @@ def law_table(law: ScalingLaw) -> Table:
     title = f"{first.device}, {first.dtype}, {first.mode}: ms of a one-token pass after {law.context} cached tokens"
     heads = ("shape", "measured", "fitted", "issue", "work", "error when\nheld out")
     return terminal_table(heads, rows, title=title)
-
-
-def plot_law(path: Path, law: ScalingLaw) -> None:
-    points: dict[str, list[tuple[float, float]]] = {}
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for shape, ms in zip(law.shapes, law.measured_ms, strict=True):
-        name = f"width {shape.hidden}"
-        points.setdefault(name, []).append((shape.layers, float(ms)))
-        lines.setdefault(name, []).append((shape.layers, law.ms(shape)))
-    panel = Panel(x="layers", y="ms per pass: measured (points), law (lines)", series=points, lines=lines)
-    save_figure(path, [panel])
 
 
 def k_table(prediction: Prediction) -> Table:
@@ -128,23 +115,6 @@ def best_k_table(draft: DraftPrediction) -> Table:
     ]  # fmt: skip
     heads = ("batch", "prompt\ntokens", "K", "speed-up", "tok/s of\nthe batch")
     return terminal_table(heads, rows, title=f"Best K of {draft.prediction.name}")
-
-
-def plot_best_k(path: Path, draft: DraftPrediction) -> None:
-    """Draw speed-ups by batch size at the first prompt length for every K that is best somewhere; and the best K."""
-    first = draft.best_ks[0].prompt_tokens
-    ks = sorted({best.k for best in draft.best_ks if best.k} or {draft.prediction.best.k})
-    speedups = {
-        f"K = {k}": [(float(b.batch), b.speedups[k]) for b in draft.best_ks if b.prompt_tokens == first] for k in ks
-    }
-    chosen: dict[str, list[tuple[float, float]]] = {}
-    for best in draft.best_ks:
-        chosen.setdefault(f"prompt tokens: {_prompts(best)}", []).append((best.batch, best.k))
-    panels = [
-        Panel(x="batch size", y="speed-up over no draft", series=speedups),
-        Panel(x="batch size", y="best K, 0 for no draft", series=chosen),
-    ]
-    save_figure(path, panels)
 
 
 def _prompts(best: BestK) -> str:

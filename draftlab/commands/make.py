@@ -1,11 +1,12 @@
 """Commands that make what others start from: init, import, design."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftlab import workspace
-from draftlab.commands.base import Outcome, command
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.make import DesignConfig, ImportConfig, InitConfig
 from draftlab.console import note
 from draftlab.errors import UserError, about
@@ -15,8 +16,7 @@ from draftlab.workspace import Workspace
 
 if TYPE_CHECKING:
     from draftlab.importing.run import ImportSource
-    from draftlab.latency.scaling_law import ScalingLaw
-    from draftlab.model.families import Budget
+    from draftlab.latency.design import Design
     from draftlab.model.shape import Shape
 
 
@@ -27,38 +27,28 @@ class Designed(Outcome):
     shapes: "dict[str, Shape]"
 
 
-def prepare_import(config: ImportConfig, weights: bool) -> "ImportSource":
+def prepare_import(config: ImportConfig, weights: bool) -> "Job[ImportSource]":
     """Resolve and check the settings. Raises UserError: nothing to import, or it cannot be read."""
-    from draftlab.importing.run import inspect
+    from draftlab.importing.run import convert, inspect
     from draftlab.model.checkpoint import DTYPES
 
-    return inspect(config.source, DTYPES.get(config.dtype), config.base)
+    source = inspect(config.source, DTYPES.get(config.dtype), config.base)
+
+    def run(output: Output) -> "ImportSource":
+        convert(source, output)
+        return source
+
+    return Job(run, source.name, source.facts)
 
 
 @command(ImportConfig, name="import", prepare=prepare_import, dry_run=True)
 def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
     """Convert a GGUF file, .bin files, or a PEFT adapter with its base to a Hugging Face directory."""
-    from draftlab.importing.run import convert
-
-    convert(source, output)
-    return Outcome(path=output.out, show=[str(output.out)], data={"path": str(output.out), **source.facts()})
+    data = {"path": str(output.out), **source.facts()}
+    return Outcome(path=output.out, show=[str(output.out)], data=data, next=f"draftlab init --target {output.out}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedInit:
-    """The defaults to write.
-
-    gguf: the file of the target, to be imported first. fetch: the target may be looked up on the hub. force: replace
-    what exists.
-    """
-
-    space: Workspace
-    gguf: Path | None
-    fetch: bool
-    force: bool
-
-
-def prepare_init(config: InitConfig, weights: bool) -> PreparedInit:
+def prepare_init(config: InitConfig, weights: bool) -> Job[tuple[Path, Workspace]]:
     """Resolve and check the settings.
 
     Raises:
@@ -85,43 +75,42 @@ def prepare_init(config: InitConfig, weights: bool) -> PreparedInit:
         space = Workspace(target=target, source=target, data="stdlib")
     assert space is not None  # the settings name one of them
     space = space.model_copy(update={"data": config.data or space.data})
-    return PreparedInit(space=space, gguf=gguf, fetch=config.preset is None, force=config.overwrite)
+    return Job(partial(_written, space, gguf, fetch=config.preset is None, force=config.overwrite))
+
+
+def _written(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> tuple[Path, Workspace]:
+    """Import the GGUF file of the target, and write draftlab.yaml.
+
+    Args:
+        fetch: Whether the target may be looked up on the hub.
+        force: Whether to replace an earlier import.
+    """
+    from draftlab.importing.init import CODE_FOR_CHAT, is_chat_model, is_imported
+
+    warning = None
+    if gguf is not None:
+        out = Path(space.target)
+        if is_imported(gguf, out):
+            note(f"{out} was imported from {gguf} already")
+        else:
+            import_checkpoint(source=str(gguf), out=out, force=force)
+    if space.data == "stdlib" and is_chat_model(space.target, fetch=fetch):
+        warning = f"{space.target} {CODE_FOR_CHAT}"
+        note(warning)
+    return workspace.write(space, comment=warning), space
 
 
 @command(InitConfig, prepare=prepare_init)
-def init(prepared: PreparedInit) -> Outcome:
+def init(written: tuple[Path, Workspace]) -> Outcome:
     """Write draftlab.yaml here: target, source and data for the commands that follow."""
-    from draftlab.importing.init import CODE_FOR_CHAT, is_chat_model, is_imported
-
-    space, warning = prepared.space, None
-    if prepared.gguf is not None:
-        out = Path(space.target)
-        if is_imported(prepared.gguf, out):
-            note(f"{out} was imported from {prepared.gguf} already")
-        else:
-            import_checkpoint(source=str(prepared.gguf), out=out, force=prepared.force)
-    if space.data == "stdlib" and is_chat_model(space.target, fetch=prepared.fetch):
-        warning = f"{space.target} {CODE_FOR_CHAT}"
-        note(warning)
-    path = workspace.write(space, comment=warning)
-    return Outcome(path=path, show=[str(path)], data=space.model_dump(mode="json"))
+    path, space = written
+    then = "draftlab prune --layers 2 --dry-run"
+    return Outcome(path=path, show=[str(path)], data=space.model_dump(mode="json"), next=then)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedDesign:
-    """A budget, and the depths at which shapes meet it. comment: of the files in out."""
-
-    source: "Shape"
-    layers: list[int]
-    budget: "Budget"
-    law: "ScalingLaw | None"
-    out: Path | None
-    overwrite: bool
-    comment: str
-
-
-def prepare_design(config: DesignConfig, weights: bool) -> PreparedDesign:
+def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Path | None]]":
     """Resolve and check the settings. Raises UserError: a source that cannot be cut, or no such law."""
+    from draftlab.latency import design as designing
     from draftlab.latency.scaling_law import read_law
     from draftlab.model.families import Budget, BudgetKind
     from draftlab.model.hf_files import check_head_size
@@ -143,36 +132,34 @@ def prepare_design(config: DesignConfig, weights: bool) -> PreparedDesign:
         kind, amount = "total", float(parse_count(config.params))
     elif config.kv_kib is not None:
         kind, amount = "kv", 1024 * config.kv_kib
-    budget = Budget(
-        amount=amount,
-        kind=kind,
-        multiple_of=config.multiple_of,
-        tensor_parallel=config.tensor_parallel,
-        latency_ms=law.ms if law is not None and kind == "latency" else None,
-    )
-    return PreparedDesign(
-        source=source,
-        layers=config.layers,
-        budget=budget,
-        law=law,
-        out=config.out,
-        overwrite=config.overwrite,
-        comment=f"draftlab design: {budget.kind} budget {budget.amount:g}, from {name}",
-    )
+    latency_ms = law.ms if law is not None and kind == "latency" else None
+    budget = fill(Budget, config, amount=amount, kind=kind, latency_ms=latency_ms)
+    layers, out, overwrite = config.layers, config.out, config.overwrite
+
+    def run() -> "tuple[Design, Path | None]":
+        found = designing.design(source, layers, budget, law)
+        if out is not None:
+            found.write(out, f"draftlab design: {kind} budget {amount:g}, from {name}", overwrite=overwrite)
+        return found, out
+
+    return Job(run)
 
 
 @command(DesignConfig, prepare=prepare_design)
-def design(prepared: PreparedDesign) -> Designed:
+def design(designed: "tuple[Design, Path | None]") -> Designed:
     """Find shapes of equal budget, from deep and narrow to shallow and wide."""
-    from draftlab.latency import design as designing
     from draftlab.results.tables import shape_table
 
-    found = designing.design(prepared.source, prepared.layers, prepared.budget, prepared.law)
-    if prepared.out is not None:
-        found.write(prepared.out, prepared.comment, overwrite=prepared.overwrite)
+    found, out = designed
     rows = {
         name: shape.model_dump() | {"params": shape.params(), "latency_ms": found.latency_ms.get(name)}
         for name, shape in found.shapes.items()
     }
-    table = shape_table(found.shapes, found.latency_ms)
-    return Designed(path=prepared.out, show=[table], data={"shapes": rows}, shapes=found.shapes)
+    file = out / f"{next(iter(found.shapes))}.yaml" if out is not None else "SHAPE"
+    return Designed(
+        path=out,
+        show=[shape_table(found.shapes, found.latency_ms)],
+        data={"shapes": rows},
+        shapes=found.shapes,
+        next=f"draftlab prune --shape {file}",
+    )

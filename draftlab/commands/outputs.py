@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from draftlab import workspace
-from draftlab.commands.base import Outcome, command
-from draftlab.config.drafters import DrafterSpec
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError, about
@@ -19,75 +19,38 @@ if TYPE_CHECKING:
     from draftlab.prompts import Prompts
     from draftlab.sampling import SamplingParams
     from draftlab.target_outputs.build import Rows, TargetAnswers
-    from draftlab.target_outputs.replay import AcceptanceRow, Drafting, Replay
-    from draftlab.target_outputs.server_log import ServerLog
-    from draftlab.target_outputs.store import Manifest, StoredOutputs
+    from draftlab.target_outputs.replay import AcceptanceRow, Replay
+    from draftlab.target_outputs.store import Manifest
     from draftlab.target_outputs.targets import Target
+    from draftlab.target_outputs.verify import StoreVerification
 
 PROMPTS_OF_DATA = 64
 START_TOKENS, PROMPT_TOKENS = 32, 64  # of data: what a target continues to distil on, and answers to replay
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedBuild:
-    """What to store. target: None where it is not there yet, or a log has what it wrote. directory: its tokenizer."""
-
-    name: str
-    directory: Path
-    target: "Target | None"
-    text: "Rows | TargetAnswers | ServerLog"
-    top_logprobs: int
-    served: bool
-    inputs: list[Path]
-
-    def facts(self) -> Mapping[str, object]:
-        """Return what a build would compute and write."""
-        from draftlab.target_outputs.build import Rows, TargetAnswers, bytes_per_token
-
-        text = self.text
-        if not isinstance(text, Rows | TargetAnswers):
-            return {"requests": len(text.starts), "listed tokens": text.top_logprobs}
-        tokens, sampling = text.tokens, text.sampling
-        facts: dict[str, object] = {"prompts": text.prompts.requests} if isinstance(text, TargetAnswers) else {}
-        most = "at most " if isinstance(text, TargetAnswers) else ""
-        facts["tokens"] = f"{most}{tokens:,}"
-        if sampling is not None:
-            facts["sampling"] = sampling.describe()
-        facts["disk"] = f"{most}{tokens * bytes_per_token(text, self.top_logprobs, self.served) / 1e6:,.4g} MB"
-        if isinstance(text, Rows) and not self.served:
-            from draftlab.model.size import read_size
-
-            flops = tokens * read_size(self.directory).flops_per_token(text.seq_len // 2)
-            facts["compute"] = f"{flops / 1e12:,.3g} TFLOP"
-        return facts
-
-
-def prepare_build(config: OutputsBuildConfig, weights: bool) -> PreparedBuild:
-    """Resolve and check the settings.
-
-    weights: the files of weights must be here, and a server must answer.
+def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
+    """Resolve and check the settings. Without weights a server need not answer.
 
     Raises:
-        UserError: there is no such target, text or log, they do not fit each other, or nothing could be distilled from.
+        UserError: There is no such target, text or log, they do not fit each other, or nothing could be distilled from.
     """
     with note_if_slow("outputs build: loading torch and transformers"):
         from draftlab.target_outputs import build as building
         from draftlab.target_outputs.server_log import ServerLog
         from draftlab.target_outputs.store import logits_of
-    served, listed = config.server is not None, config.top_logprobs
-    directory = _located(config.target, tokenizer_only=served or config.from_file is not None, weights=weights)
-    if config.from_file is not None:
+    served, file = config.server is not None, config.from_file
+    directory = _located(config.target, tokenizer_only=served or file is not None, weights=weights)
+    listed = config.top_logprobs
+    if listed is None:
+        listed = 0 if config.use == "replay" else building.DISTILL_TOP_LOGPROBS
+    if file is not None:
+        vocab = logits_of(directory)
         with about("--from"):
-            most, vocab = building.DISTILL_TOP_LOGPROBS if listed is None else listed, logits_of(directory)
-            log = ServerLog.open(config.from_file, vocab=vocab, seq_len=config.seq_len, top_logprobs=min(most, vocab))
-        return PreparedBuild(
-            name=f"outputs-{config.from_file.stem}", directory=directory, target=None, text=log,
-            top_logprobs=log.top_logprobs, served=True, inputs=[config.from_file],
-        )  # fmt: skip
+            log = ServerLog.open(file, vocab=vocab, seq_len=config.seq_len, top_logprobs=min(listed, vocab))
+        plan = {"requests": len(log.starts), "listed tokens": log.top_logprobs}
+        return Job(partial(building.store_log, log, directory), f"outputs-{file.stem}", lambda: plan)
     from draftlab.model.tokenizer import known_ids
 
-    if listed is None:
-        listed = building.DISTILL_TOP_LOGPROBS if config.use == "distill" else 0
     k = min(listed, logits_of(directory) if served else known_ids(directory))
     text = _text(config, directory, weights)
     if isinstance(text, building.TargetAnswers):
@@ -98,24 +61,35 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> PreparedBuild:
     if target is not None and isinstance(text, building.TargetAnswers):
         with about("--max-new-tokens"):
             target.check_length(text.prompts.longest, text.sampling.max_tokens)
-    return PreparedBuild(
-        name=f"outputs-{config.use}-{hub.checkpoint_name(directory)}", directory=directory, target=target, text=text,
-        top_logprobs=k, served=served, inputs=[] if config.prompt_file is None else [config.prompt_file],
-    )  # fmt: skip
+    inputs = [] if config.prompt_file is None else [config.prompt_file]
+    return Job(
+        partial(building.build, cast("Target", target), text, k, inputs=inputs),
+        f"outputs-{config.use}-{hub.checkpoint_name(directory)}",
+        partial(_build_facts, text, k, directory, served=served),
+    )
+
+
+def _build_facts(text: "Rows | TargetAnswers", k: int, directory: Path, *, served: bool) -> dict[str, object]:
+    """Return what a build would compute and write."""
+    from draftlab.model.size import read_size
+    from draftlab.target_outputs.build import TargetAnswers, bytes_per_token
+
+    facts: dict[str, object] = {"prompts": text.prompts.requests} if isinstance(text, TargetAnswers) else {}
+    most = "at most " if facts else ""
+    facts["tokens"] = f"{most}{text.tokens:,}"
+    if text.sampling is not None:
+        facts["sampling"] = text.sampling.describe()
+    facts["disk"] = f"{most}{text.tokens * bytes_per_token(text, k, served) / 1e6:,.4g} MB"
+    if not isinstance(text, TargetAnswers) and not served:
+        facts["flops"] = text.tokens * read_size(directory).flops_per_token(text.seq_len // 2)
+    return facts
 
 
 @command(OutputsBuildConfig, name="outputs build", prepare=prepare_build, dry_run=True, resumes=True)
-def build(prepared: PreparedBuild, output: Output) -> Outcome:
+def build(manifest: "Manifest", output: Output) -> Outcome:
     """Store what a target writes or reads, to distil and to replay drafts without it; a killed build resumes."""
-    from draftlab.target_outputs import build as building
-
-    text = prepared.text
-    if isinstance(text, building.Rows | building.TargetAnswers):
-        assert prepared.target is not None  # prepare() wanted it
-        manifest = building.build(prepared.target, text, prepared.top_logprobs, output, prepared.inputs)
-    else:
-        manifest = building.store_log(text, prepared.directory, output)
-    return _shown(output.out, manifest)
+    then = f"distill --outputs {output.out}" if manifest.top_logprobs else f"replay {output.out}"
+    return replace(_shown(output.out, manifest), next=f"draftlab {then}")
 
 
 def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
@@ -145,24 +119,24 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     temperature = config.temperature
     if temperature is None:
         temperature = 1.0 if config.use == "distill" else 0.0
-    sampling = SamplingParams(
-        temperature=temperature, max_tokens=config.max_new_tokens, seed=config.seed,
-        stop_token_ids=checkpoint.eos_token_ids(directory),
-    )  # fmt: skip
+    stop = checkpoint.eos_token_ids(directory)
+    sampling = fill(
+        SamplingParams, config, temperature=temperature, max_tokens=config.max_new_tokens, stop_token_ids=stop
+    )
     chats = not config.answers and config.text == "target" and is_chat_file(config.data)
     if chats and (config.is_set("seq_len") or config.is_set("num_sequences")):
         raise UserError("--seq-len, --num-sequences: the data has conversations to answer; take --num-prompts")
     if config.answers or chats:
         with about("--data" if config.prompt_file is None else "--prompt-file"):
             prompts = _prompts(config, directory, chats)
-        return TargetAnswers(prompts=prompts, use=config.use, sampling=sampling, seed=config.seed)
+        return fill(TargetAnswers, config, prompts=prompts, sampling=sampling)
     asked = {"--num-prompts": config.num_prompts is not None, "--chat": config.chat != "auto"}
     asked["--max-new-tokens"] = config.is_set("max_new_tokens")
     if idle := [option for option, is_given in asked.items() if is_given]:
         raise UserError(f"{', '.join(idle)}: {config.data} is no file of conversations; add --prompt-file")
     with about("--seq-len"):
         check_length(directory, config.seq_len)
-    rows = Rows(data=config.data, count=config.num_sequences, seq_len=config.seq_len, seed=config.seed)
+    rows = fill(Rows, config, count=config.num_sequences, prompt_tokens=None)
     return rows if config.text == "data" else _continued(rows, sampling, config.prompt_tokens or START_TOKENS)
 
 
@@ -184,10 +158,8 @@ def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Promp
 
     tokenizer, file = checkpoint.load_tokenizer(directory), Path(config.data) if chats else config.prompt_file
     if file is not None:
-        return file_prompts(
-            file, tokenizer, count=config.num_prompts, tokens=config.prompt_tokens, chat=config.chat,
-            split="train" if chats else None,
-        )  # fmt: skip
+        cut = {"count": config.num_prompts, "tokens": config.prompt_tokens, "split": "train" if chats else None}
+        return fill(file_prompts, config, file=file, tokenizer=tokenizer, **cut)
     tokens = config.prompt_tokens or (START_TOKENS if config.use == "distill" else PROMPT_TOKENS)
     count = config.num_prompts or PROMPTS_OF_DATA
     return data_prompts(config.data, tokenizer, count=count, tokens=tokens, seed=config.seed)
@@ -222,23 +194,16 @@ def _served(
     return ServedTarget.connected(server, directory, sampling, k)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedInfo:
-    """The store to show. target: scores some of its sequences again; None where nothing is verified."""
-
-    directory: Path
-    manifest: "Manifest"
-    target: "Target | None"
-
-
-def prepare_info(config: OutputsInfoConfig, weights: bool) -> PreparedInfo:
-    """Raises UserError: no store, or no target that could verify it."""
+def prepare_info(config: OutputsInfoConfig, weights: bool) -> "Job[tuple[Path, StoreVerification | None]]":
+    """Raises UserError: there is no store, or no target that could verify it."""
     from draftlab.target_outputs.store import read_manifest
+    from draftlab.target_outputs.verify import verify
 
-    manifest, target = read_manifest(config.directory), None
-    if config.verify:
-        target = _verifier(config, manifest)
-    return PreparedInfo(directory=config.directory, manifest=manifest, target=target)
+    manifest = read_manifest(config.directory)
+    if not config.verify:
+        return Job(lambda: (config.directory, None))
+    target = _verifier(config, manifest)
+    return Job(lambda: (config.directory, verify(config.directory, target)))
 
 
 def _verifier(config: OutputsInfoConfig, manifest: "Manifest") -> "Target":
@@ -255,22 +220,20 @@ def _verifier(config: OutputsInfoConfig, manifest: "Manifest") -> "Target":
 
 
 @command(OutputsInfoConfig, name="outputs info", prepare=prepare_info)
-def info(prepared: PreparedInfo) -> Outcome:
+def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
     """Show what is stored, and whether the target's texts are loops; --verify checks it against the target."""
-    from draftlab.target_outputs.store import describe
-    from draftlab.target_outputs.verify import verify
+    from draftlab.target_outputs.store import describe, read_manifest
 
-    shown = _shown(prepared.directory, prepared.manifest, describe(prepared.directory))
-    if prepared.target is None:
+    directory, result = verified
+    shown = _shown(directory, read_manifest(directory), describe(directory))
+    if result is None:
         return shown
-    result = verify(prepared.directory, prepared.target)
-    shards = "1 shard" if result.shards == 1 else f"{result.shards} shards"
     text = (
-        f"{shards} with checksums and lists; {result.sequences} sequences scored again: "
-        f"log-probabilities differ by {result.mean:.4f} on average and by {result.worst:.4f} at most, "
+        f"{result.shards} shards have their checksums; {result.sequences} sequences scored again: log-probabilities "
+        f"differ by {result.mean:.4f} on average and by {result.worst:.4f} at most, "
         f"{result.same_top:.2%} of the most probable tokens are the same"
     )
-    missed = [] if result.good else [f"{prepared.directory} differs from what the target gives now"]
+    missed = [] if result.good else [f"{directory} differs from what the target gives now"]
     return replace(shown, show=[*shown.show, text], data=shown.data | {"verified": result.as_dict()}, missed=missed)
 
 
@@ -281,25 +244,14 @@ class Replayed(Outcome):
     rows: "dict[str, list[AcceptanceRow]]"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedReplay:
-    """Drafters to replay over a store. ks: numbers of drafted tokens to show."""
-
-    name: str
-    store: "StoredOutputs"
-    drafters: list[DrafterSpec]
-    drafting: "Drafting"
-    ks: list[int]
-
-
-def prepare_replay(config: ReplayConfig, weights: bool) -> PreparedReplay:
+def prepare_replay(config: ReplayConfig, weights: bool) -> "Job[dict[str, tuple[Replay, list[AcceptanceRow]]]]":
     """Resolve and check the settings.
 
     Raises:
         UserError: no store, drafts of one name, or a draft or rule that does not fit the stored outputs.
     """
     from draftlab.model import checkpoint
-    from draftlab.target_outputs.replay import Drafting, check, drafter_of
+    from draftlab.target_outputs.replay import Drafting, check, drafter_of, replay, rows_of
     from draftlab.target_outputs.store import read_store
 
     store = read_store(config.directory)
@@ -329,20 +281,29 @@ def prepare_replay(config: ReplayConfig, weights: bool) -> PreparedReplay:
     for spec in drafters:
         check(store, spec, drafting)
     name = config.directory.name.removeprefix("outputs-").removeprefix("replay-")
-    return PreparedReplay(name=f"replay-{name}", store=store, drafters=drafters, drafting=drafting, ks=config.k)
+    ks = config.k
+
+    def run(output: Output) -> "dict[str, tuple[Replay, list[AcceptanceRow]]]":
+        replays = replay(store, drafters, drafting, output)
+        return {name: (each, rows_of(each, ks)) for name, each in replays.items()}
+
+    return Job(run, f"replay-{name}")
 
 
 @command(ReplayConfig, prepare=prepare_replay)
-def replay(prepared: PreparedReplay, output: Output) -> Replayed:
+def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Output) -> Replayed:
     """Compute the acceptance of drafts for every K from one pass over target outputs; the target is not needed."""
-    from draftlab.target_outputs.replay import replay, rows_of
-
-    replays = replay(prepared.store, prepared.drafters, prepared.drafting, output)
-    rows = {name: rows_of(each, prepared.ks) for name, each in replays.items()}
-    show: list[object] = [part for name, each in replays.items() for part in _table(each, rows[name])]
-    data = [{"draft": name, "rows": [row.as_dict() for row in table]} for name, table in rows.items()]
+    rows, show, data = dict[str, list["AcceptanceRow"]](), list[object](), []
+    for name, (each, table) in replays.items():
+        rows[name] = table
+        show += _table(each, table)
+        data.append({"draft": name, "rows": [row.as_dict() for row in table]})
     return Replayed(
-        path=output.out, show=[*show, str(output.out)], data={"out": str(output.out), "replays": data}, rows=rows
+        path=output.out,
+        show=[*show, str(output.out)],
+        data={"out": str(output.out), "replays": data},
+        rows=rows,
+        next=f"draftlab predict --acceptance {output.out} --draft-profile DRAFT --target-profile TARGET",
     )
 
 

@@ -1,11 +1,11 @@
 """The command that cuts a draft out of a source."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from draftlab.commands.base import Outcome, command
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.prune import SIZES, PruneConfig
 from draftlab.console import note, processes
 from draftlab.errors import UserError, about
@@ -34,66 +34,7 @@ class Pruned(Outcome):
     acceptance: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedPrune:
-    """What to cut and how.
-
-    source: None for a shape without weights, of which only the plan is shown. have: the shape that is cut. method:
-    None where masks are trained. shipped: name of the shape that stands for a source which cannot be fetched.
-    """
-
-    name: str
-    source: "Source | None"
-    have: Shape
-    shape: Shape
-    text: "Text"
-    refit: "Refit"
-    method: "Method | None"
-    depth: "Depth"
-    scores_cache: Path | None
-    training: "MaskTraining"
-    shipped: str | None
-
-    def facts(self) -> Mapping[str, object]:
-        """Return what a cut needs and gives; weights are neither read nor fetched."""
-        from draftlab.pruning.source import kv_saving
-
-        have, shape = self.have, self.shape
-        source = have.describe()
-        if self.shipped is not None:
-            source += f" (the shape {self.shipped} that comes with draftlab: nothing was fetched)"
-        facts = {
-            "source": source,
-            "draft": shape.describe(),
-            "kv": kv_saving(have, shape),
-            "memory": f"about {self._cut_bytes() / 1e9:.1f} GB",
-            "compute": f"{2 * self.text.tokens * have.flops_per_token(0) / 1e12:,.3g} TFLOP",
-            "disk": f"{shape.weight_bytes() / 1e6:,.4g} MB in bf16",
-            "tensor parallel": f"splits evenly over {', '.join(map(str, shape.tensor_parallel()))} devices",
-        }
-        return facts if self.method else facts | self._training_facts()
-
-    def _cut_bytes(self) -> float:
-        from draftlab.pruning.texts import HELDOUT_TOKENS
-
-        have, dtype_bytes = self.have, 2 if self.source is None else self.source.planned_dtype.itemsize
-        weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
-        per_token = dtype_bytes * (3 * have.hidden + self.shape.hidden)  # streams at three places, and the draft's
-        gram = 20 * self.shape.ffn**2  # float32, and float64 twice while it is solved
-        return weights + (self.text.tokens + HELDOUT_TOKENS) * per_token + gram + 1e9
-
-    def _training_facts(self) -> dict[str, object]:
-        have, training, seq_len = self.have, self.training, self.text.seq_len
-        weights = have.params() * (16 if training.lr else 4)  # with gradients, two Adam moments
-        tokens = training.steps * training.batch_size * seq_len
-        return {
-            "training tokens": f"{tokens:,}",
-            "memory": f"about {(weights + have.weight_bytes() + 1e9) / 1e9:.1f} GB and activations",
-            "compute": f"{tokens * 4 * have.flops_per_token(seq_len // 2) / 1e12:,.3g} TFLOP",
-        }
-
-
-def prepare(config: PruneConfig, weights: bool) -> PreparedPrune:
+def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     """Resolve and check the settings.
 
     weights: the files of weights must be here.
@@ -135,38 +76,101 @@ def prepare(config: PruneConfig, weights: bool) -> PreparedPrune:
         raise UserError("--refit head: the source ties its head to the embedding, which would change too; add --untie")
     _check_text(config, source, weights)
     head = "" if config.vocab is None else f"-v{config.vocab}"
-    masks = "masks-" if config.method == "masks" else ""
-    return PreparedPrune(
-        name=f"prune-{masks}{shape_name(shape)}{head}",
-        source=source,
-        have=have,
-        shape=shape,
-        text=Text(
-            data=config.data,
-            outputs=config.outputs,
-            tokens=config.calibration_tokens,
-            seq_len=config.seq_len,
-            seed=config.seed,
-        ),
-        refit=REFITS[config.refit],
-        method=None if config.method == "masks" else config.method,
-        depth=config.depth,
-        scores_cache=config.scores_cache,
-        training=MaskTraining(steps=config.steps, batch_size=config.batch_size, lr=config.lr),
-        shipped=shipped,
+    text = fill(Text, config, tokens=config.calibration_tokens)
+    training = fill(MaskTraining, config) if config.method == "masks" else None
+    run = partial(
+        _prune, source=cast("Source", source), shape=shape, text=text, refit=REFITS[config.refit], method=config.method,
+        depth=config.depth, scores_cache=config.scores_cache, training=training,
+    )  # fmt: skip
+    dtype_bytes = 2 if source is None else source.planned_dtype.itemsize
+    return Job(
+        run,
+        f"prune-{'masks-' if training else ''}{shape_name(shape)}{head}",
+        partial(_facts, have, shape, text, training, dtype_bytes=dtype_bytes, shipped=shipped),
     )
 
 
-@command(PruneConfig, prepare=prepare, dry_run=True)
-def prune(prepared: PreparedPrune, output: Output) -> Pruned:
-    """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
+def _prune(
+    output: Output, *, source: "Source", shape: Shape, text: "Text", refit: "Refit", method: str, depth: "Depth",
+    scores_cache: Path | None, training: "MaskTraining | None",
+) -> "PrunedDraft":  # fmt: skip
     from draftlab.pruning.run import Prune
 
-    assert prepared.source is not None  # prepare() wanted its weights
-    cut = Prune(source=prepared.source, shape=prepared.shape, output=output, text=prepared.text, refit=prepared.refit)
-    if prepared.method is None:
-        return _outcome(cut.by_masks(prepared.training), output)
-    return _outcome(cut.by_scores(prepared.method, prepared.depth, scores_cache=prepared.scores_cache), output)
+    cut = Prune(source=source, shape=shape, output=output, text=text, refit=refit)
+    if training is not None:
+        return cut.by_masks(training)
+    return cut.by_scores(cast("Method", method), depth, scores_cache=scores_cache)
+
+
+def _facts(
+    have: Shape, shape: Shape, text: "Text", training: "MaskTraining | None", *, dtype_bytes: int, shipped: str | None
+) -> dict[str, object]:
+    """Return what a cut needs and gives; weights are neither read nor fetched.
+
+    Args:
+        shipped: Name of the shape that stands for a source which cannot be fetched.
+    """
+    from draftlab.pruning.source import kv_saving
+    from draftlab.pruning.texts import HELDOUT_TOKENS
+
+    source = have.describe()
+    if shipped is not None:
+        source += f" (the shape {shipped} that comes with draftlab: nothing was fetched)"
+    weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
+    per_token = dtype_bytes * (3 * have.hidden + shape.hidden)  # streams at three places, and the draft's
+    gram = 20 * shape.ffn**2  # float32, and float64 twice while it is solved
+    memory = weights + (text.tokens + HELDOUT_TOKENS) * per_token + gram + 1e9
+    facts: dict[str, object] = {
+        "source": source,
+        "draft": shape.describe(),
+        "kv": kv_saving(have, shape),
+        "memory": f"about {memory / 1e9:.1f} GB",
+        "flops": 2 * text.tokens * have.flops_per_token(0),
+        "disk": f"{shape.weight_bytes() / 1e6:,.4g} MB in bf16",
+        "tensor parallel": f"splits evenly over {', '.join(map(str, shape.tensor_parallel()))} devices",
+    }
+    if training is not None:
+        tokens = training.steps * training.batch_size * text.seq_len
+        memory = have.params() * (16 if training.lr else 4) + have.weight_bytes() + 1e9  # 16: two Adam moments, too
+        facts["training tokens"] = f"{tokens:,}"
+        facts["memory"] = f"about {memory / 1e9:.1f} GB and activations"
+        facts["flops"] = tokens * 4 * have.flops_per_token(text.seq_len // 2)
+    return facts
+
+
+@command(PruneConfig, prepare=prepare, dry_run=True)
+def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
+    """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
+    from draftlab.pruning.source import kv_saving
+
+    shape, layers = pruned.shape, pruned.keep.layers
+    lines = [
+        str(output.out),
+        f"{shape.describe()}, {pruned.disk_bytes / 1e6:.1f} MB; layers {layers}",
+        kv_saving(pruned.source, shape),
+    ]
+    if pruned.head is not None and pruned.head.coverage is not None:
+        lines.append(
+            f"its head is of {len(pruned.head.ids):,} of {shape.vocab:,} ids; those of one half of the text cover "
+            f"{pruned.head.coverage:.2%} of the other half"
+        )
+    data = {"path": str(output.out), "shape": shape.model_dump(), "params": shape.params(), "layers": layers}
+    if (agreement := pruned.agreement) is not None:
+        lines.append(
+            f"against the source on {agreement.tokens:,} held-out tokens: acceptance {agreement.acceptance:.3f}, "
+            f"top-1 {agreement.top1:.3f}, cross-entropy {agreement.cross_entropy:.3f} "
+            f"(source {agreement.source_cross_entropy:.3f})"
+        )
+        data["acceptance"] = agreement.acceptance
+    return Pruned(
+        path=output.out,
+        show=lines,
+        data=data,
+        shape=shape,
+        layers=list(layers),
+        acceptance=agreement.acceptance if agreement else None,
+        next=f"draftlab distill --draft {output.out}",
+    )
 
 
 def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
@@ -226,29 +230,3 @@ def _check_text(config: PruneConfig, source: "Source | None", weights: bool) -> 
     if config.outputs is None or config.method == "masks":
         with about("--data"):
             hub.check_data(config.data) if weights else hub.check_local_data(config.data)
-
-
-def _outcome(pruned: "PrunedDraft", output: Output) -> Pruned:
-    from draftlab.pruning.source import kv_saving
-
-    shape, layers = pruned.shape, pruned.keep.layers
-    lines = [
-        str(output.out),
-        f"{shape.describe()}, {pruned.disk_bytes / 1e6:.1f} MB; layers {layers}",
-        kv_saving(pruned.source, shape),
-    ]
-    if pruned.head is not None and pruned.head.coverage is not None:
-        lines.append(
-            f"its head is of {len(pruned.head.ids):,} of {shape.vocab:,} ids; those of one half of the text cover "
-            f"{pruned.head.coverage:.2%} of the other half"
-        )
-    data = {"path": str(output.out), "shape": shape.model_dump(), "params": shape.params(), "layers": layers}
-    if (agreement := pruned.agreement) is not None:
-        lines.append(
-            f"against the source on {agreement.tokens:,} held-out tokens: acceptance {agreement.acceptance:.3f}, "
-            f"top-1 {agreement.top1:.3f}, cross-entropy {agreement.cross_entropy:.3f} "
-            f"(source {agreement.source_cross_entropy:.3f})"
-        )
-        data["acceptance"] = agreement.acceptance
-    acceptance = pruned.agreement.acceptance if pruned.agreement else None
-    return Pruned(path=output.out, show=lines, data=data, shape=shape, layers=list(layers), acceptance=acceptance)

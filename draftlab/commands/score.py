@@ -1,11 +1,11 @@
 """The command that measures drafts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftlab.commands.base import Outcome, command
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config import shared
 from draftlab.config.score import ScoreConfig
 from draftlab.config.server_rules import Acceptance, acceptance_of
@@ -18,7 +18,6 @@ from draftlab.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from draftlab.intervals import Interval
-    from draftlab.model import Mode
     from draftlab.results.score import Score
     from draftlab.scoring.comparison import Comparison, Requests
     from draftlab.scoring.lm_eval import Tasks
@@ -47,33 +46,11 @@ class Scored(Outcome):
         return self.interval.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedScore:
-    """Models in this process or on servers to compare, and the speed-up that they have to reach."""
-
-    local: "Comparison | None" = None
-    served: "ServedComparison | None" = None
-    min_speedup: float | None
-
-    @property
-    def comparison(self) -> "Comparison | ServedComparison":
-        comparison = self.local or self.served
-        assert comparison is not None
-        return comparison
-
-    @property
-    def name(self) -> str:
-        return self.comparison.name
-
-    def facts(self) -> Mapping[str, object]:
-        return self.comparison.facts()
-
-
-def prepare(config: ScoreConfig, weights: bool) -> PreparedScore:
-    """Resolve and check the settings. weights: False fetches configurations and tokenizers only.
+def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | list[Score]]":
+    """Resolve and check the settings. Without weights only configurations and tokenizers are fetched.
 
     Raises:
-        UserError: a model, a server, prompts, tasks or data that cannot be had, or settings that do not fit them.
+        UserError: A model, a server, prompts, tasks or data that cannot be had, or settings that do not fit them.
     """
     if config.include_path is not None and not config.include_path.is_dir():
         raise UserError(f"--include-path {config.include_path}: no such directory")
@@ -81,32 +58,25 @@ def prepare(config: ScoreConfig, weights: bool) -> PreparedScore:
     if config.tasks is not None and weights:
         from draftlab.scoring.lm_eval import load_tasks
 
-        tasks = load_tasks(
-            config.tasks.split(","),
-            limit=config.task_limit,
-            batch_size=config.task_batch_size,
-            num_fewshot=config.num_fewshot,
-            apply_chat_template=config.apply_chat_template,
-            include_path=config.include_path,
-            seed=config.seed,
-        )
+        limits = {"limit": config.task_limit, "batch_size": config.task_batch_size}
+        tasks = fill(load_tasks, config, names=config.tasks.split(","), **limits)
+    from draftlab.scoring import run, servers
+
     if config.served:
-        return PreparedScore(served=_served(config, tasks), min_speedup=config.min_speedup)
-    return PreparedScore(local=_local(config, tasks, weights), min_speedup=config.min_speedup)
+        served = _served(config, tasks)
+        return Job(partial(servers.score, served), served.name, served.facts)
+    local = _local(config, tasks, weights)
+    return Job(partial(run.score, local), local.name, local.facts)
 
 
 @command(ScoreConfig, prepare=prepare, dry_run=True)
-def score(prepared: PreparedScore, output: Output) -> Scored | Outcome:
+def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Scored | Outcome:
     """Measure drafts against the target, here or on servers: acceptance, speed-up over plain decoding, accuracy."""
-    from draftlab.scoring import run, servers
+    from draftlab.scoring.servers import PlainAnswers
 
-    if prepared.local is not None:
-        return _outcome(run.score(prepared.local, output), output, prepared.min_speedup)
-    assert prepared.served is not None
-    result = servers.score(prepared.served, output)
-    if isinstance(result, servers.PlainAnswers):
+    if isinstance(result, PlainAnswers):
         return _stored(result, output)
-    return _outcome([result], output, prepared.min_speedup)
+    return _outcome(result if isinstance(result, list) else [result], output)
 
 
 def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Comparison":
@@ -142,11 +112,11 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
-    mode: Mode | None = next((spec.mode for spec in specs if spec.mode is not None), None)
-    if config.mode != "auto":
-        mode = config.mode
-    elif config.device_map is not None:
-        mode = "eager"
+    mode = config.mode
+    if mode == "auto":
+        mode = "eager" if config.device_map else next((spec.mode for spec in specs if spec.mode), "auto")
+    if mode == "auto":
+        mode = resolve_mode(mode, device, dtype, [target, *models] if weights else [])
     requests = _requests(config, target, source)
     stop = checkpoint.eos_token_ids(target)
     comparison = Comparison(
@@ -155,14 +125,14 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         drafters=specs,
         default_draft=default,
         requests=replace(requests, sampling=replace(requests.sampling, stop_token_ids=stop)),
-        engine=Engine(
+        engine=fill(
+            Engine,
+            config,
             device=device,
             dtype=dtype,
-            mode=mode or resolve_mode(config.mode, device, dtype, [target, *models] if weights else []),
-            device_map=config.device_map,
+            mode=mode,
             target_int8=config.int8 in ("target", "both"),
             draft_int8=config.int8 in ("draft", "both"),
-            threads=config.threads,
         ),
         ks=config.k,
         batches=config.batch,
@@ -224,25 +194,16 @@ def _requests(config: ScoreConfig, tokenizer: Path, source: str) -> "Requests":
 
     option = "--data" if config.prompt_file is None else "--prompt-file"
     with about(option), note_if_slow(f"reading prompts of {config.prompt_file or source}"):
-        prompts = load_prompts(
-            config.prompt_file,
-            source,
-            checkpoint.load_tokenizer(tokenizer),
+        prompts = fill(
+            load_prompts,
+            config,
+            file=config.prompt_file,
+            source=source,
+            tokenizer=checkpoint.load_tokenizer(tokenizer),
             count=config.num_prompts,
             tokens=config.prompt_tokens,
-            seed=config.seed,
-            chat=config.chat,
-            system_prompt=config.system_prompt,
         )
-    sampling = SamplingParams(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        max_tokens=config.max_tokens,
-        seed=config.seed,
-    )
-    return Requests(prompts=prompts, sampling=sampling, repeats=config.repeats)
+    return fill(Requests, config, prompts=prompts, sampling=fill(SamplingParams, config))
 
 
 def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
@@ -261,19 +222,22 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
 
 def _stored(answers: "PlainAnswers", output: Output) -> Outcome:
     speed = tokens_per_second([run.request for run in answers.runs])
-    lines = [
-        f"{len(answers.runs)} answers, {speed:.4g} tokens per second alone",
-        f"draftlab score --server {output.out} --speculative-server URL compares a server that drafts",
-    ]
-    return Outcome(path=output.out, show=lines, data={"path": str(output.out), "output_tps": speed})
+    return Outcome(
+        path=output.out,
+        show=[f"{len(answers.runs)} answers, {speed:.4g} tokens per second alone", str(output.out)],
+        data={"path": str(output.out), "output_tps": speed},
+        next=f"draftlab score --server {output.out} --speculative-server http://HOST:PORT",
+    )
 
 
-def _outcome(scores: "list[Score]", output: Output, min_speedup: float | None) -> Scored:
+def _outcome(scores: "list[Score]", output: Output) -> Scored:
     from draftlab.results.ranking import category_rows, missed_thresholds, rank, verdict_lines
     from draftlab.results.report import accuracy_table, category_table, json_rows, ranking_table
     from draftlab.results.warnings import score_warnings
 
-    missed = [text for score in scores for text in missed_thresholds(score, min_speedup, None)]
+    config = output.config
+    assert isinstance(config, ScoreConfig)
+    missed = [text for score in scores for text in missed_thresholds(score, config.min_speedup, None)]
     ranking = rank(scores)
     comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
     tables = [ranking_table(ranking), *map(category_table, scores), accuracy_table(scores)]
@@ -282,4 +246,11 @@ def _outcome(scores: "list[Score]", output: Output, min_speedup: float | None) -
     show += verdict_lines(ranking) if comparable else []
     show += [f"warning: {text}" for text in score_warnings(scores)]
     data: dict[str, Any] = {"scores": json_rows(scores), "categories": {s.name: category_rows(s) for s in scores}}
-    return Scored(path=output.out, show=[*show, str(output.out)], data=data, missed=missed, scores=scores)
+    show.append(str(output.out))
+    return Scored(path=output.out, show=show, data=data, missed=missed, scores=scores, next=_next(config, output))
+
+
+def _next(config: ScoreConfig, output: Output) -> str:
+    if config.draft and not config.served:
+        return f"draftlab export {config.draft[0].partition('@')[0]} --target {config.target} --to vllm"
+    return f"draftlab report {output.out} --html report.html"

@@ -1,11 +1,11 @@
 """The command that searches for a draft."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftlab.commands.base import Outcome, command
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.search import SearchConfig
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from draftlab.intervals import Interval
-    from draftlab.searching.run import Wanted
     from draftlab.searching.schedule import Search
 
 
@@ -36,38 +35,22 @@ class Searched(Outcome):
         return self.interval.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedSearch:
-    """A search with its candidates. running are the settings that every step shares."""
-
-    name: str
-    wanted: "Wanted"
-    running: dict[str, Any]
-
-    def facts(self) -> Mapping[str, object]:
-        from draftlab.model.size import read_size
-
-        wanted = self.wanted
-        return {
-            "target": read_size(wanted.target).describe(),
-            "source": wanted.source_shape.describe(),
-            "try": ", ".join(f"{shape.layers} x {shape.hidden}" for shape in wanted.tried),
-            "minutes": wanted.minutes,
-        }
-
-
-def prepare_search(config: SearchConfig, weights: bool) -> PreparedSearch:
+def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     """Resolve and check the settings.
 
     Raises:
         UserError: The checkpoints, shapes or text cannot be used.
     """
+    from draftlab.commands.steps import step_of
     from draftlab.model import checkpoint
     from draftlab.model.decoder import resolve_mode
     from draftlab.model.hf_files import check_trimmable
+    from draftlab.model.size import read_size
     from draftlab.model.tokenizer import common_vocabulary
     from draftlab.pruning.trial_model import prunable_shape
+    from draftlab.searching import run as library
     from draftlab.searching.run import Wanted, shapes_to_try
+    from draftlab.searching.steps import StepRunner
 
     with about("--target"):
         target = hub.locate_model(config.target, weights)
@@ -82,45 +65,52 @@ def prepare_search(config: SearchConfig, weights: bool) -> PreparedSearch:
     text, prompts = _texts(config.data, config.outputs, config.prompt_file, weights)
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
-    return PreparedSearch(
-        name=f"search-{hub.checkpoint_name(Path(config.source.partition('@')[0]))}",
-        wanted=Wanted(
-            target=target,
-            source=source,
-            source_shape=shape,
-            minutes=config.minutes,
-            ks=config.k,
-            offsets=max(config.k) if config.parallel else 1,
-            first_steps=config.first_steps,
-            tried=tried,
-            text=text,
-            prompts=prompts,
-            inputs=[path for path in (config.outputs, config.prompt_file) if path is not None],
-        ),
-        running={
-            "device": config.device,
-            "dtype": checkpoint.dtype_name(dtype),
-            "mode": resolve_mode("auto", device, dtype, [target, source]),
-            "threads": config.threads,
-            "trust_remote_code": config.trust_remote_code or None,
-        },
+    wanted = fill(
+        Wanted,
+        config,
+        target=target,
+        source=source,
+        source_shape=shape,
+        ks=config.k,
+        offsets=max(config.k) if config.parallel else 1,
+        tried=tried,
+        text=text,
+        prompts=prompts,
+        inputs=[path for path in (config.outputs, config.prompt_file) if path is not None],
     )
+    running = {
+        "device": config.device,
+        "dtype": checkpoint.dtype_name(dtype),
+        "mode": resolve_mode("auto", device, dtype, [target, source]),
+        "threads": config.threads,
+        "trust_remote_code": config.trust_remote_code or None,
+    }
+    facts = {
+        "target": read_size(target).describe(),
+        "source": shape.describe(),
+        "try": ", ".join(f"{each.layers} x {each.hidden}" for each in tried),
+        "minutes": config.minutes,
+    }
+
+    def run(output: Output) -> "Search":
+        make = partial(step_of, shared=running, where="search")
+        return library.search(wanted, StepRunner(folder=output.state, make=make), output)
+
+    return Job(run, f"search-{hub.checkpoint_name(Path(config.source.partition('@')[0]))}", lambda: facts)
 
 
 @command(SearchConfig, prepare=prepare_search, dry_run=True)
-def search(prepared: PreparedSearch, output: Output) -> Searched:
+def search(result: "Search", output: Output) -> Searched:
     """Find the shape and K with which the target is fastest here; a killed search resumes."""
-    from draftlab.commands.steps import step_of
-    from draftlab.searching import run
-    from draftlab.searching.steps import StepRunner
-
-    steps = StepRunner(
-        folder=output.state, make=lambda name, settings: step_of(name, settings, prepared.running, "search")
+    draft = output.out / "draft"
+    return Searched(
+        path=output.out,
+        show=[_rung_table(result), *result.explain(), str(draft)],
+        data={"path": str(output.out), **result.model_dump(mode="json")},
+        search=result,
+        draft=draft,
+        next=f"draftlab export {draft} --to vllm" if result.pays else None,
     )
-    result = run.search(prepared.wanted, steps, output)
-    lines = [_rung_table(result), *result.explain(), str(output.out / "draft")]
-    data = {"path": str(output.out), **result.model_dump(mode="json")}
-    return Searched(path=output.out, show=lines, data=data, search=result, draft=output.out / "draft")
 
 
 def _texts(

@@ -32,7 +32,6 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
         argument=True,
     )  # fmt: skip
     law: bool = option(False, "Time shapes with random weights, and fit latency to layers, width and bytes.")
-    plot: Path | None = option(None, "Figure to write, .svg or .png: measured latency and the law.")
     server: list[str] = option(
         factory=list, help="http://HOST:PORT of a vLLM that runs the target alone; repeat for one that drafts.",
         panel=SERVER,
@@ -60,7 +59,6 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
             ("device_map",), lambda c: c.mode in ("auto", "eager"), "transformers runs the models, so use --mode eager"
         ),
         Only(("device_map",), lambda c: not c.law, "shapes of a law run in draftlab's engine"),
-        Only(("plot",), lambda c: c.law, "needs --law"),
         Only(ENGINE, lambda c: not c.server, "the servers decide"),
         Only(("api_key_file",), lambda c: c.server, "needs --server"),
         Only(
@@ -96,9 +94,3 @@ class PredictConfig(Config):
         None, "Predict the steps of this server, and with several --batch its table of K. Default: draftlab's engine.",
         flag="--for",
     )  # fmt: skip
-    plot: Path | None = option(None, "Figure to write, .svg or .png: speed-up and best K by batch size.")
-
-    only = (
-        Only(("plot",), lambda c: len(c.batch) > 1, "needs several --batch"),
-        Only(("plot",), lambda c: len(c.draft_profile) == 1, "draws one draft"),
-    )

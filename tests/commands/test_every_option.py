@@ -327,13 +327,13 @@ LAW: Settings = {"law": True, "repeats": 3, "context": "8", "threads": 1, "mode"
 
 @case("profile", "law")
 def _(w: World) -> Settings:
-    return LAW | {"models": [str(w.source)], "plot": Path("law.svg")}
+    return LAW | {"models": [str(w.source)]}
 
 
 @case("profile", "law of profiles")
 def _(w: World) -> Settings:
     COMMANDS["profile"](**LAW, models=[str(w.source)], out=Path("law"))
-    return {"models": ["law"], "law": True, "plot": Path("law.svg")}
+    return {"models": ["law"], "law": True}
 
 
 @case("profile", "eager")
@@ -358,7 +358,7 @@ def _(w: World) -> Settings:
 
 @case("predict", "vLLM, by batch size")
 def _(w: World) -> Settings:
-    return profiles() | {"acceptance": ["0.7"], "batch": "1,2", "server": "vllm", "plot": Path("k.svg")}
+    return profiles() | {"acceptance": ["0.7"], "batch": "1,2", "server": "vllm"}
 
 
 def profiles() -> Settings:

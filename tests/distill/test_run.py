@@ -253,7 +253,7 @@ def test_text_of_the_target_measures_tokens_per_pass(family_dirs, tmp_path):
         draft=target, target=target, data=str(tmp_path / "text.txt"), text="data=0.5,target=0.25,draft=0.25",
         batch_size=2, seq_len=96, steps=8, prompt_tokens=4, training_dtype="float32", device="cpu",
     )  # fmt: skip
-    opened = open_draft(prepare(config, True).job, None, made(tmp_path / "state"))
+    opened = open_draft(cast(Any, prepare(config, True).run).args[0], None, made(tmp_path / "state"))
     model, given = opened.module, opened.setup
     assert isinstance(given.length, TargetTextEvaluator)
     drafted = np.array([len(ids) for _, ids in given.length.text.texts]) - 1  # the first token comes with the prefill

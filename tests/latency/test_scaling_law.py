@@ -123,8 +123,7 @@ def test_a_law_is_measured_shown_again_and_designed_with(space):
     few = ("--context", "8,16", "--repeats", "3", "--threads", "1", "--mode", "eager")
     made = json.loads(call("profile", "--law", str(small), *few, "--json"))
     assert len(made["held_out_errors"]) == 6
-    assert "issue" in call("profile", "--law", made["path"], "--plot", "law.svg")
-    assert (space / "law.svg").stat().st_size > 1000
+    assert "issue" in call("profile", "--law", made["path"])
     assert [path.name for path in (space / "runs").iterdir()] == ["law-small"]
     sizes = ("--source", str(small), "--layers", "1-2", "--multiple-of", "8", "--law", made["path"])
     assert "ms, pre-" in call("design", *sizes, "--params", "80k")

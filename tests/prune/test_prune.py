@@ -4,7 +4,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -56,14 +56,10 @@ def prune_to(
     write_shape_file(asked.model_copy(update={"tied": tied}), file, "for a test")
     given = {"source": str(source), "data": text, "out": out, "shape": file}
     config = PruneConfig.build(given | defaults | settings)
-    prepared = prepare(config, True)
-    assert prepared.source is not None
-    assert prepared.method is not None
-    cut = run.Prune(
-        source=prepared.source, shape=prepared.shape, output=Output(command="prune", config=config, out=out),
-        text=prepared.text, refit=prepared.refit,
-    )  # fmt: skip
-    return cut.by_scores(prepared.method, prepared.depth, rotate=rotate, scores_cache=prepared.scores_cache)
+    values = cast(Any, prepare(config, True).run).keywords
+    cut = {name: values[name] for name in ("source", "shape", "text", "refit")}
+    pruning = run.Prune(output=Output(command="prune", config=config, out=out), **cut)
+    return pruning.by_scores(values["method"], values["depth"], rotate=rotate, scores_cache=values["scores_cache"])
 
 
 def cut_to(source: Path, out: Path, text: str, **wanted: int) -> Path:

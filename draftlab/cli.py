@@ -29,7 +29,7 @@ from draftlab.trust import printable
 BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LAUNCHED = ("distill", "prune")  # a launcher may run these in several processes
-SIZES = ("micro_batch_tokens", "batch_size", "batch", "seq_len", "context")  # of what is in memory at once
+SIZES = ("micro_batch_tokens", "batch_size", "batch", "seq_len", "context")  # sizes of the tensors in memory
 GROUPS = {  # name -> help, panel
     "outputs": ("Store what a target writes, to distil from it and to replay drafts on it.", "Make a draft")
 }
@@ -47,7 +47,7 @@ def typer_function(command: Command) -> Callable[..., None]:
     """Return a function with one parameter per setting of a command, as Typer reads it."""
 
     def call(ctx: typer.Context, **values: Any) -> None:
-        # by name: typer >= 0.27 has its own copy of click, whose enum is another
+        # compared by name: typer >= 0.27 has its own copy of click, whose enum is another
         sources = {name: ctx.get_parameter_source(name) for name in values}
         typed = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
         wiring = {name: values.pop(name) for name in list(values) if name not in command.config.model_fields}
@@ -82,7 +82,7 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
 
 
 def _check_processes(command: str) -> None:
-    """Raises UserError: a launcher started several processes of a command that runs in one."""
+    """Raises UserError: a launcher started several processes of a command that is no training."""
     if processes() > 1 and command not in LAUNCHED:
         raise UserError(f"{command} runs in one process; launch {', '.join(LAUNCHED)} in several")
 
@@ -220,7 +220,7 @@ def _run_app(app: typer.Typer) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, _interrupt)
     try:
         app()
@@ -237,7 +237,7 @@ def run_alone(command: Command) -> None:
 
 
 def _interrupt(number: int, _: object) -> None:
-    """End as Ctrl-C does, so that what is unfinished is removed or saved."""
+    """End as Ctrl-C does, so that unfinished work is removed or saved."""
     raise KeyboardInterrupt
 
 

@@ -60,7 +60,7 @@ class Registry(Generic[Kind]):
         """Return a kind. where: begins the message of an error, as "--rule x".
 
         Raises:
-            UserError: no such kind, one that two packages offer, or one whose package cannot be loaded.
+            UserError: There is no such kind, two packages offer it, or its package cannot be loaded.
         """
         offered = self.plugins.get(name, [])
         if len(offered) + (name in self.builtin) > 1:

@@ -144,7 +144,7 @@ def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
 
 
 def _rule(config: AutoConfig) -> str | None:
-    """Return the rule that what is drafted is accepted by; None: greedy decoding, or draftlab's own.
+    """Return the rule by which drafts are accepted. None is greedy decoding, or draftlab's own.
 
     A script may ask for another variant than the server's default, as that for vLLM asks for sampled drafts.
     """

@@ -32,7 +32,7 @@ class Outcome:
         show: Strings and rich tables for a person.
         data: Values for a program.
         missed: Thresholds that the user set and the result does not reach.
-        next: Command to type after this one.
+        next: Next command to type.
     """
 
     path: Path | None
@@ -55,9 +55,9 @@ class Job(Generic[Result]):
     """What prepare() returns: a call of the library with all its values but the output.
 
     Attributes:
-        run: The call. It takes the output if the command has one.
+        run: The call. It takes the output if the command writes a directory.
         name: Name of the output directory under the workspace's runs, unless --out names another.
-        facts: What a dry run shows. Floating-point operations under "flops" are shown as minutes.
+        facts: Returns the facts that a dry run shows. Floating-point operations under "flops" are shown as minutes.
     """
 
     run: Callable[..., Result]
@@ -69,7 +69,7 @@ def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
     """Call a function or class of the library with the settings that have the names of its parameters.
 
     Args:
-        others: Values of the other parameters, and of those that differ from the setting of their name.
+        others: Values of parameters that are no settings, or that differ from the setting of their name.
     """
     same = inspect.signature(kind).parameters.keys() & type(config).model_fields.keys() - others.keys()
     return kind(**{name: getattr(config, name) for name in same}, **others)
@@ -86,7 +86,7 @@ class Command:
     """A command of the command line, of recipes and of tests: all build its config, then run it.
 
     Attributes:
-        function: Makes the outcome from the result of the job, and from the output where the config has one. Its
+        function: Makes the outcome from the result of the job, and from the output if the command writes a directory. Its
             docstring is the command's help. Without prepare it takes the config in place of a result.
         prepare: Resolves and checks the settings, and returns the job. Its second argument is False if the files of
             weights need not be there.
@@ -108,7 +108,7 @@ class Command:
         """Run with a finished config.
 
         Raises:
-            UserError: the output directory is not free, and what the command raises.
+            UserError: The output directory is not free, or the command fails.
         """
         try:
             with remote_code(isinstance(config, CheckpointSettings) and config.trust_remote_code):
@@ -172,7 +172,7 @@ def command(
 
 
 def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
-    """Return what --dry-run shows: the facts, and the directory that would be written."""
+    """Return the outcome of a dry run: the facts, and the directory that would be written."""
     shown, minutes = dict(facts), {}
     if "flops" in shown:
         device, rate = _machine(getattr(output.config, "device", "auto"))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from draftlab.prompts import Prompts
     from draftlab.results.score import Score
 
-PROMPT_TOKENS = 48  # of a prompt to verify with that is cut from text
+PROMPT_TOKENS = 48  # tokens of a prompt from a data source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -59,7 +59,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
 def _findings(
     draft: Path, target: Path, servers: list[Any], device: "torch.device | None", data: str, prompts: Path | None
 ) -> tuple[Path, list[Finding]]:
-    """Return the draft with what is found about it. device: None reads files only."""
+    """Return the draft with the findings on it. Without a device only files are read."""
     from draftlab.exporting.artifact import check_files, open_artifact
     from draftlab.exporting.trials import trial_prompts
     from draftlab.servers.kinds import error

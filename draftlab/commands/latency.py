@@ -33,7 +33,7 @@ class Profiled(Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Predicted(Outcome):
-    """Predictions, one for each draft."""
+    """Predictions by draft."""
 
     predictions: "list[DraftPrediction]"
 
@@ -160,7 +160,7 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
 
 
 def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
-    """Return the acceptance of a replay or a score, or one that is assumed: 0.7, or 2.8@4.
+    """Return the acceptance of a replay or a score, or an assumed number: 0.7, or 2.8@4.
 
     Raises:
         UserError: there is no such file, it cannot be read, or an acceptance length that cannot be.
@@ -204,7 +204,7 @@ def _law_shapes(names: list[str]) -> dict[str, Shape]:
 
 
 def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
-    """Raises UserError: servers that are not vLLM's, as many models as servers are not named, or another tokenizer."""
+    """Raises UserError: a server is not vLLM's, a server has no model, or the tokenizers differ."""
     from draftlab.servers.client import Server
 
     if len(config.server) > 2 or len(config.models) != len(config.server):

@@ -44,7 +44,7 @@ def profile_table(profile: Profile) -> Table:
 
 
 def law_table(law: ScalingLaw) -> Table:
-    """Return each shape as measured, as fitted, and as predicted from the others."""
+    """Return each shape as measured, as fitted, and as predicted from the other shapes."""
     first = law.profiles[0]
     rows = []
     for profile, shape, measured, error in zip(

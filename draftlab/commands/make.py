@@ -1,4 +1,4 @@
-"""Commands that make what others start from: init, import, design."""
+"""The commands before a first draft: init, import, design."""
 
 from dataclasses import dataclass
 from functools import partial

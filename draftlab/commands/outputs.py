@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from draftlab.target_outputs.verify import StoreVerification
 
 PROMPTS_OF_DATA = 64
-START_TOKENS, PROMPT_TOKENS = 32, 64  # of data: what a target continues to distil on, and answers to replay
+START_TOKENS, PROMPT_TOKENS = 32, 64  # tokens of data that a target continues to distil on, or answers to replay
 
 
 def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
@@ -70,7 +70,7 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
 
 
 def _build_facts(text: "Rows | TargetAnswers", k: int, directory: Path, *, served: bool) -> dict[str, object]:
-    """Return what a build would compute and write."""
+    """Return the facts of a build for a dry run."""
     from draftlab.model.size import read_size
     from draftlab.target_outputs.build import TargetAnswers, bytes_per_token
 
@@ -87,7 +87,7 @@ def _build_facts(text: "Rows | TargetAnswers", k: int, directory: Path, *, serve
 
 @command(OutputsBuildConfig, name="outputs build", prepare=prepare_build, dry_run=True, resumes=True)
 def build(manifest: "Manifest", output: Output) -> Outcome:
-    """Store what a target writes or reads, to distil and to replay drafts without it; a killed build resumes."""
+    """Store text and probabilities of a target, to distil and to replay drafts without it; a killed build resumes."""
     then = f"distill --outputs {output.out}" if manifest.top_logprobs else f"replay {output.out}"
     return replace(_shown(output.out, manifest), next=f"draftlab {then}")
 
@@ -106,7 +106,7 @@ def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
 
 
 def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows | TargetAnswers":
-    """Return what the target reads, or the prompts that it answers."""
+    """Return the rows that the target reads, or the prompts that it answers."""
     from draftlab.data import is_chat_file
     from draftlab.model import checkpoint
     from draftlab.model.hf_files import check_length
@@ -152,7 +152,11 @@ def _continued(rows: "Rows", sampling: "SamplingParams", starts: int) -> "Rows":
 
 
 def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Prompts":
-    """Return the prompts to answer. chats: those of the data, without its held-out lines."""
+    """Return the prompts to answer.
+
+    Args:
+        chats: Whether they are the conversations of the data that are not held out.
+    """
     from draftlab.model import checkpoint
     from draftlab.prompts import data_prompts, file_prompts
 
@@ -221,7 +225,7 @@ def _verifier(config: OutputsInfoConfig, manifest: "Manifest") -> "Target":
 
 @command(OutputsInfoConfig, name="outputs info", prepare=prepare_info)
 def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
-    """Show what is stored, and whether the target's texts are loops; --verify checks it against the target."""
+    """Show the contents of a store, and whether the target's texts are loops; --verify checks it against the target."""
     from draftlab.target_outputs.store import describe, read_manifest
 
     directory, result = verified
@@ -248,7 +252,7 @@ def prepare_replay(config: ReplayConfig, weights: bool) -> "Job[dict[str, tuple[
     """Resolve and check the settings.
 
     Raises:
-        UserError: no store, drafts of one name, or a draft or rule that does not fit the stored outputs.
+        UserError: There is no store, two drafts have the same name, or a draft or rule that does not fit the stored outputs.
     """
     from draftlab.model import checkpoint
     from draftlab.target_outputs.replay import Drafting, check, drafter_of, replay, rows_of

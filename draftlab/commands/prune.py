@@ -22,12 +22,17 @@ if TYPE_CHECKING:
     from draftlab.pruning.source import Source
     from draftlab.pruning.texts import Text
 
-FFN_MULTIPLE = 16  # of an FFN that follows from other sizes
+FFN_MULTIPLE = 16  # an FFN that follows from other sizes is a multiple of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Pruned(Outcome):
-    """A finished draft. layers: of the source. acceptance: by the source, on held-out text, where it was measured."""
+    """A finished draft.
+
+    Attributes:
+        layers: Layers of the source that were kept.
+        acceptance: Acceptance by the source on held-out text. None if it was not measured.
+    """
 
     shape: Shape
     layers: list[int]
@@ -105,7 +110,7 @@ def _prune(
 def _facts(
     have: Shape, shape: Shape, text: "Text", training: "MaskTraining | None", *, dtype_bytes: int, shipped: str | None
 ) -> dict[str, object]:
-    """Return what a cut needs and gives; weights are neither read nor fetched.
+    """Return the facts of a cut for a dry run; weights are neither read nor fetched.
 
     Args:
         shipped: Name of the shape that stands for a source which cannot be fetched.
@@ -140,7 +145,7 @@ def _facts(
 
 @command(PruneConfig, prepare=prepare, dry_run=True)
 def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
-    """Cut a LLaMA-like checkpoint to an exact shape, and refit what is left to follow the source."""
+    """Cut a LLaMA-like checkpoint to an exact shape, and refit the draft to follow the source."""
     from draftlab.pruning.source import kv_saving
 
     shape, layers = pruned.shape, pruned.keep.layers

@@ -187,7 +187,12 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
 
 
 def _requests(config: ScoreConfig, tokenizer: Path, source: str) -> "Requests":
-    """Read the prompts. tokenizer: its directory. source: of data."""
+    """Read the prompts.
+
+    Args:
+        tokenizer: Directory of the tokenizer.
+        source: Data source of the prompts if there is no file.
+    """
     from draftlab.model import checkpoint
     from draftlab.prompts import load_prompts
     from draftlab.scoring.comparison import Requests

@@ -16,7 +16,7 @@ from draftlab.errors import UserError, did_you_mean, one_line
 
 @dataclass(frozen=True)
 class Step:
-    """A command with the settings that a recipe names; what they lead to is found once, when it is first asked for."""
+    """A command with the settings that a recipe names. Its config and its output are found when they are first used."""
 
     command: Command
     settings: dict[str, Any]
@@ -62,7 +62,7 @@ class Step:
         )
 
     def run(self, label: str) -> Outcome:
-        """Run the command unless its output is there. label: what to print before it."""
+        """Run the command unless its output is there. The label is printed before it."""
         if self.is_done():
             note(f"{label}: already done")
             return Outcome(path=self.out, show=[str(self.out)], data={"path": str(self.out)})
@@ -71,7 +71,7 @@ class Step:
 
 
 def step_of(name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> Step:
-    """Return a command with settings, and with those shared ones that it has. Raises UserError: a wrong setting."""
+    """Return a command with settings, and with the shared settings that it has. Raises UserError: a wrong setting."""
     from draftlab.commands import COMMANDS
 
     command = COMMANDS[name]

@@ -41,10 +41,14 @@ def option(
 ) -> Any:
     """Return a field of a config that is also an option of its command.
 
-    default: left out, the option is required. factory: computes the default when a config is built, perhaps of the
-    fields above it. flag: spelled otherwise than the field. advanced: accepted but not listed in --help;
-    docs/configuration.md lists it. argument: positional, or by flag where there is one. shown_default: what --help
-    says in place of the default. typed: type on the command line, if another.
+    Args:
+        default: Default value. Without it the option is required.
+        factory: Computes the default when a config is built, perhaps from the fields above it.
+        flag: Spelling of the option if it differs from the field's.
+        advanced: Whether --help leaves the option out; docs/configuration.md lists it.
+        argument: Whether the option is positional. A flag is accepted, too.
+        shown_default: Text of --help in place of the default.
+        typed: Type on the command line if it differs from the field's.
     """
     extra = {
         "flag": flag,
@@ -91,9 +95,10 @@ def numbers(default: str, help: str, **others: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Options that mean something in one mode of a command and are refused in the others.
+    """Options of one mode of a command, which are refused in all other modes.
 
-    reason: completes "--x: ...".
+    Attributes:
+        reason: Text that follows "--x: " in the error.
     """
 
     options: Sequence[str]
@@ -110,7 +115,7 @@ class Config(BaseModel):
 
     @classmethod
     def build(cls, settings: dict[str, Any], where: str = "") -> Self:
-        """Return the config of these settings, the others at their defaults.
+        """Return the config of these settings, with defaults for all other settings.
 
         Raises:
             UserError: an unknown setting, a value out of bounds, settings that do not go together.
@@ -160,7 +165,7 @@ class Config(BaseModel):
         return value != field.default and str(value) != field.default
 
     def resolved(self) -> Self:
-        """Return the config with what it leaves to the workspace's newest outputs.
+        """Return the config with the workspace's newest outputs in place of settings that were left out.
 
         Raises:
             UserError: there is no such output.
@@ -172,7 +177,7 @@ class Config(BaseModel):
         return {name for rule in self.only if not rule.when(self) for name in rule.options}
 
     def settings(self) -> dict[str, Any]:
-        """Return what decides the result, as JSON has it: all settings but those that this mode refuses.
+        """Return the settings that decide the result, as JSON has them: all but those that this mode refuses.
 
         Trust is not among them: it is given anew each time. Addresses have no secrets.
         """
@@ -186,7 +191,7 @@ class Config(BaseModel):
         return name.upper() if details["argument"] else details["flag"] or "--" + name.replace("_", "-")
 
     def command_line(self, command: str) -> str:
-        """Return what to type for this config, without what has its default."""
+        """Return the command line of this config, without settings at their defaults."""
         words, arguments = ["draftlab", *command.split()], []
         for name, field in type(self).model_fields.items():
             value = self.__dict__[name]
@@ -211,7 +216,7 @@ class Config(BaseModel):
 
     @classmethod
     def _complaint(cls, item: dict[str, Any]) -> str:
-        """Say what is wrong with one setting, by its option."""
+        """Return the error of one setting, by its option."""
         message = str(item["msg"]).removeprefix("Value error, ")
         if not item["loc"] or item["loc"][0] not in cls.model_fields:
             return message
@@ -240,6 +245,6 @@ def bound(field: FieldInfo, kind: Literal["ge", "gt", "le"]) -> float | None:
 
 
 def extra(field: FieldInfo) -> dict[str, Any]:
-    """Return what option() stored beside a field's type and default."""
+    """Return the details of an option: flag, panel and so on."""
     assert isinstance(field.json_schema_extra, dict)
     return dict(field.json_schema_extra)

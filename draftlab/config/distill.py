@@ -17,7 +17,7 @@ from draftlab.registry import CROSS_ENTROPY, LOSSES
 GENERATED = "Generated text"  # panel of --help
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 PROVEN_LR = {"muon": 4.0e-3, "adamw": 1.0e-3}  # the best of a sweep (benchmarks/results/distill_quality.json)
-TEXTS = ("data", "target", "draft")  # to train on
+TEXTS = ("data", "target", "draft")  # names of text to train on
 
 
 def _texts(spec: str) -> str:

@@ -156,7 +156,7 @@ DRAFTERS: Registry[type[DrafterSpec]] = Registry(
 
 
 def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[Spec], Spec]:
-    """Return a decorator that registers a kind of drafter. A kind inherits no servers and no acceptance of another one.
+    """Return a decorator that registers a kind of drafter. A kind inherits no servers and no acceptance.
 
     Raises:
         TypeError: the class does not define build().

@@ -13,7 +13,7 @@ from draftlab.errors import did_you_mean
 from draftlab.model.hub import ROUNDED
 from draftlab.registry import SERVERS
 
-FORMATS = {"hf": "", "gguf": "llama.cpp", "speculators": "vllm"}  # of no server's own, and the servers that load them
+FORMATS = {"hf": "", "gguf": "llama.cpp", "speculators": "vllm"}  # format -> server that loads it; "" for all servers
 _ONE_SOURCE = Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompt-file, not both")
 
 
@@ -119,7 +119,7 @@ class ExportConfig(DraftConfig, OutputConfig):
 
     @property
     def server(self) -> Any:
-        """Return the kind of server that loads what is written; None: any does."""
+        """Return the kind of server that loads the export. None if all servers do."""
         name = FORMATS.get(self.to, self.to)
         return SERVERS.get(name, f"--to {self.to}") if name else None
 

@@ -68,7 +68,7 @@ def text_or_spec(parse: Callable[[str], KindSpec]) -> BeforeValidator:
 
 
 def _complaint(item: dict[str, Any]) -> str:
-    """Say what is wrong with one option, as "order: ... (got 1)"."""
+    """Return the error of one option, as "order: ... (got 1)"."""
     message = str(item["msg"]).removeprefix("Value error, ").lower()
     if not item["loc"]:
         return message

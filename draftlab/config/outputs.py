@@ -10,7 +10,7 @@ from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
 from draftlab.errors import UserError
 from draftlab.model import hub
 
-MANIFEST = "manifest.json"  # of stored target outputs
+MANIFEST = "manifest.json"  # the file that every store has
 
 
 def check_store(directory: Path) -> None:
@@ -30,8 +30,8 @@ class StoredTargetSettings(shared.CheckpointSettings):
 
 
 class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
-    """use distill: rows of data, starts of data with what the target writes after them, or prompts with its answers.
-    use replay: prompts with the target's answers. from_file: a server's log, to distil from."""
+    """To distil, rows of data, starts of data that the target continues, prompts with answers, or a server's log are
+    stored. To replay, prompts with the target's answers are stored."""
 
     use: Literal["distill", "replay"] = option("distill", "What the outputs are for: distilling, or replaying drafts.")
     from_file: Path | None = option(

@@ -43,9 +43,9 @@ ServerRule = Annotated[str, AfterValidator(_known_rule)]
 
 
 class AcceptanceSettings(BaseModel):
-    """Settings of acceptance, beside the config's own --rule."""
+    """Settings of acceptance that go with --rule of the config."""
 
-    rule: Any  # what the config allows
+    rule: Any  # the config restricts it
     draft_temperature: float | None = option(
         None, "Temperature of the draft, 0 is greedy. Default: the target's.", ge=0, panel=SAMPLING, advanced=True
     )

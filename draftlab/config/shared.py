@@ -79,7 +79,7 @@ def check_prompt_tokens(prompt_tokens: int, seq_len: int) -> None:
 
 
 Device = Annotated[str, AfterValidator(_known_device)]
-Count = Annotated[str | None, AfterValidator(_count)]  # of parameters, written 1.3b
+Count = Annotated[str | None, AfterValidator(_count)]  # parameters, written 1.3b
 LossName = Annotated[str, AfterValidator(_loss)]
 
 

@@ -19,9 +19,11 @@ PACKAGE = "draftlab.training.students"
 class StudentSpec(KindSpec):
     """A kind of student with its options.
 
-    starts_from_draft: a checkpoint is trained, --draft or the newest pruned draft; else a student of the target's own,
-    or that of --draft. unused: settings of distill that the student would ignore, so that they are refused. lr_share:
-    of the proven learning rate.
+    Attributes:
+        starts_from_draft: Whether a checkpoint is trained, --draft or the newest pruned draft. Otherwise a new student
+            of the target is trained, or the student of --draft.
+        unused: Settings of distill that the student would ignore, so that they are refused.
+        lr_share: Factor of the proven learning rate.
     """
 
     starts_from_draft: ClassVar[bool] = False
@@ -29,7 +31,7 @@ class StudentSpec(KindSpec):
     lr_share: ClassVar[float] = 1.0
 
     def name(self, draft: Path, target: Path) -> str:
-        """Return the name of the output. draft, target: as the user named them; draft is "." if there is none."""
+        """Return the name of the output, from the names that the user typed. The draft is "." if there is none."""
         return f"{self.kind}-{hub.checkpoint_name(target)}"
 
     def check(self, job: Any) -> None:
@@ -40,7 +42,7 @@ class StudentSpec(KindSpec):
         """
 
     def facts(self, job: Any) -> Mapping[str, object]:
-        """Return what the training of a Distillation makes and costs, for a dry run."""
+        """Return the facts of a Distillation for a dry run."""
         raise NotImplementedError
 
     def open(self, job: Any, state: Path) -> Any:

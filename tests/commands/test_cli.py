@@ -136,51 +136,6 @@ def test_an_output_with_a_torn_record_is_skipped(space, torn):
     assert sum("runs/other" in line for line in result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("prune", "--layers", "9", "--width", "32"), "at most --layers 5"),
-        (("prune",), "--layers 12 --width 2560"),
-        (("prune", "--layers", "2", "--params", "9b"), "cannot have 9B parameters"),
-        (("prune", "--params", "lots"), "not a count"),
-        (("prune", "--shape", "nope.yaml"), "nope.yaml: No such file"),
-        (("prune", "--layers", "2", "--source", "nope"), "no checkpoint at nope"),
-        (("prune", "--layers", "2", "--source", "/nope/none"), "no checkpoint at /nope/none"),
-        (("prune", "--layers", "2", "--data", "nope"), "neither a built-in source nor a file"),
-        (("distill",), "prune"),
-        (("distill", "--draft", "nope"), "no checkpoint at nope"),
-        (("score",), "distill"),
-        (("score", "--draft", "nope"), "no checkpoint at nope"),
-        (("report",), "run draftlab score first"),
-        (("report", "nope/score.json"), "No such file"),
-        (("design",), "give one budget"),
-        (("design", "--params", "1m", "--layers", "0-3"), "0-3"),
-        (("init", "--preset", "tiny"), "--force"),
-        (("run", "nope.yaml"), "No such file"),
-    ],
-)
-def test_mistakes_get_one_clear_line(space, arguments, message):
-    before = sorted(space.rglob("*"))
-    assert message in refused(*arguments)
-    assert sorted(space.rglob("*")) == before
-
-
-def test_a_wrong_loss_is_refused_before_anything_is_loaded(space):
-    call(*PRUNE)
-    assert "did you mean 'fkl'" in refused(*DISTILL, "--loss", "fk")
-
-
-def test_usage_errors_exit_with_2():
-    call("prune", "--layers", "zero", code=2)
-    call("prunes", code=2)
-    call("prune", "--layers", "0", code=2)
-
-
-def test_an_unwritable_directory_is_refused_first(space):
-    (space / "runs").write_text("a file")
-    assert "runs/prune-2x32" in refused(*PRUNE)
-
-
 def test_workspace_files_are_checked(space):
     workspace.FILE.write_text("target: a\nsource: b\ndata: c\ntraget: d\n")
     assert "traget" in refused(*PRUNE)
@@ -236,21 +191,6 @@ def test_every_command_explains_itself(name):
     out = call(*name.split(), "--help").output
     assert "Usage:" in out
     assert "--json" in out
-
-
-def test_every_parameter_has_help():
-    for name in COMMANDS:
-        for line in re.findall(r"^│ (--[a-z-]+) .*│$", call(*name.split(), "--help").output, re.M):
-            assert line
-
-
-def test_k_is_drafted_tokens_and_width_hidden_dimensions_in_every_command():
-    words = {"k": "rafted tokens", "width": "Hidden dimensions", "batch": "atch sizes|decoded at once"}
-    assert not any("rows" in command.config.model_fields for command in COMMANDS.values())
-    for name, command in COMMANDS.items():
-        for setting, meaning in words.items():
-            if setting in command.config.model_fields:
-                assert re.search(meaning, command.config.model_fields[setting].description or ""), (name, setting)
 
 
 def test_a_draft_goes_by_its_place_or_by_its_name(space):
@@ -328,11 +268,6 @@ def test_passes_without_a_draft_count_as_passes(space):
     assert row["break_even_length"] == pytest.approx(row["tokens_per_target_pass"] / row["tpot_speedup"])
 
 
-@pytest.mark.parametrize("option", [("--rule", "match"), ("--top-k", "3"), ("--top-p", "0.5"), ("--min-p", "0.1")])
-def test_sampling_options_are_refused_with_greedy_decoding(option):
-    assert f"{option[0]}: " in refused(*SCORE, *option)
-
-
 def test_the_installed_script_runs():
     script = Path(sys.executable).parent / "draftlab"
     out = subprocess.run([script, "--version"], capture_output=True, text=True, check=True, env=os.environ)
@@ -391,15 +326,6 @@ def test_any_other_runtime_error_is_a_bug_and_shows_its_traceback():
 
     with pytest.raises(RuntimeError, match="shapes differ"):
         cli._exit_with(fail, False, COMMANDS["report"].config)
-
-
-def test_errors_are_told_apart_without_importing_torch():
-    code = (
-        "import sys, draftlab.cli as cli; print(cli._is_out_of_memory(RuntimeError('CUDA out of memory')), "
-        "'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
 
 
 def test_an_interrupt_before_the_command_begins_is_no_traceback(monkeypatch, capsys):

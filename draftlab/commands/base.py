@@ -14,7 +14,8 @@ from draftlab import workspace
 from draftlab.atomic import check_free
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.shared import CheckpointSettings
-from draftlab.errors import EXTRAS, MissingExtra, UserError
+from draftlab.errors import EXTRAS, MissingExtra, UserError, about
+from draftlab.model import hub
 from draftlab.output import Output
 from draftlab.trust import remote_code
 
@@ -75,6 +76,12 @@ def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
     return kind(**{name: getattr(config, name) for name in same}, **others)
 
 
+def check_data(data: str, weights: bool) -> None:
+    """Raises UserError: text of --data is not there. Without weights nothing is fetched from the hub."""
+    with about("--data"):
+        hub.check_data(data) if weights else hub.check_local_data(data)
+
+
 def check_program(path: Path | None) -> None:
     """Raises UserError: the program of --verify-with is not there."""
     if path is not None and not path.is_file():
@@ -86,8 +93,8 @@ class Command:
     """A command of the command line, of recipes and of tests: all build its config, then run it.
 
     Attributes:
-        function: Makes the outcome from the result of the job, and from the output if the command writes a directory. Its
-            docstring is the command's help. Without prepare it takes the config in place of a result.
+        function: Makes the outcome from the result of the job, and from the output if the command writes a directory.
+            Its docstring is the command's help. Without prepare it takes the config in place of a result.
         prepare: Resolves and checks the settings, and returns the job. Its second argument is False if the files of
             weights need not be there.
         dry_run: Whether the command can show its plan.

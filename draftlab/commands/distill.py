@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftlab.commands.base import Job, Outcome, command, fill
+from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.distill import DistillConfig
 from draftlab.config.outputs import check_store
 from draftlab.console import note_if_slow
@@ -69,8 +69,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
             check_store(config.outputs)
     answers = _answers(config, target)
     if config.outputs is None and answers is None:
-        with about("--data"):
-            hub.check_data(config.data)
+        check_data(config.data, weights=True)
     _check_models(config, draft, target, windows=config.outputs is None and answers is None, weights=weights)
     job = fill(
         Distillation,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftlab import workspace
-from draftlab.commands.base import Job, Outcome, check_program, command, fill
+from draftlab.commands.base import Job, Outcome, check_data, check_program, command, fill
 from draftlab.config.export import CheckConfig, DraftConfig, ExportConfig
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -45,8 +45,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     if not config.files_only:
         device = checkpoint.resolve_device(workspace.load().device)
         if config.prompt_file is None:
-            with about("--data"):
-                hub.check_local_data(config.data)
+            check_data(config.data, weights=False)
         elif not config.prompt_file.is_file():
             raise UserError(f"--prompt-file {config.prompt_file}: No such file or directory")
     servers = SERVERS.loadable()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from draftlab import workspace
-from draftlab.commands.base import Job, Outcome, command, fill
+from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError, about
@@ -114,8 +114,7 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     from draftlab.target_outputs.build import Rows, TargetAnswers
 
     if config.prompt_file is None:
-        with about("--data"):
-            hub.check_data(config.data) if weights else hub.check_local_data(config.data)
+        check_data(config.data, weights)
     temperature = config.temperature
     if temperature is None:
         temperature = 1.0 if config.use == "distill" else 0.0
@@ -252,7 +251,7 @@ def prepare_replay(config: ReplayConfig, weights: bool) -> "Job[dict[str, tuple[
     """Resolve and check the settings.
 
     Raises:
-        UserError: There is no store, two drafts have the same name, or a draft or rule that does not fit the stored outputs.
+        UserError: There is no store, two drafts have the same name, or a draft or rule does not fit the store.
     """
     from draftlab.model import checkpoint
     from draftlab.target_outputs.replay import Drafting, check, drafter_of, replay, rows_of

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from draftlab.commands.base import Job, Outcome, command, fill
+from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.prune import SIZES, PruneConfig
 from draftlab.console import note, processes
 from draftlab.errors import UserError, about
@@ -233,5 +233,4 @@ def _check_text(config: PruneConfig, source: "Source | None", weights: bool) -> 
             if source is not None:
                 check_tokenizer(manifest, source.directory)
     if config.outputs is None or config.method == "masks":
-        with about("--data"):
-            hub.check_data(config.data) if weights else hub.check_local_data(config.data)
+        check_data(config.data, weights)

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftlab.commands.base import Job, Outcome, command, fill
+from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.search import SearchConfig
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -129,8 +129,7 @@ def _texts(
         with about("--prompt-file"):
             check_prompts(prompt_file)
     if outputs is None or prompt_file is None:
-        with about("--data"):
-            hub.check_data(data) if weights else hub.check_local_data(data)
+        check_data(data, weights)
     return (
         {"data": data} if outputs is None else {"outputs": outputs},
         {"data": data, "prompt_tokens": PROMPT_TOKENS} if prompt_file is None else {"prompt_file": prompt_file},

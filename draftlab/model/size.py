@@ -64,8 +64,8 @@ def read_size(directory: Path) -> Shape | ApproximateSize:
 
 def training_cost(
     student: Shape | ApproximateSize, teacher: Shape | ApproximateSize | None, *, tokens: int, seq_len: int
-) -> dict[str, str]:
-    """Return what a training run needs, as text: tokens, floating-point operations, memory, disk.
+) -> dict[str, object]:
+    """Return the needs of a training run for a plan: tokens, floating-point operations, memory, disk.
 
     6 operations per weight and token to train, 2 for the teacher's pass; fp32 weights, gradients and two Adam moments;
     a bf16 teacher. Activations are not included; logits are computed in chunks of about 100 MB.
@@ -74,7 +74,7 @@ def training_cost(
     per_token = 3 * student.flops_per_token(seq_len // 2) + (teacher.flops_per_token(seq_len // 2) if teacher else 0)
     return {
         "tokens": f"{tokens:,}",
-        "compute": f"{tokens * per_token / 1e12:,.3g} TFLOP",
+        "flops": tokens * per_token,
         "memory": f"about {(weights + 1.3e8) / 1e9:.2g} GB and activations",
         "disk": f"{student.weight_bytes() / 1e6:,.4g} MB, and {12 * student.params() / 1e6:,.4g} MB while it runs",
     }

@@ -11,7 +11,6 @@ import torch
 
 from draftlab.console import note, progress
 from draftlab.data import HeldOut
-from draftlab.engine.timing import matmul_tflops
 from draftlab.model import checkpoint, eagle
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.shape import format_count
@@ -72,21 +71,19 @@ def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
 def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
     """Return the head and what its training costs here, for people. No weights are read."""
     assert job.target is not None  # a head reads its states
-    device, dtype = job.hardware.resolved, checkpoint.DTYPES[training_dtype(job.loop.dtype)]
+    dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
     head, size = head_of(spec, job), read_size(job.target)
     weights, rows, seq_len = head.params(), job.loop.batch_size, job.text.seq_len
     tokens = job.loop.steps * rows * seq_len
     per_token = size.flops_per_token(seq_len // 2) + 6 * weights * spec.ttt_steps
     states = rows * seq_len * head.target_hidden * (len(head.layer_ids) + size.layers)
     memory = size.weight_bytes(dtype.itemsize) + BYTES * weights + states * dtype.itemsize
-    seconds = tokens * per_token / (matmul_tflops(dtype, device) * 1e12)
     text = {} if job.answers is None else {"text": job.answers.describe()}
     return text | {
         "head": f"layers {', '.join(map(str, head.layer_ids))} of {size.describe()}; {head.draft_vocab:,} draft ids, "
         f"{format_count(weights)} parameters",
         "tokens": f"{tokens:,}",
-        "compute": f"{tokens * per_token / 1e12:,.3g} TFLOP",
-        "time": f"{seconds / 60:,.3g} minutes at the speed of large products on this machine; some twice that in all",
+        "flops": tokens * per_token,
         "memory": f"about {memory / 1e9:.2g} GB and activations",
         "disk": f"{2 * weights / 1e6:,.4g} MB, and {12 * weights / 1e6:,.4g} MB while it runs; no states are stored",
     }

@@ -87,6 +87,18 @@ def test_dry_run_writes_nothing(space):
     assert not (space / "runs").exists()
 
 
+def test_a_plan_has_minutes_and_every_command_names_the_next(space):
+    plan = json.loads(call(*PRUNE, "--dry-run", "--json").stdout)
+    assert 0 < plan["minutes"] < 1
+    made = json.loads(call(*PRUNE, "--json").stdout)
+    assert (plan["next"].split()[:2], made["next"]) == (
+        ["draftlab", "prune"],
+        "draftlab distill --draft runs/prune-2x32",
+    )
+    assert json.loads(call(*DISTILL, "--dry-run", "--json").stdout)["minutes"] > 0
+    assert call(*DISTILL).stderr.splitlines()[-1] == "next: draftlab score --draft runs/distill-2x32"
+
+
 def test_a_missed_bar_exits_with_3_after_the_results_are_kept(space):
     call(*PRUNE)
     result = call(*SCORE, "--min-speedup", "99", code=3)

@@ -20,6 +20,7 @@ from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder, in_native_mode, load, model_vocab_size, takes_rows
 from draftlab.model.hf_decoder import HFCache, HFDecoder
 from draftlab.model.llama import Cache, Llama
+from draftlab.model.recurrent_decoder import RecurrentCache, RecurrentDecoder, has_attention
 from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
 from draftlab.turns import Answer
@@ -70,7 +71,10 @@ def load_generator(
     """
     dtype = dtype or checkpoint.compute_dtype(directory, device)
     note(f"loading {hub.checkpoint_name(directory)} in {checkpoint.dtype_name(dtype)}")
-    return in_native_mode(load(directory, dtype, device, device_map), dtype, "generating")
+    model = load(directory, dtype, device, device_map)
+    if isinstance(model, RecurrentDecoder) and has_attention(model.model):
+        return HFDecoder(model.model, one_length=True)  # nothing is rolled back, so that rows can share a pass
+    return in_native_mode(model, dtype, "generating")
 
 
 def generate_batch(
@@ -179,7 +183,7 @@ def _generate(
             left = int(running.sum())
             if not batching.unfinished(left):
                 break
-            if isinstance(cache, Cache | HFCache) and left <= MOST_RUNNING * len(rows):
+            if isinstance(cache, Cache | HFCache | RecurrentCache) and left <= MOST_RUNNING * len(rows):
                 cache, rows, fed, running = cache.rows(running), rows[running], fed[running], running[running]
     columns = zip(written[:, : t + 1].cpu().numpy(), chosen[:, : t + 1].cpu().numpy(), strict=True)
     return [Completion.truncated(*row, stop_token_ids=sampling.stop_token_ids) for row in columns]

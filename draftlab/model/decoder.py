@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError
@@ -18,6 +19,7 @@ from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.devices import staged
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.native_cpu import NativeLlama
+from draftlab.model.recurrent_decoder import RecurrentDecoder, has_recurrent_layers
 
 
 class KVCache(Protocol):
@@ -54,7 +56,7 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: 
     transformers.
     """
     if device_map is not None:
-        return HFDecoder(checkpoint.load_model(directory, dtype, device, device_map).eval())
+        return hosted(checkpoint.load_model(directory, dtype, device, device_map).eval())
     try:
         llama.check_supported(directory)
     except OtherArchitecture as error:
@@ -65,7 +67,12 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: 
         model = llama.load(directory, dtype, device)
         model.pard_token = parallel.pard_token(directory)
         return model
-    return HFDecoder(checkpoint.load_model(directory, dtype, device).eval())
+    return hosted(checkpoint.load_model(directory, dtype, device).eval())
+
+
+def hosted(model: PreTrainedModel) -> HFDecoder:
+    """Return a model that transformers runs as a decoder."""
+    return RecurrentDecoder(model) if has_recurrent_layers(model) else HFDecoder(model)
 
 
 def feed(

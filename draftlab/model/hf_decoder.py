@@ -16,20 +16,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama
 from draftlab.model.llama import LayerStates
 
+RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # layers with states in place of keys
 SPARSE = 2  # slots for each position that is read, from which on the cache is packed
 FULL, SLIDING = "full_attention", "sliding_attention"
 TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two rows
 TRIAL_ERROR = {torch.float32: 1e-3, torch.float64: 1e-6}  # of logits, by their largest; else one of few bits
 
 
-def _without_gradients(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def without_gradients(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Leave inference mode: FSDP2 trains with the very tensors in which a pass gathers weights."""
     return torch.inference_mode(False)(torch.no_grad()(run))
 
@@ -60,9 +61,12 @@ class HFCache:
             states[row, at : at + len(path)] = states[row, [at + i for i in path]]
         self.used[row] = at + len(path)
 
+    @torch.inference_mode(False)  # later passes write into these tensors
     def rows(self, mask: Tensor) -> "HFCache":
         """Return a cache of some rows alone. mask: bool [B]."""
-        self.past.batch_select_indices(mask.nonzero().squeeze(1))
+        chosen = mask.nonzero().squeeze(1)
+        for layer in cast(Any, self.past.layers):
+            (layer.reorder_cache if isinstance(layer, RECURRENT) else layer.batch_select_indices)(chosen)
         used = [used for used, chosen in zip(self.used, mask.tolist(), strict=True) if chosen]
         layers = self.layer_states
         layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
@@ -151,7 +155,7 @@ class HFDecoder:
         size = (len(cache.used), cache.capacity, len(ids) * self.config.hidden_size)
         return LayerStates(ids, self.embed.new_zeros(size))
 
-    @_without_gradients
+    @without_gradients
     def forward(self, ids: Tensor, cache: HFCache, last: int = 0, tree: llama.Tree | None = None) -> Tensor:
         """Run one pass, see Decoder.
 
@@ -182,13 +186,15 @@ class HFDecoder:
         run: Any = self.model
         logits = run(input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last, **layout).logits
         if cache.layer_states is not None:
-            rows = torch.arange(len(ids)).unsqueeze(1)
-            for layers in cache.layer_states.ids:
-                states = self._states[layers].to(cache.layer_states.states)
-                cache.layer_states.store(layers, states, (rows, slice(None), used + steps))
+            self.store_states(cache.layer_states, torch.arange(len(ids)).unsqueeze(1), used + steps)
         cache.position = torch.cat([cache.position, used + steps], 1)
         cache.used = [count + ids.shape[1] for count in cache.used]
         return logits
+
+    def store_states(self, layer_states: LayerStates, rows: Tensor, places: Tensor) -> None:
+        """Store the states of the last pass. rows: [B, 1]. places: positions of its tokens, [B, T]."""
+        for layers in layer_states.ids:
+            layer_states.store(layers, self._states[layers].to(layer_states.states), (rows, slice(None), places))
 
     def _layout(self, cache: HFCache, used: Tensor, width: int, tree: llama.Tree | None) -> dict[str, Any]:
         """Return positions and the attention mask of a pass. used: [B, 1]."""
@@ -238,7 +244,7 @@ class HFDecoder:
         error = (torch.stack([found[0, 1], found[1, 0]]) - expected).abs().max() / expected.abs().max()
         return bool(error < TRIAL_ERROR.get(self.model.dtype, 0.05))
 
-    @_without_gradients
+    @without_gradients
     def forward_uncached(self, ids: Tensor, last: int, tree: llama.Tree | None = None) -> Tensor:
         run: Any = self.model
         if tree is None:

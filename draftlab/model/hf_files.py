@@ -78,7 +78,15 @@ def refuse_other_layout(path: Path) -> None:
 
 def read_config(directory: Path) -> dict[str, object]:
     """Return config.json. Raises UserError: it cannot be read, or is not an object."""
-    return read_object(directory / CONFIG)
+    config = read_object(directory / CONFIG)
+    return {name: _number(value) for name, value in config.items()}
+
+
+def _number(value: Any) -> Any:
+    """Return a value of config.json in which infinities, which JSON lacks, are numbers: transformers writes objects."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    return float(value["__float__"]) if isinstance(value, dict) and value.keys() == {"__float__"} else value
 
 
 def text_config(directory: Path) -> dict[str, object]:

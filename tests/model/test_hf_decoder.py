@@ -11,15 +11,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftlab.acceptance.chain_logprobs import score_chains
-from draftlab.engine.batch_generate import Batching, generate_batch
+from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
 from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.generate import Draft, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import Draft, ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, eagle, llama
+from draftlab.model.decoder import hosted
 from draftlab.model.eagle import Head
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Tree
+from draftlab.model.recurrent_decoder import RecurrentDecoder
 from draftlab.sampling import SamplingParams
 
 V = 307
@@ -48,13 +50,30 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt_neox": {},
 }
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": EXPERTS | LINEAR | {"shared_expert_intermediate_size": 48},
+    "qwen3_5_text": LINEAR,
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+    "granitemoehybrid": EXPERTS | MAMBA2 | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "jamba": {"num_experts": 2, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "mamba2": {"num_heads": 8, "state_size": 16, "n_groups": 1, "expand": 2},
+    "mamba": {},
+}
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44, 8, 3, 90], [0, 5, 250], [0, 90, 91, 12, 77, 60], [0, 31, 66, 8]]
 LENGTH = 14
 
 
 def model_of(kind: str, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES | MODELS.get(kind, {}) | changes)
+    config = AutoConfig.for_model(kind, **SIZES | (MODELS | RECURRENT).get(kind, {}) | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -166,12 +185,43 @@ def test_models_whose_positions_cannot_be_given_speculate_one_row_at_a_time():
         output_tokens(speculative_decode(target, HalfRight([[0] * 30] * 2), PROMPTS[:2], 3, sampling))
 
 
-def test_a_model_without_an_attention_cache_is_refused():
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("mamba", vocab_size=V, hidden_size=32, num_hidden_layers=2), dtype=torch.float32
-    )
-    with pytest.raises(UserError, match="rolled back"):
-        HFDecoder(model.eval()).new_cache(1, 8)
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_roll_back_to_what_was_accepted(kind):
+    model = model_of(kind)
+    expected = [generated(model, prompt) for prompt in PROMPTS]
+    target, sampling = hosted(model), SamplingParams(max_tokens=LENGTH)
+    assert isinstance(target, RecurrentDecoder)
+    drafter = HalfRight([[*p, *e] for p, e in zip(PROMPTS, expected, strict=True)])
+    steps = list(speculative_decode(target, drafter, PROMPTS, 4, sampling))
+    assert output_tokens(steps) == expected
+    assert {step.accepted for step in steps} > {0, 1, 2}
+    assert output_tokens(decode(target, PROMPTS, sampling)) == expected
+    drafted = output_tokens(speculative_decode(target, ModelDrafter(target, V), PROMPTS[:2], 3, sampling))
+    assert drafted == expected[:2]
+    written = generate_batch(target, PROMPTS, sampling, Batching(vocab=V))
+    assert [each.ids.tolist() for each in written] == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "mamba2"])
+def test_a_stored_recurrent_model_generates_batches_in_which_rows_end_early(kind, tmp_path):
+    model = model_of(kind)
+    model.save_pretrained(tmp_path)
+    assert checkpoint.vocab_size(tmp_path) == V
+    prompts = [*PROMPTS, [0, 44, 91], [0, 12, 7], [0, 61, 30]]  # four of one length share a pass
+    expected = [generated(model, prompt) for prompt in prompts]
+    stops = tuple(text[2 + row] for row, text in enumerate(expected))
+    target = load_generator(tmp_path, torch.float32, checkpoint.CPU)
+    sampling = SamplingParams(max_tokens=LENGTH, stop_token_ids=stops)
+    for written, text in zip(generate_batch(target, prompts, sampling, Batching(vocab=V)), expected, strict=True):
+        end = next(i for i, token in enumerate(text) if token in stops) + 1
+        assert written.ids.tolist() == text[:end]
+
+
+def test_recurrent_layers_cannot_read_a_tree():
+    target = hosted(model_of("qwen3_next"))
+    cache = target.new_cache(1, 32)
+    with pytest.raises(UserError, match="tree"):
+        target.forward(torch.tensor([[9, 14, 3]]), cache, tree=Tree.from_parents([0, 0]))
 
 
 def random_head(folder: Path) -> Head:
@@ -181,11 +231,11 @@ def random_head(folder: Path) -> Head:
     return Head(config=config, weights=weights, ids=torch.arange(V), embedding=None)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "qwen3_next"])
 def test_an_eagle_head_drafts_for_a_model_of_transformers(kind, tmp_path):
     model = model_of(kind)
     model.save_pretrained(tmp_path)
-    target, sampling = HFDecoder(model), SamplingParams(max_tokens=LENGTH)
+    target, sampling = hosted(model), SamplingParams(max_tokens=LENGTH)
     head = EagleLlama(random_head(tmp_path), target.embed, tmp_path)
     found = output_tokens(speculative_decode(target, EagleDrafter(target, head), PROMPTS, 3, sampling))
     assert found == [generated(model, prompt) for prompt in PROMPTS]

@@ -21,8 +21,9 @@ IMPORT = """
 Weights of checkpoints with a * lie in `.bin` files: every command names the `draftlab import` to type first. GGUF files
 and PEFT adapters are imported in the same way.
 
-Models with recurrent layers: those that have attention, too (Qwen3-Next), can be distilled from, and their outputs
-stored, but `score` refuses them, because such layers cannot take tokens back. Those without (Mamba) are not decoded.
+Models with recurrent layers (Qwen3-Next, Qwen3.5, Falcon-H1, Granite 4, LFM2, Jamba, Mamba) are targets, too, by
+transformers. Such layers cannot take tokens back: the engine keeps a snapshot and reads the accepted tokens a second
+time, one row after the other. It verifies chains of every drafter, EAGLE-3 heads among them, and no token trees.
 
 ## What keeps a family from being a source
 

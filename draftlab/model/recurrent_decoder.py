@@ -1,0 +1,175 @@
+"""Models of transformers with recurrent layers (Mamba, linear attention, convolutions) as decoders that roll back.
+
+A recurrent state cannot give a token back. So each row has a cache of its own with a snapshot of its states at some
+position: rolling back restores the snapshot, cuts attention back to it, and reads the tokens from there a second time.
+
+B rows, T new tokens, V vocab.
+"""
+
+import inspect
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import DynamicLayer
+
+from draftlab.errors import UserError
+from draftlab.model.hf_decoder import RECURRENT, TRIAL, TRIAL_ERROR, HFDecoder, without_gradients
+from draftlab.model.llama import LayerStates, Tree
+
+STATES = ("conv_states", "recurrent_states", "has_previous_state")  # of such a layer
+
+
+@dataclass
+class RecurrentRow:
+    """The cache of one row. tokens: all that it has read. base: position of the snapshot, its states by layer."""
+
+    past: DynamicCache
+    tokens: list[int] = field(default_factory=list)
+    base: int = 0
+    snapshot: dict[int, dict[str, dict[int, Any]]] = field(default_factory=dict)
+
+    def take_snapshot(self) -> None:
+        self.base, self.snapshot = len(self.tokens), {}
+        for number, layer in enumerate(self.past.layers):
+            if isinstance(layer, RECURRENT):
+                self.snapshot[number] = {name: _copy(getattr(layer, name)) for name in STATES}
+
+    def restore(self) -> None:
+        """Go back to the snapshot."""
+        removed = len(self.tokens) - self.base
+        for number, layer in enumerate(self.past.layers):
+            if isinstance(layer, RECURRENT):
+                for name, states in self.snapshot[number].items():
+                    setattr(layer, name, _copy(states))
+            if isinstance(layer, DynamicLayer):
+                DynamicLayer.crop(layer, -removed)
+        self.tokens = self.tokens[: self.base]
+
+
+@dataclass
+class RecurrentCache:
+    """A cache for each row, of which the first ``used`` positions count."""
+
+    states: list[RecurrentRow]
+    capacity: int
+    used: list[int]
+    layer_states: LayerStates | None = None
+
+    def rows(self, mask: Tensor) -> "RecurrentCache":
+        """Return a cache of some rows alone. mask: bool [B]."""
+        chosen = mask.nonzero().squeeze(1).tolist()
+        layers = self.layer_states
+        layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
+        states = [self.states[row] for row in chosen]
+        return RecurrentCache(states, self.capacity, [self.used[row] for row in chosen], layers)
+
+
+class RecurrentDecoder(HFDecoder):
+    """A model with recurrent layers. Rows are computed one after the other, so they may have any lengths."""
+
+    @property
+    def masked(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return True
+
+    def new_cache(self, rows: int, capacity: int) -> Any:
+        """Return an empty cache. Raises UserError: capacity exceeds the context."""
+        if capacity > self.context:
+            raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
+        return RecurrentCache([self._new_row() for _ in range(rows)], capacity, [0] * rows)
+
+    @without_gradients
+    def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: Tree | None = None) -> Tensor:
+        """Run a pass of each row, see Decoder.
+
+        Raises:
+            UserError: a token tree, whose branches a recurrent layer cannot read apart.
+            ValueError: the tokens do not fit the cache.
+        """
+        if tree is not None:
+            raise UserError(f"{type(self.model).__name__} has recurrent layers, which verify chains and no token trees")
+        if max(cache.used) + ids.shape[1] > cache.capacity:
+            raise ValueError(f"{max(cache.used) + ids.shape[1]} tokens do not fit a cache of {cache.capacity}")
+        logits = []
+        for number, (row, used) in enumerate(zip(cache.states, cache.used, strict=True)):
+            self._roll_back(row, used)
+            if ids.shape[1] > 1:
+                row.take_snapshot()
+            logits.append(self._read(row, ids[number].tolist(), last, cache.layer_states, number))
+        cache.used = [used + ids.shape[1] for used in cache.used]
+        return torch.cat(logits)
+
+    def _new_row(self) -> RecurrentRow:
+        row = RecurrentRow(DynamicCache(config=self.model.config))
+        row.past.layers = [DynamicLayer() if _slides(layer) else layer for layer in row.past.layers]
+        row.take_snapshot()
+        return row
+
+    def _roll_back(self, row: RecurrentRow, used: int) -> None:
+        if len(row.tokens) == used:
+            return
+        kept = row.tokens[:used]
+        if used < row.base or not row.base:
+            vars(row).update(vars(self._new_row()))
+        else:
+            row.restore()
+        if again := kept[len(row.tokens) :]:
+            self._read(row, again, 1)
+        row.take_snapshot()
+
+    def _read(
+        self, row: RecurrentRow, ids: list[int], last: int, layer_states: LayerStates | None = None, number: int = 0
+    ) -> Tensor:
+        """Append tokens to a row; return the logits of the last ones, [1, last, V]."""
+        if row.tokens and len(ids) > 1 and not self.continues:
+            parts = [self._read(row, [token], 0, layer_states, number) for token in ids]
+            return torch.cat(parts, 1)[:, -last:]
+        start, end = len(row.tokens), len(row.tokens) + len(ids)
+        known = inspect.signature(self.model.forward).parameters
+        cached = "past_key_values" if "past_key_values" in known else "cache_params"
+        arguments: dict[str, Any] = {cached: row.past, "use_cache": True}
+        if "position_ids" in known:
+            arguments["position_ids"] = torch.arange(start, end, device=self.device).unsqueeze(0)
+        if "logits_to_keep" in known:
+            arguments["logits_to_keep"] = last
+        run: Any = self.model
+        logits = run(input_ids=torch.tensor([ids], device=self.device), **arguments).logits
+        row.tokens = row.tokens + ids
+        if layer_states is not None:
+            self.store_states(layer_states, torch.tensor([[number]]), torch.arange(start, end).unsqueeze(0))
+        return logits[:, -last:]
+
+    @cached_property
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def continues(self) -> bool:
+        """Return whether several tokens after others are computed in one pass: a trial of one row shows it."""
+        ids, row = list(TRIAL[0]), self._new_row()
+        vars(self)["continues"] = True  # for the trial itself
+        self._read(row, ids[:2], 1)
+        found = self._read(row, ids[2:], 1)[0, -1]
+        expected = self._read(self._new_row(), ids, 1)[0, -1]
+        error = (found - expected).abs().max() / expected.abs().max()
+        return bool(error < TRIAL_ERROR.get(self.model.dtype, 0.05))
+
+
+def has_recurrent_layers(model: PreTrainedModel) -> bool:
+    return any(isinstance(layer, RECURRENT) for layer in cast(Any, DynamicCache(config=model.config)).layers)
+
+
+def has_attention(model: PreTrainedModel) -> bool:
+    """Return whether a model with recurrent layers has attention, too, whose cache tells its length."""
+    return any(isinstance(layer, DynamicLayer) for layer in cast(Any, DynamicCache(config=model.config)).layers)
+
+
+def _slides(layer: Any) -> bool:
+    return type(layer) is cache_utils.DynamicSlidingWindowLayer
+
+
+def _copy(states: Any) -> Any:
+    if isinstance(states, dict):
+        return {name: _copy(value) for name, value in states.items()}
+    return states.clone() if isinstance(states, Tensor) else states

@@ -115,7 +115,7 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Keep other processes from making out. Remove what killed ones left, and a state directory without work.
+    """Keep other processes from making out. Remove what killed ones left, and folders and states without work.
 
     Raises:
         UserError: another process is making out, or nothing can be written next to it.
@@ -125,6 +125,7 @@ def locked(out: Path) -> Iterator[None]:
         return
     file, state = _beside(out, "lock"), state_directory(out)
     lock = FileLock(file, blocking=False)
+    made = [folder for folder in file.parents if not folder.exists()]
     with _writing(out):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -141,6 +142,9 @@ def locked(out: Path) -> Iterator[None]:
             remove_state(state)
         file.unlink(missing_ok=True)  # before the release: a process that has opened it sees another inode and retries
         lock.release()
+        for folder in made:
+            with contextlib.suppress(OSError):  # it has an output
+                folder.rmdir()
 
 
 def state_directory(out: Path) -> Path:

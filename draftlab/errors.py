@@ -61,5 +61,12 @@ def one_line(message: object, most: int = 300) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error: '; did you mean X?' with the nearest known name, or the list of known names."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
+    near = [n for n in difflib.get_close_matches(name, names, n=3, cutoff=0.65) if _same_numbers(name, n)]
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+
+
+def _same_numbers(name: str, other: str) -> bool:
+    """Return whether a name may be a typing error of another: 66b may stand for 65b, but 8b is not 70b."""
+    a, b = ("".join(c for c in text if c.isdigit()) for text in (name, other))
+    one_wrong = len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= 1
+    return one_wrong or sorted(a) == sorted(b) or a.startswith(b) or b.startswith(a)

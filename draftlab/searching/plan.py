@@ -233,7 +233,10 @@ def _unsuitable(request: Request) -> dict[str, str]:
     except UserError as error:
         reasons |= dict.fromkeys(HEADS, str(error))
     if isinstance(request.size, ApproximateSize):
-        reasons |= dict.fromkeys(HEADS, f"draftlab's engine does not decode {request.size.kind} models")
+        text = (
+            f"auto trains heads for LLaMA-like targets; for {request.size.kind}, draftlab distill --student eagle does"
+        )
+        reasons |= dict.fromkeys(HEADS, text)
     vocab = checkpoint.vocab_size(target)
     if not reasons["trimmed"] and vocab < LARGE_VOCAB:
         reasons["trimmed"] = f"a vocabulary of {vocab:,} costs a draft little"

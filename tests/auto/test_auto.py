@@ -1,5 +1,6 @@
 """auto from an empty folder to a verdict; what is done is not done again, and a killed run ends as one that was not."""
 
+import html
 import json
 import os
 import signal
@@ -53,7 +54,7 @@ def test_a_target_that_cannot_be_pruned_gets_a_verdict_on_lookup(space, tokenize
     assert (space / "out/report/report.html").is_file()
     page = (space / "out/index.html").read_text()
     assert verdict.reason in page
-    assert all(line in page for line in not_tried(verdict.left_out))
+    assert all(html.escape(line).replace("&#x27;", "&#39;") in page for line in not_tried(verdict.left_out))
     assert (space / "out/export/serve.sh").is_file() == verdict.use
     assert all(step.is_done() for step in read_recipe(space / "out/recipe.yaml"))
     before = times(space / "out")

@@ -67,11 +67,6 @@ def test_contexts_that_do_not_fit_64_bits_are_said_before_the_target_is_loaded()
         parse_drafter("ngram:order=9").check(facts())
 
 
-def test_what_a_target_of_transformers_cannot_do_is_refused():
-    with pytest.raises(UserError, match="--drafter eagle:heads=x does not work"):
-        parse_drafter("eagle:heads=x").check(facts(layers=None))
-
-
 def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_dirs):
     """OPT, which llama.py does not know, of the same vocabulary as target, and as draft beside lookup."""
     torch.manual_seed(3)

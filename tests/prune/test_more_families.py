@@ -36,7 +36,6 @@ CONFIGS = {
 REFUSED = {
     "mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=2),
     "phi3": lambda: hf.Phi3Config(**SIZES),
-    "olmo2": lambda: hf.Olmo2Config(**SIZES),
     "stablelm": lambda: hf.StableLmConfig(**SIZES),
     "cohere": lambda: hf.CohereConfig(**SIZES),
     "gemma2": lambda: hf.Gemma2Config(**SIZES),

@@ -135,7 +135,12 @@ def _rows(
 
 
 def _row(
-    name: str, row: predicting.Row, paid: StepCosts, work: Workload, kept: float, runs: dict[Arm, list[Generation]]
+    name: str,
+    row: predicting.KPrediction,
+    paid: StepCosts,
+    work: Workload,
+    kept: float,
+    runs: dict[Arm, list[Generation]],
 ) -> dict[str, object]:
     """predicted, and what would have been without one part of the model."""
     measured = intervals.speedup(([decode_timings(runs[name, row.k])], decode_timings(runs[PLAIN])))

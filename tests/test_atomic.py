@@ -38,7 +38,7 @@ def limited(size: int, *, deadly: bool) -> None:
 
 
 def hidden(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+    return sorted(path.name for path in folder.glob(".*"))
 
 
 @pytest.mark.parametrize("deadly", [True, False])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from draftlab.commands.base import Outcome, command
-from draftlab.commands.steps import Step, read_step
+from draftlab.commands.steps import CommandStep, read_step
 from draftlab.config.base import Config, option
 from draftlab.errors import UserError
 from draftlab.reading import read_yaml
@@ -14,7 +14,7 @@ class RunConfig(Config):
     plan_only: bool = option(False, "Show which steps are done and which are to do.", flag="--dry-run")
 
 
-def read_recipe(path: Path) -> list[Step]:
+def read_recipe(path: Path) -> list[CommandStep]:
     """Read every step and check its settings, before anything runs.
 
     Raises:

@@ -17,7 +17,7 @@ from draftlab.model import hub
 from draftlab.output import Output
 
 if TYPE_CHECKING:
-    from draftlab.commands.steps import Step
+    from draftlab.commands.steps import CommandStep
     from draftlab.searching.plan import Plan, Request
     from draftlab.searching.verdict import Verdict
 
@@ -77,7 +77,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     }
     engine = {"dtype": config.dtype, "threads": config.threads}
 
-    def make(name: str, settings: dict[str, Any]) -> "Step":
+    def make(name: str, settings: dict[str, Any]) -> "CommandStep":
         shared = running | engine if name in ("search", "score", "replay") else dict(running)
         if name == "export":  # its device is that of the verification
             del shared["device"]
@@ -95,7 +95,7 @@ def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
     return facts | ({"notes": "; ".join(notes)} if notes else {})
 
 
-def _run(request: "Request", plan: "Plan", make: "Callable[..., Step]", output: Output) -> "Verdict":
+def _run(request: "Request", plan: "Plan", make: "Callable[..., CommandStep]", output: Output) -> "Verdict":
     """Do every step of the plan, and write its page and its verdict."""
     from draftlab.atomic import write_atomic
     from draftlab.searching.auto import PAGE, PLAN, VERDICT, AutoRun

@@ -104,8 +104,8 @@ class Command:
     name: str
     config: type[Config]
     function: Callable[..., Outcome]
-    dry_run: bool
-    resumes: bool
+    dry_run: bool = False
+    resumes: bool = False
     prepare: Callable[[Any, bool], Job[Any]] | None = None
 
     def __call__(self, *, force: bool = False, dry_run: bool = False, **settings: Any) -> Outcome:
@@ -159,23 +159,11 @@ class Command:
         return issubclass(self.config, OutputConfig) and not self.resumes
 
 
-def command(
-    config: type[Config],
-    *,
-    prepare: Callable[[Any, bool], Job[Any]] | None = None,
-    name: str = "",
-    dry_run: bool = False,
-    resumes: bool = False,
-) -> Callable[[Callable[..., Outcome]], Command]:
-    """Return a decorator that makes a command of a function; its docstring is the command's help."""
-
-    def decorate(function: Callable[..., Outcome]) -> Command:
-        known_as = name or function.__name__.replace("_", "-")
-        return Command(
-            name=known_as, config=config, function=function, dry_run=dry_run, resumes=resumes, prepare=prepare
-        )
-
-    return decorate
+def command(config: type[Config], *, name: str = "", **details: Any) -> Callable[[Callable[..., Outcome]], Command]:
+    """Return a decorator that makes a command of a function. The details are fields of Command."""
+    return lambda function: Command(
+        name=name or function.__name__.replace("_", "-"), config=config, function=function, **details
+    )
 
 
 def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:

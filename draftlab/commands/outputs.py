@@ -205,21 +205,16 @@ def prepare_info(config: OutputsInfoConfig, weights: bool) -> "Job[tuple[Path, S
     manifest = read_manifest(config.directory)
     if not config.verify:
         return Job(lambda: (config.directory, None))
-    target = _verifier(config, manifest)
-    return Job(lambda: (config.directory, verify(config.directory, target)))
-
-
-def _verifier(config: OutputsInfoConfig, manifest: "Manifest") -> "Target":
-    """Return the target that scores stored sequences again, in the data type in which it wrote them."""
     from draftlab.model import checkpoint
     from draftlab.target_outputs.targets import LocalTarget
 
     directory = _located(config.target, tokenizer_only=config.server is not None, weights=True)
     if config.server is not None:
-        return _served(config.server, config.api_key_file, directory, None, manifest.top_logprobs)
-    device = checkpoint.resolve_device(workspace.load().device)
-    dtype = checkpoint.DTYPES.get(manifest.dtype)
-    return LocalTarget(directory, device, dtype, batch_size=1)
+        target = _served(config.server, config.api_key_file, directory, None, manifest.top_logprobs)
+    else:  # in the data type in which it wrote the sequences
+        device = checkpoint.resolve_device(workspace.load().device)
+        target = LocalTarget(directory, device, checkpoint.DTYPES.get(manifest.dtype), batch_size=1)
+    return Job(lambda: (config.directory, verify(config.directory, target)))
 
 
 @command(OutputsInfoConfig, name="outputs info", prepare=prepare_info)

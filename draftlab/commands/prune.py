@@ -53,6 +53,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     from draftlab.pruning.refit import REFITS
     from draftlab.pruning.source import Source, check_cut
     from draftlab.pruning.texts import Text
+    from draftlab.target_outputs.store import check_tokenizer, finished_manifest
     from draftlab.training import distributed
 
     if config.method == "masks":
@@ -79,7 +80,13 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         check(shape, llama=not have.options - {"untied"})
     if config.refit == "head" and have.tied:
         raise UserError("--refit head: the source ties its head to the embedding, which would change too; add --untie")
-    _check_text(config, source, weights)
+    if config.outputs is not None:
+        with about("--outputs"):
+            manifest = finished_manifest(config.outputs)
+            if source is not None:
+                check_tokenizer(manifest, source.directory)
+    if config.outputs is None or config.method == "masks":
+        check_data(config.data, weights)
     head = "" if config.vocab is None else f"-v{config.vocab}"
     text = fill(Text, config, tokens=config.calibration_tokens)
     training = fill(MaskTraining, config) if config.method == "masks" else None
@@ -221,16 +228,3 @@ def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
 def _sizes_named(config: PruneConfig) -> str:
     named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
     return ", ".join(named) or "--layers"
-
-
-def _check_text(config: PruneConfig, source: "Source | None", weights: bool) -> None:
-    """Raises UserError: text or outputs cannot be read, or the outputs are of another vocabulary."""
-    from draftlab.target_outputs.store import check_tokenizer, finished_manifest
-
-    if config.outputs is not None:
-        with about("--outputs"):
-            manifest = finished_manifest(config.outputs)
-            if source is not None:
-                check_tokenizer(manifest, source.directory)
-    if config.outputs is None or config.method == "masks":
-        check_data(config.data, weights)

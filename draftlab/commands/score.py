@@ -252,10 +252,7 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
     show += [f"warning: {text}" for text in score_warnings(scores)]
     data: dict[str, Any] = {"scores": json_rows(scores), "categories": {s.name: category_rows(s) for s in scores}}
     show.append(str(output.out))
-    return Scored(path=output.out, show=show, data=data, missed=missed, scores=scores, next=_next(config, output))
-
-
-def _next(config: ScoreConfig, output: Output) -> str:
+    then = f"report {output.out} --html report.html"
     if config.draft and not config.served:
-        return f"draftlab export {config.draft[0].partition('@')[0]} --target {config.target} --to vllm"
-    return f"draftlab report {output.out} --html report.html"
+        then = f"export {config.draft[0].partition('@')[0]} --target {config.target} --to vllm"
+    return Scored(path=output.out, show=show, data=data, missed=missed, scores=scores, next=f"draftlab {then}")

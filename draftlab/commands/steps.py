@@ -15,7 +15,7 @@ from draftlab.errors import UserError, did_you_mean, one_line
 
 
 @dataclass(frozen=True)
-class Step:
+class CommandStep:
     """A command with the settings that a recipe names. Its config and its output are found when they are first used."""
 
     command: Command
@@ -70,7 +70,7 @@ class Step:
         return self.command.run(self.resolved)
 
 
-def step_of(name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> Step:
+def step_of(name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> CommandStep:
     """Return a command with settings, and with the shared settings that it has. Raises UserError: a wrong setting."""
     from draftlab.commands import COMMANDS
 
@@ -79,7 +79,7 @@ def step_of(name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], w
     return read_step({name: {**known, **settings}}, where)
 
 
-def read_step(content: object, where: str) -> Step:
+def read_step(content: object, where: str) -> CommandStep:
     """Return the step that an entry of a recipe is. Raises UserError: no such command or setting."""
     from draftlab.commands import COMMANDS
 
@@ -90,7 +90,7 @@ def read_step(content: object, where: str) -> Step:
         raise UserError(f"{where}: no command {name!r}{did_you_mean(str(name), COMMANDS)}")
     if not isinstance(settings, dict | None) or not all(isinstance(key, str) for key in settings or ()):
         raise UserError(f"{where} ({name}): want NAME: VALUE for each setting, got {one_line(settings, 80)}")
-    step = Step(COMMANDS[name], settings or {}, f"{where} ({name}): ")
+    step = CommandStep(COMMANDS[name], settings or {}, f"{where} ({name}): ")
     step.config.settings()  # raises for bad settings
     return step
 

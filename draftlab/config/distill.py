@@ -139,7 +139,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         Only(("max_new_tokens",), lambda c: c.prompt_file is not None or c.may_answer_data, "needs --prompt-file"),
         *shared.CHAT_RULES,
         Only(("server",), lambda c: c.compares_with_target, "--loss ce asks no target"),
-        Only(("served_model", "api_key_file", "top_logprobs"), lambda c: c.server, "there is no --server"),
+        Only(("served_model", "api_key_file", "top_logprobs"), lambda c: c.server, "needs --server"),
         Only(("target", "reweigh_steps"), lambda c: c.server is None, "--server runs the target"),
         Only(("target", "device_map"), lambda c: c.needs_target, "no target is loaded here"),
         Only(("prompt_tokens", "sample_temperature"), lambda c: c.generates, "only for --text target or draft"),

@@ -5,10 +5,12 @@ from typing import Literal
 
 from draftlab.config.base import MAX_K, SERVER, Config, DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.shared import (
+    KEY_RULE,
     CheckpointSettings,
     Device,
     EngineMode,
     WeightsDtype,
+    api_key_file,
     device,
     device_map,
     dtype,
@@ -36,7 +38,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
         factory=list, help="http://HOST:PORT of a vLLM that runs the target alone; repeat for one that drafts.",
         panel=SERVER,
     )  # fmt: skip
-    api_key_file: Path | None = option(None, "File with the servers' API key.", panel=SERVER, advanced=True)
+    api_key_file: Path | None = api_key_file()
     k: int | None = option(
         None, "Most drafted tokens: passes over 1 to K + 1 tokens are timed. Default: 8; with --law 1.", ge=1, le=MAX_K
     )
@@ -60,7 +62,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
         ),
         Only(("device_map",), lambda c: not c.law, "shapes of a law run in draftlab's engine"),
         Only(ENGINE, lambda c: not c.server, "the servers decide"),
-        Only(("api_key_file",), lambda c: c.server, "needs --server"),
+        KEY_RULE,
         Only(
             ("k", "batch", "context", "repeats", "mode", "dtype", "device", "threads", "trust_remote_code", "out"),
             lambda c: c.profiles is None, "the profiles are there already",

@@ -26,7 +26,7 @@ class StoredTargetSettings(shared.CheckpointSettings):
 
     target: str = shared.target()
     server: str | None = option(None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER)
-    api_key_file: Path | None = option(None, "File with the server's API key.", panel=SERVER, advanced=True)
+    api_key_file: Path | None = shared.api_key_file()
 
 
 class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
@@ -67,7 +67,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     seed: int = shared.seed()
 
     only = (
-        Only(("api_key_file",), lambda c: c.server, "needs --server"),
+        shared.KEY_RULE,
         Only(("dtype", "device", "device_map"), lambda c: not c.server, "the server decides that itself"),
         Only(
             ("use", "server", "data", "prompt_file", "text", "num_sequences", "num_prompts", "prompt_tokens",
@@ -109,10 +109,7 @@ class OutputsInfoConfig(StoredTargetSettings, Config):
     directory: Path = option(help="Directory of the outputs.", argument=True)
     verify: bool = option(False, "Check every checksum, and let the target score some sequences again.")
 
-    only = (
-        Only(("target", "server"), lambda c: c.verify, "needs --verify"),
-        Only(("api_key_file",), lambda c: c.server, "needs --server"),
-    )
+    only = (Only(("target", "server"), lambda c: c.verify, "needs --verify"), shared.KEY_RULE)
 
 
 class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):

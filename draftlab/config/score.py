@@ -71,7 +71,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     speculative_server: str | None = option(
         None, "http://HOST:PORT of a server that runs the target with the draft.", panel=SERVER
     )
-    api_key_file: Path | None = option(None, "File with the servers' API key.", panel=SERVER, advanced=True)
+    api_key_file: Path | None = shared.api_key_file()
     tasks: str | None = option(
         None, "lm-eval tasks or YAML files of tasks to measure accuracy on, separated by commas.", panel=TASKS
     )
@@ -88,7 +88,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
 
     only = (
         Only(ENGINE, lambda c: not c.served, "the servers decide that themselves"),
-        Only(("api_key_file",), lambda c: c.served, "needs --server"),
+        shared.KEY_RULE,
         Only(("draft", "min_speedup"), lambda c: not c.served or c.speculative_server, "needs --speculative-server"),
         Only(
             ("rule", "server_rule", "top_k", "top_p", "min_p"),

@@ -133,6 +133,11 @@ def loss_on(**others: Any) -> Any:
     return option(None, text, **others)
 
 
+def api_key_file() -> Any:
+    return option(None, "File with the server's API key.", panel=SERVER, advanced=True)
+
+
+KEY_RULE = Only(("api_key_file",), lambda c: c.server, "needs --server")
 CHAT_RULES = (
     Only(("chat", "system_prompt"), lambda c: c.prompt_file is not None, "needs --prompt-file"),
     Only(("system_prompt",), lambda c: c.chat != "off", "there is no conversation with --chat off"),
@@ -170,7 +175,7 @@ class ServerConnection(BaseModel):
 
     server: str | None = option(None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER)
     served_model: str | None = option(None, "Model of the server. Default: its first.", panel=SERVER, advanced=True)
-    api_key_file: Path | None = option(None, "File with the server's API key.", panel=SERVER, advanced=True)
+    api_key_file: Path | None = api_key_file()
 
 
 class TruncationSettings(BaseModel):

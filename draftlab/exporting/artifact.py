@@ -273,7 +273,7 @@ class ParallelDraft(DraftModel):
         return score_offsets(model, texts, self.target_vocab, sampling, k, token)
 
 
-class EagleHead:
+class HeadArtifact:
     """An EAGLE-3 head of a target."""
 
     kind: DraftKind = "EAGLE-3 head"
@@ -369,7 +369,7 @@ class EagleHead:
 def open_artifact(path: Path, target: Path) -> Exportable:
     """Return a draft or head with its target. Raises UserError: it cannot be read, or is of another target."""
     if hub.is_eagle_head(path):
-        return EagleHead(path, target, eagle.check(path, target), checkpoint.read_config(path))
+        return HeadArtifact(path, target, eagle.check(path, target), checkpoint.read_config(path))
     if checkpoint.read_config(path).get(parallel.PARD_TOKEN) is not None:
         return ParallelDraft(path, target)
     return DraftModel(path, target)

@@ -39,7 +39,7 @@ ALIASES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class GGUFHeader:
     """The metadata of a file: settings by name, names of tensors, and the number of weights in matrices by type.
 
     rope_factors: divisors of the plain rotary frequencies, [F], if the file has them. special: bos, eos, unk and pad
@@ -71,12 +71,12 @@ class Header:
         return FLOATS.get(self.types.most_common(1)[0][0], torch.bfloat16)
 
 
-def describe(header: Header) -> str:
+def describe(header: GGUFHeader) -> str:
     types = ", ".join(kind for kind, _ in header.types.most_common())
     return f"{header.architecture}, {header.weights:,} weights in {types}"
 
 
-def read_header(file: Path) -> Header:
+def read_header(file: Path) -> GGUFHeader:
     """Raises UserError: not a GGUF file, or a truncated one."""
     gguf = library()
     with reading(f"{file} is not a readable GGUF file"):
@@ -89,7 +89,7 @@ def read_header(file: Path) -> Header:
     types: Counter[str] = Counter()
     for tensor in reader.tensors:
         types[tensor.tensor_type.name] += int(tensor.n_elements) if len(tensor.shape) > 1 else 0
-    return Header(
+    return GGUFHeader(
         file=file,
         settings=settings,
         names=frozenset(t.name for t in reader.tensors),
@@ -100,7 +100,7 @@ def read_header(file: Path) -> Header:
     )
 
 
-def load_config(header: Header) -> Any:
+def load_config(header: GGUFHeader) -> Any:
     """Return the transformers config that the file describes.
 
     Raises:
@@ -122,7 +122,7 @@ def load_config(header: Header) -> Any:
     return config
 
 
-def load(header: Header, dtype: torch.dtype) -> Any:
+def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
     """Return the file's model. Every weight is accounted for.
 
     Raises:
@@ -155,7 +155,7 @@ def load(header: Header, dtype: torch.dtype) -> Any:
     return model
 
 
-def special_ids(header: Header) -> dict[str, int | list[int]]:
+def special_ids(header: GGUFHeader) -> dict[str, int | list[int]]:
     """Return bos_token_id, eos_token_id (a list if there are several) and pad_token_id, if the file has them."""
     ids = {name: header.settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
     ends = list(dict.fromkeys(i for i in (ids["eos"], ids["eot"], ids["eom"]) if i is not None))
@@ -167,7 +167,7 @@ def special_ids(header: Header) -> dict[str, int | list[int]]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def load_tokenizer(header: Header, context: int | None) -> Any:
+def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
     """Return the file's tokenizer with its chat template and llama.cpp's pre-tokenisation.
 
     Raises:
@@ -197,7 +197,7 @@ def _plain(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _completed(config: Any, header: Header) -> Any:
+def _completed(config: Any, header: GGUFHeader) -> Any:
     """Return the config with the settings that transformers' reader ignores."""
     biases = {name.split(".")[2] for name in header.names if name.endswith(".bias") and name.startswith("blk.0.")}
     if header.architecture == "llama" and "attn_q" in biases and "attn_output" not in biases:
@@ -221,7 +221,7 @@ def _as(config: Any, kind: str) -> Any:
     return AutoConfig.for_model(kind, **fields)
 
 
-def _rope(header: Header, config: Any) -> dict[str, Any]:
+def _rope(header: GGUFHeader, config: Any) -> dict[str, Any]:
     theta = float(header.setting("rope.freq_base") or 10000.0)
     kind, base = header.setting("rope.scaling.type"), {"rope_theta": theta}
     if header.rope_factors is not None:
@@ -237,7 +237,7 @@ def _rope(header: Header, config: Any) -> dict[str, Any]:
     raise UserError(f"{header.file}: rotary scaling {kind!r}; linear, yarn and Llama 3's are supported")
 
 
-def _llama3_scaling(header: Header, theta: float) -> dict[str, Any]:
+def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
     """Return the settings behind rope_factors, which are 1 for high frequencies and the factor for low ones.
 
     The settings are unique up to a common scale; low_freq_factor is 1 and high_freq_factor 4, as in every checkpoint.
@@ -264,7 +264,7 @@ def _llama3_scaling(header: Header, theta: float) -> dict[str, Any]:
     }
 
 
-def _pre_tokenizer(header: Header) -> PreTokenizer:
+def _pre_tokenizer(header: GGUFHeader) -> PreTokenizer:
     name = header.settings.get("tokenizer.ggml.pre", "none")
     known = ALIASES.get(name, name)
     if known not in PRE_TOKENIZERS:
@@ -275,7 +275,7 @@ def _pre_tokenizer(header: Header) -> PreTokenizer:
     return PRE_TOKENIZERS[known]
 
 
-def _drop_extra_tokens(spec: dict[str, Any], header: Header) -> None:
+def _drop_extra_tokens(spec: dict[str, Any], header: GGUFHeader) -> None:
     """Remove unused ids, which converters call [PAD123], and tokens that transformers adds itself."""
     types = header.settings["tokenizer.ggml.token_type"]
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < len(types)]

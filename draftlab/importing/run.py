@@ -31,7 +31,7 @@ class ImportSource:
     layout: Layout
     dtype: torch.dtype
     base: Path | None = None
-    header: gguf.Header | None = None
+    header: gguf.GGUFHeader | None = None
 
     @property
     def name(self) -> str:

@@ -40,7 +40,7 @@ LAYER = {"native": "midlayer.", "speculators": "layers.0."}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class TargetSizes:
     """The sizes of a target that a head depends on."""
 
     name: str
@@ -49,7 +49,7 @@ class Target:
     vocab: int
 
     @classmethod
-    def of(cls, directory: Path) -> "Target":
+    def of(cls, directory: Path) -> "TargetSizes":
         """Read config.json of any decoder. Raises UserError: transformers does not know it."""
         checkpoint.read_config(directory)
         with reading(f"{directory}/config.json cannot be used"):
@@ -182,7 +182,7 @@ def head_config(target: Path, layer_ids: Sequence[int] | None, draft_vocab: int,
     Raises:
         UserError: a layer that the target lacks, or a draft vocabulary larger than the target's.
     """
-    sizes, config = Target.of(target), checkpoint.auto_config(target).get_text_config()
+    sizes, config = TargetSizes.of(target), checkpoint.auto_config(target).get_text_config()
     heads = int(config.num_attention_heads)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or sizes.hidden // heads
@@ -212,7 +212,7 @@ def check(folder: Path, target: Path) -> HeadShape:
     Raises:
         UserError: no EAGLE-3 head, one of another target, or one that the engine does not compute.
     """
-    content, sizes = checkpoint.read_config(folder), Target.of(target)
+    content, sizes = checkpoint.read_config(folder), TargetSizes.of(target)
     try:
         config = _from_json(content, sizes, folder)
     except ValidationError as error:
@@ -345,7 +345,7 @@ def _llama_json(config: HeadShape) -> dict[str, object]:
     )
 
 
-def _from_json(content: Mapping[str, Any], target: Target, folder: Path) -> HeadShape:
+def _from_json(content: Mapping[str, Any], target: TargetSizes, folder: Path) -> HeadShape:
     """Raises UserError: a configuration of something else, or of a head with parts that are not computed."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import LlamaConfig
@@ -402,7 +402,7 @@ def _layer_ids(content: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[in
     return tuple(i + 1 for i in ids) if ids else None
 
 
-def _check_fits(config: HeadShape, target: Target, name: str, *, own_embedding: bool) -> None:
+def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:
     """Raises UserError: the head is one of another target."""
     pairs = (("hidden size", config.target_hidden, target.hidden), ("vocabulary", config.vocab, target.vocab))
     for what, own, expected in pairs:

@@ -71,7 +71,7 @@ class Model(FileModel):
     heads_sha256: str | None = None  # of heads on the states of the target
 
 
-class Prompt(FileModel):
+class PromptRecord(FileModel):
     """Length of a prompt, and its category in the prompt file."""
 
     tokens: NonNegativeInt
@@ -148,7 +148,7 @@ class Score(FileModel):
     draft: Model
     conditions: Conditions
     environment: Environment | None = None
-    prompts: list[Prompt] = Field(default=[])
+    prompts: list[PromptRecord] = Field(default=[])
     plain: list[Generation] | list[ServedGeneration]  # the target alone, with the weights that verify
     other_plain: dict[str, list[Generation]] = Field(default={})  # the target alone with other weights, by their name
     speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)  # by K

@@ -23,7 +23,7 @@ from draftlab.model.size import read_size
 from draftlab.prompts import Prompts
 from draftlab.provenance import Stage, lineage
 from draftlab.results.decoding import share_of_equal_texts
-from draftlab.results.score import SAMPLING, Prompt
+from draftlab.results.score import SAMPLING, PromptRecord
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.lm_eval import Tasks, check_chat_template
 from draftlab.target_outputs.repeats import distinct_ngrams
@@ -52,7 +52,7 @@ class Requests:
     def score_facts(self, plain: list[list[int]], texts: list[list[list[int]]]) -> dict[str, Any]:
         """Return the fields of a score that follow from its texts, as token ids. texts: Texts with drafts, by K."""
         return {
-            "prompts": [Prompt(tokens=len(p.ids), category=p.category) for p in self.prompts.rows],
+            "prompts": [PromptRecord(tokens=len(p.ids), category=p.category) for p in self.prompts.rows],
             "equal_texts": share_of_equal_texts(plain, texts) if self.sampling.temperature == 0 else None,
             "distinct_4grams": distinct_ngrams(plain, 4),
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),

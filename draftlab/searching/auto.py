@@ -42,7 +42,7 @@ from draftlab.searching.verdict import Arm, Round, Scores, TrainingRounds, Verdi
 from draftlab.target_outputs.replay import read_replay, rows_of
 from draftlab.training.students.draft import OrdinarySpec
 from draftlab.training.students.eagle import EagleStudent
-from draftlab.training.students.parallel import ParallelSpec
+from draftlab.training.students.parallel import ParallelStudent
 
 PLAN, VERDICT, PAGE, RECIPE = "plan.json", "auto.json", "index.html", "recipe.yaml"
 MIN_GAIN = 0.01  # in tokens per pass, for a round that doubles the training; training stops below it
@@ -229,7 +229,7 @@ class AutoRun:
             drafts.append(Arm(kind="fallback", draft=draft, drafter=drafter, shape=winner.name))
         pace = _pace(draft) / _tokens_per_step(draft)
         students: dict[str, tuple[StudentSpec, float, dict[str, Any]]] = {
-            "parallel": (ParallelSpec.of(tokens=OFFSETS), OFFSET_COST, {}),
+            "parallel": (ParallelStudent.of(tokens=OFFSETS), OFFSET_COST, {}),
             "trimmed": (OrdinarySpec.of(), 1.0, {"vocab": checkpoint.vocab_size(draft) // 4}),
         }
         for kind, (student, cost, settings) in students.items():

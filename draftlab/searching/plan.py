@@ -15,7 +15,7 @@ import torch
 from draftlab.config.drafters import DRAFTERS
 from draftlab.errors import UserError
 from draftlab.exporting import gguf
-from draftlab.exporting.artifact import DraftModel, EagleHead, refusals
+from draftlab.exporting.artifact import DraftModel, HeadArtifact, refusals
 from draftlab.model import checkpoint, eagle, hub, memory
 from draftlab.model.shape import Shape, resolve
 from draftlab.model.size import ApproximateSize
@@ -229,7 +229,7 @@ def _unsuitable(request: Request) -> dict[str, str]:
     try:
         ids = max(1, checkpoint.vocab_size(target) // 4)
         head = eagle.head_config(target, None, ids, norm_before_residual=False)
-        reasons |= dict.fromkeys(HEADS, _refused(EagleHead(target, target, head, {}), server))
+        reasons |= dict.fromkeys(HEADS, _refused(HeadArtifact(target, target, head, {}), server))
     except UserError as error:
         reasons |= dict.fromkeys(HEADS, str(error))
     if isinstance(request.size, ApproximateSize):

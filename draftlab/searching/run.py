@@ -40,7 +40,7 @@ from draftlab.searching.schedule import (
 from draftlab.searching.steps import StepRunner, number, record_of
 from draftlab.target_outputs.replay import read_replay
 from draftlab.training.students.draft import OrdinarySpec
-from draftlab.training.students.parallel import ParallelSpec
+from draftlab.training.students.parallel import ParallelStudent
 
 CALIBRATION_TOKENS, SEQ_LEN = 8192, 256
 TOP_LOGPROBS = 64  # stored for each token of the target, to distil from
@@ -77,7 +77,7 @@ class Wanted:
 
     @property
     def student(self) -> StudentSpec:
-        return OrdinarySpec.of() if self.offsets == 1 else ParallelSpec.of(tokens=self.offsets)
+        return OrdinarySpec.of() if self.offsets == 1 else ParallelStudent.of(tokens=self.offsets)
 
 
 def shapes_to_try(source: Shape, layers: Sequence[int] | None, widths: Sequence[int] | None) -> list[Shape]:

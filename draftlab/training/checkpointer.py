@@ -95,7 +95,7 @@ def best_weights(state: Path, part: str) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class TrainingCheckpoint:
     """Where a run continues. ended: training is over, and the best weights are its result."""
 
     step: int
@@ -145,7 +145,7 @@ class Training:
             raise UserError(f"cannot write a checkpoint to {state}: {one_line(error, 200)}") from error
         self.accelerator.wait_for_everyone()
 
-    def restore(self, state: Path) -> Checkpoint | None:
+    def restore(self, state: Path) -> TrainingCheckpoint | None:
         """Load the newest checkpoint into what was prepared, and return it; None if there is none.
 
         Raises:
@@ -160,7 +160,7 @@ class Training:
         content = load(newest / CONTENT, run_identity(state))
         load(state / BEST)  # read at the end, and checked now
         try:
-            checkpoint = Checkpoint(content["step"], content["ended"])
+            checkpoint = TrainingCheckpoint(content["step"], content["ended"])
             for counter, values in zip(self.counters, content["counters"], strict=True):
                 counter.load_state_dict(values)
             if not checkpoint.ended:

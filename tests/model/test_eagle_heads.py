@@ -180,7 +180,7 @@ def test_files_that_hold_something_else_are_refused(folder, target):
 
 def test_three_layers_of_every_target_that_has_four():
     def layers(n: int) -> tuple[int, ...]:
-        return eagle.Target(name="t", layers=n, hidden=8, vocab=8).default_layer_ids()
+        return eagle.TargetSizes(name="t", layers=n, hidden=8, vocab=8).default_layer_ids()
 
     assert layers(32) == (2, 16, 29)  # what vLLM, SGLang and llama.cpp assume
     assert all(len(set(layers(n))) == 3 and max(layers(n)) < n for n in range(4, 100))

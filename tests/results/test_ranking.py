@@ -15,7 +15,7 @@ from draftlab.results.decoding import Counters, Generation, ServedGeneration
 from draftlab.results.environment import Environment
 from draftlab.results.ranking import category_rows, paired_tests, rank, read_scores, speedup_ratio, verdict_lines
 from draftlab.results.report import category_table, html, json_rows, ranking_table
-from draftlab.results.score import Latency, Prompt, Score, TaskResult
+from draftlab.results.score import Latency, PromptRecord, Score, TaskResult
 from draftlab.results.warnings import score_warnings
 
 
@@ -124,7 +124,7 @@ def test_no_difference_is_rarely_called_one():
 
 
 def test_the_command_ranks_and_keeps_the_bar(tmp_path):
-    kinds = [Prompt(tokens=9, category="code" if i % 2 else "chat") for i in range(PROMPTS)]
+    kinds = [PromptRecord(tokens=9, category="code" if i % 2 else "chat") for i in range(PROMPTS)]
     paths = kept(tmp_path, score("slow", speed=0.5), change(score("fast"), prompts=kinds))
     call = ["report", *map(str, paths)]
     found = json.loads(CliRunner().invoke(app, [*call, "--json"]).stdout)["ranking"]
@@ -180,7 +180,7 @@ def test_a_slow_down_is_not_praised(tmp_path):
 
 def test_a_kind_of_prompt_that_is_answered_with_its_end_gains_nothing(tmp_path):
     base = at("draft", [0.2] * PROMPTS)
-    kinds = [Prompt(tokens=9, category="a" if i else "b") for i in range(PROMPTS)]
+    kinds = [PromptRecord(tokens=9, category="a" if i else "b") for i in range(PROMPTS)]
     ended = Generation(
         prompt=0, tokens=1, drafted=[], accepted=[], emitted=[], prefill_seconds=0.1, draft_seconds=0,
         verify_seconds=0, host_seconds=0,

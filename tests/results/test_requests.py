@@ -9,7 +9,7 @@ from test_report import CONDITIONS, board, change, model, rendered, score
 from draftlab.results.decoding import Generation, share_of_equal_texts
 from draftlab.results.ranking import category_rows, missed_thresholds, rank
 from draftlab.results.report import html, json_rows, markdown
-from draftlab.results.score import Latency, Prompt, Score
+from draftlab.results.score import Latency, PromptRecord, Score
 from draftlab.searching.verdict import Arm, ranking
 
 PROMPTS = 8
@@ -120,7 +120,7 @@ def test_a_speed_up_is_over_the_fastest_plain_decoding():
 def test_categories_are_over_the_precision_that_is_fastest_on_all_prompts():
     """int8 is faster in all, and slower in the first prompt, whose category still counts over it."""
     int8 = [answer(0, 0.5, 1.5), *arm(0.4, 0.6)[1:]]
-    prompts = [Prompt(tokens=5, category="b" if i else "a") for i in range(PROMPTS)]
+    prompts = [PromptRecord(tokens=5, category="b" if i else "a") for i in range(PROMPTS)]
     one = drafted("d", 0.5, {4: 0.5}, other_plain={"int8": int8}, prompts=prompts)
     gains = {row["category"]: row["speedup"] for row in category_rows(one)}
     assert gains == {"a": pytest.approx(2.0), "b": pytest.approx(1.0)}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @student("parallel")
-class ParallelSpec(DraftSpec):
+class ParallelStudent(DraftSpec):
     """tokens: K. token: id of the mask token; by default an id that no text has.
 
     share: of the positions that predict an offset, those that predict the next one, too. floor: the least share of all

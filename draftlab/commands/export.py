@@ -81,7 +81,9 @@ def check(found: tuple[Path, list[Finding]]) -> Checked:
     """Check that a draft or head fits its target and works in vLLM, SGLang, llama.cpp, ...; exit code 3 if not."""
     draft, findings = found
     errors = sum(finding.level == "error" for finding in findings)
-    missed = [f"{errors} findings to fix before {hub.checkpoint_name(draft)} is served"] if errors else []
+    missed = (
+        [f"{errors} finding{'s' * (errors > 1)} to fix before {hub.checkpoint_name(draft)} is served"] if errors else []
+    )
     rows = [{name: getattr(each, name) for name in ("about", "level", "text", "fix")} for each in findings]
     return Checked(
         path=draft,

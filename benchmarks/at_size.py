@@ -31,7 +31,7 @@ from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.importing import init
-from draftlab.model import checkpoint, decoder, hub, llama
+from draftlab.model import checkpoint, hub, llama
 from draftlab.model.shape import parse_numbers
 from draftlab.results.ranking import speedup_ratio
 from draftlab.results.score import read_score
@@ -191,7 +191,7 @@ def equality(source: Path, expanded: Path, answers: Path, dtype: torch.dtype) ->
 def forward(path: Path, texts: Sequence[Sequence[int]], dtype: torch.dtype) -> Iterator[torch.Tensor]:
     model = llama.load(path, dtype)
     for text in texts:
-        yield decoder.forward_uncached(model, torch.tensor([text]), len(text))[0].float()
+        yield model.forward_uncached(torch.tensor([text]), len(text))[0].float()
 
 
 def measured(

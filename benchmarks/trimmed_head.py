@@ -21,7 +21,6 @@ from draftlab.console import progress
 from draftlab.engine.verify import distribution
 from draftlab.intervals import ratio
 from draftlab.model import checkpoint, llama
-from draftlab.model.decoder import forward_uncached
 from draftlab.model.shape import parse_vocab
 from draftlab.model.trimmed_head import frequent_ids, only, template_ids
 from draftlab.target_outputs.outputs import TargetOutput
@@ -73,7 +72,7 @@ def accepted(
     with progress(draft.name, len(texts)) as advance:
         for number, text in enumerate(texts):
             ids = torch.from_numpy(np.concatenate([text.prompt, text.ids])[:-1].astype(np.int64))
-            logits = forward_uncached(model, ids.unsqueeze(0), len(text.ids))[0].float()
+            logits = model.forward_uncached(ids.unsqueeze(0), len(text.ids))[0].float()
             tokens = torch.from_numpy(text.ids.astype(np.int64)).unsqueeze(1)
             assert text.logprobs is not None
             for size, head in heads.items():

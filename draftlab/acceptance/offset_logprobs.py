@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, check_fits, max_positions, token_logprobs
-from draftlab.model.decoder import Decoder, forward_uncached
+from draftlab.model.decoder import Decoder
 from draftlab.model.parallel import pack
 from draftlab.sampling import SamplingParams
 
@@ -56,7 +56,7 @@ def _score(
         depths = torch.zeros(1, len(whole) - 1, dtype=torch.long, device=model.device)
         depths[0, at:end] = (len(whole) - 1 - torch.arange(at, end)).clamp_max(offsets)
         packed = pack(whole[None, :-1], depths, token)
-        logits = forward_uncached(model, packed.ids, packed.ids.shape[1] - at, packed.tree())[0, :, :vocab]
+        logits = model.forward_uncached(packed.ids, packed.ids.shape[1] - at, packed.tree())[0, :, :vocab]
         own = token_logprobs(logits[packed.predicting - at].float(), whole[packed.predicted + 1], sampling)
         result.put(((packed.predicted - first).cpu().numpy(), (packed.offset - 1).cpu().numpy()), own)
     return result

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftlab.engine.verify import distribution
 from draftlab.errors import UserError
-from draftlab.model.decoder import Decoder, forward_uncached
+from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
 
 MAX_LOGITS = 1 << 25  # elements of logits in one pass over several texts: wider passes gain nothing
@@ -90,7 +90,7 @@ def logits_in_parts(model: Decoder, ids: Tensor, first: int, limit: int) -> Iter
     rows, width = ids.shape
     step = max(1, limit // rows)
     if width - first <= step:
-        yield first, forward_uncached(model, ids, width - first)
+        yield first, model.forward_uncached(ids, width - first)
         return
     cache = model.new_cache(rows, width)
     if first:

@@ -17,9 +17,9 @@ from draftlab.console import note, progress
 from draftlab.engine.verify import check_logits, distribution, draw
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.decoder import Decoder, in_native_mode, load, model_vocab_size, takes_rows
+from draftlab.model.decoder import Decoder, in_native_mode, load
 from draftlab.model.hf_decoder import HFCache, HFDecoder
-from draftlab.model.llama import Cache, Llama
+from draftlab.model.llama import Cache
 from draftlab.model.recurrent_decoder import RecurrentCache, RecurrentDecoder, has_attention
 from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
@@ -134,7 +134,7 @@ def _groups(
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
         if group:
             longest = len(prompts[group[0]])
-            same_length = len(prompts[i]) == longest or takes_rows(model)
+            same_length = len(prompts[i]) == longest or model.takes_rows
             if not same_length or len(group) >= batch_size_for(model, longest + max_tokens, batching):
                 yield group
                 group = []
@@ -145,18 +145,8 @@ def _groups(
 
 def batch_size_for(model: Decoder, length: int, batching: Batching) -> int:
     """Return how many texts of that length fit the memory, at least one and at most batching.batch_size."""
-    text_bytes = BYTES_PER_LOGIT * (model_vocab_size(model) or 0) + length * _kv_bytes(model)
+    text_bytes = BYTES_PER_LOGIT * (model.vocab or 0) + length * model.kv_bytes
     return max(1, min(batching.batch_size, int(batching.memory * GIGABYTE / text_bytes)))
-
-
-def _kv_bytes(model: Decoder) -> int:
-    """Return the bytes of the KV cache per token; for transformers' models an upper bound without grouped heads."""
-    if isinstance(model, HFDecoder):
-        return model.kv_bytes
-    if not isinstance(model, Llama):
-        return 0
-    s = model.shape
-    return 2 * s.layers * s.kv_heads * s.head_dim * model.embed.itemsize
 
 
 @torch.inference_mode()

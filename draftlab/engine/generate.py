@@ -17,7 +17,7 @@ from draftlab.engine.clocks import StepClock
 from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms
 from draftlab.engine.verify import check_logits, distribution, draw, verify_rows
 from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
-from draftlab.model.decoder import Decoder, feed, model_vocab_size
+from draftlab.model.decoder import Decoder, feed
 from draftlab.model.devices import staged
 from draftlab.model.llama import Parents, Tree
 from draftlab.sampling import SamplingParams
@@ -129,7 +129,7 @@ class ModelDrafter:
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         self.model, self.vocab = model, vocab
-        self.own_vocab = model_vocab_size(model)
+        self.own_vocab = model.vocab
         self.cache: Any = None
 
     def reset(self, rows: int, capacity: int) -> None:

@@ -6,11 +6,12 @@ B rows, T new tokens, V vocab.
 import torch
 from torch import Tensor
 
+from draftlab.model.decoder import Decoder
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.llama import Cache, LayerStates, Tree
 
 
-class HeadPasses:
+class HeadPasses(Decoder):
     """A head that reads states of zeros; latency does not depend on their values.
 
     own: its own states, as for all but a step's first token. Else the target's: a pass includes what the target takes

@@ -39,6 +39,21 @@ class Decoder(Protocol):
         """Return the longest text in tokens."""
         ...
 
+    @property
+    def vocab(self) -> int | None:
+        """Return the width of the logits, None where it is not known."""
+        return None
+
+    @property
+    def takes_rows(self) -> bool:
+        """Return whether rows of a batch may have different lengths."""
+        return True
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of the KV cache per token, at most."""
+        return 0
+
     def new_cache(self, rows: int, capacity: int) -> Any:
         """Return an empty KVCache for rows of at most capacity tokens."""
         ...
@@ -49,6 +64,10 @@ class Decoder(Protocol):
         tree: which of the T tokens follow which; by default each follows the one before.
         """
         ...
+
+    def forward_uncached(self, ids: Tensor, last: int, tree: llama.Tree | None = None) -> Tensor:
+        """Return the logits of the last tokens of whole texts, [B, last, V]; no cache is kept. tree: as in forward."""
+        return self.forward(ids, self.new_cache(len(ids), ids.shape[1]), last, tree)
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None) -> Decoder:
@@ -97,27 +116,6 @@ def feed(
         return logits
     rows_of = torch.arange(len(texts)).unsqueeze(1)
     return logits[rows_of, torch.tensor(at).unsqueeze(1) - min(at) + torch.arange(last)]
-
-
-@torch.inference_mode()
-def forward_uncached(model: Decoder, ids: Tensor, last: int, tree: llama.Tree | None = None) -> Tensor:
-    """Return the logits of the last tokens of whole texts, [B, last, V]; no cache is kept. tree: as in forward."""
-    if isinstance(model, HFDecoder):
-        return model.forward_uncached(ids, last, tree)
-    cache = model.new_cache(len(ids), ids.shape[1])
-    return model.forward(ids, cache, last) if tree is None else model.forward(ids, cache, last, tree)
-
-
-def model_vocab_size(model: Decoder) -> int | None:
-    """Return the width of a model's logits, or None for a decoder that does not tell."""
-    if isinstance(model, llama.Llama):
-        return model.shape.vocab
-    return model.vocab if isinstance(model, HFDecoder) else None
-
-
-def takes_rows(model: Decoder) -> bool:
-    """Return whether rows of a batch may have different lengths."""
-    return model.masked if isinstance(model, HFDecoder) else True
 
 
 def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:

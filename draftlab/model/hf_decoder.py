@@ -122,6 +122,11 @@ class HFDecoder:
         return cast(nn.Module, self.model.get_input_embeddings()).get_parameter("weight").detach()
 
     @property
+    def takes_rows(self) -> bool:
+        """Return whether rows may have different lengths."""
+        return self.masked
+
+    @property
     def kv_bytes(self) -> int:
         """Return the bytes of the KV cache per token, at most: without grouped heads."""
         return 2 * self.config.num_hidden_layers * self.config.hidden_size * self.model.dtype.itemsize

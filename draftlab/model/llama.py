@@ -152,9 +152,19 @@ class Llama:
         self.cos = (angles.cos() * rope_scale).to(self.embed)
         self.sin = (angles.sin() * rope_scale * sign).to(self.embed)
 
+    takes_rows = True
+
     @property
     def device(self) -> torch.device:
         return self.embed.device
+
+    @property
+    def vocab(self) -> int:
+        return self.shape.vocab
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.shape.kv_bytes_per_token(self.embed.itemsize)
 
     def trim_head(self, ids: list[int]) -> None:
         """Reduce the head to these ids; the logits of all others become -inf."""
@@ -205,6 +215,12 @@ class Llama:
         logits = self.decode(ids, cache.keys, cache.values, metadata, last, cache.hidden_states, cache.layer_states)
         cache.used = [used + width for used in cache.used]
         return logits
+
+    @torch.inference_mode()
+    def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
+        """Return the logits of the last tokens of whole texts, [B, last, V]. tree: as in forward."""
+        cache = self.new_cache(len(ids), ids.shape[1])
+        return self.forward(ids, cache, last) if tree is None else self.forward(ids, cache, last, tree)
 
     def decode(
         self,

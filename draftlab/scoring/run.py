@@ -25,7 +25,7 @@ from draftlab.latency.machine_state import (
 )
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import checkpoint, hub
-from draftlab.model.decoder import Decoder, load, takes_rows, with_mode
+from draftlab.model.decoder import Decoder, load, with_mode
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.hf_files import quantization_method
 from draftlab.model.llama import Llama
@@ -103,7 +103,7 @@ class Models:
             model = load(directory, engine.dtype, engine.device, device_map)
             if isinstance(model, HFDecoder) and engine.mode != "eager":
                 raise UserError(f"transformers runs {directory}, which needs --mode eager")
-            if self.comparison.batches != [1] and not takes_rows(model):
+            if self.comparison.batches != [1] and not model.takes_rows:
                 raise UserError(f"{directory} computes rows of one length only, which needs --batch 1")
             self._loaded[directory] = model
         return self._loaded[directory]

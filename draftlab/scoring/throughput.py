@@ -20,7 +20,7 @@ from draftlab.engine.rejection_rules import Rule
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import warm_up
 from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
-from draftlab.model.decoder import Decoder, model_vocab_size
+from draftlab.model.decoder import Decoder
 from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.stalls import FACTOR, TimedStep, timed_steps, without_stalls
@@ -73,7 +73,7 @@ def measure_throughput(
     Raises:
         UserError: every text ends with its first token.
     """
-    runs = {name: (model_drafter(model, model_vocab_size(target)), ks) for name, model in drafts.items()}
+    runs = {name: (model_drafter(model, target.vocab), ks) for name, model in drafts.items()}
     runs |= dict(drafters or {})
     alone = {PLAIN: target} | ({} if other_target is None else {OTHER_PLAIN: other_target})
     arms = [*alone, *((name, k) for name, (_, counts) in runs.items() for k in counts)]

@@ -12,6 +12,7 @@ from draftlab.engine.drafters.ngram import NgramModel
 from draftlab.engine.generate import Drafter, TargetCacheReader, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import draw
 from draftlab.model import llama
+from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.sampling import SamplingParams
@@ -86,7 +87,7 @@ def check_q(target: llama.Llama, drafter: Drafter) -> None:
     assert torch.equal(draw(draft.q, uniform[:, : draft.ids.shape[1]]), draft.ids)
 
 
-class Bigrams:
+class Bigrams(Decoder):
     """A context-free model of three ids; any cache will do."""
 
     device = torch.device("cpu")

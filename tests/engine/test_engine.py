@@ -25,6 +25,7 @@ from draftlab.engine.generate import Draft, ModelDrafter, decode, output_tokens,
 from draftlab.engine.verify import distribution, draw, verify
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
+from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
@@ -450,7 +451,7 @@ def test_a_model_of_transformers_speculates_and_is_rolled_back(target, drafts, t
     assert output_tokens(speculative_decode(hosted, drafter, RAGGED[:2], 3, sampling)) == alone
 
 
-class Table:
+class Table(Decoder):
     """A context-free target or draft over a few ids: the engine's loop without a network."""
 
     device, context = torch.device("cpu"), 1 << 30

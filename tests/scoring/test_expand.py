@@ -47,7 +47,7 @@ def test_logits_are_the_sources_by_transformers_alone(family, family_dirs, tmp_p
 def test_logits_are_the_sources_in_our_decoder(family, mode, family_dirs, tmp_path):
     out = expanded(family_dirs[family], tmp_path / "out")
     models = [decoder.with_mode(llama.load(path, torch.float32), mode) for path in (out, family_dirs[family])]
-    ours, expected = (decoder.forward_uncached(model, IDS, IDS.shape[1]) for model in models)
+    ours, expected = (model.forward_uncached(IDS, IDS.shape[1]) for model in models)
     assert error(ours, expected) < 1e-4
 
 
@@ -113,7 +113,7 @@ def test_a_trimmed_head_comes_along(family_dirs, tmp_path):
     out = expanded(source, tmp_path / "out")
     assert checkpoint.read_shape(out).draft_vocab == 103
     ours, expected = (
-        decoder.forward_uncached(llama.load(path, torch.float32), IDS, IDS.shape[1])[..., ::3] for path in (out, source)
+        llama.load(path, torch.float32).forward_uncached(IDS, IDS.shape[1])[..., ::3] for path in (out, source)
     )
     assert error(ours, expected) < 1e-4
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.decoder import feed, forward_uncached
+from draftlab.model.decoder import feed
 from draftlab.model.hf_decoder import HFDecoder
 
 from .build import build, small
@@ -37,9 +37,9 @@ def test_after_tokens_are_taken_back_the_logits_are_those_of_a_fresh_read(name, 
     feed(model, cache, [ids[0].tolist()])
     cache.used = [50]
     logits = feed(model, cache, [text], last=10)
-    wanted = forward_uncached(model, torch.tensor([text]), last=10)
+    wanted = model.forward_uncached(torch.tensor([text]), last=10)
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(wanted, forward_uncached(model, ids, last=10))
+    assert not torch.allclose(wanted, model.forward_uncached(ids, last=10))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt-125m", "falcon-7b"])

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from draftlab.engine.generate import Draft, Sampler
 from draftlab.model.cuda_graphs import draft_chain
-from draftlab.model.decoder import model_vocab_size
 from draftlab.model.devices import staged
 from draftlab.model.eagle_llama import CudaGraphEagle, EagleLlama
 from draftlab.model.hf_decoder import HFDecoder
@@ -28,7 +27,7 @@ class EagleDrafter:
 
     def __init__(self, target: Llama | HFDecoder, head: EagleLlama) -> None:
         self.target, self.head = target, head
-        self.vocab = model_vocab_size(target)
+        self.vocab = target.vocab
 
     def reset(self, rows: int, capacity: int) -> None:
         self.cache = None  # frees its memory before the next one is allocated

@@ -1,7 +1,7 @@
 """EAGLE-2's tree: the most probable paths of the draft, another tree for each text, and the target's distribution."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from draftlab.engine.generate import decode, feed, output_tokens, speculative_de
 from draftlab.engine.rejection_rules import Tokens, match
 from draftlab.errors import UserError
 from draftlab.model import llama
-from draftlab.model.decoder import forward_uncached, with_mode
+from draftlab.model.decoder import Decoder, with_mode
 from draftlab.model.eagle_llama import NativeEagle
 from draftlab.model.llama import Tree
 from draftlab.sampling import SamplingParams
@@ -93,7 +93,7 @@ def test_a_draft_models_tree_is_the_papers_of_every_row(models):
     for row, text in enumerate(PROMPTS):
 
         def log_q(path: list[int], text: list[int] = text) -> Tensor:
-            return forward_uncached(models["plain"], torch.tensor([[*text, *path]]), 1)[0, -1].log_softmax(-1)
+            return models["plain"].forward_uncached(torch.tensor([[*text, *path]]), 1)[0, -1].log_softmax(-1)
 
         assert paths(draft, row) == plain_tree(log_q, TOPK, DEPTH, NODES)
 
@@ -159,12 +159,12 @@ def test_a_pass_over_another_tree_in_each_row_is_that_of_the_rows_alone(models):
 
 
 @dataclass
-class Markov:
+class Markov(Decoder):
     """A decoder by a matrix of probabilities."""
 
     matrix: Tensor  # [V, V]
-    context: int = 100
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    context = 100
+    device = torch.device("cpu")
 
     def new_cache(self, rows: int, capacity: int) -> Any:
         return llama.Cache(torch.zeros(1, rows, 1, capacity, 1), torch.zeros(1, rows, 1, capacity, 1))

@@ -143,7 +143,7 @@ def test_a_gguf_file_is_the_head(normed, target, tmp_path):
 
 def test_a_head_of_the_whole_vocabulary_has_no_d2t(target, tmp_path):
     """vLLM has no parameter for one."""
-    whole = written(tmp_path / "head", target, draft_vocab=eagle.Target.of(target).vocab)
+    whole = written(tmp_path / "head", target, draft_vocab=eagle.TargetSizes.of(target).vocab)
     assert not {"d2t", "t2d"} & load_file(whole / "model.safetensors").keys()
     assert "d2t" not in contents(exported(whole, target, "gguf", "--outtype", "f32") / "head-f32.gguf")[1]
 

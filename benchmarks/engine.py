@@ -24,8 +24,8 @@ from draftlab.engine.timing import time_interleaved
 from draftlab.latency.cost_model import active_params
 from draftlab.latency.machine_state import device_name, steady_clock
 from draftlab.model import checkpoint, hub, llama
-from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama
+from draftlab.model.modes import with_mode
 from draftlab.sampling import SamplingParams
 
 COLUMNS = 4096  # of the matrix that the floor reads

@@ -28,8 +28,8 @@ from draftlab.latency.cost_model import pass_bytes
 from draftlab.latency.machine_state import device_name, steady_clock, steady_step_clock
 from draftlab.model import checkpoint, hub, memory
 from draftlab.model.cuda_graphs import BUCKET
-from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama, rotary
+from draftlab.model.modes import with_mode
 from draftlab.model.shape import Shape, parse_numbers
 from draftlab.sampling import SamplingParams
 

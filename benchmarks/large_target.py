@@ -26,9 +26,9 @@ from draftlab.latency.machine_state import device_name, steady_clock, steady_ste
 from draftlab.latency.random_model import random_model
 from draftlab.model import Mode, checkpoint, memory
 from draftlab.model.cuda_graphs import BUCKET
-from draftlab.model.decoder import with_mode
 from draftlab.model.families import locate_shape
 from draftlab.model.llama import Llama
+from draftlab.model.modes import with_mode
 from draftlab.model.shape import Shape, parse_numbers
 from draftlab.sampling import SamplingParams
 

@@ -72,7 +72,7 @@ def peak(way: str, directory: Path, dtype: str) -> float:
 
 def loaded(way: str, directory: Path, dtype: torch.dtype) -> object:
     from draftlab.model import llama
-    from draftlab.model.decoder import with_mode
+    from draftlab.model.modes import with_mode
 
     if way == "transformers":
         return checkpoint.load_model(directory, dtype)

@@ -16,8 +16,8 @@ from draftlab.console import progress
 from draftlab.engine.timing import Task, time_interleaved
 from draftlab.latency.machine_state import steady_clock
 from draftlab.model import checkpoint, hub, llama
-from draftlab.model.decoder import with_mode
 from draftlab.model.llama import Llama
+from draftlab.model.modes import with_mode
 
 GROUP = 5  # rounds of which the least counts
 Pass = tuple[str, int, int]  # arm, rows, width

@@ -32,7 +32,7 @@ from draftlab.errors import UserError
 from draftlab.exporting import gguf, hf
 from draftlab.intervals import Interval, Timing
 from draftlab.model import checkpoint, hub, llama
-from draftlab.model.decoder import with_mode
+from draftlab.model.modes import with_mode
 from draftlab.prompts import Prompts, load_prompts
 from draftlab.sampling import SamplingParams
 from draftlab.servers.processes import running

@@ -27,6 +27,7 @@ from draftlab.model import checkpoint, hub, saving
 from draftlab.model.shape import Shape, read_shape_file
 from draftlab.output import Output
 from draftlab.pruning import run
+from draftlab.pruning.masks.training import prune_by_masks
 from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import EvalRecord, TrainingSetup, train
@@ -75,7 +76,7 @@ def _arms(source: Path, shape: Path, data: str, mask_steps: int, mask_lr: float)
             parts = {name: values[name] for name in ("source", "shape", "text", "refit")}
             pruning = run.Prune(output=output, **parts)
             if values["training"] is not None:
-                pruning.by_masks(values["training"])
+                prune_by_masks(pruning, values["training"])
             else:
                 pruning.by_scores(values["method"], rotate=rotate)
 

@@ -23,7 +23,7 @@ from draftlab.exporting import gguf, verify
 from draftlab.exporting.artifact import open_artifact
 from draftlab.exporting.form import Form
 from draftlab.exporting.verify import TargetTexts
-from draftlab.model import checkpoint, decoder, hub
+from draftlab.model import checkpoint, hub, modes
 from draftlab.prompts import load_prompts
 from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
@@ -138,7 +138,7 @@ def counted(draft: Path, target: Path, texts: TargetTexts) -> verify.Counts:
     form = Form(to="vllm", server=SERVERS.get("vllm", "--vllm"))
     sampling = SamplingParams(temperature=texts.temperature)
     scores = artifact.scores(draft, form, texts.pairs, sampling, texts.k, device)
-    return verify.counts_of(scores, texts, lambda: decoder.load(target, torch.float32, device), artifact.target_vocab)
+    return verify.counts_of(scores, texts, lambda: modes.load(target, torch.float32, device), artifact.target_vocab)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Sampling parameters of local models and servers. No torch."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
+
+FinishReason = Literal["length", "stop"]  # why a text ends: max_tokens, or a stop token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

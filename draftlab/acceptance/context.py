@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from draftlab.acceptance.token_logprobs import Text
-from draftlab.model import decoder, hub
+from draftlab.model import hub, modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
@@ -34,9 +34,9 @@ class ReplayContext:
     advance: Callable[[int], None]
 
     def load_draft(self, name: str) -> Decoder:
-        return decoder.load(hub.locate(name), self.dtype, self.device)
+        return modes.load(hub.locate(name), self.dtype, self.device)
 
     def load_target(self) -> Llama | HFDecoder:
-        target = decoder.load(self.target_path, self.dtype, self.device)
+        target = modes.load(self.target_path, self.dtype, self.device)
         assert isinstance(target, Llama | HFDecoder)  # there is no other decoder on disk
         return target

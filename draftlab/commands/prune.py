@@ -106,11 +106,12 @@ def _prune(
     output: Output, *, source: "Source", shape: Shape, text: "Text", refit: "Refit", method: str, depth: "Depth",
     scores_cache: Path | None, training: "MaskTraining | None",
 ) -> "PrunedDraft":  # fmt: skip
+    from draftlab.pruning.masks.training import prune_by_masks
     from draftlab.pruning.run import Prune
 
     cut = Prune(source=source, shape=shape, output=output, text=text, refit=refit)
     if training is not None:
-        return cut.by_masks(training)
+        return prune_by_masks(cut, training)
     return cut.by_scores(cast("Method", method), depth, scores_cache=scores_cache)
 
 

@@ -98,7 +98,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         note(f"draft of the drafters: {default}")
     with note_if_slow("loading torch and transformers"):
         from draftlab.model import checkpoint
-        from draftlab.model.decoder import resolve_mode
+        from draftlab.model.modes import resolve_mode
         from draftlab.model.tokenizer import common_vocabulary
         from draftlab.scoring.comparison import Comparison, Engine
     named = [path for spec in specs for path in spec.paths(default, weights=weights, models_only=True)]

@@ -43,8 +43,8 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     """
     from draftlab.commands.steps import step_of
     from draftlab.model import checkpoint
-    from draftlab.model.decoder import resolve_mode
     from draftlab.model.hf_files import check_trimmable
+    from draftlab.model.modes import resolve_mode
     from draftlab.model.size import read_size
     from draftlab.model.tokenizer import common_vocabulary
     from draftlab.pruning.trial_model import prunable_shape

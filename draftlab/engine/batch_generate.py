@@ -7,7 +7,7 @@ of its own, so what is sampled does not depend on the other prompts of the batch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +17,15 @@ from draftlab.console import note, progress
 from draftlab.engine.verify import check_logits, distribution, draw
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.decoder import Decoder, in_native_mode, load
-from draftlab.model.hf_decoder import HFCache, HFDecoder
+from draftlab.model.decoder import Decoder
+from draftlab.model.hf_decoder import HFCache
 from draftlab.model.llama import Cache
-from draftlab.model.recurrent_decoder import RecurrentCache, RecurrentDecoder, has_attention
+from draftlab.model.modes import in_native_mode, load
+from draftlab.model.recurrent_decoder import RecurrentCache
 from draftlab.prompts import Prompt
-from draftlab.sampling import SamplingParams
+from draftlab.sampling import FinishReason, SamplingParams
 from draftlab.turns import Answer
 
-FinishReason = Literal["length", "stop"]
 GIGABYTE = 1_000_000_000
 MOST_RUNNING = 0.75  # of the texts of a batch; when no more are unfinished, it shrinks to those
 BYTES_PER_LOGIT = 32  # at the peak of a step that samples: logits, probabilities and their sums in fp64
@@ -72,9 +72,7 @@ def load_generator(
     dtype = dtype or checkpoint.compute_dtype(directory, device)
     note(f"loading {hub.checkpoint_name(directory)} in {checkpoint.dtype_name(dtype)}")
     model = load(directory, dtype, device, device_map)
-    if isinstance(model, RecurrentDecoder) and has_attention(model.model):
-        return HFDecoder(model.model, one_length=True)  # nothing is rolled back, so that rows can share a pass
-    return in_native_mode(model, dtype, "generating")
+    return in_native_mode(model.without_rollback(), dtype, "generating")
 
 
 def generate_batch(

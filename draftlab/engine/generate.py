@@ -7,7 +7,7 @@ every cache: it holds each row's tokens except the last one, which is fed first 
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,8 @@ from torch import Tensor
 from draftlab.engine.clocks import StepClock
 from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms
 from draftlab.engine.verify import check_logits, distribution, draw, verify_rows
-from draftlab.model.cuda_graphs import CudaGraphLlama, draft_chain
-from draftlab.model.decoder import Decoder, feed
+from draftlab.model.decoder import Decoder, Parents, Tree, feed
 from draftlab.model.devices import staged
-from draftlab.model.llama import Parents, Tree
 from draftlab.sampling import SamplingParams
 
 
@@ -79,23 +77,11 @@ class Drafter(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class TargetCacheReader(Protocol):
-    """A drafter that reads the target's cache."""
-
     def attach(self, cache: Any) -> None:
-        """Receive the cache of the target, before its first pass."""
-        ...
-
-
-@runtime_checkable
-class PromptReader(Protocol):
-    """A drafter with a cache of its own, which takes in the prompt before the first draft."""
+        """Receive the cache of the target, before its first pass; for drafters that read it."""
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
-        """Read each text: a prompt, and the token that the target's prefill gave."""
-        ...
+        """Read each text, a prompt and the token after it, before the first draft; for drafters with a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +107,7 @@ def fit_vocab(logits: Tensor, vocab: int | None) -> Tensor:
     return F.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A draft model with a KV cache of its own, rolled back to the emitted tokens.
 
     vocab: the target's, where the draft's head is padded to another size.
@@ -140,22 +126,16 @@ class ModelDrafter:
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         first = self.drafted is None
-        logits, sampler = self.last_logits(texts)[:, -1], Sampler(sampling.unlimited(), self.vocab)
+        logits = self.last_logits(texts)[:, -1]
         if first:
             check_logits(logits, "the draft")
-        if isinstance(self.model, CudaGraphLlama):
-            self.drafted, q = self.model.draft_chain(logits, self.cache, uniform, sampler)
-        else:
-            self.drafted, q = draft_chain(logits, uniform, sampler, self.next_logits)
+        sampler = Sampler(sampling.unlimited(), self.vocab)
+        self.drafted, q = self.model.draft(logits, self.cache, uniform, sampler)
         return Draft(ids=self.drafted, q=q, counts=[count] * len(texts))
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
         """Read all but the last token, which the first draft reads."""
         self.last_logits([text[:-1] for text in texts])
-
-    def next_logits(self, token: Tensor) -> Tensor:
-        """Append one token to each row, [B], and return the logits that follow, [B, V]."""
-        return self.model.forward(token.unsqueeze(1), self.cache, last=1)[:, -1]
 
     def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
         """Roll the cache back to the texts and return the logits of their last tokens, [B, last, V]."""
@@ -211,7 +191,6 @@ def speculative_decode(
     cache = target.new_cache(len(prompts), capacity)
     if drafter is not None:
         drafter.reset(len(prompts), capacity)
-    if isinstance(drafter, TargetCacheReader):
         drafter.attach(cache)
     draws = _draws(sampling, numbers or range(len(prompts)), 2 * k + 1).to(target.device)
     prefilled = False
@@ -219,7 +198,7 @@ def speculative_decode(
     while rows.live:
         room, uniform = rows.room(), rows.current(draws)
         count = min(k, max(room)) if prefilled else 0
-        if count and isinstance(target, CudaGraphLlama):
+        if count and target.replays_passes:
             count = k  # one shape for every pass: tokens beyond a text's limit do not count
         start = clock()
         draft = drafter.propose(rows.texts, count, own, uniform[:, :count]) if drafter and count else None
@@ -231,7 +210,7 @@ def speculative_decode(
         drafted = [0] * len(room) if draft is None else [min(pair) for pair in zip(draft.counts, room, strict=True)]
         emitted = rows.append(verify_batch(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft)
         end = read_at = clock()
-        if not prefilled and k and rows.live and isinstance(drafter, PromptReader):
+        if drafter is not None and not prefilled and k and rows.live:
             drafter.prefill(rows.texts)
             read_at = clock()
         for row, accepted, tokens in emitted:

@@ -18,7 +18,8 @@ from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer, hf, trials
 from draftlab.exporting.form import Form
-from draftlab.model import checkpoint, decoder, eagle, hub, llama, parallel
+from draftlab.model import checkpoint, eagle, hub, llama, modes, parallel
+from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import HeadShape
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_files import read_head_ids
@@ -197,7 +198,7 @@ class DraftModel:
             yield ok("weights", f"finite, {dtype}")
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
-        model = decoder.load(self.path, checkpoint.resolve_dtype("auto", device), device)
+        model = modes.load(self.path, checkpoint.resolve_dtype("auto", device), device)
         return [trials.check_perplexity(model, prompts, self.vocab), trials.check_decoding(model, prompts[:2])]
 
     def refuse(self, form: Form) -> None:
@@ -232,11 +233,11 @@ class DraftModel:
         self, directory: Path, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int, device: torch.device
     ) -> list[TokenLogprobs]:
         with hf.as_quantized(directory, form.outtype) as reference:
-            model = decoder.load(reference, torch.float32, device)
+            model = modes.load(reference, torch.float32, device)
         return self._scores(model, form, texts, sampling, k)
 
     def _scores(
-        self, model: decoder.Decoder, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int
+        self, model: Decoder, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int
     ) -> list[TokenLogprobs]:
         return score_tokens(model, texts, self.target_vocab, sampling)
 
@@ -265,7 +266,7 @@ class ParallelDraft(DraftModel):
         yield ok("pard_token", f"{token}: it drafts {known} in one pass")
 
     def _scores(
-        self, model: decoder.Decoder, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int
+        self, model: Decoder, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int
     ) -> list[TokenLogprobs]:
         token = parallel.pard_token(self.path)
         if token is None or form.server is None or not form.server.parallel:

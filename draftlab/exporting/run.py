@@ -15,7 +15,8 @@ from draftlab.exporting.artifact import Exportable
 from draftlab.exporting.card import Card, history
 from draftlab.exporting.form import Form
 from draftlab.latency.k_schedule import Ranges
-from draftlab.model import checkpoint, decoder
+from draftlab.model import checkpoint, modes
+from draftlab.model.decoder import Decoder
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
@@ -139,8 +140,8 @@ def _verify(
     assert server is not None  # the settings say so
     sampling = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target))
 
-    def load_target() -> decoder.Decoder:
-        return decoder.load(target, torch.float32, verifier.device)
+    def load_target() -> Decoder:
+        return modes.load(target, torch.float32, verifier.device)
 
     model = load_target()
     prompts = _answer_turns(target, verifier.prompts, model)
@@ -175,7 +176,7 @@ def _verify(
         return prompts, verify.verify(server, verifier.program, trial, texts, count, ends, method)
 
 
-def _answer_turns(target: Path, prompts: Prompts, model: decoder.Decoder) -> Prompts:
+def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
     """Return a prompt for every turn, after the target's greedy answers to earlier ones. model: the target."""
     sampling = SamplingParams(max_tokens=TURN_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target))
     return turns.answered(

@@ -6,9 +6,9 @@ B rows, T new tokens, V vocab.
 import torch
 from torch import Tensor
 
-from draftlab.model.decoder import Decoder
+from draftlab.model.decoder import Decoder, Tree
 from draftlab.model.eagle_llama import EagleLlama
-from draftlab.model.llama import Cache, LayerStates, Tree
+from draftlab.model.llama import Cache, LayerStates
 
 
 class HeadPasses(Decoder):
@@ -19,15 +19,11 @@ class HeadPasses(Decoder):
     """
 
     def __init__(self, head: EagleLlama, own: bool = False) -> None:
-        self.head, self.own = head, own
+        self.head, self.own, self.context = head, own, head.context
 
     @property
     def device(self) -> torch.device:
         return self.head.device
-
-    @property
-    def context(self) -> int:
-        return self.head.context
 
     @property
     def weight_bytes(self) -> int:

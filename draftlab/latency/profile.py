@@ -16,11 +16,12 @@ from draftlab.errors import UserError
 from draftlab.latency.cost_model import Profile, active_params, write_profile
 from draftlab.latency.head_passes import HeadPasses
 from draftlab.latency.machine_state import device_name, steady_clock
-from draftlab.latency.profiler import Grid, LatencyCurves, measure, weight_bytes
+from draftlab.latency.profiler import Grid, LatencyCurves, measure
 from draftlab.latency.random_model import random_model
 from draftlab.model import Mode, checkpoint, eagle, eagle_llama, hub, llama, memory, parallel
-from draftlab.model.decoder import Decoder, check_mode, load, resolve_mode
+from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
+from draftlab.model.modes import check_mode, load, resolve_mode
 from draftlab.model.shape import Shape
 from draftlab.model.size import ApproximateSize, read_size
 from draftlab.output import Output
@@ -182,7 +183,7 @@ def _profile(
 ) -> Profile:
     device, dtype = running.device, running.dtype
     shape = model.shape if isinstance(model, Llama) else None
-    weights = int(active_params(shape)) if shape else weight_bytes(model) // dtype.itemsize
+    weights = int(active_params(shape)) if shape else model.weight_bytes // dtype.itemsize
     return Profile(
         kind="measured",
         name=subject.name,

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.clocks import Clock, clock_for
-from draftlab.engine.generate import Draft, decode, speculative_decode
+from draftlab.engine.generate import Draft, Drafter, decode, speculative_decode
 from draftlab.engine.timing import Task, memory_sweep, summarize, time_interleaved
 from draftlab.latency.cost_model import Point, SteadyPoint
 from draftlab.latency.head_passes import HeadPasses
 from draftlab.model import Mode
-from draftlab.model.decoder import Decoder, KVCache, with_mode
-from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.decoder import Decoder, KVCache
 from draftlab.model.llama import Llama
+from draftlab.model.modes import with_mode
 from draftlab.results.score import Latency
 from draftlab.sampling import SamplingParams
 
@@ -126,7 +126,7 @@ def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[flo
     return [1e3 * step.host_seconds for step in itertools.islice(steps, 1, grid.repeats + 1) if step.drafted == k]
 
 
-class RepeatLastToken:
+class RepeatLastToken(Drafter):
     """A drafter that repeats the last token, to time what the engine does with a draft."""
 
     def __init__(self, device: torch.device) -> None:
@@ -138,15 +138,6 @@ class RepeatLastToken:
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         ids = torch.tensor([text[-1:] * count for text in texts], device=self.device)
         return Draft(ids=ids, q=None, counts=[count] * len(texts))
-
-
-def weight_bytes(model: Decoder) -> int:
-    """Return how much memory a model's weights take."""
-    if isinstance(model, Llama):
-        return model.shape.weight_bytes(model.embed.itemsize)
-    if isinstance(model, HeadPasses):
-        return model.weight_bytes
-    return sum(p.nbytes for p in model.model.parameters()) if isinstance(model, HFDecoder) else 0
 
 
 def _point(times: Mapping[tuple[str, int, At], list[float]], name: str, after: int, at: At) -> Point:
@@ -189,8 +180,8 @@ def _other_work(name: str, models: Mapping[str, Decoder], passes: Mapping[str, M
     """Return what runs before a pass: one of the largest other model, or a sweep over memory if there is none."""
     others = [other for other in models if other != name]
     if others:
-        return next(iter(passes[max(others, key=lambda other: weight_bytes(models[other]))].values()))
-    return memory_sweep(weight_bytes(models[name]), torch.float32, models[name].device)[1]
+        return next(iter(passes[max(others, key=lambda other: models[other].weight_bytes)].values()))
+    return memory_sweep(models[name].weight_bytes, torch.float32, models[name].device)[1]
 
 
 def _lead_in(other: Task, run: Task, after: int) -> Task:

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from draftlab.model.attention import AttentionMetadata
+from draftlab.model.decoder import Drafted, Sampler, Tree, draft_chain
 from draftlab.model.devices import staged
-from draftlab.model.llama import Cache, LayerStates, Llama, Tree
+from draftlab.model.llama import Cache, LayerStates, Llama
 
 BUCKET = 256  # S is rounded up to a multiple; positions after a row's end are masked
 WIDE = 512  # wider passes are bound by arithmetic, not by launches
 
-Drafted = tuple[Tensor, Tensor | None]  # tokens, and their q
-Sampler = Callable[[Tensor, Tensor], Drafted]  # of logits [B, V] and draws [B]
 Result = TypeVar("Result")
 
 
@@ -66,6 +65,10 @@ class CudaGraphLlama(Llama):
         self._chains: dict[tuple[object, ...], _Chain] = {}
         # the graphs of passes share one, as their logits are outside; a chain's tokens are inside its own
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    @property
+    def replays_passes(self) -> bool:
+        return True
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         self.check_fits(capacity)
@@ -118,7 +121,7 @@ class CudaGraphLlama(Llama):
         return store.layer_states[ids]
 
     @torch.inference_mode()
-    def draft_chain(
+    def draft(
         self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, state: Tensor | None = None
     ) -> Drafted:
         """Draft K tokens after the cached ones, see draft_chain; all choices and passes are one graph.
@@ -195,19 +198,6 @@ def _end(cache: Cache, width: int) -> int:
     if end > cache.capacity:
         raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
     return min(cache.capacity, -(-end // BUCKET) * BUCKET)
-
-
-def draft_chain(logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]) -> Drafted:
-    """Draft tokens autoregressively, [B, K]; return them and the distributions they were drawn from, [B, K, V], if any.
-
-    logits: after the texts, [B, V]. uniform: draws in [0, 1), [B, K]. following: returns logits after one more token.
-    """
-    ids, q = [], []
-    for draws in uniform.unbind(1):
-        token, drawn_from = choose(following(ids[-1]) if ids else logits, draws)
-        ids.append(token)
-        q += [] if drawn_from is None else [drawn_from]
-    return torch.stack(ids, 1), torch.stack(q, 1) if q else None
 
 
 def capture(run: Callable[[], Result], device: torch.device, pool: Any = None) -> Callable[[], Result]:

@@ -1,25 +1,46 @@
 """Decoders: what decoding needs of a model, provided by llama.py where possible, else by transformers.
 
-B rows, T new tokens, V vocab.
+B rows, T new tokens, K drafted tokens, V vocab.
 """
 
-import functools
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from draftlab.console import note
-from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.model import Mode, checkpoint, llama, native_cpu, parallel
-from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.devices import staged
-from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.native_cpu import NativeLlama
-from draftlab.model.recurrent_decoder import RecurrentDecoder, has_recurrent_layers
+from draftlab.model.shape import Shape
+
+CPU = torch.device("cpu")
+
+Drafted = tuple[Tensor, Tensor | None]  # tokens, and their q
+Sampler = Callable[[Tensor, Tensor], Drafted]  # logits [B, V] and draws [B] -> tokens [B], and their q [B, V]
+Parents = Sequence[int] | Sequence[tuple[int, ...]]  # of each token of a tree, or of each row's
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A token tree of one pass: the depth of each token, [T], and which tokens each one attends to, [T, T] bool.
+
+    Or one for each row, [B, T] and [B, T, T].
+    """
+
+    depth: Tensor
+    mask: Tensor
+
+    @classmethod
+    def from_parents(cls, parents: Parents, device: torch.device = CPU) -> "Tree":
+        """Return the tree with root token 0, in which parents[i], an earlier token, is the parent of token i + 1."""
+        rows = [row for row in parents if isinstance(row, tuple)]
+        if rows:
+            trees = [cls.from_parents(row, device) for row in rows]
+            return cls(torch.stack([tree.depth for tree in trees]), torch.stack([tree.mask for tree in trees]))
+        mask = torch.eye(len(parents) + 1, dtype=torch.bool)
+        for child, parent in enumerate(parents, 1):
+            mask[child] |= mask[parent]
+        return cls((mask.sum(1) - 1).to(device), mask.to(device))
 
 
 class KVCache(Protocol):
@@ -29,15 +50,12 @@ class KVCache(Protocol):
 
 
 class Decoder(Protocol):
-    """A model that decodes with a cache; llama.Llama is one."""
+    """A model that decodes with a cache. llama.Llama and hf_decoder.HFDecoder are decoders."""
+
+    context: int  # longest text in tokens
 
     @property
     def device(self) -> torch.device: ...
-
-    @property
-    def context(self) -> int:
-        """Return the longest text in tokens."""
-        ...
 
     @property
     def vocab(self) -> int | None:
@@ -50,48 +68,68 @@ class Decoder(Protocol):
         return True
 
     @property
+    def architecture(self) -> Shape | None:
+        """Return the shape of a model that draftlab's own engine computes, None for a model of transformers."""
+        return None
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """Return how weights are stored where that is not a floating-point dtype: int8, or a quantisation method."""
+        return None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return how much memory the weights take."""
+        return 0
+
+    @property
     def kv_bytes(self) -> int:
         """Return the bytes of the KV cache per token, at most."""
         return 0
+
+    @property
+    def replays_passes(self) -> bool:
+        """Return whether a pass of a new size is recorded first, so that few sizes are better than small ones."""
+        return False
 
     def new_cache(self, rows: int, capacity: int) -> Any:
         """Return an empty KVCache for rows of at most capacity tokens."""
         ...
 
-    def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: llama.Tree | None = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Append ids [B, T] to the cache; return logits [B, T, V], or those of the last tokens, [B, last, V].
 
         tree: which of the T tokens follow which; by default each follows the one before.
         """
         ...
 
-    def forward_uncached(self, ids: Tensor, last: int, tree: llama.Tree | None = None) -> Tensor:
+    def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
         """Return the logits of the last tokens of whole texts, [B, last, V]; no cache is kept. tree: as in forward."""
         return self.forward(ids, self.new_cache(len(ids), ids.shape[1]), last, tree)
 
+    def draft(self, logits: Tensor, cache: Any, uniform: Tensor, choose: Sampler) -> Drafted:
+        """Draft K tokens after the cached tokens, see draft_chain. The last token is not fed.
 
-def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None) -> Decoder:
-    """Load a checkpoint with llama.py if it computes the architecture and no device_map is given, else with
-    transformers.
+        logits: logits after the cached tokens, [B, V]. uniform: draws in [0, 1), [B, K].
+        """
+        return draft_chain(logits, uniform, choose, lambda ids: self.forward(ids.unsqueeze(1), cache, last=1)[:, -1])
+
+    def without_rollback(self) -> "Decoder":
+        """Return a decoder for text without drafts, whose cache only grows."""
+        return self
+
+
+def draft_chain(logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]) -> Drafted:
+    """Draft tokens autoregressively, [B, K]; return them and the distributions they were drawn from, [B, K, V], if any.
+
+    logits: after the texts, [B, V]. uniform: draws in [0, 1), [B, K]. following: returns logits after one more token.
     """
-    if device_map is not None:
-        return hosted(checkpoint.load_model(directory, dtype, device, device_map).eval())
-    try:
-        llama.check_supported(directory)
-    except OtherArchitecture as error:
-        note(f"{error}; transformers runs it instead")
-    except Quantised:
-        note(f"{directory} is quantised: transformers runs it, slower than a server does (draftlab score --server)")
-    else:
-        model = llama.load(directory, dtype, device)
-        model.pard_token = parallel.pard_token(directory)
-        return model
-    return hosted(checkpoint.load_model(directory, dtype, device).eval())
-
-
-def hosted(model: PreTrainedModel) -> HFDecoder:
-    """Return a model that transformers runs as a decoder."""
-    return RecurrentDecoder(model) if has_recurrent_layers(model) else HFDecoder(model)
+    ids, q = [], []
+    for draws in uniform.unbind(1):
+        token, drawn_from = choose(following(ids[-1]) if ids else logits, draws)
+        ids.append(token)
+        q += [] if drawn_from is None else [drawn_from]
+    return torch.stack(ids, 1), torch.stack(q, 1) if q else None
 
 
 def feed(
@@ -116,65 +154,3 @@ def feed(
         return logits
     rows_of = torch.arange(len(texts)).unsqueeze(1)
     return logits[rows_of, torch.tensor(at).unsqueeze(1) - min(at) + torch.arange(last)]
-
-
-def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
-    """Note if the dtype is slow in this mode. Raises UserError: the mode does not run on this device or with it."""
-    if mode == "native":
-        native_cpu.check(device, dtype)
-    if mode == "eager" and not checkpoint.is_fast(dtype, device):
-        _note_slow(checkpoint.dtype_name(dtype))
-    if mode == "graphs" and device.type != "cuda":
-        raise UserError(f"mode graphs needs a CUDA device, and this is {device.type}; use eager or native")
-
-
-@functools.cache  # once for target and drafts
-def _note_slow(dtype: str) -> None:
-    note(f"this CPU multiplies {dtype} slowly in mode eager; use --mode native or --dtype float32")
-
-
-def resolve_mode(
-    mode: Mode | Literal["auto"], device: torch.device, dtype: torch.dtype, models: Iterable[Path]
-) -> Mode:
-    """Return the mode; auto: graphs on CUDA, native on a CPU, eager with a note where these cannot run the models."""
-    if mode != "auto":
-        return mode
-    try:
-        for directory in models:
-            llama.check_supported(directory)
-        if device.type == "cuda":
-            return "graphs"
-        native_cpu.check(device, dtype)
-        native_cpu.library()
-    except UserError as error:
-        note(f"mode eager: {error}")
-        return "eager"
-    return "native"
-
-
-def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
-    """Return the model with passes that run in a mode. int8: with weights rounded to int8, in mode native.
-
-    Raises:
-        UserError: the mode does not run on this device or with this dtype, or int8 in another mode.
-    """
-    check_mode(mode, model.device, model.embed.dtype)
-    if mode == "native":
-        return NativeLlama(model, int8)
-    if int8:
-        raise UserError(f"int8 weights need mode native, not {mode}")
-    return CudaGraphLlama(model) if mode == "graphs" else model
-
-
-def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
-    """Return the model in mode native on a CPU, or as it is, with a note where that cannot run.
-
-    purpose: what the note says is done instead in mode eager, as "evaluating".
-    """
-    if not isinstance(model, llama.Llama) or model.device.type != "cpu" or dtype == torch.float16:
-        return model
-    try:
-        return with_mode(model, "native")
-    except UserError as error:
-        note(f"{error}; {purpose} in mode eager")
-        return model

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from draftlab.model import Mode, cuda_graphs, eagle
 from draftlab.model.attention import AttentionMetadata, pinned_backends
 from draftlab.model.cuda_graphs import CudaGraphLlama
+from draftlab.model.decoder import Drafted, Sampler, Tree, draft_chain
 from draftlab.model.eagle import Head
 from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.llama import Cache, Llama, Tree, rms_norm, rotary
+from draftlab.model.llama import Cache, Llama, rms_norm, rotary
 from draftlab.model.native_cpu import WIDE, NativeLlama
 
 
@@ -68,6 +69,19 @@ class EagleLlama(Llama):
         drafted = self.decode_states(ids, states, cache, self._metadata(cache, ids.shape[1], tree), last)
         cache.used = [used + ids.shape[1] for used in cache.used]
         return drafted
+
+    def draft(
+        self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, state: Tensor | None = None
+    ) -> Drafted:
+        """Draft K tokens, see Decoder.draft. state: the head's after the last token of each text, [B, 1, D]."""
+
+        def following(token: Tensor) -> Tensor:
+            nonlocal state
+            assert state is not None  # a head drafts from states
+            logits, state = self.step(token.unsqueeze(1), state, cache, last=1)
+            return logits[:, -1]
+
+        return draft_chain(logits, uniform, choose, following)
 
     def decode_states(
         self, ids: Tensor, states: Tensor, cache: Cache, metadata: AttentionMetadata, last: int
@@ -125,10 +139,15 @@ class CudaGraphEagle(EagleLlama, CudaGraphLlama):
         assert graph.states is not None  # as given
         return graph.logits, graph.states
 
+    def draft(
+        self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, state: Tensor | None = None
+    ) -> Drafted:
+        return CudaGraphLlama.draft(self, logits, cache, uniform, choose, state)
+
     def _pass(
         self, ids: Tensor, cache: Cache, metadata: AttentionMetadata, last: int, states: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        assert states is not None  # by step and draft_chain
+        assert states is not None  # by step and draft
         return self.decode_states(ids, states, cache, metadata, last)
 
 

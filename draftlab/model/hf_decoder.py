@@ -20,7 +20,9 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, llama
+from draftlab.model import checkpoint
+from draftlab.model.decoder import Decoder, Tree
+from draftlab.model.hf_files import quantization_method
 from draftlab.model.llama import LayerStates
 
 RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # layers with states in place of keys
@@ -99,14 +101,13 @@ class HFCache:
         return bool((self.position == torch.arange(self.position.shape[1])).all())
 
 
-class HFDecoder:
+class HFDecoder(Decoder):
     """A transformers model as a Decoder, in memory or spread over devices by accelerate."""
 
     def __init__(self, model: PreTrainedModel, *, one_length: bool = False) -> None:
         """one_length: all rows of a batch have the same length, so that no trial is needed."""
         self.model, self.config = model, model.config.get_text_config()
         self.one_length = one_length
-        self.vocab = int(self.config.vocab_size)
         name = self.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # GPT-2: n_positions
         self.context = int(self.config.to_dict().get(name) or checkpoint.UNLIMITED)
         self._states: dict[int, Tensor] = {}  # of the last pass, after some layers
@@ -115,6 +116,18 @@ class HFDecoder:
     def device(self) -> torch.device:
         devices = (p.device for p in self.model.parameters() if not p.is_meta)  # meta ones are offloaded to disk
         return next(devices, checkpoint.CPU)
+
+    @property
+    def vocab(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def weights_dtype(self) -> str | None:
+        return quantization_method(self.model.config.to_dict())
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters())
 
     @property
     def embed(self) -> Tensor:
@@ -161,7 +174,7 @@ class HFDecoder:
         return LayerStates(ids, self.embed.new_zeros(size))
 
     @without_gradients
-    def forward(self, ids: Tensor, cache: HFCache, last: int = 0, tree: llama.Tree | None = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: HFCache, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Run one pass, see Decoder.
 
         Raises:
@@ -182,9 +195,7 @@ class HFDecoder:
             raise UserError(f"{text}: its attention takes no mask of one's own; use a batch size of 1")
         return self._run(ids, cache, last, tree, masked=True)
 
-    def _run(
-        self, ids: Tensor, cache: HFCache, last: int, tree: llama.Tree | None = None, masked: bool = False
-    ) -> Tensor:
+    def _run(self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None, masked: bool = False) -> Tensor:
         """Run a pass and note what its slots hold. masked: with positions and a mask of its own."""
         used, steps = torch.tensor(cache.used).unsqueeze(1), torch.arange(ids.shape[1])
         layout = self._layout(cache, used, ids.shape[1], tree) if masked else {}
@@ -201,7 +212,7 @@ class HFDecoder:
         for layers in layer_states.ids:
             layer_states.store(layers, self._states[layers].to(layer_states.states), (rows, slice(None), places))
 
-    def _layout(self, cache: HFCache, used: Tensor, width: int, tree: llama.Tree | None) -> dict[str, Any]:
+    def _layout(self, cache: HFCache, used: Tensor, width: int, tree: Tree | None) -> dict[str, Any]:
         """Return positions and the attention mask of a pass. used: [B, 1]."""
         depth = torch.arange(width) if tree is None else tree.depth.cpu()
         among = torch.ones(width, width, dtype=torch.bool).tril() if tree is None else tree.mask.cpu()
@@ -250,7 +261,7 @@ class HFDecoder:
         return bool(error < TRIAL_ERROR.get(self.model.dtype, 0.05))
 
     @without_gradients
-    def forward_uncached(self, ids: Tensor, last: int, tree: llama.Tree | None = None) -> Tensor:
+    def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
         run: Any = self.model
         if tree is None:
             return run(input_ids=ids, use_cache=False, logits_to_keep=last).logits

@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from draftlab.errors import OtherArchitecture, UserError
 from draftlab.model import checkpoint
 from draftlab.model.attention import NARROW, AttentionMetadata, attend, pinned_backends
+from draftlab.model.decoder import Decoder, Tree
 from draftlab.model.devices import staged
 from draftlab.model.hf_files import read_head_ids
 from draftlab.model.shape import Shape
@@ -77,32 +78,6 @@ class Cache:
         return Cache(self.keys[:, mask], self.values[:, mask], used, states, layers)
 
 
-Parents = Sequence[int] | Sequence[tuple[int, ...]]  # of each token of a tree, or of each row's
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """A token tree of one pass: the depth of each token, [T], and which tokens each one attends to, [T, T] bool.
-
-    Or one for each row, [B, T] and [B, T, T].
-    """
-
-    depth: Tensor
-    mask: Tensor
-
-    @classmethod
-    def from_parents(cls, parents: Parents, device: torch.device = checkpoint.CPU) -> "Tree":
-        """Return the tree with root token 0, in which parents[i], an earlier token, is the parent of token i + 1."""
-        rows = [row for row in parents if isinstance(row, tuple)]
-        if rows:
-            trees = [cls.from_parents(row, device) for row in rows]
-            return cls(torch.stack([tree.depth for tree in trees]), torch.stack([tree.mask for tree in trees]))
-        mask = torch.eye(len(parents) + 1, dtype=torch.bool)
-        for child, parent in enumerate(parents, 1):
-            mask[child] |= mask[parent]
-        return cls((mask.sum(1) - 1).to(device), mask.to(device))
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
     """Weights of one layer; q, k, v are stacked for a single product, as are gate and up.
@@ -125,8 +100,8 @@ class Block:
     mlp_norm: Tensor | None
 
 
-class Llama:
-    """A decoder: weights, rotary tables, and a forward pass over a static cache."""
+class Llama(Decoder):
+    """Weights, rotary tables, and a forward pass over a static cache."""
 
     hidden_norm: Tensor | None = None  # of an EAGLE-3 head (eagle_llama.py)
     norm_before_residual = False
@@ -152,8 +127,6 @@ class Llama:
         self.cos = (angles.cos() * rope_scale).to(self.embed)
         self.sin = (angles.sin() * rope_scale * sign).to(self.embed)
 
-    takes_rows = True
-
     @property
     def device(self) -> torch.device:
         return self.embed.device
@@ -161,6 +134,14 @@ class Llama:
     @property
     def vocab(self) -> int:
         return self.shape.vocab
+
+    @property
+    def architecture(self) -> Shape:
+        return self.shape
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.shape.weight_bytes(self.embed.itemsize)
 
     @property
     def kv_bytes(self) -> int:

@@ -27,7 +27,8 @@ from draftlab.atomic import replacing, write_atomic
 from draftlab.console import note
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint
-from draftlab.model.llama import Block, Cache, Llama, Tree
+from draftlab.model.decoder import Tree
+from draftlab.model.llama import Block, Cache, Llama
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
@@ -81,6 +82,10 @@ class NativeLlama(Llama):
         self._run: Callable[..., None] = getattr(library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}")
         self._tensors: list[Tensor] = []  # those that the structures point to
         self._model = self._structure()
+
+    @property
+    def weights_dtype(self) -> str | None:
+        return "int8" if self.int8 else None
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:

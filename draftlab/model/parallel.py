@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, llama
+from draftlab.model import checkpoint
+from draftlab.model.decoder import Tree
 
 PARD_TOKEN, SPD_TYPE, OFFSETS = "pard_token", "spd_type", "pard_offsets"  # keys of config.json; the last is ours alone
 RESERVED = ("reserved", "unused", "<|extra")  # in the names of tokens that tokenizers keep free
@@ -29,9 +30,9 @@ class Packed:
     predicted: Tensor  # [N] places in B x T, each one before the token that is predicted
     offset: Tensor  # [N] from 1 on
 
-    def tree(self) -> llama.Tree:
+    def tree(self) -> Tree:
         """Return the structure of one row for Llama.forward, relative to what is cached."""
-        return llama.Tree(self.positions[0], self.mask[0])
+        return Tree(self.positions[0], self.mask[0])
 
 
 def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = None) -> Packed:

@@ -17,8 +17,9 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from draftlab.errors import UserError
+from draftlab.model.decoder import Decoder, Tree
 from draftlab.model.hf_decoder import RECURRENT, TRIAL, TRIAL_ERROR, HFDecoder, without_gradients
-from draftlab.model.llama import LayerStates, Tree
+from draftlab.model.llama import LayerStates
 
 STATES = ("conv_states", "recurrent_states", "has_previous_state")  # of such a layer
 
@@ -102,6 +103,10 @@ class RecurrentDecoder(HFDecoder):
         cache.used = [used + ids.shape[1] for used in cache.used]
         return torch.cat(logits)
 
+    def without_rollback(self) -> Decoder:
+        """Return a decoder whose rows share a pass, unless the model has no attention, which takes the mask."""
+        return HFDecoder(self.model, one_length=True) if has_attention(self.model) else self
+
     def _new_row(self) -> RecurrentRow:
         row = RecurrentRow(DynamicCache(config=self.model.config))
         row.past.layers = [DynamicLayer() if _slides(layer) else layer for layer in row.past.layers]
@@ -148,7 +153,7 @@ class RecurrentDecoder(HFDecoder):
     def continues(self) -> bool:
         """Return whether several tokens after others are computed in one pass: a trial of one row shows it."""
         ids, row = list(TRIAL[0]), self._new_row()
-        vars(self)["continues"] = True  # for the trial itself
+        self.__dict__["continues"] = True  # for the trial itself
         self._read(row, ids[:2], 1)
         found = self._read(row, ids[2:], 1)[0, -1]
         expected = self._read(self._new_row(), ids, 1)[0, -1]

@@ -1,6 +1,6 @@
 """A prune on disk: select parts, cut, refit, write."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import provenance
-from draftlab.atomic import check_writable, remove_state
-from draftlab.console import is_main_process, note, progress
+from draftlab.atomic import check_writable
+from draftlab.console import note, progress
 from draftlab.model import checkpoint, saving
 from draftlab.model.hf_files import read_head_ids, write_head_ids
 from draftlab.model.shape import Shape
@@ -21,13 +21,10 @@ from draftlab.output import Output
 from draftlab.pruning import choose
 from draftlab.pruning.cut import Cut, Keep, Rotated, keep_all
 from draftlab.pruning.importance import Importance, calibrate, load_scores, save_scores
-from draftlab.pruning.masks.hard_concrete import Masks
-from draftlab.pruning.masks.training import MASKS_FILE, MaskTraining, train_masks
 from draftlab.pruning.refit import Agreement, Lockstep, Refit
 from draftlab.pruning.source import Source
 from draftlab.pruning.texts import Text
 from draftlab.pruning.walk import Walk
-from draftlab.training.checkpointer import process_state
 
 KEEP_FILE = "keep.json"
 
@@ -42,12 +39,13 @@ class Selection:
     Args:
         weights: The source's weights in the draft's basis, not yet cut.
         basis: Map from the source's residual stream to the draft's, [D, D'].
+        save: Function that writes files of its own into the draft's directory.
     """
 
     keep: Keep
     basis: Tensor
     weights: Mapping[str, Tensor]
-    masks: Masks | None = None
+    save: Callable[[Path], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,39 +95,50 @@ class Prune:
             rotate: Whether the residual stream is turned to its principal directions before its width is cut. A stream
                 whose head is tied to the embedding is never turned.
         """
-        if self._is_copy():
-            return self._copy()
+        if self.is_copy():
+            return self.copy()
         if method == "importance":
-            return self._write(self._most_active(depth, rotate and not self.source.shape.tied, scores_cache))
+            return self.write(self._most_active(depth, rotate and not self.source.shape.tied, scores_cache))
         have, seed = self.source.shape, self.text.seed
         if method == "magnitude":
             scores = choose.magnitude_scores(self.source.weights, have)
         else:
             scores = choose.random_scores(have, seed) if method == "random" else choose.first_scores(have)
         layers = choose.top(scores.layers, self.shape.layers)
-        return self._write(self._unrotated(choose.choose(scores, have, self.shape, layers)))
+        return self.write(self._unrotated(choose.choose(scores, have, self.shape, layers)))
 
-    def by_masks(self, training: MaskTraining) -> PrunedDraft:
-        """Write the draft that trained masks cut out; several processes may train them. A killed run resumes.
+    def is_copy(self) -> bool:
+        """Return whether nothing but the head is cut, after checking that the draft fits the disk, and its text."""
+        self.output.check_space(self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft")
+        is_copy = self.shape.with_whole_head() == self.source.shape.with_whole_head()
+        _ = self._head if is_copy else (self._head, self._heldout)  # before hours of calibration or training
+        return is_copy
 
-        Raises:
-            UserError: The loss is not finite.
-        """
-        if self._is_copy():
-            return self._copy()
-        state = self.output.state
-        with process_state().main_process_first():
-            self.output.claim_state([self.source.directory])
-        trained = train_masks(self.source, self.shape, self.text, training, state)
-        if not is_main_process():
-            return PrunedDraft(
-                source=self.source.shape, shape=self.shape, keep=trained.keep, agreement=None, disk_bytes=0
-            )
-        pruned = self._write(
-            Selection(keep=trained.keep, basis=trained.basis, weights=trained.weights, masks=trained.masks)
-        )
-        remove_state(state)
-        return pruned
+    def copy(self) -> PrunedDraft:
+        """Write the source's own weights, with the draft's head."""
+        source, keep = self.source, keep_all(self.source.shape)
+        with self.output.directory() as work:
+            weights = source.with_head(checkpoint.Weights(source.directory)).items()
+            size = saving.write_checkpoint(work, source.config_for(self.shape), iter(weights), source.directory)
+            return self._record(work, keep, size, None)
+
+    def write(self, selection: Selection) -> PrunedDraft:
+        """Cut, refit and write a selection."""
+        source, keep, head = self.source, selection.keep, self._head
+        draft_config = source.config_for(self.shape, keep.layers)
+        draft = Walk(Cut(selection.weights, self.shape, keep), draft_config, source.dtype, source.device)
+        lockstep = Lockstep(
+            source.walk(), draft, layers=keep.layers, basis=selection.basis, refit=self.refit,
+            head_ids=head.ids if head else None,
+        )  # fmt: skip
+        chunks = self._chunks if self.refit.fits else []
+        with self.output.directory() as work, progress("refit", source.shape.layers) as advance:
+            tensors = lockstep.tensors(chunks, self._heldout, lambda done: advance(done, "layers"))
+            stored = ((name, tensor.to("cpu", source.stored_dtype)) for name, tensor in tensors)
+            size = saving.write_checkpoint(work, draft_config, stored, source.directory)
+            if selection.save is not None:
+                selection.save(work)
+            return self._record(work, keep, size, lockstep.agreement)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -156,38 +165,6 @@ class Prune:
         special = template_ids(self._tokenizer) | set(checkpoint.eos_token_ids(directory))
         ids, coverage = frequent_ids(self.text.counted(self._tokenizer), self.shape.draft_vocab, vocab, special)
         return HeadIds(ids=ids, coverage=coverage)
-
-    def _is_copy(self) -> bool:
-        """Return whether nothing but the head is cut, after checking that the draft fits the disk, and its text."""
-        self.output.check_space(self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft")
-        is_copy = self.shape.with_whole_head() == self.source.shape.with_whole_head()
-        _ = self._head if is_copy else (self._head, self._heldout)  # before hours of calibration or training
-        return is_copy
-
-    def _copy(self) -> PrunedDraft:
-        source, keep = self.source, keep_all(self.source.shape)
-        with self.output.directory() as work:
-            weights = source.with_head(checkpoint.Weights(source.directory)).items()
-            size = saving.write_checkpoint(work, source.config_for(self.shape), iter(weights), source.directory)
-            return self._record(work, keep, size, None)
-
-    def _write(self, selection: Selection) -> PrunedDraft:
-        source, keep, head = self.source, selection.keep, self._head
-        draft_config = source.config_for(self.shape, keep.layers)
-        draft = Walk(Cut(selection.weights, self.shape, keep), draft_config, source.dtype, source.device)
-        lockstep = Lockstep(
-            source.walk(), draft, layers=keep.layers, basis=selection.basis, refit=self.refit,
-            head_ids=head.ids if head else None,
-        )  # fmt: skip
-        chunks = self._chunks if self.refit.fits else []
-        with self.output.directory() as work, progress("refit", source.shape.layers) as advance:
-            tensors = lockstep.tensors(chunks, self._heldout, lambda done: advance(done, "layers"))
-            stored = ((name, tensor.to("cpu", source.stored_dtype)) for name, tensor in tensors)
-            size = saving.write_checkpoint(work, draft_config, stored, source.directory)
-            if selection.masks is not None:
-                (work / MASKS_FILE).parent.mkdir()
-                selection.masks.save(work / MASKS_FILE)
-            return self._record(work, keep, size, lockstep.agreement)
 
     def _record(self, work: Path, keep: Keep, size: int, agreement: Agreement | None) -> PrunedDraft:
         """Write the small files of a draft and its record."""

@@ -25,11 +25,9 @@ from draftlab.latency.machine_state import (
 )
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import checkpoint, hub
-from draftlab.model.decoder import Decoder, load, with_mode
-from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.hf_files import quantization_method
+from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
-from draftlab.model.native_cpu import NativeLlama
+from draftlab.model.modes import load, with_mode
 from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
 from draftlab.registry import REJECTION
@@ -101,7 +99,7 @@ class Models:
             note(f"loading {hub.checkpoint_name(directory)}")
             device_map = engine.device_map if directory == self.comparison.target else None
             model = load(directory, engine.dtype, engine.device, device_map)
-            if isinstance(model, HFDecoder) and engine.mode != "eager":
+            if model.architecture is None and engine.mode != "eager":
                 raise UserError(f"transformers runs {directory}, which needs --mode eager")
             if self.comparison.batches != [1] and not model.takes_rows:
                 raise UserError(f"{directory} computes rows of one length only, which needs --batch 1")
@@ -263,18 +261,15 @@ class Measurement:
         return Model(
             name=name if path is None else hub.checkpoint_name(path),
             sha256=provenance.fingerprint(path) if path else None,
-            shape=decoder.shape if isinstance(decoder, Llama) else None,
+            shape=decoder.architecture if decoder else None,
             latency=latency.get(name, []),
             tasks=self.tasks.get(path, []) if path else [],
-            via_transformers=isinstance(decoder, HFDecoder),
+            via_transformers=decoder is not None and decoder.architecture is None,
         )
 
     def _weights(self, model: Decoder) -> str:
         """Return the precision of a model's weights: int8, how its checkpoint is quantised, or the run's dtype."""
-        if isinstance(model, NativeLlama) and model.int8:
-            return "int8"
-        quantised = quantization_method(model.model.config.to_dict()) if isinstance(model, HFDecoder) else None
-        return quantised or checkpoint.dtype_name(self.comparison.engine.dtype)
+        return model.weights_dtype or checkpoint.dtype_name(self.comparison.engine.dtype)
 
 
 def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:

@@ -19,7 +19,7 @@ from draftlab.engine.generate import Drafter, Step, decode, speculative_decode
 from draftlab.engine.rejection_rules import Rule
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import warm_up
-from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
+from draftlab.model.cuda_graphs import BUCKET
 from draftlab.model.decoder import Decoder
 from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
@@ -83,7 +83,7 @@ def measure_throughput(
     decode_to_the_end = _decoder(alone, by_name, replace(sampling, stop_token_ids=()), clock, rule, draft_temperature)
     groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
     with note_if_slow(f"warming up {len(arms)} ways of decoding; these passes do not count"):
-        for arm in sorted(arms, key=lambda arm: -arm[1]) if isinstance(target, CudaGraphLlama) else []:
+        for arm in sorted(arms, key=lambda arm: -arm[1]) if target.replays_passes else []:
             for group in _first_of_each_length(groups, prompts):  # longest caches first: longer ones replace shorter
                 deque(decode_to_the_end(arm, [prompts[i] for i in group], group), maxlen=0)
         _warm_up(arms, lambda arm: decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))

@@ -18,7 +18,7 @@ from draftlab.drafters.fallback import FALLBACK_LOOKUP_MAX, FallbackSpec
 from draftlab.drafters.prompt_lookup import PromptLookupSpec
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.decoder import resolve_mode
+from draftlab.model.modes import resolve_mode
 from draftlab.results.report import html
 from draftlab.results.score import Score, read_score, score_files
 from draftlab.searching import serving

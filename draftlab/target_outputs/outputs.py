@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from draftlab.data import Batch
-from draftlab.engine.batch_generate import FinishReason
+from draftlab.sampling import FinishReason
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # log-normalisers are stored for distilling at these
 ROUNDING = 0.01  # nats by which two log-probabilities of a token may differ in one answer of a server

@@ -23,7 +23,6 @@ from draftlab.acceptance.expected import Counts, Texts
 from draftlab.acceptance.token_logprobs import TokenLogprobs
 from draftlab.config.drafters import DRAFTERS, DrafterSpec, RunFacts
 from draftlab.console import progress
-from draftlab.engine.batch_generate import FinishReason
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.intervals import Interval, ratio_intervals
 from draftlab.model import checkpoint, hub, llama
@@ -32,7 +31,7 @@ from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
 from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import AcceptanceMetrics
-from draftlab.sampling import SamplingParams
+from draftlab.sampling import FinishReason, SamplingParams
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.repeats import LOOP, distinct_ngrams
 from draftlab.target_outputs.store import StoredOutputs

@@ -12,8 +12,8 @@ from draftlab.commands import COMMANDS
 from draftlab.engine.drafters.parallel import ParallelDrafter
 from draftlab.engine.generate import output_tokens, speculative_decode
 from draftlab.errors import UserError
-from draftlab.model.decoder import load
 from draftlab.model.hf_files import read_head_ids, write_head_ids
+from draftlab.model.modes import load
 from draftlab.model.trimmed_head import TrimmedHead
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.replay import read_replay

@@ -11,7 +11,7 @@ import torch
 
 from draftlab.commands import COMMANDS
 from draftlab.engine.drafters.context import DrafterContext
-from draftlab.model import decoder, eagle
+from draftlab.model import eagle, modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import Head
 from draftlab.sampling import SamplingParams
@@ -28,7 +28,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def context(family_dirs: dict[str, Path], corpus: Path) -> DrafterContext:
     def load(path: Path) -> Decoder:
-        return decoder.load(path, torch.float32, torch.device("cpu"))
+        return modes.load(path, torch.float32, torch.device("cpu"))
 
     place = family_dirs["llama"]
     return DrafterContext(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.ngram import NgramModel
-from draftlab.engine.generate import Drafter, TargetCacheReader, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import draw
 from draftlab.model import llama
 from draftlab.model.decoder import Decoder
@@ -80,8 +80,7 @@ def check_q(target: llama.Llama, drafter: Drafter) -> None:
     """The tokens come back from q by inverse CDF with the draws that the drafter was given."""
     uniform = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
     drafter.reset(3, 40)
-    if isinstance(drafter, TargetCacheReader):
-        drafter.attach(target.new_cache(3, 40))
+    drafter.attach(target.new_cache(3, 40))
     draft = drafter.propose(PROMPTS, 4, SamplingParams(temperature=0.9, top_k=50), uniform)
     assert draft.q is not None
     assert torch.equal(draw(draft.q, uniform[:, : draft.ids.shape[1]]), draft.ids)

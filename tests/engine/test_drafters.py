@@ -77,7 +77,7 @@ def test_the_second_drafter_drafts_at_most_its_own_number(models):
     assert {step.drafted for step in steps if step.drafted > 1} == {2}
 
 
-class Now:
+class Now(Drafter):
     """Every other time one token, always the same."""
 
     def reset(self, rows: int, capacity: int) -> None:

@@ -16,10 +16,11 @@ from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.model import Mode, eagle, eagle_llama, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
-from draftlab.model.decoder import with_mode
+from draftlab.model.decoder import Tree
 from draftlab.model.eagle import Head
 from draftlab.model.eagle_llama import EagleLlama, NativeEagle
-from draftlab.model.llama import LayerStates, Tree
+from draftlab.model.llama import LayerStates
+from draftlab.model.modes import with_mode
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 

@@ -21,7 +21,15 @@ from transformers import (
 )
 
 from draftlab.engine.drafters.ngram import PromptLookupDrafter
-from draftlab.engine.generate import Draft, ModelDrafter, decode, output_tokens, speculative_decode, verify_batch
+from draftlab.engine.generate import (
+    Draft,
+    Drafter,
+    ModelDrafter,
+    decode,
+    output_tokens,
+    speculative_decode,
+    verify_batch,
+)
 from draftlab.engine.verify import distribution, draw, verify
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
@@ -255,7 +263,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(target, k, temperature):
     assert sum(len(s.tokens) for s in steps) == 120
 
 
-class AlwaysWrong:
+class AlwaysWrong(Drafter):
     """Drafts what greedy decoding would not say."""
 
     def __init__(self, right: list[int], start: int) -> None:
@@ -278,7 +286,7 @@ def test_an_always_wrong_draft_costs_steps_but_no_tokens(target):
     assert sum(s.accepted for s in steps) == 0
 
 
-class Off:
+class Off(Drafter):
     """Drafts nothing for a row in every second step: a step with a draft follows one without."""
 
     def __init__(self, model) -> None:

@@ -14,8 +14,8 @@ from draftlab.engine.generate import ModelDrafter, decode, output_tokens, specul
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
-from draftlab.model.decoder import load, with_mode
 from draftlab.model.hf_files import write_head_ids
+from draftlab.model.modes import load, with_mode
 from draftlab.sampling import SamplingParams
 
 MASK, VOCAB = 2, 307

@@ -7,7 +7,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.errors import UserError
-from draftlab.model import decoder, native_cpu
+from draftlab.model import modes, native_cpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -23,28 +23,28 @@ def opt_dir(tmp_path):
 
 @pytest.mark.parametrize(("device", "dtype", "mode"), [(CUDA, torch.bfloat16, "graphs"), (CPU, torch.float16, "eager")])
 def test_auto_is_the_fastest_mode_that_runs(device, dtype, mode, family_dirs):
-    assert decoder.resolve_mode("auto", device, dtype, [family_dirs["llama"]]) == mode
+    assert modes.resolve_mode("auto", device, dtype, [family_dirs["llama"]]) == mode
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_auto_is_native_on_a_cpu(family_dirs):
     assert native_cpu.library()
-    assert decoder.resolve_mode("auto", CPU, torch.float32, [family_dirs["llama"], family_dirs["qwen3"]]) == "native"
+    assert modes.resolve_mode("auto", CPU, torch.float32, [family_dirs["llama"], family_dirs["qwen3"]]) == "native"
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_auto_is_eager_if_one_model_needs_transformers(device, family_dirs, opt_dir, capsys):
-    assert decoder.resolve_mode("auto", device, torch.float32, [family_dirs["llama"], opt_dir]) == "eager"
+    assert modes.resolve_mode("auto", device, torch.float32, [family_dirs["llama"], opt_dir]) == "eager"
     assert "mode eager" in capsys.readouterr().err
 
 
 def test_a_named_mode_is_not_changed():
-    assert decoder.resolve_mode("eager", CUDA, torch.float32, []) == "eager"
+    assert modes.resolve_mode("eager", CUDA, torch.float32, []) == "eager"
 
 
 def test_graphs_need_cuda():
     with pytest.raises(UserError, match="graphs"):
-        decoder.check_mode("graphs", CPU, torch.float32)
+        modes.check_mode("graphs", CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_what_is_broken_is_not_left_to_transformers(family_dirs, tmp_path, file,
     shutil.copytree(family_dirs["llama"], tmp_path / "m")
     (tmp_path / "m" / file).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        decoder.load(tmp_path / "m", torch.float32, CPU)
+        modes.load(tmp_path / "m", torch.float32, CPU)

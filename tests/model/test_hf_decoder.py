@@ -13,14 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
 from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.generate import Draft, ModelDrafter, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import Draft, Drafter, ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, eagle, llama
-from draftlab.model.decoder import hosted
+from draftlab.model.decoder import Tree
 from draftlab.model.eagle import Head
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.llama import Tree
+from draftlab.model.modes import hosted
 from draftlab.model.recurrent_decoder import RecurrentDecoder
 from draftlab.sampling import SamplingParams
 
@@ -89,7 +89,7 @@ def generated(model: Any, prompt: list[int], length: int = LENGTH) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-class HalfRight:
+class HalfRight(Drafter):
     """Drafts the texts that are given, with every third token wrong, and a row less often than another."""
 
     def __init__(self, texts: Sequence[list[int]]) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.model import llama
-from draftlab.model.llama import Tree
+from draftlab.model.decoder import Tree
 
 IDS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, native_cpu
-from draftlab.model.llama import Tree
+from draftlab.model.decoder import Tree
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 

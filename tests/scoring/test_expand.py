@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.expand import Expanded, expand, larger
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, decoder, llama
+from draftlab.model import checkpoint, llama, modes
 from draftlab.model.hf_files import write_head_ids
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -46,7 +46,7 @@ def test_logits_are_the_sources_by_transformers_alone(family, family_dirs, tmp_p
 @pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
 def test_logits_are_the_sources_in_our_decoder(family, mode, family_dirs, tmp_path):
     out = expanded(family_dirs[family], tmp_path / "out")
-    models = [decoder.with_mode(llama.load(path, torch.float32), mode) for path in (out, family_dirs[family])]
+    models = [modes.with_mode(llama.load(path, torch.float32), mode) for path in (out, family_dirs[family])]
     ours, expected = (model.forward_uncached(IDS, IDS.shape[1]) for model in models)
     assert error(ours, expected) < 1e-4
 

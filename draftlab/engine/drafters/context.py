@@ -16,7 +16,6 @@ from draftlab.errors import UserError
 from draftlab.model import Mode, checkpoint, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
-from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 
 
@@ -76,7 +75,7 @@ class DrafterContext:
     @property
     def target_int8(self) -> bool:
         """Return whether the target verifies with int8 weights."""
-        return isinstance(self.target, NativeLlama) and self.target.int8
+        return self.target.weights_dtype == "int8"
 
     def draft_path(self, text: str, name: str) -> Path:
         """Return the directory of a draft model, for an empty name the default draft.

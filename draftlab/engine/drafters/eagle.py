@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, Sampler
-from draftlab.model.cuda_graphs import draft_chain
+from draftlab.engine.generate import Draft, Drafter, Sampler
 from draftlab.model.devices import staged
-from draftlab.model.eagle_llama import CudaGraphEagle, EagleLlama
+from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import LayerStates, Llama
 from draftlab.sampling import SamplingParams
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Drafts a chain, one pass of the head per token; what the target has read since is fed first, in one pass."""
 
     cache: Any
@@ -44,17 +43,7 @@ class EagleDrafter:
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         logits, state = self.last_logits(texts)
-        sampler = Sampler(sampling.unlimited(), self.vocab)
-
-        def following(token: Tensor) -> Tensor:
-            nonlocal state
-            logits, state = self.head.step(token.unsqueeze(1), state, self.cache, last=1)
-            return logits[:, -1]
-
-        if isinstance(self.head, CudaGraphEagle):
-            ids, q = self.head.draft_chain(logits, self.cache, uniform, sampler, state)
-        else:
-            ids, q = draft_chain(logits, uniform, sampler, following)
+        ids, q = self.head.draft(logits, self.cache, uniform, Sampler(sampling.unlimited(), self.vocab), state)
         return Draft(ids=ids, q=q, counts=[count] * len(texts))
 
     def last_logits(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:

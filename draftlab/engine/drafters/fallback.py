@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab.engine.generate import Draft, Drafter, PromptReader, TargetCacheReader
+from draftlab.engine.generate import Draft, Drafter
 from draftlab.sampling import SamplingParams
 
 
-class FallbackDrafter:
+class FallbackDrafter(Drafter):
     """Proposes what the first drafter proposes, and where it has no draft what the second does.
 
     second_tokens: most that the second drafts, for its tokens cost more and are right less often than long copies.
@@ -29,13 +29,11 @@ class FallbackDrafter:
 
     def attach(self, cache: Any) -> None:
         for drafter in (self.first, self.second):
-            if isinstance(drafter, TargetCacheReader):
-                drafter.attach(cache)
+            drafter.attach(cache)
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
         for drafter in (self.first, self.second):
-            if isinstance(drafter, PromptReader):
-                drafter.prefill(texts)
+            drafter.prefill(texts)
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         first = self.first.propose(texts, count, sampling, uniform)

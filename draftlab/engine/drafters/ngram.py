@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft
+from draftlab.engine.generate import Draft, Drafter
 from draftlab.engine.verify import distribution, draw
 from draftlab.sampling import SamplingParams
 
@@ -76,7 +76,7 @@ class NgramModel:
         return p
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts from an n-gram model, token by token."""
 
     def __init__(self, model: NgramModel) -> None:
@@ -137,7 +137,7 @@ def latest_match(ids: np.ndarray, longest: int) -> Match | None:
     return Match(length, int(ends[-1]), kind)
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Prompt lookup: copies the tokens after the most recent match of the text's last n-gram, longest n-gram first.
 
     The copy continues into itself, so a loop is drafted to any length. No match is no draft, nor one shorter than

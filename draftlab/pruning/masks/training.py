@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftlab.console import note
+from draftlab.atomic import remove_state
+from draftlab.console import is_main_process, note
 from draftlab.data import open_batches, open_heldout
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
-from draftlab.pruning.cut import Keep
 from draftlab.pruning.masks.hard_concrete import Masks
 from draftlab.pruning.masks.masked_model import Folded, masked
+from draftlab.pruning.run import Prune, PrunedDraft, Selection
 from draftlab.pruning.source import Source
 from draftlab.pruning.texts import Text
-from draftlab.training.checkpointer import best_weights
+from draftlab.training.checkpointer import best_weights, process_state
 from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.optimizers import training_dtype
@@ -50,25 +51,27 @@ class MaskTraining:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedMasks:
-    masks: Masks
-    keep: Keep
-    weights: Folded
-
-    @property
-    def basis(self) -> Tensor:
-        """[D, D']: maps the source's residual stream to the draft's, soft masks included."""
-        hidden = self.masks.deterministic().hidden.detach().cpu()
-        return torch.diag(hidden)[:, self.keep.hidden]
-
-
-def train_masks(source: Source, shape: Shape, text: Text, training: MaskTraining, state: Path) -> TrainedMasks:
-    """Train masks that cut the source to shape; checkpoints in state, from which a killed run resumes.
+def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
+    """Write the draft that trained masks cut out; several processes may train them. A killed run resumes.
 
     Raises:
-        UserError: a loss that is not finite.
+        UserError: The loss is not finite.
     """
+    if cut.is_copy():
+        return cut.copy()
+    source, state = cut.source, cut.output.state
+    with process_state().main_process_first():
+        cut.output.claim_state([source.directory])
+    selection = _select(source, cut.shape, cut.text, training, state)
+    if not is_main_process():
+        return PrunedDraft(source=source.shape, shape=cut.shape, keep=selection.keep, agreement=None, disk_bytes=0)
+    pruned = cut.write(selection)
+    remove_state(state)
+    return pruned
+
+
+def _select(source: Source, shape: Shape, text: Text, training: MaskTraining, state: Path) -> Selection:
+    """Train masks that cut the source to shape, with checkpoints in state. Raises UserError: see prune_by_masks."""
     masks = Masks(source.shape, shape, text.seed)
     student = _student(source, training)
     setup = _setup(source, text, training)
@@ -80,7 +83,14 @@ def train_masks(source: Source, shape: Shape, text: Text, training: MaskTraining
     gaps = ", ".join(f"{name} {gap:.3f}" for name, gap in masks.gaps().items())
     note(f"expected minus target sparsity: {gaps}")
     weights = Folded(_trained_weights(source, training, state), source.shape, masks.deterministic())
-    return TrainedMasks(masks=masks, keep=masks.keep(), weights=weights)
+    keep, hidden = masks.keep(), masks.deterministic().hidden.detach().cpu()
+
+    def save(work: Path) -> None:
+        (work / MASKS_FILE).parent.mkdir()
+        masks.save(work / MASKS_FILE)
+
+    # soft masks are part of the map from the source's residual stream to the draft's
+    return Selection(keep=keep, basis=torch.diag(hidden)[:, keep.hidden], weights=weights, save=save)
 
 
 def _setup(source: Source, text: Text, training: MaskTraining) -> TrainingSetup:

@@ -43,7 +43,7 @@ class LayerSkipSpec(OutputsSpec):
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
         from draftlab.engine.generate import ModelDrafter
-        from draftlab.model.decoder import with_mode
+        from draftlab.model.modes import with_mode
         from draftlab_research.drafting.layer_skip import skip_layers
 
         target = context.own_engine(self, context.target)
@@ -68,7 +68,7 @@ class LayerSkipSpec(OutputsSpec):
         return score_tokens(model, replay.texts, replay.vocab, replay.sampling, replay.advance)
 
     def _fastest_layers(self, context: "DrafterContext", target: "Llama") -> list[int]:
-        from draftlab.model.decoder import with_mode
+        from draftlab.model.modes import with_mode
         from draftlab_research.calibration import calibration_texts, pass_ms
         from draftlab_research.drafting.layer_skip import skip_layers
         from draftlab_research.layer_search import search_layers

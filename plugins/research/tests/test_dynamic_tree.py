@@ -17,9 +17,9 @@ from draftlab.engine.generate import decode, feed, output_tokens, speculative_de
 from draftlab.engine.rejection_rules import Tokens, match
 from draftlab.errors import UserError
 from draftlab.model import llama
-from draftlab.model.decoder import Decoder, with_mode
+from draftlab.model.decoder import Decoder, Tree
 from draftlab.model.eagle_llama import NativeEagle
-from draftlab.model.llama import Tree
+from draftlab.model.modes import with_mode
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.dynamic_tree import DynamicTreeDrafter
 from draftlab_research.drafting.eagle_tree import EagleTreeDrafter

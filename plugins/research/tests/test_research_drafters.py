@@ -125,7 +125,7 @@ def test_what_a_staged_drafter_samples_is_the_draft_model():
     assert float(((counts - expected) ** 2 / expected).sum()) < 51.6  # chi-square, 8 degrees, alpha 2e-8
 
 
-class Always:
+class Always(Drafter):
     def __init__(self, token: int) -> None:
         self.token = token
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, Drafter, ModelDrafter, PromptReader, fit_vocab, verify_batch
+from draftlab.engine.generate import Draft, Drafter, ModelDrafter, fit_vocab, verify_batch
 from draftlab.engine.verify import distribution
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
@@ -30,8 +30,7 @@ class CascadeDrafter(ModelDrafter):
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
         super().prefill(texts)
-        if isinstance(self.inner, PromptReader):
-            self.inner.prefill(texts)
+        self.inner.prefill(texts)
 
     def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         tokens: list[list[int]] = [[] for _ in texts]

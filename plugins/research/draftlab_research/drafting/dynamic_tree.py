@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, TargetCacheReader, fit_vocab
+from draftlab.engine.generate import Draft, Drafter, fit_vocab
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.tree import TreeDrafter
 from draftlab_research.rules import recursive
 
 
-class DynamicTreeDrafter:
+class DynamicTreeDrafter(Drafter):
     """Drafts such a tree with what a drafter of trees reads, level by level."""
 
     def __init__(self, reader: TreeDrafter, topk: int, depth: int) -> None:
@@ -30,8 +30,7 @@ class DynamicTreeDrafter:
         self.reader.reset(rows, capacity)
 
     def attach(self, cache: Any) -> None:
-        if isinstance(self.reader, TargetCacheReader):
-            self.reader.attach(cache)
+        self.reader.attach(cache)
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
         self.reader.prefill(texts)

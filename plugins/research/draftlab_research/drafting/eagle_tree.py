@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.model.llama import Cache, Parents, Tree
+from draftlab.model.decoder import Parents, Tree
+from draftlab.model.llama import Cache
 from draftlab_research.drafting.tree import Siblings, TreeDrafter
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab import provenance
-from draftlab.engine.generate import Draft
+from draftlab.engine.generate import Draft, Drafter
 from draftlab.engine.verify import distribution, draw
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import check_weight
@@ -34,7 +34,7 @@ class Manifest(FileModel):
     target: str
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Drafts one token per head in one product, each independent of the drafted tokens before it.
 
     Their distributions therefore hold whatever the earlier tokens are, and the rule for chains applies.

@@ -42,7 +42,7 @@ class ConfidenceStopDrafter(ModelDrafter):
         ids, q, drafted = [], [], []
         while len(ids) < count and active.any():
             if ids:
-                logits = self.next_logits(ids[-1])
+                logits = self.model.forward(ids[-1].unsqueeze(1), self.cache, last=1)[:, -1]
             token, drawn_from = sampler(logits, uniform[:, len(ids)])
             ids.append(token)
             q += [] if drawn_from is None else [drawn_from]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from draftlab.engine.generate import Draft, ModelDrafter, fit_vocab
 from draftlab.engine.verify import distribution, draw
-from draftlab.model.decoder import Decoder
-from draftlab.model.llama import Parents, Tree
+from draftlab.model.decoder import Decoder, Parents, Tree
 from draftlab.sampling import SamplingParams
 from draftlab_research.rules import recursive
 

@@ -1,0 +1,104 @@
+"""Loading decoders, and the modes in which their passes run: torch, compiled C++, CUDA graphs."""
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from draftlab.console import note
+from draftlab.errors import OtherArchitecture, Quantised, UserError
+from draftlab.model import Mode, checkpoint, llama, native_cpu, parallel
+from draftlab.model.cuda_graphs import CudaGraphLlama
+from draftlab.model.decoder import Decoder
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.native_cpu import NativeLlama
+from draftlab.model.recurrent_decoder import RecurrentDecoder, has_recurrent_layers
+
+
+def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None) -> Decoder:
+    """Load a checkpoint with llama.py if it computes the architecture and no device_map is given, else with
+    transformers.
+    """
+    if device_map is not None:
+        return hosted(checkpoint.load_model(directory, dtype, device, device_map).eval())
+    try:
+        llama.check_supported(directory)
+    except OtherArchitecture as error:
+        note(f"{error}; transformers runs it instead")
+    except Quantised:
+        note(f"{directory} is quantised: transformers runs it, slower than a server does (draftlab score --server)")
+    else:
+        model = llama.load(directory, dtype, device)
+        model.pard_token = parallel.pard_token(directory)
+        return model
+    return hosted(checkpoint.load_model(directory, dtype, device).eval())
+
+
+def hosted(model: PreTrainedModel) -> HFDecoder:
+    """Return a model that transformers runs as a decoder."""
+    return RecurrentDecoder(model) if has_recurrent_layers(model) else HFDecoder(model)
+
+
+def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
+    """Note if the dtype is slow in this mode. Raises UserError: the mode does not run on this device or with it."""
+    if mode == "native":
+        native_cpu.check(device, dtype)
+    if mode == "eager" and not checkpoint.is_fast(dtype, device):
+        _note_slow(checkpoint.dtype_name(dtype))
+    if mode == "graphs" and device.type != "cuda":
+        raise UserError(f"mode graphs needs a CUDA device, and this is {device.type}; use eager or native")
+
+
+@functools.cache  # once for target and drafts
+def _note_slow(dtype: str) -> None:
+    note(f"this CPU multiplies {dtype} slowly in mode eager; use --mode native or --dtype float32")
+
+
+def resolve_mode(
+    mode: Mode | Literal["auto"], device: torch.device, dtype: torch.dtype, models: Iterable[Path]
+) -> Mode:
+    """Return the mode; auto: graphs on CUDA, native on a CPU, eager with a note where these cannot run the models."""
+    if mode != "auto":
+        return mode
+    try:
+        for directory in models:
+            llama.check_supported(directory)
+        if device.type == "cuda":
+            return "graphs"
+        native_cpu.check(device, dtype)
+        native_cpu.library()
+    except UserError as error:
+        note(f"mode eager: {error}")
+        return "eager"
+    return "native"
+
+
+def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
+    """Return the model with passes that run in a mode. int8: with weights rounded to int8, in mode native.
+
+    Raises:
+        UserError: the mode does not run on this device or with this dtype, or int8 in another mode.
+    """
+    check_mode(mode, model.device, model.embed.dtype)
+    if mode == "native":
+        return NativeLlama(model, int8)
+    if int8:
+        raise UserError(f"int8 weights need mode native, not {mode}")
+    return CudaGraphLlama(model) if mode == "graphs" else model
+
+
+def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
+    """Return the model in mode native on a CPU, or as it is, with a note where that cannot run.
+
+    purpose: what the note says is done instead in mode eager, as "evaluating".
+    """
+    if not isinstance(model, llama.Llama) or model.device.type != "cpu" or dtype == torch.float16:
+        return model
+    try:
+        return with_mode(model, "native")
+    except UserError as error:
+        note(f"{error}; {purpose} in mode eager")
+        return model

@@ -3,7 +3,7 @@
 import math
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,11 +17,46 @@ from draftlab.model import checkpoint
 from draftlab.model.eagle import HeadShape
 from draftlab.model.shape import Shape
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 EAGLE3 = "eagle3"  # llama.cpp's architecture of EAGLE-3 heads
 UNQUANTIZED = "f16"  # type of a matrix whose rows do not divide into blocks
 ROPE_FACTORS = "rope_freqs.weight"
 DEFAULT_CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """An architecture of llama.cpp.
+
+    Attributes:
+        names: Name of gguf's table of tensor names.
+        neighbours: Whether rotary embeddings turn neighbouring rows of q and k together, not the halves of a head.
+        scales: Settings of scales, by the name of each in config.json.
+    """
+
+    name: str
+    names: str = "QWEN3"  # has every name of llama and qwen2, too
+    neighbours: bool = False
+    scales: Mapping[str, str] = field(default_factory=dict)
+
+
+LLAMA = Architecture("llama", neighbours=True)
+ARCHITECTURES = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "olmo2": Architecture("olmo2", names="OLMO2"),
+    "granite": Architecture(
+        "granite",
+        neighbours=True,
+        scales={
+            "embedding_multiplier": "embedding_scale",
+            "attention_multiplier": "attention.scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+    ),
+}  # by the model_type of config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +98,8 @@ def library() -> Any:
     return gguf
 
 
-def architecture(directory: Path) -> str:
-    """Return llama.cpp's name of a checkpoint's architecture.
+def architecture(directory: Path) -> Architecture:
+    """Return llama.cpp's architecture of a checkpoint.
 
     llama.cpp's "qwen2" wants heads x head_dim = width; a Qwen2 cut otherwise is written as a "llama" with biases.
 
@@ -77,7 +112,9 @@ def architecture(directory: Path) -> str:
         raise UserError(f"{directory} is a {model_type} model; GGUF export supports {', '.join(ARCHITECTURES)}")
     if config.get("hidden_act") != "silu":
         raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; llama.cpp computes silu")
-    return "llama" if model_type == "qwen2" and shape.sizes["q"] != shape.hidden else ARCHITECTURES[model_type]
+    if model_type == "qwen2" and shape.sizes["q"] != shape.hidden:
+        return LLAMA
+    return ARCHITECTURES[model_type]
 
 
 def write(directory: Path, file: Path, qtype: str) -> Written:
@@ -86,10 +123,11 @@ def write(directory: Path, file: Path, qtype: str) -> Written:
     Raises:
         UserError: llama.cpp does not know the model, its tokenizer or its rotary scaling.
     """
-    name, shape = architecture(directory), checkpoint.read_shape(directory)
+    kind, shape, config = architecture(directory), checkpoint.read_shape(directory), checkpoint.read_config(directory)
     tokenizer = read_tokenizer(directory, shape.vocab)
-    weights = checkpoint.Weights(directory)
-    return _write(directory, file, qtype, name, shape, tokenizer, tensor_infos(shape, qtype), weights, {})
+    weights, infos = checkpoint.Weights(directory), tensor_infos(shape, qtype, kind)
+    scales = {setting: float(str(config.get(key, 1.0))) for key, setting in kind.scales.items()}
+    return _write(directory, file, qtype, kind, shape, tokenizer, infos, weights, scales)
 
 
 def write_head(directory: Path, target: Path, config: HeadShape, file: Path, qtype: str) -> Written:
@@ -112,21 +150,22 @@ def write_head(directory: Path, target: Path, config: HeadShape, file: Path, qty
         "norm_before_fc": config.norm_before_fc,
     }
     tokenizer = read_tokenizer(target, config.vocab)
-    return _write(directory, file, qtype, EAGLE3, config.shape, tokenizer, infos, weights, settings)
+    kind = Architecture(EAGLE3, neighbours=True)
+    return _write(directory, file, qtype, kind, config.shape, tokenizer, infos, weights, settings)
 
 
 def _write(
     directory: Path,
     file: Path,
     qtype: str,
-    name: str,
+    kind: Architecture,
     shape: Shape,
     tokenizer: GGUFTokenizer,
     infos: list[TensorInfo],
     weights: Mapping[str, Tensor],
     settings: Mapping[str, object],
 ) -> Written:
-    """directory: of config.json. name: of the architecture. settings: more of them, by their names after that."""
+    """Write a file. directory: has config.json. settings: Settings of this architecture alone."""
     gguf, rope = library(), _rope(directory)
     unquantized = [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
     if rope["rope_type"] == "llama3":
@@ -134,11 +173,11 @@ def _write(
         weights = ChainMap({ROPE_FACTORS: factors}, cast(Any, weights))  # only read
         infos = [TensorInfo(name=ROPE_FACTORS, source=ROPE_FACTORS, dims=tuple(factors.shape), qtype="f32"), *infos]
     codes = {info.name: gguf.GGMLQuantizationType[info.qtype.upper()] for info in infos}
-    writer = gguf.GGUFWriter(file, name)
+    writer = gguf.GGUFWriter(file, kind.name)
     _add_settings(writer, directory, file.stem, shape, rope, qtype)
     for key, value in settings.items():
-        add = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32}[type(value)]
-        add(f"{name}.{key}", value)
+        add = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](f"{kind.name}.{key}", value)
     _add_tokenizer(writer, tokenizer)
     for info in infos:
         size = gguf.quant_shape_to_byte_shape(info.dims, codes[info.name])
@@ -147,7 +186,9 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for info in infos:
-        tensor = permute_rope(weights[info.source], info, name, shape)
+        tensor = weights[info.source]
+        if kind.neighbours:
+            tensor = interleave_halves(tensor, info, shape)
         data = tensor.numpy() if info.qtype == "i64" else gguf.quants.quantize(tensor.float().numpy(), codes[info.name])
         writer.write_tensor_data(np.ascontiguousarray(data).view(np.uint8))
     writer.close()
@@ -179,10 +220,10 @@ def _type_of(dims: tuple[int, ...], qtype: str) -> str:
     return "f32" if len(dims) < 2 else qtype if dims[-1] % block == 0 else UNQUANTIZED
 
 
-def tensor_infos(shape: Shape, qtype: str) -> list[TensorInfo]:
+def tensor_infos(shape: Shape, qtype: str, kind: Architecture = LLAMA) -> list[TensorInfo]:
     """Return the tensors of a file with matrices of that type, in the checkpoint's order."""
     gguf = library()
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, shape.layers)  # has every name of the others
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.names], shape.layers)
     infos = []
     for source, axes in shape.axes().items():
         dims = shape.dims(axes)
@@ -191,13 +232,10 @@ def tensor_infos(shape: Shape, qtype: str) -> list[TensorInfo]:
     return infos
 
 
-def permute_rope(tensor: Tensor, info: TensorInfo, architecture: str, shape: Shape) -> Tensor:
-    """Return a tensor in llama.cpp's row order.
-
-    The architectures "llama" and "eagle3" rotate neighbouring rows together: the halves of each head are interleaved.
-    """
+def interleave_halves(tensor: Tensor, info: TensorInfo, shape: Shape) -> Tensor:
+    """Return a tensor in which the halves of each head of q and k are interleaved; other tensors are unchanged."""
     query, key = (f"{part}_proj." in info.source for part in "qk")
-    if architecture not in ("llama", EAGLE3) or not (query or key):
+    if not (query or key):
         return tensor
     heads = shape.heads if query else shape.kv_heads
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)

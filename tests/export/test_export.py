@@ -39,26 +39,31 @@ from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, ServerKind, ServerT
 from draftlab.servers.processes import running
 from draftlab.training.vocabulary import resize
 
-GGUF_FAMILIES = ["llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3"]
+GGUF_FAMILIES = [
+    "llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3", "olmo2", "granite",
+]  # fmt: skip
 
 
 def reloaded(file: Path, like: Path, *, put_back: bool = True):
     """The transformers model with the file's tensors."""
     fields, tensors = contents(file)
-    turned = fields["general.architecture"] == "llama" and put_back
+    turned = fields["general.architecture"] in ("llama", "granite") and put_back
+    post_norm = "post_attention_norm" if fields["general.architecture"] == "olmo2" else "ffn_norm"
     model = AutoModelForCausalLM.from_pretrained(like, dtype=torch.float32)
+    heads = model.config.num_key_value_heads, model.config.num_attention_heads
     for name, parameter in model.named_parameters():
         short = (
             name.replace("model.layers.", "blk.").replace("self_attn.q_norm", "attn_q_norm")
             .replace("self_attn.k_norm", "attn_k_norm").replace("self_attn.o_proj", "attn_output")
             .replace("self_attn.", "attn_").replace("mlp.", "ffn_").replace("_proj", "")
-            .replace("input_layernorm", "attn_norm").replace("post_attention_layernorm", "ffn_norm")
+            .replace("input_layernorm", "attn_norm").replace("post_attention_layernorm", post_norm)
+            .replace("post_feedforward_layernorm", "post_ffw_norm")
             .replace("model.embed_tokens", "token_embd").replace("model.norm", "output_norm")
             .replace("lm_head", "output")
         )  # fmt: skip
         tensor = tensors.pop(short)
         if turned and ("attn_q." in short or "attn_k." in short):
-            tensor = neighbours_apart(tensor, model.config.head_dim)
+            tensor = neighbours_apart(tensor, parameter.shape[0] // heads["attn_q." in short])
         parameter.data.copy_(tensor)
     assert set(tensors) <= {"rope_freqs.weight"}
     return model.eval()
@@ -132,9 +137,9 @@ def test_what_llama_cpp_does_not_know_is_refused(family_dirs, tmp_path):
 
 
 def test_a_qwen2_whose_heads_do_not_add_up_to_its_width_is_a_llama_there(family_dirs, tmp_path):
-    assert gguf.architecture(family_dirs["qwen2"]) == "llama"  # 8 heads of 12, width 64
+    assert gguf.architecture(family_dirs["qwen2"]).name == "llama"  # 8 heads of 12, width 64
     build("qwen2", head_dim=8).save_pretrained(tmp_path)
-    assert gguf.architecture(tmp_path) == "qwen2"
+    assert gguf.architecture(tmp_path).name == "qwen2"
 
 
 def test_words_of_a_byte_level_vocabulary(family_dirs):
@@ -642,12 +647,12 @@ def test_a_real_llama_cpp_finds_the_same_tokens_most_probable(family, family_dir
     how = SamplingParams(max_tokens=12, ignore_eos=True)
     with running([program, "--model", tmp_path / "a.gguf", "--flash-attn", "off", "--threads", 1]) as (client, _):
         written = [client.generate_ids(row, how)[0] for row in rows]
-    same = []
     for row, ids in zip(rows, written, strict=True):
         with torch.no_grad():
-            best = source(torch.tensor([row + ids])).logits[0, len(row) - 1 : -1].argmax(-1)
-        same += (best == torch.tensor(ids)).tolist()
-    assert np.mean(same) > 0.95
+            logits = source(torch.tensor([row + ids])).logits[0, len(row) - 1 : -1]
+        logits[:, source.config.eos_token_id] = -torch.inf  # as ignore_eos has it
+        chosen = logits.gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
+        assert ((logits.amax(1) - chosen) < 0.02 * logits[:, 2:].std()).all()  # llama.cpp keeps its cache in f16
 
 
 @pytest.mark.vllm

@@ -2,7 +2,7 @@
 
 Each function here is the command of its name, with the command's options as keyword arguments, for example
 draftlab.prune(source="tiny", layers=3). It returns what the command found, and raises draftlab.UserError for
-anything that the caller can fix.
+anything that the caller can fix. draftlab.Checkpoint.open(NAME) reads a checkpoint: shape, tensors, tokenizer.
 """
 
 from typing import Any
@@ -27,11 +27,15 @@ _COMMANDS = (
     "score",
     "search",
 )
-__all__ = ["UserError", "__version__", *_COMMANDS]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["Checkpoint", "UserError", "__version__", *_COMMANDS]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     """Import a command's function on its first use, so that `import draftlab` stays cheap."""
+    if name == "Checkpoint":
+        from draftlab.model.checkpoint import Checkpoint
+
+        return globals().setdefault(name, Checkpoint)
     if name not in _COMMANDS:
         raise AttributeError(f"module 'draftlab' has no attribute {name!r}")
     from draftlab.functions import library_function

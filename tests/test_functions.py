@@ -73,3 +73,14 @@ def test_paths_and_single_values_are_taken(tmp_path, monkeypatch):
     )
     assert plan.path is None
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_read_from_its_name():
+    tiny = draftlab.Checkpoint.open("tiny")
+    assert sum(tensor.numel() for tensor in tiny.tensors().values()) == tiny.shape.params()
+    assert len(tiny.tokenizer) <= tiny.vocab_size == tiny.shape.vocab
+    assert set(tiny.eos_ids) < set(range(tiny.vocab_size))
+    assert tiny.max_model_len == tiny.config["max_position_embeddings"]
+    assert tiny.head_ids is None
+    with pytest.raises(draftlab.UserError):
+        draftlab.Checkpoint.open("no-such-model")

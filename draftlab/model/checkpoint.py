@@ -53,7 +53,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is read of the directory of a checkpoint, each part when it is asked for first."""
+    """A checkpoint's directory; each part is read when it is asked for first."""
 
     directory: Path
 
@@ -83,9 +83,25 @@ class Checkpoint:
     def eos_ids(self) -> tuple[int, ...]:
         return eos_token_ids(self.directory)
 
+    @property
+    def vocab_size(self) -> int:
+        """Return the width of the logits, padding included."""
+        return vocab_size(self.directory)
+
+    @property
+    def max_model_len(self) -> int:
+        """Return the longest text in tokens."""
+        return max_model_len(self.directory)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of most weights."""
+        return stored_dtype(self.directory)
+
     @functools.cached_property
     def head_ids(self) -> list[int] | None:
-        return read_head_ids(self.directory, vocab_size(self.directory))
+        """Return the ids of a trimmed head, None for a head of all ids."""
+        return read_head_ids(self.directory, self.vocab_size)
 
     def tensors(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> "Weights":
         return Weights(self.directory, dtype, device)

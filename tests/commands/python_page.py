@@ -28,12 +28,15 @@ A function returns what its command found. Every result has `path` (what was wri
 returns the plan. Anything that the caller can fix raises `draftlab.UserError`. `import draftlab` takes a few
 milliseconds: torch is imported when a function needs it.
 
+`draftlab.Checkpoint.open(NAME)` reads a checkpoint, each part when it is asked for first: `config`, `shape`, `tensors()`
+(a lazy mapping), `tokenizer`, `chat_template`, `eos_ids`, `vocab_size`, `max_model_len`, `dtype`, `head_ids`.
+
 This page is generated (`make docs`).
 """
 
 
 def page() -> str:
-    names = [name for name in draftlab.__all__ if name not in ("UserError", "__version__")]
+    names = [name for name in draftlab.__all__ if name not in ("Checkpoint", "UserError", "__version__")]
     return "\n".join([HEAD, *(section(name) for name in names)])
 
 

@@ -28,7 +28,7 @@ A function returns what its command found. Every result has `path` (what was wri
 returns the plan. Anything that the caller can fix raises `draftlab.UserError`. `import draftlab` takes a few
 milliseconds: torch is imported when a function needs it.
 
-`draftlab.Checkpoint.open(NAME)` reads a checkpoint, each part when it is asked for first: `config`, `shape`, `tensors()`
+`draftlab.Checkpoint.open(NAME)` reads a checkpoint, each part on first use: `config`, `shape`, `tensors()`
 (a lazy mapping), `tokenizer`, `chat_template`, `eos_ids`, `vocab_size`, `max_model_len`, `dtype`, `head_ids`.
 
 This page is generated (`make docs`).

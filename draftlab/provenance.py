@@ -102,14 +102,14 @@ def read_record(directory: Path) -> Record | None:
     return read_model(Record, file) if file.exists() else None
 
 
-def lineage(directory: Path, target: Path) -> list[Stage] | None:
-    """Return the commands that made an output in their order, None if it has no record.
+def lineage(directory: Path, target: Path) -> dict[Path, Stage]:
+    """Return the commands that made an output in their order, by the directories that they wrote; {} without a record.
 
     Commands that made the target or only converted a checkpoint are left out, and inputs that were moved or rewritten.
     """
     stages: dict[Path, Stage] = {}
     _add_stages(directory.resolve(), target.resolve(), stages, before=datetime.max.isoformat())
-    return list(stages.values()) or None
+    return stages
 
 
 def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before: str) -> None:

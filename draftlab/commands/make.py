@@ -1,6 +1,6 @@
 """The commands before a first draft: init, import, design."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.make import DesignConfig, ImportConfig, InitConfig
-from draftlab.console import note
+from draftlab.config.prune import PruneConfig
+from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.model import hub
+from draftlab.model.hf_files import read_config
 from draftlab.output import Output
+from draftlab.results.warnings import FEW_PROMPTS
 from draftlab.workspace import Workspace
 
 if TYPE_CHECKING:
+    from draftlab.data.summary import SourceSize
     from draftlab.importing.run import ImportSource
     from draftlab.latency.design import Design
     from draftlab.model.shape import Shape
@@ -48,7 +52,16 @@ def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
     return Outcome(path=output.out, show=[str(output.out)], data=data, next=f"draftlab init --target {output.out}")
 
 
-def prepare_init(config: InitConfig, weights: bool) -> Job[tuple[Path, Workspace]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A new draftlab.yaml. sizes: the sizes of its text sources that are files or folders here."""
+
+    path: Path
+    space: Workspace
+    sizes: "dict[str, SourceSize]"
+
+
+def prepare_init(config: InitConfig, weights: bool) -> Job[Written]:
     """Resolve and check the settings.
 
     Raises:
@@ -75,10 +88,10 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[tuple[Path, Workspace
         space = Workspace(target=target, source=target, data="stdlib")
     assert space is not None  # the settings name one of them
     space = space.model_copy(update={"data": config.data or space.data})
-    return Job(partial(_written, space, gguf, fetch=config.preset is None, force=config.overwrite))
+    return Job(partial(_write, space, gguf, fetch=config.preset is None, force=config.overwrite))
 
 
-def _written(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> tuple[Path, Workspace]:
+def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> Written:
     """Import the GGUF file of the target, and write draftlab.yaml.
 
     Args:
@@ -97,15 +110,73 @@ def _written(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -
     if space.data == "stdlib" and is_chat_model(space.target, fetch=fetch):
         warning = f"{space.target} {CODE_FOR_CHAT}"
         note(warning)
-    return workspace.write(space, comment=warning), space
+    with about("--data"):
+        sizes = _sizes(space)
+    return Written(path=workspace.write(space, comment=warning), space=space, sizes=sizes)
+
+
+def _sizes(space: Workspace) -> "dict[str, SourceSize]":
+    """Return the sizes of the sources that are files or folders here, in tokens of a target that is here.
+
+    Raises:
+        UserError: A source cannot be read or has no training text.
+    """
+    sources = [part.partition("=")[0] for part in space.data.split(",")]
+    sources = [source for source in sources if Path(source).exists() and source not in hub.BUILT_IN_TEXT]
+    target = hub.local(space.target) if sources else None
+    if target is None:
+        return {}
+    with note_if_slow("loading transformers"):
+        from draftlab.data.summary import measure_source
+        from draftlab.model.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(target)
+    sizes = {source: measure_source(source, tokenizer) for source in sources}
+    for source, size in sizes.items():
+        if not size.train.tokens:
+            raise UserError(f"{source} has {size.whole.rows} rows, all of them held out; add rows")
+    return sizes
 
 
 @command(InitConfig, prepare=prepare_init)
-def init(written: tuple[Path, Workspace]) -> Outcome:
-    """Write draftlab.yaml here: target, source and data for the commands that follow."""
-    path, space = written
-    then = "draftlab prune --layers 2 --dry-run"
-    return Outcome(path=path, show=[str(path)], data=space.model_dump(mode="json"), next=then)
+def init(written: Written) -> Outcome:
+    """Write draftlab.yaml here: target, source and data for the commands that follow. Text that is here is counted."""
+    space = written.space
+    show = [str(written.path)]
+    for source, size in written.sizes.items():
+        show += _size_lines(source, size)
+    data = space.model_dump(mode="json")
+    if written.sizes:
+        data["text"] = {source: asdict(size) for source, size in written.sizes.items()}
+    return Outcome(path=written.path, show=show, data=data, next=f"draftlab prune --layers {_layers(space)} --dry-run")
+
+
+def _size_lines(source: str, size: "SourceSize") -> list[str]:
+    """Return what a source has, and what the commands after init can do with it."""
+    whole, train, heldout = size.whole, size.train, size.heldout
+    kind = f"{whole.rows:,} texts"
+    if whole.conversations:
+        plain = f", {whole.rows - whole.conversations:,} texts" if whole.rows > whole.conversations else ""
+        kind = f"{whole.conversations:,} conversations with {whole.answers:,} answers{plain}"
+    calibration = PruneConfig.model_fields["calibration_tokens"].default
+    teaches = f"distill trains on {train.tokens:,} tokens an epoch"
+    if whole.conversations and not whole.answers:
+        teaches = f"distill --text target trains on the target's answers to {train.questions:,} prompts"
+    measures = f"score takes {heldout.questions:,} prompts" if whole.conversations else "score takes starts of them"
+    if whole.conversations and heldout.questions < FEW_PROMPTS:
+        measures += f", too few for a narrow interval: add conversations, or name {FEW_PROMPTS} by --prompt-file"
+    return [
+        f"{source}: {kind}, {whole.tokens:,} tokens",
+        f"  training: {train.rows:,} of them; prune calibrates on {min(calibration, train.tokens):,} tokens, {teaches}",
+        f"  held out: {heldout.rows:,} of them, {heldout.tokens:,} tokens; {measures}",
+    ]
+
+
+def _layers(space: Workspace) -> int:
+    """Return a depth to begin with: a third of the source's layers, or two where the source is not here."""
+    source = hub.local(space.source)
+    layers = read_config(source).get("num_hidden_layers") if source is not None else None
+    return max(1, layers // 3) if isinstance(layers, int) else 2
 
 
 def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Path | None]]":

@@ -45,12 +45,16 @@ class TextRow:
 
     @property
     def asked(self) -> list[tuple[Message, ...]]:
-        """Return the turns up to each answer; a conversation that ends with the user is a single prompt."""
-        messages = self.messages
-        if messages and messages[-1]["role"] == "user":
-            return [messages]
-        roles = [message["role"] for message in messages]
-        return [messages[:at] for at, pair in enumerate(pairwise(roles), 1) if pair == ("user", "assistant")]
+        """Return the prompts of the conversation."""
+        return prompts_of(self.messages)
+
+
+def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
+    """Return the turns up to each answer; a conversation that ends with the user is a single prompt."""
+    if messages and messages[-1]["role"] == "user":
+        return [messages]
+    roles = [message["role"] for message in messages]
+    return [messages[:at] for at, pair in enumerate(pairwise(roles), 1) if pair == ("user", "assistant")]
 
 
 def rows_of(file: Path, parse: "Callable[[Any, str], TextRow]") -> Iterator[tuple[int, TextRow]]:

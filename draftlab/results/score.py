@@ -157,6 +157,7 @@ class Score(FileModel):
     distinct_4grams: float = Field(ge=0, le=1)  # share, in the target's output; low in a loop, which drafts predict
     example: dict[str, Any] | None = None  # of older files; nothing writes it
     learnt: str | None = None  # a drafter with what it learnt when it was built, as --drafter takes it
+    learnt_prompts: int = Field(default=0, ge=0)  # prompts whose answers the draft learnt from
     made: list[Stage] | None = None  # commands that made the draft; []: nothing to make; None: not known
     command: str
     versions: dict[str, str]

@@ -38,6 +38,11 @@ def _reasons(score: Score) -> Iterator[str]:
     if score.distinct_4grams < LOOPING_4GRAMS:
         share = f"{score.distinct_4grams:.0%}"
         yield f"only {share} of the output's 4-grams are distinct: repetition loops make every draft look good"
+    if score.learnt_prompts:
+        yield (
+            f"the draft learnt from answers to {score.learnt_prompts} of the {conditions.prompts} prompts, so it gains "
+            "less on others: name prompts that it has not seen by --prompt-file"
+        )
     if conditions.prompts < FEW_PROMPTS:
         yield f"number of prompts: {conditions.prompts}; with fewer than {FEW_PROMPTS}, intervals mean little"
     for model in (score.target, score.draft):

@@ -27,6 +27,7 @@ from draftlab.results.score import SAMPLING, PromptRecord
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.lm_eval import Tasks, check_chat_template
 from draftlab.target_outputs.repeats import distinct_ngrams
+from draftlab.target_outputs.store import MANIFEST, read_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +126,25 @@ class Comparison:
 
     def made(self, name: str) -> list[Stage] | None:
         """Return the commands that made a draft, or what a drafter reads; [] if it reads nothing, None if not known."""
+        known = [lineage(path, self.target) for path in self._paths(name)]
+        stages: dict[Path, Stage] = {}
+        for made in known:
+            stages |= made
+        return list(stages.values()) if all(known) else None
+
+    def learnt_prompts(self, name: str) -> int:
+        """Return the number of prompts that are in stores of target outputs from which a draft or drafter learnt."""
+        learnt: set[tuple[int, ...]] = set()
+        for path in self._paths(name):
+            for made in lineage(path, self.target):
+                if (made / MANIFEST).exists():
+                    learnt.update(tuple(output.prompt.tolist()) for output in read_texts(made))
+        return sum(tuple(prompt.ids) in learnt for prompt in self.requests.prompts.rows)
+
+    def _paths(self, name: str) -> list[Path]:
+        """Return the checkpoints of a draft or drafter."""
         spec = next((spec for spec in self.drafters if spec.name == name), None)
-        paths = [self.drafts[name]] if spec is None else spec.paths(self.default_draft)
-        known = [lineage(path, self.target) for path in paths]
-        stages = [stage for chain in known for stage in chain or []]
-        return None if None in known else [s for i, s in enumerate(stages) if s not in stages[:i]]
+        return [self.drafts[name]] if spec is None else spec.paths(self.default_draft)
 
     def facts(self) -> Mapping[str, object]:
         """Return what a dry run shows."""

@@ -228,6 +228,7 @@ class Measurement:
             versions=provenance.versions(),
             learnt=run.learnt if run else None,
             made=self.comparison.made(name),
+            learnt_prompts=self.comparison.learnt_prompts(name),
             **self.comparison.requests.score_facts(measured.tokens[PLAIN], [measured.tokens[name, k] for k in ks]),
         )
 

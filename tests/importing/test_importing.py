@@ -388,7 +388,7 @@ def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, 
     assert "chat is a chat model" in result.stderr
     assert "# chat is a chat model" in Path("draftlab.yaml").read_text()
     assert workspace.load().source == str(family_dirs["llama"])
-    Path("talk.jsonl").touch()
+    Path("talk.jsonl").write_text('{"text": "words"}\n' * 40)
     quiet = draftlab("init", "--target", "chat", "--data", "talk.jsonl", "--force")
     assert "chat model" not in quiet.stderr + Path("draftlab.yaml").read_text()
     assert (workspace.load().source, workspace.load().data) == ("chat", "talk.jsonl")

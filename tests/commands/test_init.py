@@ -1,0 +1,55 @@
+"""init reads the text that is here, and counts what the commands after it will use."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from errors import raises_option
+from typer.testing import CliRunner
+
+import draftlab
+from draftlab import data
+from draftlab.cli import app
+from draftlab.data.conversations import chat_ids
+from draftlab.model import checkpoint
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.fixture
+def chat_target(family_dirs, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(family_dirs["llama"], "target")
+    Path("target/chat_template.jinja").write_text(TEMPLATE)
+    return Path("target")
+
+
+def chat(number: int, *, answered: bool) -> list[dict[str, str]]:
+    asked = [{"role": "user", "content": f"What is {number} and {number}?"}]
+    return [*asked, {"role": "assistant", "content": f"{2 * number}."}] if answered else asked
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_conversations_are_counted_as_they_will_be_split(answered, chat_target):
+    rows = [chat(number, answered=answered) for number in range(60)]
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    result = CliRunner().invoke(app, ["init", "--target", "target", "--data", "chats.jsonl", "--json"])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    train, heldout = (printed["text"]["chats.jsonl"][split] for split in ("train", "heldout"))
+    held_out = len(data.documents("chats.jsonl", "heldout"))
+    assert (train["rows"], heldout["rows"]) == (60 - held_out, held_out)
+    for part in (train, heldout):
+        assert part["rows"] == part["conversations"] == part["questions"]
+        assert part["answers"] == answered * part["rows"]
+    tokenizer = checkpoint.load_tokenizer(chat_target)
+    assert train["tokens"] + heldout["tokens"] == sum(len(chat_ids(row, tokenizer, "", reply=False)) for row in rows)
+    assert printed["next"] == "draftlab prune --layers 1 --dry-run"  # a third of five layers
+
+
+def test_a_file_that_cannot_be_read_leaves_no_workspace(chat_target):
+    Path("broken.jsonl").write_text('{"messages": [\n')
+    with raises_option("--data", "broken.jsonl"):
+        draftlab.init(target="target", data="broken.jsonl")
+    assert not Path("draftlab.yaml").exists()

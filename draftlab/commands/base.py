@@ -21,6 +21,7 @@ from draftlab.trust import remote_code
 
 Value = TypeVar("Value")
 Result = TypeVar("Result", covariant=True)
+LARGE_WEIGHTS = 1 << 27  # of a product that is bound by memory
 MODEL_SECONDS = 2.0  # a plan assumes that a model takes this many times the time of its products
 
 
@@ -58,7 +59,8 @@ class Job(Generic[Result]):
     Attributes:
         run: The call. It takes the output if the command writes a directory.
         name: Name of the output directory under the workspace's runs, unless --out names another.
-        facts: Returns the facts that a dry run shows. Floating-point operations under "flops" are shown as minutes.
+        facts: Returns the facts that a dry run shows. Floating-point operations under "flops" and bytes of
+            memory to read under "bytes" are shown as minutes.
     """
 
     run: Callable[..., Result]
@@ -169,9 +171,11 @@ def command(config: type[Config], *, name: str = "", **details: Any) -> Callable
 def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
     """Return the outcome of a dry run: the facts, and the directory that would be written."""
     shown, minutes = dict(facts), {}
-    if "flops" in shown:
-        device, rate = _machine(getattr(output.config, "device", "auto"))
-        minutes = {"minutes": shown.pop("flops") * MODEL_SECONDS / rate / 60}
+    flops, read_bytes = shown.pop("flops", 0), shown.pop("bytes", 0)
+    if flops or read_bytes:
+        device, flops_per_second, bytes_per_second = _machine(getattr(output.config, "device", "auto"))
+        seconds = MODEL_SECONDS * flops / flops_per_second + read_bytes / bytes_per_second
+        minutes = {"minutes": seconds / 60}
         shown["time"] = f"about {minutes['minutes']:.2g} min on this {device}"
     lines = [f"{name}: {value}" for name, value in shown.items()]
     data = {"out": str(output.out), **shown, **minutes}
@@ -179,12 +183,13 @@ def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
 
 
 @functools.cache
-def _machine(name: str) -> tuple[str, float]:
-    """Return the kind of a device and its operations per second in one large product, timed in less than a second."""
+def _machine(name: str) -> tuple[str, float, float]:
+    """Return the kind of a device, and the operations and the bytes per second of large products, timed in a second."""
     import torch
 
-    from draftlab.engine.timing import matmul_tflops
+    from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
     from draftlab.model.checkpoint import resolve_device
 
     device = resolve_device(name)
-    return device.type.upper().replace("CUDA", "GPU"), 1e12 * matmul_tflops(torch.float32, device)
+    bandwidth = 1e9 * bandwidth_gbs(LARGE_WEIGHTS, torch.float32, device)
+    return device.type.upper().replace("CUDA", "GPU"), 1e12 * matmul_tflops(torch.float32, device), bandwidth

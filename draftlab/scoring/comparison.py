@@ -156,6 +156,19 @@ class Comparison:
             **{name: _described(path) for name, path in self.drafts.items()},
             **{name: f"reads {', '.join(map(str, paths)) or 'no files'}" for name, paths in read.items()},
             "work": f"at most {texts} generations of {self.requests.sampling.max_tokens} tokens",
+            **self._cost(texts),
+        }
+
+    def _cost(self, texts: int) -> dict[str, object]:
+        """Return the operations and the bytes of a run, as if each token took a pass of the target at batch 1."""
+        if self.engine.device_map is not None:
+            return {}
+        target, requests = read_size(self.target), self.requests
+        prompt = int(median(len(p.ids) for p in requests.prompts.rows))
+        passes = texts * requests.sampling.max_tokens // max(self.batches)
+        return {
+            "flops": texts * prompt * target.flops_per_token(prompt // 2),
+            "bytes": passes * target.weight_bytes(self.engine.dtype.itemsize),
         }
 
     def check(self) -> None:

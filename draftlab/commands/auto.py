@@ -46,7 +46,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     from draftlab.model import checkpoint
     from draftlab.model.size import read_size
     from draftlab.searching.costs import measure_machine
-    from draftlab.searching.plan import Request, make_plan
+    from draftlab.searching.plan import Request, make_plan, ready_drafts
     from draftlab.searching.prompts import find_prompts
 
     with about("--device"):
@@ -55,11 +55,25 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     if workspace.FILE.exists():
         default_text = workspace.load().data
     with about("--prompts" if config.prompt_file else "--data"):
-        prompts = find_prompts(config.prompt_file, config.data, default_text, target, config.streams)
+        prompts = find_prompts(
+            config.prompt_file, config.data, default_text, target, config.streams, trains=config.trains
+        )
     program = config.verify_with or (shutil.which(config.server_kind.program) if config.server else None)
     program = None if program is None else Path(program)
     size = read_size(target)
-    request = fill(Request, config, name=config.target, target=target, size=size, prompts=prompts, program=program)
+    with about("--draft"):
+        ready = ready_drafts(config.draft, target, weights)
+    request = fill(
+        Request,
+        config,
+        name=config.target,
+        target=target,
+        size=size,
+        prompts=prompts,
+        program=program,
+        ready=ready,
+        trains=config.trains,
+    )
     name = f"auto-{hub.checkpoint_name(Path(config.target.partition('@')[0]))}"
     folder = config.out or workspace.load().runs / name
     settings = {key: value for key, value in config.settings().items() if key != "out"}

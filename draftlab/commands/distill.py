@@ -94,7 +94,7 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
     lines = [str(output.out), cost]
     before, after = result.before.acceptance, result.after.acceptance
     if before is not None and after is not None:
-        more = f" (up to {result.after.slack:.3f} more: only the most probable tokens are known)"
+        more = f" (or up to {result.after.slack:.3f} more: the stored answers list the most probable tokens alone)"
         lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}" + (more if result.after.slack > 0.001 else ""))
     if result.after.offsets:
         lines.append("held-out acceptance by token: " + " ".join(f"{a:.3f}" for a in result.after.offsets))

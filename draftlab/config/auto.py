@@ -18,6 +18,10 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     target: str = option(help="Checkpoint of the target: a directory, or a hub name with @REVISION.", argument=True)
     minutes: float = option(60.0, "Time to spend, approximately.", gt=0)
+    draft: list[str] = option(
+        [], "Ready draft to compare, repeatable: a smaller model, a pruned draft, or anyone's EAGLE-3 head."
+    )
+    train: bool = option(False, "With --draft: train drafts of auto's own, too. Without --draft they are trained.")
     server: str | None = option(
         None,
         f"What the draft is for, {', '.join(SERVERS.names())}: only what it runs is tried, as it accepts. Default: "
@@ -41,6 +45,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     threads: int | None = shared.threads()
 
     only = (
+        Only(("train",), lambda c: c.draft, "needs --draft: without ready drafts, auto trains"),
         Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompts, not by both"),
         Only(("verify_with",), lambda c: c.server and c.server_kind.program, "belongs to --for vllm and llama.cpp"),
     )
@@ -62,6 +67,11 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         if "," in str(self.out or ""):
             raise ValueError(f"--out {self.out}: leave out the comma, which separates the options of drafters")
         return self
+
+    @property
+    def trains(self) -> bool:
+        """Return whether drafts are trained."""
+        return self.train or not self.draft
 
     @property
     def server_kind(self) -> Any:

@@ -33,6 +33,7 @@ from draftlab.searching.plan import (
     LEAST_STEPS,
     OFFSETS,
     Plan,
+    ReadyDraft,
     Request,
     arms,
 )
@@ -133,7 +134,9 @@ class AutoRun:
     def _candidates(self) -> tuple[list[Arm], TrainingRounds | None]:
         """Make the candidates; a candidate that turns out not to be possible joins left_out."""
         kinds, training = self.plan.candidates, None
-        candidates = [Arm(kind="prompt-lookup", drafter=PromptLookupSpec.of())] if "prompt-lookup" in kinds else []
+        candidates = [_ready_arm(draft) for draft in self.request.ready if draft.name in self.plan.ready]
+        if "prompt-lookup" in kinds:
+            candidates.append(Arm(kind="prompt-lookup", drafter=PromptLookupSpec.of()))
         if "draft" in kinds:
             try:
                 drafts, training = self._drafts()
@@ -299,7 +302,7 @@ class AutoRun:
         if searched := score_files([self.folder / "search" / "score"]):
             answer = MAX_TOKENS / read_score(searched[0]).output_tps(0)
         seconds = (self._seconds_for(step) - self._costs.start) / len(streams)
-        afforded = int(seconds / (answer * arms(self.plan.candidates))) - 5
+        afforded = int(seconds / (answer * arms(len(self.plan.candidates) + len(self.plan.ready)))) - 5
         prompts = max(LEAST_PROMPTS, min(afforded, self.request.prompts.choose)) // together * together or together
         out = self._run(
             step,
@@ -321,6 +324,11 @@ class AutoRun:
             batch = score.conditions.batch
             scores[batch][score.name.removesuffix(f"-b{batch}").removesuffix("@int8")] = score
         return scores
+
+
+def _ready_arm(draft: ReadyDraft) -> Arm:
+    drafter = EagleSpec.of(heads=str(draft.path)) if draft.kind == "eagle" else None
+    return Arm(kind=draft.kind, draft=draft.path, drafter=drafter, shape=draft.name)
 
 
 def _best_k(score: Score) -> int:

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 
 from draftlab.config.drafters import DRAFTERS
 from draftlab.errors import UserError
 from draftlab.exporting import gguf
-from draftlab.exporting.artifact import DraftModel, HeadArtifact, refusals
+from draftlab.exporting.artifact import DraftModel, HeadArtifact, open_artifact, refusals
 from draftlab.model import checkpoint, eagle, hub, memory
 from draftlab.model.shape import Shape, resolve
 from draftlab.model.size import ApproximateSize
+from draftlab.model.tokenizer import different_tokenizers
 from draftlab.pruning.trial_model import prunable_shape
 from draftlab.reading import FileModel
 from draftlab.registry import SERVERS
@@ -31,7 +33,7 @@ LABELS = {  # kinds of candidates in words, with the searched shape
     "draft": "draft model {}",
     "parallel": "parallel draft {}",
     "trimmed": "draft model {} with a trimmed head",
-    "eagle": "EAGLE-3 head",
+    "eagle": "EAGLE-3 head {}",
     "prompt-lookup": "prompt lookup",
     "fallback": "prompt lookup, then draft model {}",
     "fallback-eagle": "prompt lookup, then the EAGLE-3 head",
@@ -67,6 +69,8 @@ class Request:
         name: Target, as the user typed it.
         server: None stands for draftlab's own engine.
         program: Program of the server, to verify with; None where it is not installed.
+        ready: Drafts and heads that exist, in the order in which they were named.
+        trains: Whether drafts are trained.
     """
 
     name: str
@@ -77,6 +81,18 @@ class Request:
     streams: list[int]
     temperature: float
     program: Path | None
+    ready: "Sequence[ReadyDraft]" = ()
+    trains: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyDraft:
+    """A draft or head that exists. kind: its kind as a candidate."""
+
+    name: str
+    kind: str
+    path: Path
+    artifact: Artifact
 
 
 class PlannedStep(FileModel):
@@ -97,6 +113,7 @@ class Plan(FileModel, extra="ignore"):
 
     Args:
         settings: Settings of the auto that planned it.
+        ready: Names of the drafts that exist.
         left_out: Candidates that are not tried, with the reason.
         layers, widths, first_steps: Settings of the search.
         disk: Bytes of all drafts.
@@ -109,6 +126,7 @@ class Plan(FileModel, extra="ignore"):
     machine: Machine
     prompts: str
     candidates: list[str]
+    ready: list[str] = Field(default_factory=list)
     left_out: dict[str, str]
     layers: list[int]
     widths: list[int]
@@ -130,7 +148,7 @@ class Plan(FileModel, extra="ignore"):
     def facts(self) -> dict[str, object]:
         """Return the plan for people, by topic."""
         facts: dict[str, object] = {"target": self.target, "machine": self.machine.describe(), "prompts": self.prompts}
-        facts |= {"candidates": ", ".join(["no draft", *self.candidates]), "needs": self.needs}
+        facts |= {"candidates": ", ".join(["no draft", *self.ready, *self.candidates]), "needs": self.needs}
         return facts | {f"{count}. {step.name}": step.line() for count, step in enumerate(self.steps, 1)}
 
 
@@ -165,18 +183,17 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
     weights = size.weight_bytes(costs.bytes_per_weight)
     remedy = "--dtype bfloat16, or a larger device"
     memory.check_fits({"weights of the target": weights}, torch.device(machine.device), remedy)
-    if isinstance(size, ApproximateSize) and request.streams != [1]:
-        raise UserError(f"--streams: transformers runs {size.kind} models here, which decodes one prompt at a time")
     left_out = _unsuitable(request)
+    ready = [draft for draft in request.ready if draft.name not in left_out]
     candidates = [kind for kind in served_by(request.server) if kind not in left_out]
-    least = _least(costs, request, candidates)
+    least = _least(costs, request, candidates, len(ready))
     for dropped in EXPENDABLE:
         fewest = math.ceil(sum(least.values()) / 60)
         if fewest <= minutes:
             break
         left_out |= {kind: f"with it the least is {fewest} minutes" for kind in dropped if kind in candidates}
         candidates = [kind for kind in candidates if kind not in dropped]
-        least = _least(costs, request, candidates)
+        least = _least(costs, request, candidates, len(ready))
     if sum(least.values()) > 60 * minutes:
         raise UserError(
             f"--minutes {minutes:g} is too few for anything here: no draft and prompt lookup take "
@@ -192,6 +209,7 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
         machine=machine,
         prompts=request.prompts.about,
         candidates=candidates,
+        ready=[draft.name for draft in ready],
         left_out=left_out,
         layers=layers,
         widths=widths,
@@ -218,8 +236,13 @@ def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, floa
 
 
 def _unsuitable(request: Request) -> dict[str, str]:
-    """Return the candidates that this target cannot have, with the reason."""
+    """Return the candidates that this target cannot have, or that are not wanted, with the reason."""
     target, server = request.target, request.server
+    refused = {draft.name: _refused(draft.artifact, server) for draft in request.ready}
+    refused = {name: reason for name, reason in refused.items() if reason}
+    if not request.trains:
+        trained = [kind for kind in (*CUT, *HEADS) if kind in served_by(server)]
+        return refused | dict.fromkeys(trained, "nothing is trained where --draft names drafts; --train adds it")
     reasons = dict.fromkeys(CUT, "") | dict.fromkeys(HEADS, "")
     try:
         prunable_shape(str(target))
@@ -232,15 +255,10 @@ def _unsuitable(request: Request) -> dict[str, str]:
         reasons |= dict.fromkeys(HEADS, _refused(HeadArtifact(target, target, head, {}), server))
     except UserError as error:
         reasons |= dict.fromkeys(HEADS, str(error))
-    if isinstance(request.size, ApproximateSize):
-        text = (
-            f"auto trains heads for LLaMA-like targets; for {request.size.kind}, draftlab distill --student eagle does"
-        )
-        reasons |= dict.fromkeys(HEADS, text)
     vocab = checkpoint.vocab_size(target)
     if not reasons["trimmed"] and vocab < LARGE_VOCAB:
         reasons["trimmed"] = f"a vocabulary of {vocab:,} costs a draft little"
-    return {kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)}
+    return refused | {kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)}
 
 
 def _refused(artifact: Artifact, server: str | None) -> str:
@@ -250,12 +268,32 @@ def _refused(artifact: Artifact, server: str | None) -> str:
     return "; ".join(finding.text for finding in refusals(artifact, SERVERS.get(server, "--for")))
 
 
-def arms(candidates: Sequence[str]) -> int:
-    """Return the number of ways to decode that a score compares."""
-    return 1 + len(candidates) * len(KS)
+def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[ReadyDraft]:
+    """Return drafts and heads by their names. Without weights, of the hub only their configurations are fetched.
+
+    Raises:
+        UserError: There is no such draft, it has another vocabulary than the target, or two have the same name.
+    """
+    drafts: dict[str, ReadyDraft] = {}
+    for text in names:
+        path = hub.locate(text, weights)
+        artifact = open_artifact(path, target)
+        if (other := artifact.difference()) is not None:
+            raise UserError(different_tokenizers(path, target, other))
+        kind = "eagle" if artifact.head is not None else "parallel" if artifact.in_parallel else "draft"
+        name = hub.checkpoint_name(path)
+        if name in drafts:
+            raise UserError(f"two drafts are called {name}; rename one")
+        drafts[name] = ReadyDraft(name=name, kind=kind, path=path, artifact=artifact)
+    return list(drafts.values())
 
 
-def _least(costs: Costs, request: Request, candidates: Sequence[str]) -> dict[str, float]:
+def arms(candidates: int) -> int:
+    """Return the number of ways to decode that a score of this many candidates compares."""
+    return 1 + candidates * len(KS)
+
+
+def _least(costs: Costs, request: Request, candidates: Sequence[str], ready: int) -> dict[str, float]:
     """Return the fewest seconds in which each step is worth it, by its name."""
     sequences, prompts = 2 * LEAST_SEQUENCES, request.prompts
     least: dict[str, float] = {}
@@ -272,7 +310,7 @@ def _least(costs: Costs, request: Request, candidates: Sequence[str]) -> dict[st
                 least[kind] = times * costs.train(shape, LEAST_STEPS)
     if "eagle" in candidates:
         least["eagle"] = costs.train_head(LEAST_STEPS)
-    least["score"] = costs.score(arms(candidates), LEAST_PROMPTS, request.streams)
+    least["score"] = costs.score(arms(len(candidates) + ready), LEAST_PROMPTS, request.streams)
     least["final"] = costs.score(2, prompts.measure, request.streams, repeats=2)
     least["export"] = 0.0
     return {name: costs.start + least[name] for name in STEPS if name in least}

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,20 @@ class PromptSplit:
 
 
 def find_prompts(
-    file: Path | None, text: str | None, default_text: str | None, target: Path, streams: Sequence[int]
+    file: Path | None,
+    text: str | None,
+    default_text: str | None,
+    target: Path,
+    streams: Sequence[int],
+    *,
+    trains: bool = True,
 ) -> PromptSplit:
     """Return the prompts of a file, draftlab's own prompts for chat models, or parts of text.
 
     Args:
         default_text: Source of text for models without a chat template.
         streams: Numbers of prompts that are decoded at once; each part has whole batches.
+        trains: Whether drafts are trained, which needs prompts of its own.
 
     Raises:
         UserError: The file cannot be used or is too short, or there is no text.
@@ -71,7 +78,9 @@ def find_prompts(
     choose, measure = (-(-count // together) * together for count in (CHOOSE, MEASURE))
     prompts = PromptSplit(about="", rows=[], data=None, choose=choose, measure=measure)
     if file is not None:
-        return replace(prompts, about=file.name, rows=_of_file(file, target, choose, measure, batched=together > 1))
+        least = {"to choose by": choose, "to measure with": measure}
+        least |= {"or more to train on": LEAST_TRAINED} if trains else {}
+        return replace(prompts, about=file.name, rows=_of_file(file, target, least, batched=together > 1))
     if text is None and checkpoint.load_tokenizer(target).chat_template:
         about = "draftlab's own for chat models; --prompts takes your users'"
         return replace(prompts, about=about, rows=mixed(0, BUILT_IN))
@@ -87,19 +96,24 @@ def find_prompts(
     return replace(prompts, about=about, data=text)
 
 
-def _of_file(file: Path, target: Path, choose: int, measure: int, *, batched: bool) -> list[dict[str, Any]]:
-    """Return the distinct prompts of a file in an order that depends on their text alone."""
+def _of_file(file: Path, target: Path, least: Mapping[str, int], *, batched: bool) -> list[dict[str, Any]]:
+    """Return the distinct prompts of a file in an order that depends on their text alone.
+
+    Args:
+        least: Number of prompts that each use needs.
+
+    Raises:
+        UserError: The file cannot be used, or has too few prompts.
+    """
     file_prompts(file, checkpoint.load_tokenizer(target), chat="auto")  # checks every line
     lines: set[str] = set()
     for _, row in rows_of(file, prompt_of):
         lines.update(json.dumps(prompt, sort_keys=True) for prompt in _prompts(row, batched))
     rows = [json.loads(line) for line in sorted(lines, key=lambda line: unit_hash(f"0:{line}"))]
-    needed = choose + measure + LEAST_TRAINED
+    needed = sum(least.values())
     if len(rows) < needed:
-        raise UserError(
-            f"--prompts: {file} has {len(rows)} different prompts; auto wants {needed} or more: {choose} to choose by, "
-            f"{measure} to measure with, and {LEAST_TRAINED} or more to train on"
-        )
+        uses = ", ".join(f"{count} {use}" for use, count in least.items())
+        raise UserError(f"--prompts: {file} has {len(rows)} different prompts; auto wants {needed} or more: {uses}")
     return rows
 
 

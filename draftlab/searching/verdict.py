@@ -9,6 +9,7 @@ from pydantic import Field
 
 from draftlab.config.drafters import DrafterSpec
 from draftlab.intervals import Interval
+from draftlab.model import hub
 from draftlab.reading import FileModel
 from draftlab.results.score import Score
 from draftlab.searching.plan import LABELS, not_tried, streams
@@ -23,7 +24,7 @@ class Arm:
 
     Args:
         draft: Checkpoint or head; None where the drafter needs no weights.
-        shape: Name of a draft model's shape.
+        shape: Name of a draft model's shape, or of a draft that was there.
         drafter: None for a plain draft.
     """
 
@@ -38,12 +39,12 @@ class Arm:
         if self.drafter is not None:
             return self.drafter.name
         assert self.draft is not None
-        return self.draft.name
+        return hub.checkpoint_name(self.draft)
 
     @property
     def label(self) -> str:
         """Return the way to draft in words."""
-        return LABELS[self.kind].format(self.shape)
+        return LABELS[self.kind].format(self.shape).strip()
 
 
 class Choice(FileModel):

@@ -67,6 +67,15 @@ def test_a_target_that_cannot_be_pruned_gets_a_verdict_on_lookup(space, tokenize
     assert "--streams" in other.output
 
 
+def test_ready_drafts_are_measured_and_nothing_is_trained(space, tokenizer_dir):
+    save_target(space / "target", tokenizer_dir)
+    save_target(space / "sibling", tokenizer_dir, layers=1)
+    ran("target", "--draft", "sibling", "--minutes", "1", "--out", "out")
+    verdict = read_model(Verdict, space / "out", "auto.json")
+    assert {(choice.kind, choice.name) for choice in verdict.ranking} == {("draft", "sibling"), ("prompt-lookup",) * 2}
+    assert {step.out.name for step in read_recipe(space / "out/recipe.yaml")} <= {"score", "final", "export"}
+
+
 def test_no_draft_is_advised_where_nothing_gains(space, tokenizer_dir):
     """At a high temperature a random model writes noise, of which nothing repeats: copies are wrong and cost time."""
     save_neox(space / "neox", tokenizer_dir)
@@ -81,10 +90,10 @@ def test_no_draft_is_advised_where_nothing_gains(space, tokenizer_dir):
     assert not (space / "out/export").exists()
 
 
-def save_target(folder, tokenizer_dir):
-    """Save a random target of 12 layers."""
+def save_target(folder, tokenizer_dir, layers=12):
+    """Save a random target."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 12, "max_position_embeddings": 512}
+    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": layers, "max_position_embeddings": 512}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     for file in tokenizer_dir.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())

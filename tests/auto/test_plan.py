@@ -1,19 +1,31 @@
 """A plan fits its time, names what it leaves out and why, and hands the time on from step to step."""
 
 import json
+import shutil
 from shutil import _ntuple_diskusage as usage
 
 import pytest
 from builders import save_neox
+from errors import raises_option
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.tiny_target import train_tokenizer
 from draftlab.commands.auto import auto
 from draftlab.errors import UserError
 from draftlab.model.hub import locate
 from draftlab.model.size import read_size
 from draftlab.searching.costs import Machine
-from draftlab.searching.plan import STEPS, Plan, PlannedStep, Request, make_plan, seconds_of_steps, served_by
+from draftlab.searching.plan import (
+    STEPS,
+    Plan,
+    PlannedStep,
+    Request,
+    make_plan,
+    ready_drafts,
+    seconds_of_steps,
+    served_by,
+)
 from draftlab.searching.prompts import find_prompts
 
 FAST = Machine(
@@ -29,12 +41,13 @@ def prompt_file(folder, count):
     return file
 
 
-def planned(target, tmp_path, minutes=60.0, machine=FAST, server=None, streams=(1,)):
+def planned(target, tmp_path, minutes=60.0, machine=FAST, server=None, streams=(1,), **given):
     directory = locate(str(target))
     file = None if target == "tiny" else prompt_file(tmp_path, 128)
     request = Request(
         name=str(target), target=directory, size=read_size(directory), server=server, streams=list(streams),
         prompts=find_prompts(file, None, "stdlib", directory, streams), temperature=0.0, program=None,
+        **given,
     )  # fmt: skip
     return make_plan(request, machine, minutes, {})
 
@@ -113,13 +126,35 @@ def neox(tmp_path_factory, tokenizer_dir):
     return save_neox(tmp_path_factory.mktemp("neox") / "neox", tokenizer_dir, layers=4)
 
 
-def test_a_target_that_cannot_be_pruned_keeps_lookup_and_says_why(neox, tmp_path):
-    plan = planned(neox, tmp_path)
-    assert plan.candidates == ["prompt-lookup"]
-    assert {"draft", "eagle"} <= set(plan.left_out)
+def test_a_target_that_cannot_be_pruned_keeps_lookup_and_heads_and_says_why(neox, tmp_path):
+    plan = planned(neox, tmp_path, streams=[1, 2])
+    assert plan.candidates == ["eagle", "prompt-lookup", "fallback-eagle"]
+    assert {"draft", "parallel"} <= set(plan.left_out)
+    assert {step.name for step in plan.steps} == {"answers", "eagle", "score", "final", "export"}
+
+
+def test_with_ready_drafts_nothing_is_trained_unless_it_is_asked_for(family_dirs, tmp_path):
+    target, names = family_dirs["llama"], [str(family_dirs["llama"]), str(family_dirs["llama_mha"])]
+    ready = ready_drafts(names, target, weights=True)
+    assert [draft.kind for draft in ready] == ["draft", "draft"]
+    plan = planned(target, tmp_path, ready=ready, trains=False)
+    assert (plan.ready, plan.candidates) == (["llama", "llama_mha"], ["prompt-lookup"])
     assert {step.name for step in plan.steps} == {"score", "final", "export"}
-    with pytest.raises(UserError, match="--streams"):
-        planned(neox, tmp_path, streams=[1, 2])
+    trained = planned(target, tmp_path, ready=ready)
+    assert trained.ready == plan.ready
+    assert {"draft", "eagle"} <= set(trained.candidates)
+    fewer = prompt_file(tmp_path, 72)
+    assert find_prompts(fewer, None, None, target, [1], trains=False).train == 0
+    with raises_option("--prompts", 96):
+        find_prompts(fewer, None, None, target, [1])
+
+
+def test_a_ready_draft_with_other_words_is_refused(family_dirs, tmp_path):
+    train_tokenizer(["other words entirely " * 50], 307, shutil.copytree(family_dirs["llama"], tmp_path / "other"))
+    with raises_option(kind=UserError):
+        ready_drafts([str(tmp_path / "other")], family_dirs["llama"], weights=True)
+    with raises_option("llama"):
+        ready_drafts([str(family_dirs["llama"])] * 2, family_dirs["llama"], weights=True)
 
 
 def test_prompts_are_parted_without_overlap_and_always_alike(family_dirs, tmp_path):

@@ -1,5 +1,6 @@
 """What every drafter must do: it is lossless, keeps to the draws of each row, and says what it sampled from."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,10 +60,17 @@ def eagle_drafter(target: llama.Llama) -> EagleDrafter:
 
 
 def check_greedy(target: llama.Llama, drafter: Drafter, k: int) -> None:
-    """Greedy decoding with any drafter is plain decoding."""
+    """Greedy decoding with any drafter is plain decoding, in a batch of four whose rows end at different steps."""
     sampling = SamplingParams(max_tokens=32)
-    expected = output_tokens(decode(target, PROMPTS, sampling))
-    assert output_tokens(speculative_decode(target, drafter, PROMPTS, k, sampling)) == expected
+    prompts = [*PROMPTS, [0, 7]]
+    whole = output_tokens(decode(target, prompts, sampling))
+    lengths = set()
+    for stops in ((), (whole[0][5],), (whole[1][9],), (whole[0][5], whole[3][2])):
+        sampling = replace(sampling, stop_token_ids=stops)
+        expected = output_tokens(decode(target, prompts, sampling))
+        assert output_tokens(speculative_decode(target, drafter, prompts, k, sampling)) == expected
+        lengths.update(map(len, expected))
+    assert len(lengths) > 2
 
 
 def check_rows(target: llama.Llama, drafter: Drafter) -> None:

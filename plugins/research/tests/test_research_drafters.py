@@ -309,3 +309,32 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path):
     assert found[0].layers == (0, 2)
     assert found[0].tokens_per_pass == pytest.approx(found[0].k + 1)  # all stands
     assert [len(x.layers) for x in found] == [2, 1]
+
+
+class RightForFirst(Drafter):
+    """Drafts the tokens that follow the first text, and wrong tokens after all others."""
+
+    def __init__(self, follows: list[int]) -> None:
+        self.follows = follows
+
+    def reset(self, rows: int, capacity: int) -> None:
+        self.start: int | None = None
+
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        self.start = len(texts[0]) if self.start is None else self.start
+        read = len(texts[0]) - self.start
+        right = (self.follows[read:] + [0] * count)[:count]
+        rows = [right, *([(VOCAB - 1)] * count for _ in texts[1:])]
+        return Draft(ids=torch.tensor(rows), q=None, counts=[count] * len(texts))
+
+
+@pytest.mark.parametrize("inner_tokens", [1, 2])
+def test_a_staged_row_that_is_done_is_not_fed_beyond_the_capacity(models, inner_tokens):
+    """The first text is finished and as long as texts may be; the second still drafts."""
+    texts, k = [list(range(3, 43)), [0, 90, 91]], 3
+    sampling = SamplingParams(max_tokens=8)
+    whole = output_tokens(decode(models["noisy"], texts, sampling))
+    staged = CascadeDrafter(models["noisy"], VOCAB, RightForFirst(whole[0]), inner_tokens)
+    staged.reset(2, len(texts[0]) + k)
+    draft = staged.propose(texts, k, sampling, torch.rand(2, k))
+    assert draft.ids.tolist() == [row[:k] for row in whole]

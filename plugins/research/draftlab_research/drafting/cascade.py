@@ -38,7 +38,8 @@ class CascadeDrafter(ModelDrafter):
         draws = self._draws(uniform)  # [B, K, 2 inner_tokens + 1]
         while min(done := list(map(len, tokens)), default=count) < count:
             u = draws[torch.arange(len(done)), [min(n, count - 1) for n in done]]
-            so_far = [text + more for text, more in zip(texts, tokens, strict=True)]
+            # a row that has its tokens is fed its text alone, so that it stays within the capacity
+            so_far = [text + (more if len(more) < count else []) for text, more in zip(texts, tokens, strict=True)]
             inner = self.inner.propose(so_far, self.inner_tokens, sampling, u[:, : self.inner_tokens])
             fed = [text + more for text, more in zip(so_far, inner.ids.tolist(), strict=True)]
             logits = fit_vocab(self.last_logits(fed, last=inner.ids.shape[1] + 1), self.vocab)

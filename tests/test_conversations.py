@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from errors import raises_option
 from safetensors.numpy import load_file
 from test_prompts import TEMPLATE, call, chatty, plain, space  # noqa: F401
 
 from draftlab.data import loss_on_of, open_batches, open_heldout
 from draftlab.data.conversations import render
-from draftlab.errors import UserError
 from draftlab.model.checkpoint import load_tokenizer
 from draftlab.target_outputs.batches import StoredBatches
 from draftlab.target_outputs.outputs import padded
@@ -70,7 +70,7 @@ def test_what_counts_is_what_a_search_of_the_assistants_text_finds(chatty, templ
 
 def test_a_template_that_changes_earlier_turns_is_refused(chatty):  # noqa: F811
     chatty.chat_template = LAST_ONLY
-    with pytest.raises(UserError, match="l:3"):
+    with raises_option("l:3"):
         render(talk(0), chatty, "l:3", "assistant")
     assert render(talk(0), chatty, "l:3", "all").counted.all()
     render(talk(0, turns=1), chatty, "l:3", "assistant")
@@ -107,12 +107,12 @@ def test_sources_without_conversations_take_no_loss_on(tmp_path, chatty):  # noq
     text = tmp_path / "text.txt"
     text.write_text("return 1\n" * 100)
     assert loss_on_of(str(text), None) is None
-    with pytest.raises(UserError, match="--loss-on"):
+    with raises_option("--loss-on"):
         loss_on_of(str(text), "all")
     assert loss_on_of(f"{text},{conversations(tmp_path)}", None) == "assistant"
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_text((tmp_path / "chat.jsonl").read_text() + (json.dumps({"text": "return 1"}) + "\n") * 30)
-    with pytest.raises(UserError, match=r"mixed\.jsonl"):
+    with raises_option("mixed.jsonl"):
         open_batches(str(mixed), chatty, rows=1, seq_len=9, steps=1, seed=0, loss_on="all")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from builders import build
+from errors import raises_option
 
 from draftlab import provenance
 from draftlab.commands import COMMANDS
@@ -37,7 +38,7 @@ HOSTILE = "0.32\ntouch X #\x1b]0;owned\x07"
 
 @pytest.mark.parametrize("name", ["", "a\nb", "\x1b[2J", "‮gpj", "a" * 201, None, 3, ["x"]])
 def test_names_with_other_meanings_are_refused(name):
-    with pytest.raises(UserError, match="its version is no name"):
+    with pytest.raises(UserError):
         checked_name(name, "its version")
 
 
@@ -48,13 +49,13 @@ def test_a_server_names_one_folder(name, folder):
 
 @pytest.mark.parametrize("name", ["..", "a/..", ".", "/"])
 def test_no_name_leads_out_of_its_folder(name):
-    with pytest.raises(UserError, match="cannot name a folder"):
+    with pytest.raises(UserError):
         folder_name(name, "the model")
 
 
 def test_a_manifest_cannot_lead_out_of_its_store():
     field = Manifest.model_fields["target"]
-    with pytest.raises(UserError, match="cannot name a folder"):
+    with pytest.raises(UserError):
         field.metadata[0].func("..")
 
 
@@ -71,7 +72,7 @@ def test_secrets_stay_out_of_what_is_written(address):
 
 @pytest.mark.parametrize("rest", ["127.0.0.1:abc", "[::1", "host:80:80", "host:0", "", "host:1/\x1b[2J"])
 def test_an_address_with_a_typing_error_is_one_line(rest):
-    with pytest.raises(UserError, match="HOST:PORT") as refused:
+    with raises_option("HOST:PORT") as refused:
         check_address(f"http://{rest}")
     assert str(refused.value).isprintable()
 

@@ -95,7 +95,7 @@ def test_a_disk_too_small_for_the_drafts_is_said_before_anything_runs(tmp_path, 
     assert new.disk > 10 * read_size(locate("tiny")).weight_bytes() / 6
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, new.disk - 1))
-    with pytest.raises(UserError, match="disk"):
+    with raises_option("disk"):
         auto(target="tiny", data="stdlib", out=tmp_path / "out", threads=1)
     assert not (tmp_path / "out").exists()
 
@@ -111,7 +111,7 @@ def test_less_time_drops_the_dearest_and_says_the_least(tmp_path):
     assert "prompt-lookup" in before
     assert not {"trimmed", "eagle", "parallel", "draft"} & before
     assert "draft" in plan.left_out
-    with pytest.raises(UserError, match="--minutes"):
+    with raises_option("--minutes"):
         planned("tiny", tmp_path, 0.2, slow)
 
 

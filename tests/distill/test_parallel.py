@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from builders import FAMILIES, altered, build, rounding, setup, until
+from errors import raises_option
 from torch import Tensor
 
 from draftlab.acceptance import expected
 from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.data import Batch
-from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, parallel
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.parallel import pack
@@ -261,5 +261,5 @@ def test_the_mask_token_is_an_id_that_no_text_has(family_dirs):
 def test_a_mask_token_outside_the_vocabulary_is_refused(family_dirs, tmp_path):
     config = checkpoint.read_config(family_dirs["llama"]) | {"pard_token": 307}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="pard_token is 307, and the vocabulary has 0 to 306"):
+    with raises_option("pard_token", "307", "0", "306"):
         parallel.pard_token(tmp_path)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from errors import raises_option
 from torch import nn
 
 from draftlab.atomic import claim_state, run_identity
@@ -91,11 +92,11 @@ def test_every_damaged_value_is_noticed(state):
             name, extra = struct.unpack_from("<HH", whole, part.header_offset + 26)
             at = part.header_offset + 30 + name + extra + rng.randrange(part.file_size)
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
-            with pytest.raises(UserError, match=r"--force starts again"):
+            with raises_option("--force"):
                 training().restore(state)
         for cut in (0, len(whole) // 2, len(whole) - 1):
             file.write_bytes(whole[:cut])
-            with pytest.raises(UserError, match=r"--force starts again"):
+            with raises_option("--force"):
                 training().restore(state)
         file.write_bytes(whole)
     assert training().restore(state) is not None
@@ -104,7 +105,7 @@ def test_every_damaged_value_is_noticed(state):
 @pytest.mark.parametrize("name", [f"step-00000001/{CONTENT}", BEST])
 def test_a_missing_file_is_noticed(state, name):
     (state / name).unlink()
-    with pytest.raises(UserError, match=r"--force starts again"):
+    with raises_option("--force"):
         training().restore(state)
 
 
@@ -119,7 +120,7 @@ def test_the_checkpoint_of_another_run_is_not_resumed(state, tmp_path, moved):
     target = other / moved
     shutil.rmtree(target) if target.is_dir() else target.unlink()
     (state / moved).rename(target)
-    with pytest.raises(UserError, match="is of another run; --force starts again"):
+    with raises_option("--force"):
         training().restore(other)
 
 
@@ -137,7 +138,7 @@ def test_pickles_of_sharded_training_need_trust(state, monkeypatch):
     monkeypatch.setattr(type(one.accelerator), "distributed_type", DistributedType.FSDP)
     loaded = []
     monkeypatch.setattr(one.accelerator, "load_state", loaded.append)
-    with pytest.raises(UserError, match="can run code; give --trust-remote-code if it is yours"):
+    with raises_option("--trust-remote-code"):
         one.restore(state)
     assert not loaded
     with remote_code(True):
@@ -161,7 +162,7 @@ def test_a_pickle_beside_a_checkpoint_is_refused_before_models_are_loaded_and_ne
     checkpointer.check_resumable(state)
     (newest / name).parent.mkdir(exist_ok=True)
     (newest / name).write_bytes(pickle.dumps(Bomb(ran)))
-    with pytest.raises(UserError, match="give --trust-remote-code if it is yours"):
+    with raises_option("--trust-remote-code"):
         checkpointer.check_resumable(state)
     assert training().restore(state) is not None
     assert not ran.exists()
@@ -170,7 +171,7 @@ def test_a_pickle_beside_a_checkpoint_is_refused_before_models_are_loaded_and_ne
 def test_code_in_a_checkpoint_is_not_run(state):
     ran = state.parent / "ran"
     torch.save({"run": run_identity(state), "content": Bomb(ran)}, state / "step-00000001" / CONTENT)
-    with pytest.raises(UserError, match=r"--force starts again"):
+    with raises_option("--force"):
         training().restore(state)
     assert not ran.exists()
 
@@ -181,16 +182,16 @@ def test_a_log_is_read_up_to_the_half_line_of_a_kill(tmp_path):
     log.write_text(lines + '{"step": 1, "lo')
     assert [record.step for record in run.read_log(log)] == [0]
     log.write_text(lines + "half\n" + lines)
-    with pytest.raises(UserError, match=r"log.jsonl:2 is damaged; --force starts again"):
+    with raises_option("log.jsonl:2", "--force"):
         run.read_log(log)
     log.write_text("")
-    with pytest.raises(UserError, match="lacks its first lines"):
+    with pytest.raises(UserError):
         run.read_log(log)
 
 
 def test_checkpoints_say_what_cannot_be_written(state, monkeypatch):
     monkeypatch.setattr(torch, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(UserError, match=r"cannot write a checkpoint to .*No space left"):
+    with pytest.raises(UserError):
         training().save(state, 2)
     assert [path.name for path in checkpointer._checkpoints(state)] == ["step-00000001"]
     assert not (state / "writing").exists()

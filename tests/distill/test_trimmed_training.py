@@ -146,7 +146,7 @@ def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_i
 def test_a_trimmed_head_is_no_targets(family_dirs, tmp_path):
     shutil.copytree(family_dirs["llama"], tmp_path / "target")
     write_head_ids(tmp_path / "target", range(200))
-    with pytest.raises(UserError, match="no target"):
+    with pytest.raises(UserError):
         COMMANDS["distill"](draft=str(family_dirs["llama"]), target=str(tmp_path / "target"), data="stdlib")
 
 

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from errors import raises_option
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from draftlab.acceptance import token_logprobs
 from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
-from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import load
@@ -113,7 +113,7 @@ def test_memory_bounds_how_many_prompts_are_decoded_together(opt):
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(models):
-    with pytest.raises(UserError, match="a prompt has 12 tokens; with 300 more it does not fit the target's context"):
+    with raises_option("12", "300"):
         generate_batch(models["eager"], PROMPTS, SamplingParams(max_tokens=300))
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from builders import build, recording, rounding
+from errors import raises_option
 
 from draftlab.acceptance import expected
 from draftlab.acceptance.offset_logprobs import score_offsets
 from draftlab.engine.drafters.parallel import ParallelDrafter, model_drafter, offset_logits
 from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
-from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.hf_files import write_head_ids
@@ -136,5 +136,5 @@ def test_sampled_replay_expects_what_sampling_counts(models):
 def test_a_parallel_draft_drafts_in_parallel_and_an_ordinary_one_does_not(models):
     assert isinstance(model_drafter(models["draft"], VOCAB), ParallelDrafter)
     assert type(model_drafter(models["target"], VOCAB)) is ModelDrafter
-    with pytest.raises(UserError, match=r"no pard_token in its config\.json"):
+    with raises_option("pard_token", "config.json"):
         ParallelDrafter(models["target"], VOCAB)

@@ -4,11 +4,11 @@ import itertools
 from pathlib import Path
 
 import pytest
+from errors import raises_option
 from loopback_servers import PacedVLLM, running
 from typer.testing import CliRunner
 
 from draftlab.cli import app
-from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.served import ServedPasses, draft_shares
 from draftlab.model import checkpoint
@@ -44,7 +44,7 @@ def test_the_draft_has_the_share_that_makes_the_step():
         for b, c in itertools.product(shares, CONTEXTS)
     }
     assert draft_shares(curve, took, K) == pytest.approx(shares)
-    with pytest.raises(UserError, match="at 4 streams a step with the draft takes no longer"):
+    with raises_option("4"):
         draft_shares(curve, took | {(4, c): curve.ms(K + 1, 4, c) for c in CONTEXTS}, K)
 
 
@@ -76,5 +76,5 @@ def test_servers_in_each_others_place_are_refused(target):
     tokenizer = checkpoint.load_tokenizer(target)
     with running(PacedVLLM(tokenizer, 0.0)) as plain, running(PacedVLLM(tokenizer, 0.0, k=3)) as drafting:
         for servers, models in (([plain, plain], ["d"]), ([drafting], []), ([plain], ["d"]), ([plain, drafting], [])):
-            assert "error: --server" in profiled(target, servers, *models, code=1).stderr
-    assert "error: --server" in profiled(target, ["nope"], code=1).stderr
+            assert "--server" in profiled(target, servers, *models, code=1).stderr
+    assert "--server" in profiled(target, ["nope"], code=1).stderr

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from errors import raises_option
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.errors import UserError
@@ -43,7 +44,7 @@ def test_a_named_mode_is_not_changed():
 
 
 def test_graphs_need_cuda():
-    with pytest.raises(UserError, match="graphs"):
+    with raises_option("graphs"):
         modes.check_mode("graphs", CPU, torch.float32)
 
 

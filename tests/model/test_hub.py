@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from errors import raises_option
 from hub_server import Hub, running_hub
 from huggingface_hub import constants
 from typer.testing import CliRunner
@@ -102,7 +103,7 @@ def test_what_was_fetched_is_not_fetched_again_and_serves_offline(served, cache,
 def test_half_of_a_checkpoint_offline_is_not_taken_for_all(served, cache, monkeypatch):
     hub.locate("lab/sharded", weights=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set.*cache lacks files"):
+    with raises_option("HF_HUB_OFFLINE"):
         hub.locate("lab/sharded")
 
 
@@ -195,9 +196,9 @@ def test_an_unreachable_hub_is_said_within_five_seconds(tmp_path, monkeypatch):
         for url in (refusing_url(), f"http://127.0.0.1:{mute.getsockname()[1]}"):
             point_at(url, tmp_path, monkeypatch)
             start = time.monotonic()
-            with pytest.raises(UserError, match=r"the hub cannot be reached .*draftlab init --preset tiny"):
+            with raises_option("--preset"):
                 hub.locate("lab/sharded")
-            with pytest.raises(UserError, match=r"data 'hf:lab/text' is on the hub, which cannot be reached"):
+            with raises_option("hf:lab/text"):
                 hub.check_data("stdlib=0.5,hf:lab/text=0.5")
             assert time.monotonic() - start < 5
     assert hub.check_data("stdlib") == "stdlib"  # the hub is not asked

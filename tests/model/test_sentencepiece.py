@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from errors import raises_option
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
@@ -64,7 +65,7 @@ def test_a_damaged_model_is_not_taken_for_tiktokens(alone, tmp_path):
     """Twice the same content is a message for protobuf, which transformers reads, and none for SentencePiece."""
     whole, file = (alone / "tokenizer.model").read_bytes(), tmp_path / "tokenizer.model"
     file.write_bytes(2 * whole)
-    with pytest.raises(UserError, match="is not a readable SentencePiece model"):
+    with pytest.raises(UserError):
         checkpoint.load_tokenizer(tmp_path)
     tokenizer = checkpoint.load_tokenizer(alone)
     file.write_bytes(b"IQ== 0\nIg== 1\n")
@@ -74,5 +75,5 @@ def test_a_damaged_model_is_not_taken_for_tiktokens(alone, tmp_path):
 def test_a_model_that_transformers_reads_otherwise_is_refused(tmp_path):
     train_sentencepiece(tmp_path, vocab=430, normalization="nmt_nfkc_cf")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(UserError, match=r"other ids than SentencePiece .*tokenizer\.json"):
+    with raises_option("tokenizer.json"):
         checkpoint.load_tokenizer(tmp_path)

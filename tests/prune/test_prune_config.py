@@ -3,11 +3,10 @@
 import json
 import re
 
-import pytest
 import torch
+from errors import raises_option
 
 from draftlab.commands.prune import prune
-from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.families import presets, widths_folder
 
@@ -27,9 +26,9 @@ def test_without_a_network_the_paper_s_draft_is_planned_from_the_shipped_shape(t
     assert "nothing was fetched" in planned["source"]
     assert planned["draft"] == presets(widths_folder())["wide-1.3b"].describe()
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match="--source"):
+    with raises_option("--source"):
         prune(layers=12, width=2560)
-    with pytest.raises(UserError, match="--source"):
+    with raises_option("--source"):
         prune(layers=12, source="nobody/other-7b", dry_run=True)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from errors import raises_option
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
 from draftlab.errors import UserError
@@ -46,7 +47,7 @@ def test_after_tokens_are_taken_back_the_logits_are_those_of_a_fresh_read(name, 
 def test_a_text_longer_than_the_model_reads_is_refused(name, hosted):
     model = hosted(name)
     assert model.context == small(zoo()[name]).context
-    with pytest.raises(UserError, match="do not fit the model's context of 256"):
+    with raises_option("256"):
         model.new_cache(1, 257)
 
 
@@ -60,5 +61,5 @@ def test_a_text_longer_than_the_model_reads_is_refused(name, hosted):
 )
 def test_a_model_without_attention_is_refused(config):
     model = HFDecoder(AutoModelForCausalLM.from_config(config).eval())
-    with pytest.raises(UserError, match="has no attention cache that can be rolled back"):
+    with pytest.raises(UserError):
         model.new_cache(1, 20)

@@ -62,6 +62,7 @@ def profiled(target: Path, servers: list[str], *arguments: str, code: int = 0):
     return result
 
 
+@pytest.mark.slow
 def test_servers_that_keep_a_pace_are_profiled_at_it(target):
     tokenizer = checkpoint.load_tokenizer(target)
     with running(PacedVLLM(tokenizer, 0.01)) as plain, running(PacedVLLM(tokenizer, 0.025, k=3)) as drafting:

@@ -243,7 +243,7 @@ def test_what_is_captured_never_waits_for_the_device(family_dirs):
     for _ in range(2):
         graphed.forward(torch.ones(3, 4, dtype=torch.long), cache)
     for choose in [*(Sampler(warp, vocab + 5) for warp in warps), looks]:
-        graphed.draft_chain(torch.randn(3, vocab), cache, uniform, choose)
+        graphed.draft(torch.randn(3, vocab), cache, uniform, choose)
     *captured, waiting = [*graphed._graphs.values(), *graphed._chains.values()]
     assert len(captured) == 3
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():

@@ -18,7 +18,7 @@ from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer, hf, trials
 from draftlab.exporting.form import Form
-from draftlab.model import checkpoint, eagle, hub, llama, modes, parallel
+from draftlab.model import checkpoint, dflash, eagle, hub, llama, modes, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import HeadShape
 from draftlab.model.eagle_llama import EagleLlama
@@ -369,6 +369,12 @@ class HeadArtifact:
 
 def open_artifact(path: Path, target: Path) -> Exportable:
     """Return a draft or head with its target. Raises UserError: it cannot be read, or is of another target."""
+    if hub.head_kind(path) == "dflash":
+        dflash.check(path, target)
+        raise UserError(
+            f"{path} is a DFlash head of this target: score --drafter dflash:heads={path} measures it, and vLLM and "
+            "SGLang serve the directory as it is"
+        )
     if hub.is_eagle_head(path):
         return HeadArtifact(path, target, eagle.check(path, target), checkpoint.read_config(path))
     if checkpoint.read_config(path).get(parallel.PARD_TOKEN) is not None:

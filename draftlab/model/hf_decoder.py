@@ -135,6 +135,11 @@ class HFDecoder(Decoder):
         return cast(nn.Module, self.model.get_input_embeddings()).get_parameter("weight").detach()
 
     @property
+    def head(self) -> Tensor:
+        """Return the output layer, [V, E]."""
+        return cast(nn.Module, self.model.get_output_embeddings()).get_parameter("weight").detach()
+
+    @property
     def takes_rows(self) -> bool:
         """Return whether rows may have different lengths."""
         return self.masked

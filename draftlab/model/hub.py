@@ -93,13 +93,20 @@ def checkpoint_name(directory: Path) -> str:
     return directory.absolute().name
 
 
-def is_eagle_head(name: str | Path) -> bool:
-    """Return whether a directory has the config.json of an EAGLE-3 head, sound or not."""
+def head_kind(name: str | Path) -> str | None:
+    """Return the kind of drafter whose head a directory has, sound or not: eagle or dflash; None for other content."""
     try:
         content = read_object(Path(name) / "config.json")
     except UserError:
-        return False
-    return "draft_vocab_size" in content or "speculators_model_type" in content
+        return None
+    if "dflash_config" in content or content.get("speculators_model_type") == "dflash":
+        return "dflash"
+    return "eagle" if "draft_vocab_size" in content or "speculators_model_type" in content else None
+
+
+def is_eagle_head(name: str | Path) -> bool:
+    """Return whether a directory has the config.json of an EAGLE-3 head, sound or not."""
+    return head_kind(name) == "eagle"
 
 
 def check_data(mixture: str) -> str:
@@ -234,8 +241,8 @@ def check_whole(name: str, weights: bool) -> None:
 
 
 def _refuse_head(name: str) -> None:
-    if is_eagle_head(name):
-        raise UserError(f"{name} has heads on a target and is no whole model; score --drafter eagle:heads={name}")
+    if kind := head_kind(name):
+        raise UserError(f"{name} has heads on a target and is no whole model; score --drafter {kind}:heads={name}")
 
 
 def check_rounded(*drafts: str) -> None:

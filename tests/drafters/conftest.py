@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_dflash import NATIVE, written
 
 from draftlab.commands import COMMANDS
 from draftlab.engine.drafters.context import DrafterContext
@@ -45,6 +46,12 @@ def parallel_draft(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPa
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pard_token": 2, "pard_offsets": 4}))
     return folder
+
+
+@pytest.fixture(scope="module")
+def dflash_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random DFlash head."""
+    return written(tmp_path_factory.mktemp("dflash") / "head", family_dirs["llama"], NATIVE)
 
 
 @pytest.fixture(scope="module")

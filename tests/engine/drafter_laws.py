@@ -8,12 +8,14 @@ import torch
 from builders import build
 from torch import Tensor
 
+from draftlab.engine.drafters.dflash import DFlashDrafter
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.ngram import NgramModel
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import draw
 from draftlab.model import llama
 from draftlab.model.decoder import Decoder
+from draftlab.model.dflash import DFlash, DFlashShape
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.sampling import SamplingParams
@@ -57,6 +59,20 @@ def eagle_drafter(target: llama.Llama) -> EagleDrafter:
     weights["lm_head.weight"], weights["norm.weight"] = target.head[ids], torch.ones(64)
     head = Head(config=config, weights=weights, ids=ids, embedding=None)
     return EagleDrafter(target, EagleLlama(head, target.embed, Path("head")))
+
+
+def dflash_drafter(target: llama.Llama) -> DFlashDrafter:
+    """With a head of random weights, a full and a sliding layer, and the target's output layer over a third of ids."""
+    config = DFlashShape(
+        layers=2, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, eps=1e-6, context=256, vocab=VOCAB,
+        draft_vocab=102, layer_ids=(1, 3), block_size=7, mask_token_id=2, windows=(None, 6), causal=(False, True),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+    weights = {name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    ids = torch.arange(0, 3 * 102, 3)
+    weights["norm.weight"] = torch.ones(64)
+    head = DFlash(config, weights, target.embed, target.head[ids], ids)
+    return DFlashDrafter(target, head.with_rotary(1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0))
 
 
 def check_greedy(target: llama.Llama, drafter: Drafter, k: int) -> None:

@@ -5,7 +5,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from drafter_laws import PROMPTS, VOCAB, check_greedy, check_q, check_rows, eagle_drafter, ngram_model, save_models
+from drafter_laws import (
+    PROMPTS,
+    VOCAB,
+    check_greedy,
+    check_q,
+    check_rows,
+    dflash_drafter,
+    eagle_drafter,
+    ngram_model,
+    save_models,
+)
 from torch import Tensor
 
 from draftlab.engine.drafters.fallback import FallbackDrafter
@@ -26,7 +36,7 @@ def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
     return ngram_model(models["target"])
 
 
-DRAFTERS = ["ngram", "lookup", "fallback", "gated", "lookup, then eagle", "parallel", "eagle"]
+DRAFTERS = ["ngram", "lookup", "fallback", "gated", "lookup, then eagle", "parallel", "eagle", "dflash"]
 
 
 def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:
@@ -41,6 +51,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         ),
         "parallel": lambda: ParallelDrafter(models["parallel"], VOCAB),
         "eagle": lambda: eagle_drafter(models["target"]),
+        "dflash": lambda: dflash_drafter(models["target"]),
     }[name]()
 
 
@@ -55,7 +66,7 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
     check_rows(models["target"], drafter(name, models, ngrams))
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle", "parallel"])
+@pytest.mark.parametrize("name", ["ngram", "eagle", "parallel", "dflash"])
 def test_q_is_what_was_sampled(models, ngrams, name):
     check_q(models["target"], drafter(name, models, ngrams))
 

@@ -349,7 +349,7 @@ def test_a_bad_line_in_a_shape_file_is_named(tmp_path, line, complaint):
     key = line.split(":")[0]
     path = tmp_path / "bad.yaml"
     path.write_text("".join(old for old in text.splitlines(True) if not old.startswith(f"{key}:")) + line + "\n")
-    with raises_option(re.escape(str(path)), complaint):
+    with pytest.raises(UserError, match=complaint):
         read_shape_file(path)
 
 
@@ -357,7 +357,7 @@ def test_a_missing_key_in_a_shape_file_is_named(tmp_path):
     text = (WIDTHS / "tiny-16x256.yaml").read_text()
     path = tmp_path / "short.yaml"
     path.write_text(text.replace("ffn: 688\n", ""))
-    with raises_option(re.escape(str(path)), "ffn"):
+    with raises_option(path, "ffn"):
         read_shape_file(path)
 
 
@@ -365,7 +365,7 @@ def test_a_missing_key_in_a_shape_file_is_named(tmp_path):
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, content):
     path = tmp_path / "odd.yaml"
     path.write_bytes(content)
-    with raises_option(re.escape(str(path))):
+    with raises_option(path):
         read_shape_file(path)
 
 

@@ -164,7 +164,7 @@ def test_what_is_no_such_server_is_said_at_once(answer, arguments, words, starte
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/", "localhost:8000"])
 def test_an_address_where_nothing_runs_is_said_at_once(url):
-    with raises_option("127.0.0.1:1/v1/models", "localhost:8000"):
+    with raises_option(url.removesuffix("/v1/")):
         Server.connect(url)
 
 

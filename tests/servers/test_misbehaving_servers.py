@@ -16,6 +16,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.client import HttpClient, Server, spec_decode_counters
 
 Raw = Callable[[BaseHTTPRequestHandler], None]
+FROM_A_TEXT = r"/(v1/completions|tokenize)"  # addresses that the message names
 GREEDY = SamplingParams(max_tokens=2, temperature=0.0)
 CARD = {"id": "m", "owned_by": "vllm"}
 
@@ -142,7 +143,7 @@ def serving(answer: Any) -> Callable[[str, str, Any], tuple[int, Any]]:
 def test_what_was_written_is_checked_when_it_comes(what):
     with running(serving({"choices": [WRITTEN[what]]})) as url:
         server = Server.connect(url)
-        with raises_option("/(v1/completions", "tokenize") as caught:
+        with pytest.raises(UserError, match=FROM_A_TEXT) as caught:
             server.generate([[1, 2]], GREEDY, k=2)
     assert str(caught.value).isprintable()
 
@@ -151,7 +152,7 @@ def test_what_was_written_is_checked_when_it_comes(what):
 def test_generated_ids_are_checked_where_only_they_are_asked_for(ids):
     with running(serving({"choices": [{"token_ids": ids}]})) as url:
         server = Server.connect(url)
-        with raises_option("/(v1/completions", "tokenize"):
+        with pytest.raises(UserError, match=FROM_A_TEXT):
             server.generate_ids([1, 2], GREEDY)
 
 
@@ -167,13 +168,13 @@ SCORED = {
 def test_scores_are_checked_when_they_come(what):
     with running(serving({"choices": [{"prompt_logprobs": SCORED[what]}]})) as url:
         server = Server.connect(url)
-        with raises_option("/(v1/completions", "tokenize"):
+        with pytest.raises(UserError, match=FROM_A_TEXT):
             server.prompt_logprobs([[1, 2, 2]], 2)
 
 
 @pytest.mark.parametrize("tokens", [[-1], ["a"], None])
 def test_ids_of_a_text_are_checked(tokens):
-    with running(serving({"tokens": tokens})) as url, raises_option("/(v1/completions", "tokenize"):
+    with running(serving({"tokens": tokens})) as url, pytest.raises(UserError, match=FROM_A_TEXT):
         Server.connect(url).tokenize("def")
 
 

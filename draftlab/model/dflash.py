@@ -1,0 +1,309 @@
+"""DFlash heads (2602.06036): all tokens of a draft from one pass of a block diffusion model over the target's states.
+
+B rows, T tokens, S positions, L layers, H query heads in K groups, C head_dim, D hidden, V vocab, A layers read.
+
+The context of each layer is made of the target's states: keys and values are projections of hidden_norm(fc(states)) at
+their positions. The queries are the last token of the text and mask tokens after it, which attend to the context and to
+each other. A mask token predicts the token at its own position, or, with sample_from_anchor, the token after it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, ValidationError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftlab.errors import UserError, one_line
+from draftlab.model import checkpoint, hub
+from draftlab.model.checkpoint import check_finite, check_weight
+from draftlab.model.eagle import TargetSizes
+from draftlab.model.llama import rms_norm, rotary
+from draftlab.reading import FileModel, reading, validation_text
+
+WEIGHTS = "model.safetensors"
+SLIDING = "sliding_attention"
+NOT_COMPUTED = {
+    "attention_bias": (False, None),
+    "hidden_act": ("silu", None),
+    "is_neox_style": (True, None),
+    "add_swa_attention_sink_bias": (False, None),
+    "attention_sink_bias": (False, None),
+    "attention_value_scale": (None,),
+    "use_aux_hidden_state": (True, None),
+}  # fields of config.json, and the values that are computed
+
+
+class DFlashShape(FileModel):
+    """Sizes of a head.
+
+    Attributes:
+        layer_ids: Number i is the target's residual stream after i layers.
+        windows: Latest positions that each layer reads; None for all.
+        causal: Whether a token of the block reads the tokens before it alone, by layer.
+        sample_from_anchor: Whether the text's last token predicts the first drafted token.
+    """
+
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=2)
+    ffn: int = Field(ge=1)
+    eps: float = Field(gt=0)
+    context: int = Field(ge=1)
+    vocab: int = Field(ge=1)
+    draft_vocab: int = Field(ge=1)
+    layer_ids: tuple[int, ...] = Field(min_length=1)
+    block_size: int = Field(ge=2)
+    mask_token_id: int = Field(ge=0)
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    sample_from_anchor: bool = False
+
+    @property
+    def most(self) -> int:
+        """Return the number of tokens that a block drafts."""
+        return self.block_size - (not self.sample_from_anchor)
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of the tensors that every head has."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (self.hidden, len(self.layer_ids) * self.hidden),
+            "hidden_norm.weight": (self.hidden,),
+            "norm.weight": (self.hidden,),
+        }
+        for layer in range(self.layers):
+            block = {
+                "self_attn.q_proj": (q, self.hidden),
+                "self_attn.k_proj": (kv, self.hidden),
+                "self_attn.v_proj": (kv, self.hidden),
+                "self_attn.o_proj": (self.hidden, q),
+                "self_attn.q_norm": (self.head_dim,),
+                "self_attn.k_norm": (self.head_dim,),
+                "mlp.gate_proj": (self.ffn, self.hidden),
+                "mlp.up_proj": (self.ffn, self.hidden),
+                "mlp.down_proj": (self.hidden, self.ffn),
+                "input_layernorm": (self.hidden,),
+                "post_attention_layernorm": (self.hidden,),
+            }
+            sizes |= {f"layers.{layer}.{name}.weight": size for name, size in block.items()}
+        return sizes
+
+
+@dataclass(slots=True)
+class BlockCache:
+    """Keys and values of the context, [L, B, K, S, C] each. ``used`` positions of each row are valid, [B]."""
+
+    keys: Tensor
+    values: Tensor
+    used: list[int]
+
+
+class DFlash:
+    """A head beside its target, whose embedding it reads and whose output layer it uses where it has none."""
+
+    def __init__(
+        self, config: DFlashShape, weights: Mapping[str, Tensor], embed: Tensor, head: Tensor, ids: Tensor | None
+    ) -> None:
+        """head: Output layer, [W, D]. ids: The W ids that it predicts; None for all."""
+        self.config, self.weights, self.embed, self.head, self.ids = config, weights, embed, head, ids
+        self.device = embed.device
+
+    def with_rotary(self, inv_freq: Tensor, scale: float) -> "DFlash":
+        """Set the rotary frequencies, [C / 2]."""
+        angles = torch.outer(torch.arange(self.config.context, dtype=torch.float32), inv_freq.float().cpu())
+        angles = torch.cat([angles, angles], -1)  # [context, C]
+        self.cos, self.sin = (angles.cos() * scale).to(self.embed), (angles.sin() * scale).to(self.embed)
+        return self
+
+    def new_cache(self, rows: int, capacity: int) -> BlockCache:
+        """Return an empty cache for texts of at most capacity tokens and a block after them."""
+        c = self.config
+        length = capacity + c.block_size
+        if length > c.context:
+            raise UserError(f"{length} tokens do not fit the context of the DFlash head, {c.context}")
+        size = (c.layers, rows, c.kv_heads, length, c.head_dim)
+        return BlockCache(self.embed.new_zeros(size), self.embed.new_zeros(size), [0] * rows)
+
+    @torch.inference_mode()
+    def read(self, states: Tensor, positions: Tensor, cache: BlockCache) -> None:
+        """Write the keys and values of the target's states [B, T, A D] at positions [B, T]."""
+        context = F.linear(states, self.weights["fc.weight"])
+        context = rms_norm(context, self.weights["hidden_norm.weight"], self.config.eps)
+        for layer in range(self.config.layers):
+            self._store(layer, context, positions, cache)
+
+    @torch.inference_mode()
+    def block_logits(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
+        """Return the logits of count tokens after the texts, [B, count, V]; the cache keeps the context alone.
+
+        last: Last token of each text, [B], at the position after those in use.
+        """
+        c, first = self.config, int(not self.config.sample_from_anchor)
+        masks = last.new_full((len(last), count - 1 + first), c.mask_token_id)
+        ids = torch.cat([last.unsqueeze(1), masks], 1)  # [B, T]
+        used = torch.tensor(cache.used, device=self.device).unsqueeze(1)  # [B, 1]
+        positions = used + torch.arange(ids.shape[1], device=self.device)  # [B, T]
+        x = F.embedding(ids, self.embed)
+        for layer in range(c.layers):
+            x = x + self._attention(layer, x, positions, cache)
+            normed = rms_norm(x, self._weight(layer, "post_attention_layernorm"), c.eps)
+            gate, up = (F.linear(normed, self._weight(layer, f"mlp.{part}_proj")) for part in ("gate", "up"))
+            x = x + F.linear(F.silu(gate) * up, self._weight(layer, "mlp.down_proj"))
+        logits = F.linear(rms_norm(x[:, first:], self.weights["norm.weight"], c.eps), self.head)
+        if self.ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], c.vocab), -torch.inf)
+        return full.index_copy_(-1, self.ids, logits)
+
+    def _weight(self, layer: int, name: str) -> Tensor:
+        return self.weights[f"layers.{layer}.{name}.weight"]
+
+    def _store(self, layer: int, x: Tensor, positions: Tensor, cache: BlockCache) -> None:
+        """Write the keys and values of x [B, T, D] at positions [B, T]."""
+        c = self.config
+        k = F.linear(x, self._weight(layer, "self_attn.k_proj")).unflatten(-1, (c.kv_heads, c.head_dim))
+        k = rms_norm(k, self._weight(layer, "self_attn.k_norm"), c.eps)  # [B, T, K, C]
+        v = F.linear(x, self._weight(layer, "self_attn.v_proj")).unflatten(-1, (c.kv_heads, c.head_dim))
+        rows = torch.arange(len(x), device=self.device).unsqueeze(1)
+        cache.keys[layer][rows, :, positions] = self._turned(k, positions)
+        cache.values[layer][rows, :, positions] = v
+
+    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return x [B, T, H, C] turned by the rotary embedding of its positions [B, T]."""
+        first, second = x.chunk(2, -1)
+        cos, sin = (table[positions].unsqueeze(2) for table in (self.cos, self.sin))
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    def _attention(self, layer: int, x: Tensor, positions: Tensor, cache: BlockCache) -> Tensor:
+        """Return the attention of a block x [B, T, D] to the context and to itself."""
+        c = self.config
+        normed = rms_norm(x, self._weight(layer, "input_layernorm"), c.eps)
+        self._store(layer, normed, positions, cache)
+        q = F.linear(normed, self._weight(layer, "self_attn.q_proj")).unflatten(-1, (c.heads, c.head_dim))
+        q = rms_norm(q, self._weight(layer, "self_attn.q_norm"), c.eps)
+        q = self._turned(q, positions).transpose(1, 2)  # [B, H, T, C]
+        end = int(positions.max()) + 1
+        places = torch.arange(end, device=self.device)
+        last = positions if c.causal[layer] else positions[:, -1:].expand_as(positions)
+        mask = places <= last.unsqueeze(-1)  # [B, T, S]
+        if (window := c.windows[layer]) is not None:
+            mask = mask & (places > positions.unsqueeze(-1) - window)
+        keys, values = cache.keys[layer][:, :, :end], cache.values[layer][:, :, :end]
+        out = F.scaled_dot_product_attention(q, keys, values, mask.unsqueeze(1), enable_gqa=c.heads > c.kv_heads)
+        return F.linear(out.transpose(1, 2).flatten(2), self._weight(layer, "self_attn.o_proj"))
+
+
+def check(folder: Path, target: Path) -> DFlashShape:
+    """Read the configuration of a head; no weight is read.
+
+    Raises:
+        UserError: No DFlash head, a head of another target, or a head with parts that are not computed.
+    """
+    sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
+    if hub.head_kind(folder) != "dflash":
+        raise UserError(f"{folder} is no DFlash head: its config.json has no dflash_config")
+    try:
+        config = _from_json(content, folder)
+    except ValidationError as error:
+        raise UserError(f"{folder / 'config.json'}: {validation_text(error)}") from None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'config.json'} is not of a DFlash head: {one_line(error)}") from None
+    pairs = (("hidden size", config.hidden, sizes.hidden), ("vocabulary", config.vocab, sizes.vocab))
+    for what, own, expected in pairs:
+        if own != expected:
+            raise UserError(f"{folder} is a head for another target: {what} {own}, and {sizes.name} has {expected}")
+    if not 0 <= min(config.layer_ids) <= max(config.layer_ids) <= sizes.layers:
+        read = ", ".join(map(str, config.layer_ids))
+        raise UserError(f"{folder} reads the target's states after {read} layers, and {sizes.name} has {sizes.layers}")
+    if config.mask_token_id >= config.vocab:
+        raise UserError(f"{folder}: mask_token_id is {config.mask_token_id}, and the vocabulary has {config.vocab} ids")
+    return config
+
+
+def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash:
+    """Load a head beside its target. embed, head: The target's, [V, D] each. Raises UserError: see check."""
+    config = check(folder, target_path)
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder} has no {WEIGHTS}")
+    with reading(folder / WEIGHTS):
+        tensors = load_file(folder / WEIGHTS)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    optional = {
+        "lm_head.weight": (config.draft_vocab, config.hidden),
+        "embed_tokens.weight": (config.vocab, config.hidden),
+        "d2t": (config.draft_vocab,),
+        "t2d": (config.vocab,),
+    }
+    expected = config.sizes()
+    if config.draft_vocab < config.vocab:
+        expected |= {name: optional.pop(name) for name in ("d2t", "lm_head.weight")}
+    for name in sorted(expected.keys() - tensors.keys()):
+        raise UserError(f"{folder} has no {name}")
+    for name in sorted(tensors.keys() - expected.keys() - optional.keys()):
+        raise UserError(f"{folder} has {name}, which draftlab does not compute in a DFlash head")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != (size := (expected | optional)[name]):
+            raise UserError(f"{folder}: {name} is {tuple(tensor.shape)}, but {size} by its config.json")
+        (check_finite if name in ("d2t", "t2d") else check_weight)(tensor, name, folder)
+    ids = None
+    if config.draft_vocab < config.vocab:
+        ids = torch.arange(config.draft_vocab) + tensors["d2t"].long()
+        if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab:
+            raise UserError(f"{folder}: d2t does not map draft ids to different ids below {config.vocab}")
+        ids = ids.to(embed.device)
+    weights = {name: t.to(embed.device, embed.dtype) for name, t in tensors.items() if name not in ("d2t", "t2d")}
+    model = DFlash(config, weights, embed, weights.get("lm_head.weight", head), ids)
+    content = checkpoint.read_config(folder)
+    layer = _layer_config(content.get("transformer_layer_config", content))
+    return model.with_rotary(*rotary(layer, config.head_dim, folder))
+
+
+def _layer_config(layer: Any) -> Any:
+    """Return the configuration of a layer as transformers' Qwen 3, whose layers these heads have."""
+    from transformers import Qwen3Config
+
+    known = {name: value for name, value in layer.items() if name not in ("dtype", "torch_dtype", "model_type")}
+    return Qwen3Config(**known)
+
+
+def _from_json(content: Mapping[str, Any], folder: Path) -> DFlashShape:
+    """Raises UserError: parts that are not computed. KeyError, TypeError: the configuration of something else."""
+    own: Mapping[str, Any] = content.get("dflash_config") or {}
+    layer: Mapping[str, Any] = content.get("transformer_layer_config", content)
+    theirs = "transformer_layer_config" in content  # the layout of speculators
+    for name, computed in NOT_COMPUTED.items():
+        value = own.get(name, layer.get(name))
+        if value not in computed:
+            raise UserError(f"{folder} is a DFlash head with {name} {value!r}, which draftlab does not compute")
+    with reading(f"{folder / 'config.json'}: the layers"):
+        config = _layer_config(layer)
+    slides = own.get("use_swa", False)
+    kinds = layer.get("layer_types") or [SLIDING if slides else "full_attention"] * config.num_hidden_layers
+    window = own.get("swa_window_size", config.sliding_window)
+    if SLIDING in kinds and not window:
+        raise UserError(f"{folder} has {SLIDING} and no sliding_window")
+    # trained with a causal mask: the sliding layers, unless the configuration says otherwise
+    causal: list[bool] = [kind == SLIDING and bool(layer.get("layer_types")) for kind in kinds]
+    if theirs and content.get("sliding_window_non_causal"):
+        causal = [False] * len(kinds)
+    override = content.get("is_causal", own.get("causal"))
+    if not theirs and override is not None:
+        causal = [bool(override)] * len(kinds)
+    ids = content["aux_hidden_state_layer_ids"] if theirs else [i + 1 for i in own["target_layer_ids"]]
+    return DFlashShape(
+        layers=config.num_hidden_layers, hidden=config.hidden_size, heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads, head_dim=config.head_dim, ffn=config.intermediate_size,
+        eps=config.rms_norm_eps, context=config.max_position_embeddings, vocab=config.vocab_size,
+        draft_vocab=content.get("draft_vocab_size") or config.vocab_size, layer_ids=tuple(ids),
+        block_size=content.get("block_size") or own["block_size"],
+        mask_token_id=content["mask_token_id"] if theirs else own["mask_token_id"],
+        windows=tuple(window if kind == SLIDING else None for kind in kinds), causal=tuple(causal),
+        sample_from_anchor=bool(content.get("sample_from_anchor", own.get("sample_from_anchor", False))),
+    )  # fmt: skip

@@ -17,12 +17,14 @@ FILE = Path("draftlab.yaml")
 class Workspace(FileModel):
     """Default checkpoints, data, folder of outputs, device and dtype.
 
+    draft is a ready draft, which counts until there is a draft among the outputs.
     device auto is cuda if there is a GPU; dtype auto is bfloat16 on cuda and float32 on a CPU.
     """
 
     target: str
     source: str
     data: str
+    draft: str | None = None
     runs: Path = Path("runs")
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -37,7 +39,13 @@ PRESETS: dict[str, Workspace] = {
         target="meta-llama/Llama-2-70b-hf", source="meta-llama/Llama-2-7b-hf", data="hf:DKYoon/SlimPajama-6B"
     ),
     "llama-3.1-70b": Workspace(
-        target="meta-llama/Llama-3.1-70B", source="meta-llama/Llama-3.1-8B", data="hf:DKYoon/SlimPajama-6B"
+        target="meta-llama/Llama-3.1-70B",
+        source="meta-llama/Llama-3.1-8B",
+        data="hf:DKYoon/SlimPajama-6B",
+        draft="meta-llama/Llama-3.2-1B",
+    ),
+    "qwen3-30b-a3b": Workspace(
+        target="Qwen/Qwen3-30B-A3B", source="Qwen/Qwen3-0.6B", data="hf:DKYoon/SlimPajama-6B", draft="Qwen/Qwen3-0.6B"
     ),
 }
 DEFAULT = PRESETS["llama-65b"]
@@ -82,7 +90,7 @@ def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
 def write(workspace: Workspace, folder: Path = Path(), comment: str | None = None) -> Path:
     """Write draftlab.yaml; return its path. Raises UserError: it cannot be written."""
     file = folder / FILE
-    fields = workspace.model_dump(mode="json")
+    fields = workspace.model_dump(mode="json", exclude_none=True)
     lines = ["defaults of draftlab's commands", *([comment] if comment else [])]
     try:
         write_atomic(file, "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(fields, sort_keys=False))

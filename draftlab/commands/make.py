@@ -79,9 +79,9 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[Written]:
             hub.check_local_data(config.data)
     if config.target is not None:
         source = config.source or config.target
-        for name in (config.target, source):
+        for name in filter(None, (config.target, source, config.draft)):
             hub.locate(name, weights=False)
-        space = Workspace(target=config.target, source=source, data="stdlib")
+        space = Workspace(target=config.target, source=source, data="stdlib", draft=config.draft)
     elif config.gguf or config.preset == "smollm2":
         gguf = config.gguf or smollm2_file()
         target = space.target if space else f"models/{gguf.stem.lower()}"
@@ -145,10 +145,13 @@ def init(written: Written) -> Outcome:
     show = [str(written.path)]
     for source, size in written.sizes.items():
         show += _size_lines(source, size)
-    data = space.model_dump(mode="json")
+    data = space.model_dump(mode="json", exclude_none=True)
     if written.sizes:
         data["text"] = {source: asdict(size) for source, size in written.sizes.items()}
-    return Outcome(path=written.path, show=show, data=data, next=f"draftlab prune --layers {_layers(space)} --dry-run")
+    then = f"draftlab prune --layers {_layers(space)} --dry-run"
+    if space.draft is not None:
+        then = f"draftlab auto {space.target} --draft {space.draft} --dry-run"
+    return Outcome(path=written.path, show=show, data=data, next=then)
 
 
 def _size_lines(source: str, size: "SourceSize") -> list[str]:

@@ -94,7 +94,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
             source = hub.check_data(config.data)
     default = next(iter(drafts.values()), None)
     if default is None and any("" in spec.drafts for spec in specs):
-        default = shared.newest_draft()
+        default = hub.locate_model(str(shared.newest_draft()), weights)
         note(f"draft of the drafters: {default}")
     with note_if_slow("loading torch and transformers"):
         from draftlab.model import checkpoint

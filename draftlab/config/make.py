@@ -17,12 +17,13 @@ class InitConfig(Config):
     preset: str | None = option(None, f"Target, source and text together: {', '.join(workspace.PRESETS)}.")
     target: str | None = option(None, "Checkpoint of the target: a directory, or a hub name with @REVISION.")
     source: str | None = option(None, "Checkpoint that drafts are cut from. Default: the target.")
+    draft: str | None = option(None, "Ready draft, such as a smaller model of the family: compared until one is made.")
     gguf: Path | None = option(None, "GGUF file of the target, imported under models/.")
     data: str | None = option(None, "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", shown_default="the preset's")
     overwrite: bool = option(False, "Replace an existing draftlab.yaml.", flag="--force")
 
     only = (
-        Only(("source",), lambda c: c.target, "needs --target"),
+        Only(("source", "draft"), lambda c: c.target, "needs --target"),
         Only(("gguf",), lambda c: c.preset in (None, "smollm2"), "goes with --preset smollm2 or without a preset"),
     )
 

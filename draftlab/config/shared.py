@@ -158,8 +158,14 @@ def newest_output(*commands: str) -> Path:
 
 
 def newest_draft() -> Path:
-    """Return the newest draft under the workspace's runs. Raises UserError: there is none."""
-    return newest_output("distill", "prune")
+    """Return the newest draft under the workspace's runs, or the workspace's ready draft. Raises UserError: none."""
+    ready = workspace.load().draft
+    try:
+        return newest_output("distill", "prune")
+    except UserError:
+        if ready is None:
+            raise
+        return Path(ready)
 
 
 class CheckpointSettings(BaseModel):

@@ -187,11 +187,13 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
     ready = [draft for draft in request.ready if draft.name not in left_out]
     candidates = [kind for kind in served_by(request.server) if kind not in left_out]
     least = _least(costs, request, candidates, len(ready))
+    everything = math.ceil(sum(least.values()) / 60)
     for dropped in EXPENDABLE:
         fewest = math.ceil(sum(least.values()) / 60)
         if fewest <= minutes:
             break
-        left_out |= {kind: f"with it the least is {fewest} minutes" for kind in dropped if kind in candidates}
+        reason = f"too little time; --minutes {everything} tries everything"
+        left_out |= dict.fromkeys([kind for kind in dropped if kind in candidates], reason)
         candidates = [kind for kind in candidates if kind not in dropped]
         least = _least(costs, request, candidates, len(ready))
     if sum(least.values()) > 60 * minutes:

@@ -110,6 +110,8 @@ def test_less_time_drops_the_dearest_and_says_the_least(tmp_path):
         before = set(plan.candidates)
     assert "prompt-lookup" in before
     assert not {"trimmed", "eagle", "parallel", "draft"} & before
+    (everything,) = {int(word) for reason in plan.left_out.values() for word in reason.split() if word.isdigit()}
+    assert {*planned("tiny", tmp_path, everything, slow).candidates} > before
     assert "draft" in plan.left_out
     with raises_option("--minutes"):
         planned("tiny", tmp_path, 0.2, slow)

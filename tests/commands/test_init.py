@@ -9,8 +9,9 @@ from errors import raises_option
 from typer.testing import CliRunner
 
 import draftlab
-from draftlab import data
+from draftlab import data, workspace
 from draftlab.cli import app
+from draftlab.config.shared import newest_draft
 from draftlab.data.conversations import chat_ids
 from draftlab.model import checkpoint
 
@@ -53,3 +54,16 @@ def test_a_file_that_cannot_be_read_leaves_no_workspace(chat_target):
     with raises_option("--data", "broken.jsonl"):
         draftlab.init(target="target", data="broken.jsonl")
     assert not Path("draftlab.yaml").exists()
+
+
+def test_a_ready_draft_counts_until_a_draft_is_made(chat_target, family_dirs):
+    made = draftlab.init(target="target", draft=str(family_dirs["llama_mha"]))
+    assert made.next == f"draftlab auto target --draft {family_dirs['llama_mha']} --dry-run"
+    assert newest_draft() == family_dirs["llama_mha"]
+    draftlab.prune(layers=1, data="stdlib", calibration_tokens=256, seq_len=32, out="runs/cut")
+    assert newest_draft() == Path("runs/cut")
+    draftlab.init(target="target", overwrite=True)
+    assert workspace.load().draft is None
+    shutil.rmtree("runs")
+    with raises_option("prune"):
+        newest_draft()

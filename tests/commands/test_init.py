@@ -65,5 +65,5 @@ def test_a_ready_draft_counts_until_a_draft_is_made(chat_target, family_dirs):
     draftlab.init(target="target", overwrite=True)
     assert workspace.load().draft is None
     shutil.rmtree("runs")
-    with raises_option("prune"):
+    with raises_option("runs"):
         newest_draft()

@@ -16,7 +16,7 @@ BLOCK = 100  # number of samples in memory at a time
 SPLITS = 20
 
 Timing = tuple[int, float]  # tokens, seconds
-Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]  # with drafts [K, R], without drafts [R]
+Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]  # [K, R] with drafts, [R] without drafts
 
 
 class Interval(FileModel):

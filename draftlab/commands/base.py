@@ -21,7 +21,7 @@ from draftlab.trust import remote_code
 
 Value = TypeVar("Value")
 Result = TypeVar("Result", covariant=True)
-LARGE_WEIGHTS = 1 << 27  # of a product that is bound by memory
+LARGE_WEIGHTS = 1 << 27  # weights of a product that is bound by memory
 MODEL_SECONDS = 2.0  # a plan assumes that a model takes this many times the time of its products
 
 

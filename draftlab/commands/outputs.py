@@ -211,7 +211,7 @@ def prepare_info(config: OutputsInfoConfig, weights: bool) -> "Job[tuple[Path, S
     directory = _located(config.target, tokenizer_only=config.server is not None, weights=True)
     if config.server is not None:
         target = _served(config.server, config.api_key_file, directory, None, manifest.top_logprobs)
-    else:  # in the data type in which it wrote the sequences
+    else:  # the data type is that in which it wrote the sequences
         device = checkpoint.resolve_device(workspace.load().device)
         target = LocalTarget(directory, device, checkpoint.DTYPES.get(manifest.dtype), batch_size=1)
     return Job(lambda: (config.directory, verify(config.directory, target)))

@@ -27,8 +27,8 @@ from draftlab.sampling import FinishReason, SamplingParams
 from draftlab.turns import Answer
 
 GIGABYTE = 1_000_000_000
-MOST_RUNNING = 0.75  # of the texts of a batch; when no more are unfinished, it shrinks to those
-BYTES_PER_LOGIT = 32  # at the peak of a step that samples: logits, probabilities and their sums in fp64
+MOST_RUNNING = 0.75  # share of a batch's texts; when no more are unfinished, the batch shrinks to those
+BYTES_PER_LOGIT = 32  # peak of a step that samples: logits, probabilities and their sums in fp64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

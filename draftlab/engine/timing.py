@@ -12,11 +12,11 @@ from draftlab.results.score import Latency
 
 WARM_UP_ROUNDS = (3, 12)  # least and most
 STEADY = 0.05  # a round is warm if it takes as long as the one before, within this share
-MAX_BUFFER_BYTES = 1 << 30  # on which bandwidth is measured
+MAX_BUFFER_BYTES = 1 << 30  # most memory on which bandwidth is measured
 SQUARE = {"cpu": 1024, "cuda": 8192}  # sides of the matrices that are multiplied
-SLOW_SQUARE = 256  # where a product of the larger ones takes seconds
-COLUMNS = 4096  # of the matrix that is read
-LAPS = 16  # of a limit's task between two looks at an accelerator's clock, which take a tenth of one
+SLOW_SQUARE = 256  # size where a product of the larger size takes seconds
+COLUMNS = 4096  # columns of the matrix that is read
+LAPS = 16  # runs of a task between two looks at an accelerator's clock, which take a tenth of a run
 
 Task = Callable[[], object]
 Key = TypeVar("Key")

@@ -95,7 +95,7 @@ def verify_rows(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor, counts: Tensor
         return accepted, p_next
     residual = (p_next - _picked(q, accepted.clamp_max(width - 1))).clamp_min(0)
     total = residual.sum(-1, keepdim=True)
-    # where the total is 0, p and q agree up to rounding: rejection had no real chance, and p itself is right
+    # if the total is 0, p and q agree up to rounding: rejection had no real chance, and p itself is right
     rejected = (accepted < counts).unsqueeze(1) & (total > 0)
     return accepted, torch.where(rejected, residual / total, p_next)
 

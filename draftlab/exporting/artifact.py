@@ -30,10 +30,13 @@ from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_diff
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
 
-DEFAULT_CONTEXT = 2048  # where a configuration names none
+DEFAULT_CONTEXT = 2048  # tokens, if a configuration names no context
 MOST_OF_HEAD = 32  # tokens that a head can draft
 UNMEASURED_K = "a default; draftlab score measures the fastest"
-SPACES = ("\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}", "\N{LOWER ONE EIGHTH BLOCK}")  # at the start of a token
+SPACES = (
+    "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}",
+    "\N{LOWER ONE EIGHTH BLOCK}",
+)  # marks of a space at the start of a token
 
 
 class Exportable(Artifact, Protocol):

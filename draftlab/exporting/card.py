@@ -23,7 +23,7 @@ class Card:
     target: str
     kind: str  # draft model or EAGLE-3 head
     summary: str  # its size, and what it needs
-    commands: Sequence[str]  # that made the draft, the first one first
+    commands: Sequence[str]  # commands that made the draft, in their order
     heldout: tuple[float, float] | None  # acceptance on held-out text, before and after distillation
     scores: Sequence[Score]
     script: tuple[str, str] | None  # name and text

@@ -56,7 +56,7 @@ ARCHITECTURES = {
             "logits_scaling": "logit_scale",
         },
     ),
-}  # by the model_type of config.json
+}  # keys: model_type of config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

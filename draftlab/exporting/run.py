@@ -25,8 +25,8 @@ from draftlab.results.score import Score
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, Sampling, ServerTrial
 
-NEW_TOKENS = 64  # of a text to verify with
-TURN_TOKENS = 128  # of an answer to an earlier turn, as score's by default
+NEW_TOKENS = 64  # tokens of a text to verify with
+TURN_TOKENS = 128  # tokens of an answer to an earlier turn, score's default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

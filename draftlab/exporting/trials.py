@@ -15,10 +15,10 @@ from draftlab.prompts import file_prompts
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Finding, error, ok
 
-UNTRAINED = 0.9  # of the logarithm of the vocabulary: the cross-entropy of a trained draft is far below
+UNTRAINED = 0.9  # share of the logarithm of the vocabulary: the cross-entropy of a trained draft is far below
 USELESS = 1.05  # tokens per target pass of a head
 K, TOKENS = 3, 24  # drafted tokens, and tokens of each text
-PROMPTS, PROMPT_TOKENS = 8, 96  # of held-out text
+PROMPTS, PROMPT_TOKENS = 8, 96  # held-out text
 
 
 def trial_prompts(model: Path, data: str, file: Path | None) -> list[list[int]]:

@@ -133,7 +133,7 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
 
     logging.disable_progress_bar()
     config = load_config(header)
-    stream = sys.stderr if sys.stderr.isatty() else io.StringIO()  # for the reader's progress bar
+    stream = sys.stderr if sys.stderr.isatty() else io.StringIO()  # takes the reader's progress bar
     with reading(f"{header.file} cannot be loaded"), contextlib.redirect_stderr(stream):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             header.file.parent,

@@ -46,14 +46,14 @@ class HeadPasses(Decoder):
             read = self.head.embed.new_zeros(rows, width, self.head.shape.hidden)
         else:
             read = self.head.combine(self._kept(cache, width))
-        layers, cache.layer_states = cache.layer_states, None  # of the target, not of the head's layer
+        layers, cache.layer_states = cache.layer_states, None  # the target's, not those of the head's layer
         logits, _ = self.head.step(ids, read, cache, last or width, tree)
         cache.layer_states = layers
         return logits
 
     def _kept(self, cache: Cache, width: int) -> Tensor:
         layers, new = cache.layer_states, slice(0, width)
-        assert layers is not None  # by new_cache
+        assert layers is not None  # new_cache set them
         for at, layer in enumerate(layers.ids):
             size = layers.states.shape[-1] // len(layers.ids)
             layers.store(layer, layers.states[:, -width:, at * size : (at + 1) * size].clone(), (slice(None), new, new))

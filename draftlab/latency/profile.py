@@ -171,7 +171,7 @@ def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, 
             decoders[model.name] = load(model.place, running.dtype, running.device, running.device_map)
         else:
             target, path = decoders[model.target], paths[model.target]
-            assert isinstance(target, Llama)  # by resolve_running
+            assert isinstance(target, Llama)  # resolve_running refused other models
             assert path is not None
             head = eagle_llama.load(model.place, path, target)
             decoders[model.name] = HeadPasses(eagle_llama.with_mode(head, running.mode))

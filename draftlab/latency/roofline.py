@@ -37,14 +37,14 @@ class Device(FileModel):
     kind: Literal["analytic"]
     name: str
     count: PositiveInt = 1  # devices that share the weights by tensor parallelism
-    memory_gb: PositiveFloat  # of one
-    bandwidth_gbs: PositiveFloat  # of one, as a decoder reaches it
-    tflops: dict[str, PositiveFloat]  # of one, by dtype of the products
+    memory_gb: PositiveFloat  # one device's
+    bandwidth_gbs: PositiveFloat  # one device's, as a decoder reaches it
+    tflops: dict[str, PositiveFloat]  # one device's, by the dtype of the products
     dtype: str
     layer_ms: NonNegativeFloat  # per layer on the device, in addition to reading and computing
     modes: dict[Mode, HostTimes]
     allreduce_us: NonNegativeFloat = 0  # each; a layer has two
-    link_gbs: PositiveFloat = 1  # from one device to the others
+    link_gbs: PositiveFloat = 1  # bandwidth from a device to each other device
 
     @model_validator(mode="after")
     def _knows_its_dtypes(self) -> "Device":

@@ -31,7 +31,7 @@ class FittedCurve:
 
     terms: np.ndarray
     overlap: float
-    rms_error: float  # of log(fitted / measured)
+    rms_error: float  # root mean square of log(fitted / measured)
 
     def ms(self, shape: Shape, bytes_per_weight: int) -> float:
         return float(_latency(_features([shape], bytes_per_weight), self.terms, self.overlap)[0])

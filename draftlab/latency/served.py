@@ -34,7 +34,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
 
 SETTLED = 16  # tokens of the shorter answer: all prefills are over by then
-TOKENS = 64  # by which the longer answer exceeds it
+TOKENS = 64  # tokens that the longer answer has more
 At = tuple[int, int]  # streams, context
 
 

@@ -27,7 +27,7 @@ class AttentionMetadata:
     cos: Tensor  # [T, C] or [B, 1, T, C]
     sin: Tensor
     mask: Tensor | None  # folded: [B, 1, G T, S]; else [T, S] or [B, 1, T, S]
-    slots: tuple[slice | Tensor, ...]  # of the new keys and values in [B, K, capacity, C]
+    slots: tuple[slice | Tensor, ...]  # slots of the new keys and values in [B, K, capacity, C]
     end: int  # S
     folded: bool = False
 

@@ -433,7 +433,7 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
 
     logging.disable_progress_bar()
     config: Any = auto_config(directory)
-    model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)  # as from_pretrained itself does
+    model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)  # from_pretrained does the same
     model, info = model_class.from_pretrained(
         None, config=config, state_dict=weights.slices(), dtype=dtype, output_loading_info=True
     )

@@ -31,7 +31,7 @@ class _Store:
     keys: Tensor
     values: Tensor
     user: weakref.ref[Tensor]
-    layer_states: dict[tuple[int, ...], LayerStates] = field(default_factory=dict)  # by their layers
+    layer_states: dict[tuple[int, ...], LayerStates] = field(default_factory=dict)  # keys: their layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class _Graph:
     ids: Tensor  # [B, T]
     used: Tensor  # [B, 1]
     logits: Tensor  # [B, last, V]
-    states: Tensor | None  # of an EAGLE-3 head, [B, T, D]; its output overwrites them
+    states: Tensor | None  # states of an EAGLE-3 head, [B, T, D]; its output overwrites them
     replay: Callable[[], object]
 
 
 @dataclass(slots=True)
 class _Chain:
     logits: Tensor  # [B, V], after the texts
-    state: Tensor | None  # of an EAGLE-3 head, [B, 1, D]
+    state: Tensor | None  # state of an EAGLE-3 head, [B, 1, D]
     used: Tensor  # [B, 1]
     uniform: Tensor  # [B, K]
     replay: Callable[[], Drafted]

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 Drafted = tuple[Tensor, Tensor | None]  # tokens, and their q
 Sampler = Callable[[Tensor, Tensor], Drafted]  # logits [B, V] and draws [B] -> tokens [B], and their q [B, V]
-Parents = Sequence[int] | Sequence[tuple[int, ...]]  # of each token of a tree, or of each row's
+Parents = Sequence[int] | Sequence[tuple[int, ...]]  # parent of each token of a tree, or of the tree of each row
 
 
 @dataclass(frozen=True, slots=True)

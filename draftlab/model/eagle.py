@@ -33,7 +33,7 @@ Layout = Literal["native", "speculators"]
 WEIGHTS = "model.safetensors"
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # SpecForge's name; vLLM and SGLang have it in their registries
 QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"  # vLLM's name of a layer with norms of queries and keys
-VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1
+VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # fields of EAGLE-3.1
 SLIDING = "sliding_attention"
 OPTIONAL_PARTS = ("norm_before_residual", *VARIANTS, "sliding_window", "qk_norm")  # not computed by every server
 LAYER = {"native": "midlayer.", "speculators": "layers.0."}
@@ -217,7 +217,7 @@ def check(folder: Path, target: Path) -> HeadShape:
         config = _from_json(content, sizes, folder)
     except ValidationError as error:
         raise UserError(f"{folder / 'config.json'}: {validation_text(error)}") from None
-    except (AttributeError, KeyError, TypeError) as error:  # of values that are no objects, numbers or lists
+    except (AttributeError, KeyError, TypeError) as error:  # values that are no objects, numbers or lists
         raise UserError(f"{folder / 'config.json'} is not of an EAGLE-3 head: {one_line(error)}") from None
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
@@ -253,7 +253,7 @@ def write(folder: Path, head: Head, layout: Layout, *, target: Path, k: int, ver
         known[head.ids.cpu()] = True
         tensors |= {"d2t": head.ids.cpu() - torch.arange(config.draft_vocab), "t2d": known}
     embedding = head.embedding
-    if embedding is None and layout == "speculators":  # that library computes with zeros where it finds none
+    if embedding is None and layout == "speculators":  # speculators computes with zeros if it finds no embedding
         embedding = _target_embedding(target, config).to(head.weights["fc.weight"].dtype)
     tensors |= {} if embedding is None else {"embed_tokens.weight": embedding}
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
@@ -318,7 +318,7 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
 
 
 def _llama_json(config: HeadShape) -> dict[str, object]:
-    theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}  # for older readers
+    theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}  # older readers want it
     window: dict[str, object] = {}
     if config.sliding_window is not None:
         window = {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": [SLIDING]}

@@ -136,7 +136,7 @@ class CudaGraphEagle(EagleLlama, CudaGraphLlama):
         if tree is not None or ids.numel() > cuda_graphs.WIDE or not any(cache.used):
             return super().step(ids, states, cache, last, tree)
         graph = self._replayed(ids, cache, last, states)
-        assert graph.states is not None  # as given
+        assert graph.states is not None  # the states that were given
         return graph.logits, graph.states
 
     def draft(
@@ -147,7 +147,7 @@ class CudaGraphEagle(EagleLlama, CudaGraphLlama):
     def _pass(
         self, ids: Tensor, cache: Cache, metadata: AttentionMetadata, last: int, states: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        assert states is not None  # by step and draft
+        assert states is not None  # step and draft give them
         return self.decode_states(ids, states, cache, metadata, last)
 
 

@@ -29,7 +29,7 @@ class Budget:
 
     amount: float
     kind: BudgetKind
-    multiple_of: int = 64  # of the ffn
+    multiple_of: int = 64  # divides the ffn
     width_multiple_of: int = 1
     tensor_parallel: int = 1  # devices that heads, kv heads and ffn split over evenly
     tolerance: float = 0.01

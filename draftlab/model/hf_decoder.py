@@ -29,7 +29,10 @@ RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # l
 SPARSE = 2  # slots for each position that is read, from which on the cache is packed
 FULL, SLIDING = "full_attention", "sliding_attention"
 TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two rows
-TRIAL_ERROR = {torch.float32: 1e-3, torch.float64: 1e-6}  # of logits, by their largest; else one of few bits
+TRIAL_ERROR = {
+    torch.float32: 1e-3,
+    torch.float64: 1e-6,
+}  # error of logits by the largest logit; other dtypes have few bits
 
 
 def without_gradients(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -110,7 +113,7 @@ class HFDecoder(Decoder):
         self.one_length = one_length
         name = self.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # GPT-2: n_positions
         self.context = int(self.config.to_dict().get(name) or checkpoint.UNLIMITED)
-        self._states: dict[int, Tensor] = {}  # of the last pass, after some layers
+        self._states: dict[int, Tensor] = {}  # states of the last pass, by the number of layers before
 
     @property
     def device(self) -> torch.device:

@@ -103,7 +103,7 @@ class Block:
 class Llama(Decoder):
     """Weights, rotary tables, and a forward pass over a static cache."""
 
-    hidden_norm: Tensor | None = None  # of an EAGLE-3 head (eagle_llama.py)
+    hidden_norm: Tensor | None = None  # belongs to an EAGLE-3 head (eagle_llama.py)
     norm_before_residual = False
     window: int | None = None  # latest tokens that attention reads, its own included; None: all
 
@@ -116,7 +116,7 @@ class Llama(Decoder):
         self.embed = weights[names["embed"]]
         self.head = self.embed if shape.tied else weights[names["head"]]
         self.head_ids: Tensor | None = None
-        self.pard_token: int | None = None  # of a parallel draft (model/parallel.py)
+        self.pard_token: int | None = None  # belongs to a parallel draft (model/parallel.py)
         self.norm = weights[names["norm"]]
         self.blocks = [_block(shape, weights, layer) for layer in range(shape.layers)]
         angles = torch.outer(torch.arange(context, dtype=torch.float32), inv_freq.float().cpu())
@@ -264,7 +264,7 @@ class Llama(Decoder):
         among = mask.expand(len(used), width, width).gather(2, new.clamp(0, width - 1).expand(-1, width, -1))
         attended = ((new >= 0) & (new < width) & among) | (new < 0)
         if self.window is not None:
-            age = (used + depth).unsqueeze(2) - torch.arange(end, device=used.device)  # of each position, [B, T, S]
+            age = (used + depth).unsqueeze(2) - torch.arange(end, device=used.device)  # age of each position, [B, T, S]
             recent = age < self.window
             attended &= recent if tree is None else recent | (new >= 0)  # no tree is deeper than a window
         attended = attended.unsqueeze(1)
@@ -302,10 +302,10 @@ class Llama(Decoder):
         return whole.unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
-# What config.json multiplies, by role: folded into the weights when they are read.
+# Multipliers of config.json, and the roles of the weights into which they are folded when read.
 MULTIPLIERS: dict[str, tuple[str, ...]] = {
     "embedding_multiplier": ("embed",),
-    "attention_multiplier": ("q", "q_bias"),  # in place of 1 / sqrt(C)
+    "attention_multiplier": ("q", "q_bias"),  # replaces 1 / sqrt(C)
     "residual_multiplier": ("o", "o_bias", "down", "down_bias"),
     "logits_scaling": ("head",),  # logits are divided by it
 }
@@ -373,7 +373,7 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
         raise OtherArchitecture(f"{directory}: activation {config.get('hidden_act')!r}; the engine runs silu")
     with reading(f"{directory}/config.json cannot be used"):
         full = checkpoint.auto_config(directory)
-        eps = {"rms_norm_eps": full.rms_norm_eps}  # with transformers' default
+        eps = {"rms_norm_eps": full.rms_norm_eps}  # transformers' default
     return shape, config | eps, rotary(full, shape.head_dim, directory)
 
 

@@ -16,7 +16,7 @@ from draftlab.model import checkpoint
 from draftlab.model.decoder import Tree
 
 PARD_TOKEN, SPD_TYPE, OFFSETS = "pard_token", "spd_type", "pard_offsets"  # keys of config.json; the last is ours alone
-RESERVED = ("reserved", "unused", "<|extra")  # in the names of tokens that tokenizers keep free
+RESERVED = ("reserved", "unused", "<|extra")  # parts of the names of tokens that tokenizers keep free
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
     device = ids.device
     masks = (depths - 1).clamp_min(0)  # [B, T] mask tokens of each position
     width = length + int(masks.sum(1).max())
-    place = torch.arange(rows * length, device=device).repeat_interleave(masks.flatten())  # of each mask token's start
+    place = torch.arange(rows * length, device=device).repeat_interleave(
+        masks.flatten()
+    )  # place of each mask token's start
     row, count = place // length, masks.flatten().cumsum(0)
     nth = torch.arange(len(place), device=device)
     own = nth - (count - masks.flatten())[place] + 1  # 1, 2, ... among the mask tokens of its start

@@ -21,7 +21,7 @@ from draftlab.model.decoder import Decoder, Tree
 from draftlab.model.hf_decoder import RECURRENT, TRIAL, TRIAL_ERROR, HFDecoder, without_gradients
 from draftlab.model.llama import LayerStates
 
-STATES = ("conv_states", "recurrent_states", "has_previous_state")  # of such a layer
+STATES = ("conv_states", "recurrent_states", "has_previous_state")  # states of such a layer
 
 
 @dataclass
@@ -153,7 +153,7 @@ class RecurrentDecoder(HFDecoder):
     def continues(self) -> bool:
         """Return whether several tokens after others are computed in one pass: a trial of one row shows it."""
         ids, row = list(TRIAL[0]), self._new_row()
-        self.__dict__["continues"] = True  # for the trial itself
+        self.__dict__["continues"] = True  # the trial itself reads it
         self._read(row, ids[:2], 1)
         found = self._read(row, ids[2:], 1)[0, -1]
         expected = self._read(self._new_row(), ids, 1)[0, -1]

@@ -18,7 +18,7 @@ from draftlab.reading import reading
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
 Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm", "whole_qk_norm", "norm_after"]
-MOST_NUMBERS = 10_000  # of a list as 1-6
+MOST_NUMBERS = 10_000  # numbers of a list as 1-6
 
 
 class Row(NamedTuple):

@@ -61,7 +61,7 @@ class ServedGeneration(FileModel):
 
     prompt: NonNegativeInt
     tokens: NonNegativeInt
-    seconds: NonNegativeFloat  # from request to answer
+    seconds: NonNegativeFloat  # time from request to answer
 
     @property
     def request(self) -> Timing:
@@ -96,7 +96,7 @@ class Counters(FileModel):
 
     num_drafts: float = Field(gt=0)
     num_draft_tokens: float = Field(ge=0)
-    num_accepted_tokens_per_pos: list[NonNegativeFloat]  # at positions 1..K; trailing zeros may be left out
+    num_accepted_tokens_per_pos: list[NonNegativeFloat]  # positions 1..K; trailing zeros may be left out
 
     @property
     def k(self) -> int:

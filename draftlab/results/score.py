@@ -54,7 +54,7 @@ class TaskResult(FileModel):
     n: PositiveInt  # items
     higher_is_better: bool
     items: list[float] = Field(default=[])  # the metric of each item, in the task's order, for paired tests
-    items_sha256: str | None = None  # of items and prompts
+    items_sha256: str | None = None  # hash of items and prompts
 
 
 class Model(FileModel):
@@ -63,12 +63,12 @@ class Model(FileModel):
     name: str
     sha256: str | None  # None, as for the shape: its files are on the server only
     shape: Shape | None
-    latency: list[Latency]  # by width, from one token on; []: not measured
+    latency: list[Latency]  # one entry a width, from one token on; []: not measured
     tasks: list[TaskResult]
     via_transformers: bool = False  # transformers ran it, which is slower than draftlab's own decoder
     parallel: bool = False  # it drafted all tokens of a step in one pass
     eagle: bool = False  # an EAGLE-3 head
-    heads_sha256: str | None = None  # of heads on the states of the target
+    heads_sha256: str | None = None  # hash of heads on the states of the target
 
 
 class PromptRecord(FileModel):
@@ -151,11 +151,11 @@ class Score(FileModel):
     prompts: list[PromptRecord] = Field(default=[])
     plain: list[Generation] | list[ServedGeneration]  # the target alone, with the weights that verify
     other_plain: dict[str, list[Generation]] = Field(default={})  # the target alone with other weights, by their name
-    speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)  # by K
-    counters: dict[int, Counters] = Field(default={})  # by K, where a server decoded
+    speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)  # keys: K
+    counters: dict[int, Counters] = Field(default={})  # keys: K, if a server decoded
     equal_texts: float | None = Field(ge=0, le=1)  # share of texts, over all K, that equal plain's; None when sampling
     distinct_4grams: float = Field(ge=0, le=1)  # share, in the target's output; low in a loop, which drafts predict
-    example: dict[str, Any] | None = None  # of older files; nothing writes it
+    example: dict[str, Any] | None = None  # older files have it; nothing writes it
     learnt: str | None = None  # a drafter with what it learnt when it was built, as --drafter takes it
     learnt_prompts: int = Field(default=0, ge=0)  # prompts whose answers the draft learnt from
     made: list[Stage] | None = None  # commands that made the draft; []: nothing to make; None: not known

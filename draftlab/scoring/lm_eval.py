@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # takes seconds to import
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
-BOOTSTRAP_SAMPLES = 1000  # for the few metrics without a closed form; lm-eval's 100,000 take minutes
-SERVED_CONTEXT = 2048  # of a server that does not tell its own, lm-eval's default
+BOOTSTRAP_SAMPLES = 1000  # samples for the few metrics without a closed form; lm-eval's 100,000 take minutes
+SERVED_CONTEXT = 2048  # lm-eval's default, if a server does not tell its own
 LOCAL_DATA = "; data that is not on this disk comes from the hub; a YAML task can name a local file (docs/measuring.md)"
 UNSUPPORTED = ("unsafe_code", "doc_to_image", "doc_to_audio")
 
@@ -55,7 +55,7 @@ class Tasks:
         """
         with (
             _running(f"lm-eval on {hub.checkpoint_name(directory)}"),
-            tempfile.TemporaryDirectory() as offload_folder,  # for what fits neither devices nor memory
+            tempfile.TemporaryDirectory() as offload_folder,  # takes weights that fit neither devices nor memory
         ):
             from lm_eval.models.huggingface import HFLM
 

@@ -87,7 +87,7 @@ def measure_throughput(
             for group in _first_of_each_length(groups, prompts):  # longest caches first: longer ones replace shorter
                 deque(decode_to_the_end(arm, [prompts[i] for i in group], group), maxlen=0)
         _warm_up(arms, lambda arm: decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))
-    runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {arm: {} for arm in arms}  # by repeat and group
+    runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {arm: {} for arm in arms}  # keys: repeat and group
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
 
     def run(arm: Arm, group: list[int]) -> list[list[Step]]:

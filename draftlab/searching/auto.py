@@ -46,10 +46,10 @@ from draftlab.training.students.eagle import EagleStudent
 from draftlab.training.students.parallel import ParallelStudent
 
 PLAN, VERDICT, PAGE, RECIPE = "plan.json", "auto.json", "index.html", "recipe.yaml"
-MIN_GAIN = 0.01  # in tokens per pass, for a round that doubles the training; training stops below it
+MIN_GAIN = 0.01  # gain in tokens per pass of a round that doubles the training; training stops below it
 MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
 LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = 2, 3  # drafted where prompt lookup has no match; recipes/smollm2.yaml
-CONTINUED_LR = 2.0e-3  # for a draft that has learnt already, as in recipes/smollm2.yaml
+CONTINUED_LR = 2.0e-3  # rate of a draft that has learnt already, recipes/smollm2.yaml
 MOST_FASTER = 4.0  # the target may write this many times faster or slower than planned
 
 

@@ -58,7 +58,7 @@ ANSWER_TOKENS = 128
 KS, OFFSETS = (2, 3, 5), 5
 LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
 DRAFTS = 10  # checkpoints that lie on the disk at most: two of the search, six rounds, a variant, the export
-LARGE_VOCAB = 16_384  # from this size on a trimmed head pays
+LARGE_VOCAB = 16_384  # a trimmed head pays from this size on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

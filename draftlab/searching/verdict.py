@@ -15,7 +15,7 @@ from draftlab.results.score import Score
 from draftlab.searching.plan import LABELS, not_tried, streams
 
 NO_DRAFT = "no draft"
-Scores = Mapping[int, Mapping[str, Score]]  # by streams and name
+Scores = Mapping[int, Mapping[str, Score]]  # keys: streams, name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

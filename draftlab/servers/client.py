@@ -29,7 +29,7 @@ WORKERS = 8  # concurrent requests
 TRIES = 6
 MAX_WAIT_SECONDS = 30.0  # between attempts
 ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0
-SILENT_SECONDS = 12.0  # of waiting for an answer before it is said
+SILENT_SECONDS = 12.0  # time of waiting for an answer before a note
 BUSY = (429, 503)
 MISSING = (404, 405)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
@@ -278,7 +278,7 @@ def spec_decode_counters(before: Mapping[str, float], after: Mapping[str, float]
 
     None: the server did not speculate in between.
     """
-    grown: dict[str, dict[str, float]] = {}  # by counter and series
+    grown: dict[str, dict[str, float]] = {}  # keys: counter, series
     for series, value in after.items():
         counter = re.search(r":spec_decode_(\w+)_total", series)
         if counter is not None:

@@ -148,24 +148,24 @@ class ServerKind:
 
     name: ClassVar[str]  # set by @server
 
-    loads_gguf: ClassVar[bool] = False  # in place of Hugging Face directories
+    loads_gguf: ClassVar[bool] = False  # loads GGUF in place of Hugging Face directories
     parallel: ClassVar[bool] = False  # drafts in one pass with a parallel draft
-    translates: ClassVar[str] = ""  # how it drafts with another vocabulary than the target's; empty: it cannot
+    translates: ClassVar[str] = ""  # its way to draft with another vocabulary than the target's; empty: it cannot
     vocab_slack: ClassVar[int] = 0  # largest difference of the numbers of logits
-    heads: ClassVar[str] = ""  # how it loads an EAGLE-3 head; empty: it has none
-    head_parts: ClassVar[frozenset[str]] = frozenset()  # of eagle.OPTIONAL_PARTS that it computes
+    heads: ClassVar[str] = ""  # its way to load an EAGLE-3 head; empty: it has none
+    head_parts: ClassVar[frozenset[str]] = frozenset()  # parts in eagle.OPTIONAL_PARTS that it computes
     one_stream: ClassVar[bool] = False  # decodes one prompt at a time
 
-    rules: ClassVar[Mapping[str, Acceptance]] = {}  # by variant; "" is that of --server-rule NAME
+    rules: ClassVar[Mapping[str, Acceptance]] = {}  # keys: variants; "" is the rule of --server-rule NAME
     script_rule: ClassVar[str] = ""  # the variant of what the script starts
 
     program: ClassVar[str] = ""  # name of the program that export --verify-with starts; empty: none
     cuts_last_step: ClassVar[bool] = False  # drafts no more than fits a text; else its last step counts whole
     counts_end: ClassVar[bool] = True  # a drafted end of text counts as a token
 
-    owned_by: ClassVar[str] = ""  # in /v1/models; empty: draftlab sends it no requests
-    path: ClassVar[str]  # of completions and prompt log-probabilities
-    about_path: ClassVar[str]  # of a page with the version
+    owned_by: ClassVar[str] = ""  # its name in /v1/models; empty: draftlab sends it no requests
+    path: ClassVar[str]  # address of completions and prompt log-probabilities
+    about_path: ClassVar[str]  # address of a page with the version
     has_prompt_logprobs: ClassVar[bool] = True
 
     # loading

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from draftlab.servers.client import Server
 
 BLOCK, K_BLOCK = 32, 256  # weights of a row that share a scale in its plain types and in its K types
-LEAST_CONTEXT = 256  # of llama-server
+LEAST_CONTEXT = 256  # llama-server's own
 
 
 @server("llama.cpp")

@@ -28,7 +28,7 @@ from draftlab.model.checkpoint import resolve_device
 from draftlab.trust import trusts_remote_code
 
 BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"
-PATIENCE = timedelta(days=1)  # of a process that waits while another writes text; NCCL's own is ten minutes
+PATIENCE = timedelta(days=1)  # time that a process waits while another writes text; NCCL's own is ten minutes
 
 
 def process_state(device: torch.device | None = None) -> PartialState:
@@ -140,7 +140,7 @@ class Training:
                 sync(state)
                 for earlier in _checkpoints(state)[:-1]:
                     shutil.rmtree(earlier)
-        except (OSError, RuntimeError, UserError) as error:  # how torch reports a disk that is full
+        except (OSError, RuntimeError, UserError) as error:  # torch reports a full disk so
             shutil.rmtree(work, ignore_errors=True)
             raise UserError(f"cannot write a checkpoint to {state}: {one_line(error, 200)}") from error
         self.accelerator.wait_for_everyone()

@@ -30,8 +30,8 @@ from draftlab.training.students.eagle import LARGEST_DEFAULT, EagleStudent
 from draftlab.training.texts import HELDOUT_ROWS, Author, continued, in_turns, target_text
 from draftlab.training.trainer import TrainingSetup
 
-FITTED_TOKENS = 16_384  # of the text, from which a head starts
-BYTES = 16  # of a trained weight: fp32 with its gradient and two moments
+FITTED_TOKENS = 16_384  # tokens of the text from which a head starts
+BYTES = 16  # memory of a trained weight: fp32 with its gradient and two moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

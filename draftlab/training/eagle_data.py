@@ -11,7 +11,7 @@ from draftlab.target_outputs.outputs import TargetOutput, padded
 from draftlab.target_outputs.store import HELDOUT, MANIFEST, check_tokenizer, finished_manifest, read_shard
 from draftlab.training.on_policy import Batches
 
-HELDOUT_SHARE = 0.05  # of a store without held-out text
+HELDOUT_SHARE = 0.05  # share of a store without held-out text
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = LlamaRMSNorm(config.hidden, config.eps)
         self.lm_head = nn.Linear(config.hidden, config.draft_vocab, bias=False)
-        self.embedding = [embedding]  # in a list, so that it is no part of the student
+        self.embedding = [embedding]  # a list, so that it is no part of the student
         self.scale = nn.Buffer(torch.ones(self.fc.in_features), persistent=False)
         self.rotary = LlamaRotaryEmbedding(cast(Any, config.llama_config()))
 

@@ -27,7 +27,7 @@ from draftlab.model.llama import rms_norm
 from draftlab.training.eagle_head import EagleHead, Layer
 from draftlab.training.eagle_teacher import EagleTeacher
 
-RIDGE = 1e-2  # of the mean square of a feature
+RIDGE = 1e-2  # share of the mean square of a feature
 OWN = 12.0  # attention score of a position with itself; those of other tokens are about normal
 LARGE = 8.0  # times the median norm: states that sum up the text before, as a first token's, which no map should fit
 
@@ -72,7 +72,7 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     features = student.features(sampled.states) if student.reads_normed else sampled.states
     fc = ridge(features, now)
     state, ones = features @ fc, torch.ones_like(unit)
-    size = unit if c.norm_output else ones  # of the state, in units of now
+    size = unit if c.norm_output else ones  # scale of the state, in present units
     embedded, normed = (rms_norm(x, ones, c.eps) for x in (sampled.embedded, state * size))
     hidden_norm = 1 / (normed / size).pow(2).mean().sqrt() / size
     normed = normed * hidden_norm if c.norm_output else normed
@@ -122,7 +122,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
     k.zero_()
     for number, head in enumerate(own.tolist()):
         random = torch.randn(hidden, size).to(k)
-        random -= torch.outer(mean, mean @ random)  # what all embeddings share tells no position from another
+        random -= torch.outer(mean, mean @ random)  # the mean of all embeddings tells no position from another
         directions = torch.linalg.qr(random).Q.T if size <= hidden else random.T * hidden**-0.5
         directions = directions * (OWN * size**0.5 / (embedded @ directions.T).pow(2).sum(-1).mean()) ** 0.5
         k[number * size : (number + 1) * size, :hidden] = directions

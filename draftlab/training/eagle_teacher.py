@@ -16,7 +16,7 @@ from draftlab.training.fused_loss import Dense
 from draftlab.training.losses import wide
 from draftlab.training.teachers import OutputHead, logits_of
 
-ROWS = 256  # of whole logits at once
+ROWS = 256  # rows of whole logits at once
 
 
 class EagleTeacher:
@@ -69,7 +69,7 @@ class EagleTeacher:
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1)
         positions = None if batch.positions is None else torch.from_numpy(batch.positions)
         hidden = self.head.hidden_and_weight(self.model, ids, counted, positions)[0].to(self.device)
-        states = self._joined()  # of that pass
+        states = self._joined()  # states of that pass
         if self.whole_head is None:
             return TargetPass(Dense(hidden[:, self.ids], None, log_total=self._log_total(hidden)), states)
         total = torch.cat([self._log_total(part @ self.whole_head.T) for part in hidden.split(ROWS)])

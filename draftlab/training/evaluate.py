@@ -29,7 +29,7 @@ from draftlab.training.texts import Author
 
 KS = tuple(range(1, 9))
 EVALUATED_TEXTS, EVALUATED_PROMPT, EVALUATED_LENGTH = 48, 64, 64  # texts of the target for acceptance length
-CPU_OPERATIONS = 7e11  # of the texts of an evaluation on a CPU, some four seconds: fewer texts where they need more
+CPU_OPERATIONS = 7e11  # operations of an evaluation on a CPU, some four seconds: fewer texts where they need more
 
 
 @dataclass(frozen=True, slots=True)

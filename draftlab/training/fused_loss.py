@@ -26,7 +26,7 @@ from draftlab.model.trimmed_head import TrimmedHead
 from draftlab.training.losses import Loss, Pair, log_probs, wide
 
 CPU_BUDGET, BUDGET = 128 << 20, 1 << 30  # bytes of a chunk's logits, the student's and the teacher's, in fp32
-CPU_ROWS, ROWS = 512, 4096  # of a chunk, at most: matrix products gain nothing from more, and launches cost time
+CPU_ROWS, ROWS = 512, 4096  # most rows of a chunk: matrix products gain nothing from more, and launches cost time
 CPU_BLOCK, BLOCK = 1 << 19, 1 << 27  # bytes of an fp32 [b, V]; about ten live at once
 LOST = -80.0  # log-probability of what has none
 SLICE = 512  # rows of the head's gradient that a CPU adds to at once where it is wider than the head
@@ -178,7 +178,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale = upstream[0][0]
-        scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]  # in place: the head's is large
+        scaled = [
+            None if g is None else g.mul_(scale) for g in ctx.saved_tensors
+        ]  # multiplied in place, as the head's gradient is large
         return (*scaled, None, None, None)
 
 

@@ -30,7 +30,7 @@ class Constraint(Protocol):
 
     def penalty(self) -> Tensor: ...
 
-    def groups(self) -> list[dict[str, Any]]: ...  # of parameters for AdamW, with their rates
+    def groups(self) -> list[dict[str, Any]]: ...  # groups of parameters for AdamW, with their rates
 
 
 class Objective(nn.Module):

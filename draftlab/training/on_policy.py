@@ -111,6 +111,8 @@ class GeneratedRows:
     def batch(self, step: int) -> Batch:
         """Return the next rows in their order, which is random already."""
         picked = (step * self.rows + np.arange(self.rows)) % len(self.ids)
-        place = np.arange(self.ids.shape[1] - 1) - (self.prompt - 1)  # in the generated text, of each predicted token
+        place = np.arange(self.ids.shape[1] - 1) - (
+            self.prompt - 1
+        )  # place of each predicted token in the generated text
         mask = (place >= 0) & (place < self.lengths[picked, None])
         return Batch(self.ids[picked].astype(np.int64), mask.astype(np.float32))

@@ -136,7 +136,7 @@ class LocalTeacher:
 
     def __init__(self, model: PreTrainedModel, vocab: int, device: torch.device) -> None:
         self.model, self.head, self.device = model, OutputHead.of(model, vocab), device
-        self._weight: Tensor | None = None  # of a head that is elsewhere, once here: it does not learn
+        self._weight: Tensor | None = None  # copy of a head that is elsewhere; it does not learn
 
     @property
     def takes_packed(self) -> bool:

@@ -15,7 +15,7 @@ from draftlab.model.trimmed_head import frequent_ids, template_ids, trim_model
 from draftlab.training.on_policy import Batches, MixedBatches, StudentBatches
 from draftlab.training.teachers import logits_of
 
-COUNTED_TOKENS = 4_000_000  # at most, to trim a head
+COUNTED_TOKENS = 4_000_000  # most tokens that are counted to trim a head
 
 
 def resize(directory: Path, vocab: int) -> str | None:

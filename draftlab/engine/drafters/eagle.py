@@ -60,7 +60,7 @@ class EagleDrafter(Drafter):
         places = first.unsqueeze(1) + torch.arange(width, device=self.head.device)
         fed = self.head.combine(self.layer_states.states[row.unsqueeze(1), places])
         self.cache.used = starts
-        at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]  # of each text's last place
+        at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]  # each text's last place
         logits, states = self.head.step(ids, fed, self.cache, last=width - min(at))
         self.cache.used, self.read = list(ends), list(ends)
         chosen = staged(at, self.head.device)

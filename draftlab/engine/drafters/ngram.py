@@ -168,7 +168,9 @@ def _order(contexts: np.ndarray, followers: np.ndarray, counts: np.ndarray) -> t
     """Return the n-grams of one length, and the position of the first occurrence of each distinct one."""
     sorted_by = np.lexsort((followers, contexts))
     c, f = contexts[sorted_by], followers[sorted_by]
-    first = np.flatnonzero(np.concatenate([[True], (c[1:] != c[:-1]) | (f[1:] != f[:-1])]))  # of each distinct n-gram
+    first = np.flatnonzero(
+        np.concatenate([[True], (c[1:] != c[:-1]) | (f[1:] != f[:-1])])
+    )  # start of each distinct n-gram
     total = np.add.reduceat(counts[sorted_by], first)
     c, f = c[first], f[first]
     starts = np.flatnonzero(np.concatenate([[True], c[1:] != c[:-1]]))

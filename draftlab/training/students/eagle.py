@@ -33,7 +33,7 @@ class EagleStudent(StudentSpec):
         {"server", "served_model", "api_key_file", "top_logprobs", "lora_rank", "gradient_checkpointing",
          "reweigh_steps"}
     )  # fmt: skip
-    lr_share = 0.5  # of what pruned drafts take, by runs on SmolLM2-135M
+    lr_share = 0.5  # share of the rate of pruned drafts, by runs on SmolLM2-135M
     ttt_steps: int = Field(4, ge=1, le=16)
     layer_ids: Layers = None
     norm_before_residual: bool = False

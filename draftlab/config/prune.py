@@ -58,7 +58,7 @@ class PruneConfig(OutputConfig):
     steps: int = option(300, "Optimizer steps of the masks.", ge=1, panel=TRAINING)
     batch_size: int = option(16, "Sequences per step, over all processes.", ge=1, panel=TRAINING, advanced=True)
     lr: float | None = option(
-        None, "Train the weights beside the masks, with this peak learning rate. Default: they are frozen.", gt=0,
+        None, "Train the weights with the masks, with this peak learning rate. Default: they are frozen.", gt=0,
         panel=TRAINING, advanced=True,
     )  # fmt: skip
     device: Device = device()

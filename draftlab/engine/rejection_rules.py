@@ -84,7 +84,7 @@ def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 @RULES.register("block")
 def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Verify a chain as a whole; accepts at least as many tokens as one by one (Sun et al. 2403.10444, alg. 2).
+    """Verify a chain as a whole; accepts no fewer tokens than verifying one by one (Sun et al. 2403.10444, alg. 2).
 
     Raises:
         ValueError: not a chain.

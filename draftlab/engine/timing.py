@@ -66,7 +66,7 @@ def summarize(width: int, times: Sequence[float]) -> Latency:
 
 
 def bandwidth_gbs(weights: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the bandwidth of one matrix-vector product over as many weights: an upper bound for a decoder."""
+    """Return the bandwidth of a matrix-vector product over this number of weights: an upper bound for a decoder."""
     size, run = memory_sweep(weights * dtype.itemsize, dtype, device)
     return size / 1e6 / _fastest_ms(run, device)
 

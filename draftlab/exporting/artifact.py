@@ -255,7 +255,7 @@ class ParallelDraft(DraftModel):
         super().__init__(path, target)
         trained = parallel.trained_offsets(path)
         if trained is not None:
-            reason: str = f"as many as the draft learnt to draft in one pass, {UNMEASURED_K}"
+            reason: str = f"the number that the draft learnt to draft in one pass, {UNMEASURED_K}"
             self.default_k: tuple[int, str] = (trained, reason)
 
     def findings(self) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ class HeadPasses(Decoder):
     """A head that reads states of zeros; latency does not depend on their values.
 
     own: its own states, as for all but a step's first token. Else the target's: a pass includes what the target takes
-    to keep them for as many tokens, and fc.
+    to keep them for these tokens, and fc.
     """
 
     def __init__(self, head: EagleLlama, own: bool = False) -> None:

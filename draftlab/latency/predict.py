@@ -331,7 +331,9 @@ def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: i
     if "fitted" in kinds:
         notes.append("latencies follow a latency law fitted to other shapes; they are not measured")
     if "served" in kinds:
-        notes.append("passes over several tokens are taken to cost what as many streams do (profile --server)")
+        notes.append(
+            "a pass over several tokens is assumed to cost the pass of an equal number of streams (profile --server)"
+        )
     for name in ("device", "dtype", "mode"):
         a, b = getattr(draft.profile, name), getattr(target.profile, name)
         if a != b:

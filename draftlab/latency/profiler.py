@@ -185,7 +185,7 @@ def _other_work(name: str, models: Mapping[str, Decoder], passes: Mapping[str, M
 
 
 def _lead_in(other: Task, run: Task, after: int) -> Task:
-    """Return what runs before a pass that is timed after so many consecutive passes of the same model."""
+    """Return the passes before a pass that is timed after a number of consecutive passes of the same model."""
 
     def several() -> None:
         other()

@@ -8,7 +8,7 @@ of the answer leaves prefill and transport out.
   alone are therefore timed for N up to (K + 2) B, and keys and values by several lengths of prompts.
 * A step with the draft is a pass over K + 1 tokens of the target, one over K + 2 and K - 1 over one of the draft
   (steps.py). The draft's passes are taken to cost the same share of the target's; its time in the server's steps at
-  every B gives that share. So what the server spends on drafting beside the passes is in it, too.
+  every B gives that share. So the server's other time for drafting is in it, too.
 """
 
 import itertools
@@ -62,7 +62,7 @@ class ServedPasses:
         return ServedPasses(streams=sorted(by_streams), tokens_ms=np.array(bare), cached_ms=cached)
 
     def ms(self, width: int, batch: int, context: float) -> float:
-        """Return the time of a pass over width tokens of each row after so many cached ones."""
+        """Return the time of a pass over width tokens of each row after a number of cached tokens."""
         return float(np.interp(width * batch, self.streams, self.tokens_ms)) + self.cached_ms * batch * context
 
 
@@ -169,7 +169,7 @@ def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dic
     """Return what a draft's pass costs of the target's by batch size, from the times of whole steps of K tokens.
 
     Raises:
-        UserError: a step takes no longer than the target's own pass over as many tokens.
+        UserError: a step takes no longer than the target's own pass over the same number of tokens.
     """
     drafting: dict[int, list[float]] = defaultdict(list)
     like_target: dict[int, list[float]] = defaultdict(list)
@@ -179,7 +179,7 @@ def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dic
     shares = {batch: sum(drafting[batch]) / sum(like_target[batch]) for batch in drafting}
     if (least := min(shares, key=lambda batch: shares[batch])) and shares[least] <= 0:
         raise UserError(
-            f"at {least} streams a step with the draft takes no longer than a pass of the target over as many tokens; "
+            f"at {least} streams a step with the draft takes no longer than a pass of the target over those tokens; "
             "other work disturbs the servers: repeat this on a quiet machine"
         )
     return shares

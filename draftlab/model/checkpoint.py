@@ -459,7 +459,7 @@ class Weights(Mapping[str, Tensor]):
     """The tensors of a checkpoint's safetensors files, each read on access, as dtype on device.
 
     Files are read and not mapped, large tensors in pieces: pages of a mapping and a copy in another dtype would use
-    memory beside the tensor itself.
+    memory in addition to the tensor.
 
     Raises:
         UserError: a file is missing, truncated or not safetensors; a tensor is missing or there twice; on access, a

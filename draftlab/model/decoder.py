@@ -137,7 +137,7 @@ def feed(
 ) -> Tensor:
     """Append to the cache what it lacks of each text, at least its last tokens; return their logits, [B, last, V].
 
-    Cached tokens beyond a text are dropped. All rows are fed as many tokens as the row that lacks most: the end of
+    Cached tokens beyond a text are dropped. Every row feeds the largest number of missing tokens: the end of
     their text once more, then padding, which the next pass overwrites. known: larger ids are fed as known - 1.
     """
     width = max(len(text) - min(used, len(text) - last) for text, used in zip(texts, cache.used, strict=True))

@@ -106,7 +106,7 @@ class BlockCache:
 
 
 class DFlash:
-    """A head beside its target, whose embedding it reads and whose output layer it uses where it has none."""
+    """A head on its target, whose embedding it reads and whose output layer it uses where it has none."""
 
     def __init__(
         self, config: DFlashShape, weights: Mapping[str, Tensor], embed: Tensor, head: Tensor, ids: Tensor | None
@@ -228,7 +228,7 @@ def check(folder: Path, target: Path) -> DFlashShape:
 
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash:
-    """Load a head beside its target. embed, head: The target's, [V, D] each. Raises UserError: see check."""
+    """Load a head on its target. embed, head: The target's, [V, D] each. Raises UserError: see check."""
     config = check(folder, target_path)
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} has no {WEIGHTS}")

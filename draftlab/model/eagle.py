@@ -1,6 +1,6 @@
 """EAGLE-3 heads on disk (Li et al. 2025, 2503.01840): their sizes, their tensors, and the layouts that servers read.
 
-A head is one LLaMA layer whose attention reads the embedding of a token beside a state: first what fc makes of the
+A head is one LLaMA layer whose attention reads the embedding of a token with a state: first what fc makes of the
 outputs of some of the target's layers, later its own output. It predicts some of the target's ids. EAGLE-3.1 adds norms
 before fc and of the state that is fed back, and a sliding window. D hidden, E hidden of the target, V vocab, W draft
 vocab, A layers of the target that fc reads.

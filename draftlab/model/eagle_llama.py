@@ -55,13 +55,13 @@ class EagleLlama(Llama):
 
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Raises TypeError: a head has no pass without states."""
-        raise TypeError("an EAGLE-3 head reads states beside its tokens: use step")
+        raise TypeError("an EAGLE-3 head reads states with its tokens: use step")
 
     @torch.inference_mode()
     def step(
         self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Append tokens to the cache, each with a state beside it.
+        """Append tokens to the cache, each with a state.
 
         ids: [B, T], each the token after the position of its state. states: [B, T, D], of combine or of earlier steps.
         tree: see Llama.forward. Returns: logits [B, last, V] of the last tokens, and all states [B, T, D].
@@ -159,6 +159,6 @@ def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
 
 
 def load(folder: Path, target_path: Path, target: Llama | HFDecoder) -> EagleLlama:
-    """Load a head beside its target, in the target's dtype and on its device. Raises UserError: see eagle.read."""
+    """Load a head on its target, in the target's dtype and on its device. Raises UserError: see eagle.read."""
     head = eagle.read(folder, target_path, target.embed.dtype, target.device)
     return EagleLlama(head, target.embed, folder)

@@ -78,7 +78,7 @@ class HFCache:
         return HFCache(self.past, self.capacity, used, self.position[mask.to(self.position.device)], layers)
 
     def drop_unread(self) -> None:
-        """Forget what lies behind used, and drop slots at the end that no row reads. Raises RuntimeError: it cannot."""
+        """Forget positions after used, and drop slots at the end that no row reads. Raises RuntimeError: it cannot."""
         self.position = self.position.masked_fill(self.position >= torch.tensor(self.used).unsqueeze(1), -1)
         read = (self.position >= 0).any(0).nonzero()
         size = int(read[-1]) + 1 if len(read) else 0

@@ -384,7 +384,7 @@ def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
         return weights[names[role]] if role in names else None
 
     def stack(*roles: str) -> Tensor:
-        """Return the parts one below the other; one part at a time is in memory beside the result."""
+        """Return the parts one below the other; one part at a time is in memory with the result."""
         sizes = [shape.sizes[axes[names[role]][0]] for role in roles]
         stacked, at = None, 0
         for role, size in zip(roles, sizes, strict=True):

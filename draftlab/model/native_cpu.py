@@ -1,7 +1,7 @@
 """Narrow passes of llama.py in compiled C++, for CPUs, where Python and dispatch cost more than small products.
 
 B rows, T new tokens, V vocab. native_cpu.cpp is compiled on first use. Weights are the model's, or int8 with a scale
-per output. A text gets the same bits at every width of a pass and beside any other rows.
+per output. A text gets the same bits at every width of a pass and with any other rows.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Trimmed heads: a draft proposes the frequent ids only, so that a large vocabulary costs it less.
 
 FR-Spec (Zhao et al. 2025, arXiv 2502.14856) and VocabTrim (Goel et al. 2025, arXiv 2506.22694). The checkpoint stays
-whole, and its embedding takes every id: head_ids.json beside it lists the ids of the rows of its head that are
+whole, and its embedding takes every id: head_ids.json next to it lists the ids of the rows of its head that are
 computed. The target still writes the others, so that nothing but speed is lost. V vocab, S ids of the head, D hidden.
 """
 

@@ -30,7 +30,7 @@ class Environment(FileModel):
         return device == self.processor and threads == 1
 
     def doubt(self, device: str, threads: int | None) -> str | None:
-        """The reason to doubt times of so many threads on a device; None: there is none.
+        """The reason to doubt times of that number of threads on a device; None: there is none.
 
         Other work and other machines slow what runs, too: they share its caches and its memory. Waits for a core are
         in wall-clock time only, but a core that was shared cost CPU seconds as well, and more of them where a step is

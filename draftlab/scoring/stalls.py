@@ -1,9 +1,9 @@
 """Stalls: steps during which the machine did something else, and the time that they would have taken without.
 
-A step is one target pass and the drafting before it. Steps of one kind, with as many drafted tokens and rows, do nearly
-the same work, so one that takes several times as long was interrupted. Its time is replaced by the median of its kind:
-a mean would keep what the interruption added, and a median of whole prompts keeps it as soon as most are hit. A prefill
-is compared with those of the same prompt.
+A step is one target pass and the drafting before it. Steps of one kind, with equal numbers of drafted tokens and rows,
+do nearly the same work, so a step that takes several times as long was interrupted. Its time is replaced by the median
+of its kind: a mean would keep the time of the interruption, and so would a median of whole prompts as soon as most are
+hit. A prefill is compared with prefills of the same prompt.
 """
 
 from collections import defaultdict

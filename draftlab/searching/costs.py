@@ -116,7 +116,7 @@ class Costs:
 
 
 def measure_machine(size: Shape | ApproximateSize, device: torch.device, dtype: torch.dtype, folder: Path) -> Machine:
-    """Time a large product, and the reading of as many weights as the target has. Drafts will lie in folder."""
+    """Time a large product, and the reading of the target's number of weights. Drafts will lie in folder."""
     trained = checkpoint.DTYPES[training_dtype("auto")]
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     started, used = time.perf_counter(), time.process_time()

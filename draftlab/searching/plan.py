@@ -319,7 +319,7 @@ def _least(costs: Costs, request: Request, candidates: Sequence[str], ready: int
 
 
 def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[int], int]:
-    """Return depths, widths and first steps for as many shapes as three quarters of a search's time allow."""
+    """Return depths, widths and first steps for the shapes that three quarters of a search's time allow."""
     source = checkpoint.planned_shape(target)
     depths = [n for n in default_depths(source) if n <= max(2, 3 * source.layers // 8)]
     wide = default_widths(source)

@@ -179,7 +179,9 @@ def would_change(ranking: Sequence[Choice], scores: Scores, left_out: Mapping[st
             )
     if any("minutes" in reason for reason in left_out.values()):
         changes.append("more --minutes: some candidates were not tried")
-    return changes or ["prompts whose answers repeat them, or a target whose passes cost more beside a draft's"]
+    return changes or [
+        "prompts whose answers repeat them, or a target whose passes cost more than a draft's by a larger factor"
+    ]
 
 
 def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:

@@ -80,7 +80,9 @@ class VLLM(ServerKind):
             yield error(self.name, text, f"prune to --width {widths} with --heads width / head_dim")
         devices = [n for n in (1, 2, 4, 8) if _splits(shape, n)]
         if devices != [1, 2, 4, 8]:
-            text = f"runs a draft on as many devices as the target; this one splits over {', '.join(map(str, devices))}"
+            text = (
+                f"runs a draft on the target's number of devices; this one splits over {', '.join(map(str, devices))}"
+            )
             fix = "prune to heads and ffn that are multiples of the target's --tensor-parallel-size"
             yield warning(self.name, text, fix)
 
@@ -117,7 +119,7 @@ class VLLM(ServerKind):
         quoted = json.dumps(config).replace('"', '\\"').replace("@", "$here")
         lines = [
             f"# {about}",
-            "# sh serve.sh [options of vllm serve]; the draft runs on as many devices as the target",
+            "# sh serve.sh [options of vllm serve]; the draft runs on the target's devices",
             SCRIPT_DIRECTORY,
             f'exec vllm serve {shlex.quote(launch.target)} --speculative-config "{quoted}" "$@"',
         ]

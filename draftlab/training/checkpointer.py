@@ -57,7 +57,7 @@ def _destroy_process_group() -> None:
 
 
 class Counter(Protocol):
-    """State of a run beside tensors, as JSON has it."""
+    """State of a run other than tensors, as JSON has it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -135,7 +135,7 @@ class Training:
             if main:
                 save(work / CONTENT, content, run_identity(state))
                 sync(work)
-                _sync_files(state)  # the log must not be behind its checkpoint
+                _sync_files(state)  # the log must not lack steps of its checkpoint
                 work.rename(state / f"step-{step:08d}")
                 sync(state)
                 for earlier in _checkpoints(state)[:-1]:

@@ -38,7 +38,7 @@ from draftlab.training.trainer import TrainingSetup
 class OpenDraft:
     """A draft that is trained. like: the checkpoint that it comes from. offsets: of a parallel draft.
 
-    vocab: logits to write; None: as many as like has.
+    vocab: number of logits to write; None: the number that like has.
     """
 
     module: PreTrainedModel

@@ -2,8 +2,8 @@
 
 B rows, T positions, L steps, D hidden, E hidden of the target, A layers read, V vocab, W draft vocab.
 
-The head at position i reads the token at i + 1 beside the target's states of i, and predicts the token at i + 2. In
-step l of a chain that begins at i it reads the token at i + 1 + l beside its own state of step l - 1, at rotary
+The head at position i reads the token at i + 1 with the target's states of i, and predicts the token at i + 2. In
+step l of a chain that begins at i it reads the token at i + 1 + l with its own state of step l - 1, at rotary
 position i + l. It attends to the target's states up to i and to its own of this chain: as servers decode with it.
 """
 

@@ -66,7 +66,7 @@ class StudentBatches:
         """Let every process write its share of the rows, and return them all."""
         prompts, state = self.prompts.batch(step).ids, process_state()
         rows, processes = len(prompts), state.num_processes
-        last = math.ceil(rows / processes) * processes  # shares are equal, so that all make as many passes
+        last = math.ceil(rows / processes) * processes  # equal shares, so that all processes make the same passes
         own = [min(row, rows - 1) for row in range(state.process_index, last, processes)]
         sampling = SamplingParams(
             max_tokens=prompts.shape[1] - self.prompt, temperature=self.temperature, seed=self.seed,

@@ -158,7 +158,7 @@ class LocalTeacher:
 
 @dataclass(frozen=True, slots=True)
 class StoredTeacher:
-    """The target's outputs as stored beside the text; the target itself is not needed."""
+    """The target's outputs as stored with the text; the target itself is not needed."""
 
     vocab: int
     takes_packed: bool = True

@@ -15,7 +15,7 @@ from draftlab.output import Output
 def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], None]]:
     """Yield a function that logs the numbers of a step or of an evaluation to accelerate's trackers of these names.
 
-    Those of an evaluation are named heldout/... Files go beside the output, in a folder of the tracker's name.
+    Those of an evaluation are named heldout/... Files go next to the output, in a folder of the tracker's name.
     """
     trackers = [_start(name, output) for name in names]
 

@@ -233,7 +233,7 @@ class Trainer:
         return bool(self._total(torch.tensor(int(flag))))
 
     def _micro_batches(self, index: int) -> list[Batch]:
-        """Return this process's rows, in parts: made before they are shared out, so that all make as many passes."""
+        """Return this process's rows, in parts: made before they are shared out, so that all make the same passes."""
         processes = self.accelerator.num_processes
         batch = self.accelerator.unwrap_model(self.module).around(lambda: self.setup.batches.batch(index))
         parts = self._packed(batch, index).parts(self.loop.micro_batch_tokens * processes)

@@ -1,4 +1,4 @@
-"""The logits of a trained draft: as many as the target's, since padding must not win; or a trimmed head. V vocab."""
+"""The logits of a trained draft: the target's number, since padding must not win; or a trimmed head. V vocab."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

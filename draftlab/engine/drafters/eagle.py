@@ -1,7 +1,7 @@
 """EAGLE-3 (Li et al. 2025, 2503.01840): a head of one layer drafts from the target's states, then from its own.
 
 B rows, T new tokens, K drafted tokens, D hidden, V vocab. In a text of n tokens the target has read n - 1, and the head
-has a place for each: position i holds the state after token i beside token i + 1.
+has a place for each: position i holds the state after token i with token i + 1.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class EagleDrafter(Drafter):
     def last_logits(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         """Feed what the target has read since; return logits [B, V] and state [B, 1, D] of each text's last place.
 
-        All rows are fed as many places as the row that lacks most, see decoder.feed.
+        All rows feed the same number of places, see decoder.feed.
         """
         ends = [len(text) - 1 for text in texts]
         width = max(end - min(read, end - 1) for end, read in zip(ends, self.read, strict=True))

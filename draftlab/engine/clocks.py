@@ -1,4 +1,4 @@
-"""Clocks: of the host, of work queued on a device, and of the phases of a step."""
+"""Clocks for the host, for work queued on a device, and for the phases of a step."""
 
 import time
 from collections.abc import Callable

@@ -184,7 +184,7 @@ def speculative_decode(
     numbers: one per prompt; with the seed they decide a prompt's random draws, whatever the other rows are. rule: None
     is that of each draft, and the rejection rule of Leviathan et al. for drafts without one. With greedy decoding all
     rules agree.
-    draft_temperature: of the drafter, 0 is greedy; None: the target's.
+    draft_temperature: The temperature of the drafter, 0 is greedy; None: the target's.
     """
     rows = _Rows(prompts, sampling)
     capacity = max(rows.limits, default=1) + k
@@ -243,9 +243,9 @@ def verify_batch(
 
     Args:
         logits: the target's after the text's last token and after each drafted one, [B, T, V].
-        counts: how many of each row's drafted tokens to verify, [B].
+        counts: Number of each row's drafted tokens to verify, [B].
         uniform: draws in [0, 1): one for each drafted token, then one for the last token, [B, T].
-        rule: as in speculative_decode.
+        rule: See speculative_decode.
     """
     parents = [range(logits.shape[1] - 1) if draft is None else draft.parents_of(row) for row in range(len(counts))]
     if sampling.temperature == 0:

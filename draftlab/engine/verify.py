@@ -81,7 +81,7 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tenso
 def verify_rows(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Verify rows as ``verify`` does, without waiting for the device.
 
-    p: [B, K + 1, V]. q: [B, K, V]. drafted, u: [B, K]. counts: how many of each row's drafted tokens count, [B].
+    p: [B, K + 1, V]. q: [B, K, V]. drafted, u: [B, K]. counts: Number of each row's drafted tokens that count, [B].
 
     Returns: numbers accepted, [B], and the distributions of the next tokens, [B, V].
     """

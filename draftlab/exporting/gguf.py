@@ -189,6 +189,8 @@ def _write(
         tensor = weights[info.source]
         if kind.neighbours:
             tensor = interleave_halves(tensor, info, shape)
+        if info.qtype == "f16" and tensor.abs().max() > torch.finfo(torch.float16).max:
+            raise UserError(f"--outtype {qtype}: {info.source} has values beyond those of f16; take bf16 or f32")
         data = tensor.numpy() if info.qtype == "i64" else gguf.quants.quantize(tensor.float().numpy(), codes[info.name])
         writer.write_tensor_data(np.ascontiguousarray(data).view(np.uint8))
     writer.close()

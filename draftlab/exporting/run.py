@@ -69,7 +69,7 @@ def export(
 ) -> Exported:
     """Write a draft or head for a server.
 
-    target: its name in script and card. scores: of this very draft, the newest one first.
+    target: its name in script and card. scores: The scores of this very draft, the newest one first.
 
     Raises:
         UserError: no space, or a program that does not start or accepts other tokens than draftlab's engine.

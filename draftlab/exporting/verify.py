@@ -161,7 +161,7 @@ def verify(
 ) -> Verification:
     """Start the server with target and draft, read its counters, and compare them with draftlab's.
 
-    count: see counts_of. ends: the target's end-of-text tokens. method: how the draft proposes above temperature 0.
+    count: See counts_of. ends: the target's end-of-text tokens. method: how the draft proposes above temperature 0.
 
     Raises:
         UserError: the server does not start, or has another acceptance.
@@ -205,7 +205,7 @@ def counts_in(server: ServerKind, counts: Counts, texts: TargetTexts) -> Counts:
 def compare(
     runtime: str, texts: TargetTexts, counts: Counts, measured: float, details: str, method: SampleMethod = "greedy"
 ) -> Verification:
-    """Return a server's acceptance length with draftlab's. method: of its draft above temperature 0."""
+    """Return a server's acceptance length with draftlab's. method: The method of its draft above temperature 0."""
     method = method if texts.temperature and method in counts else "greedy"
     lengths: dict[SampleMethod, float] = {}
     for name, rows in counts.items():

@@ -25,7 +25,7 @@ SHARD = "2GB"
 class ImportSource:
     """A checkpoint in another layout, and the dtype to write it in.
 
-    base: the directory that an adapter is merged into. header: of a GGUF file.
+    base: the directory that an adapter is merged into. header: The header of a GGUF file.
     """
 
     layout: Layout

@@ -69,7 +69,7 @@ class Experts:
 class HeadWeights:
     """The weights of an EAGLE-3 head beyond those of its layer's shape.
 
-    own: of q, k and v, which read an embedding, too. states: with fc, which joins three states of the target.
+    own: The sizes of q, k and v, which read an embedding, too. states: with fc, which joins three states of the target.
     """
 
     states: int
@@ -96,7 +96,7 @@ def roofline_profile(
 ) -> Profile:
     """Return a profile by the roofline model: a pass reads weights and cache once, plus a constant per layer.
 
-    head: of a draft that is one; shape is then its layer's, with the rows of its output layer.
+    head: The sizes of an EAGLE-3 head; shape is then its layer's, with the rows of its output layer.
 
     Raises:
         UserError: weights that do not fit the device, a mode or dtype for which it has no constants.

@@ -19,6 +19,7 @@ from draftlab.errors import OtherArchitecture, Quantised, UserError, one_line
 from draftlab.model import hub
 from draftlab.model.hf_files import (
     BUFFERS,
+    check_rotary,
     check_stored,
     check_unquantised,
     eos_ids,
@@ -59,7 +60,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, name: str | Path, *, weights: bool = True) -> "Checkpoint":
-        """Open a directory, an embedded model or a name of the hub. Raises UserError: see hub.locate."""
+        """Open a directory, an embedded model or a name of the hub. Raises UserError: See hub.locate."""
         return cls(hub.locate(name, weights))
 
     @functools.cached_property
@@ -120,6 +121,7 @@ def check(directory: Path) -> None:
         UserError: broken files, quantised weights, or tensors that disagree with config.json.
     """
     config = read_config(directory)
+    check_rotary(directory, config)
     if is_quantised(config):
         check_quantised_runs(directory, config)
         return
@@ -147,6 +149,7 @@ def read_shape(directory: Path) -> Shape:
     """
     config = read_config(directory)
     check_unquantised(directory, config)
+    check_rotary(directory, config)
     headers = read_headers(directory)
     sizes = {name: header.shape for name, header in headers.items()}
     shape = shape_of(config, sizes)
@@ -162,7 +165,7 @@ def planned_shape(directory: Path) -> Shape:
     """Return the shape of a checkpoint, from its config alone if its weights have not been downloaded.
 
     Raises:
-        UserError: see read_shape.
+        UserError: See read_shape.
     """
     config = read_config(directory)
     if any(directory.glob("*.safetensors")) or other_layout(directory):

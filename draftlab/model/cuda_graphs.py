@@ -98,7 +98,7 @@ class CudaGraphLlama(Llama):
         return self._replayed(ids, cache, last).logits
 
     def _replayed(self, ids: Tensor, cache: Cache, last: int, states: Tensor | None = None) -> _Graph:
-        """Replay a pass; its outputs are in its graph. states: of an EAGLE-3 head, [B, T, D]."""
+        """Replay a pass; its outputs are in its graph. states: The states of an EAGLE-3 head, [B, T, D]."""
         width = ids.shape[1]
         end, layers = _end(cache, width), () if cache.layer_states is None else cache.layer_states.ids
         key = (cache.keys.data_ptr(), len(ids), width, last, end, *layers)

@@ -104,7 +104,7 @@ class Decoder(Protocol):
         ...
 
     def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
-        """Return the logits of the last tokens of whole texts, [B, last, V]; no cache is kept. tree: as in forward."""
+        """Return the logits of the last tokens of whole texts, [B, last, V]; no cache is kept. tree: See forward."""
         return self.forward(ids, self.new_cache(len(ids), ids.shape[1]), last, tree)
 
     def draft(self, logits: Tensor, cache: Any, uniform: Tensor, choose: Sampler) -> Drafted:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub
 from draftlab.model.checkpoint import check_finite, check_weight
-from draftlab.model.eagle import TargetSizes
+from draftlab.model.eagle import TargetSizes, draft_ids
 from draftlab.model.llama import rms_norm, rotary
 from draftlab.reading import FileModel, reading, validation_text
 
@@ -228,7 +228,7 @@ def check(folder: Path, target: Path) -> DFlashShape:
 
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash:
-    """Load a head on its target. embed, head: The target's, [V, D] each. Raises UserError: see check."""
+    """Load a head on its target. embed, head: The target's, [V, D] each. Raises UserError: See check."""
     config = check(folder, target_path)
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} has no {WEIGHTS}")
@@ -254,10 +254,7 @@ def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash
         (check_finite if name in ("d2t", "t2d") else check_weight)(tensor, name, folder)
     ids = None
     if config.draft_vocab < config.vocab:
-        ids = torch.arange(config.draft_vocab) + tensors["d2t"].long()
-        if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab:
-            raise UserError(f"{folder}: d2t does not map draft ids to different ids below {config.vocab}")
-        ids = ids.to(embed.device)
+        ids = draft_ids(tensors["d2t"], tensors.get("t2d"), config.vocab, folder).to(embed.device)
     weights = {name: t.to(embed.device, embed.dtype) for name, t in tensors.items() if name not in ("d2t", "t2d")}
     model = DFlash(config, weights, embed, weights.get("lm_head.weight", head), ids)
     content = checkpoint.read_config(folder)

@@ -226,19 +226,31 @@ def check(folder: Path, target: Path) -> HeadShape:
 
 
 def read(folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Head:
-    """Read a head in any of the layouts. Raises UserError: see check; or values that are not finite or out of range."""
+    """Read a head in any of the layouts. Raises UserError: See check; or values that are not finite or out of range."""
     config = check(folder, target)
     with reading(folder / WEIGHTS):
         tensors = {_plain(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     for name, tensor in tensors.items():
         (check_finite if name in ("d2t", "t2d") else check_weight)(tensor, name, folder)
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
-    ids = torch.arange(config.draft_vocab) + offsets.long()
-    if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab:
-        raise UserError(f"{folder}: d2t does not map draft ids to different ids below {config.vocab}")
+    ids = draft_ids(offsets, tensors.get("t2d"), config.vocab, folder)
     moved = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if name != "t2d"}
     embedding = moved.pop("embed_tokens.weight", None)
     return Head(config=config, weights=moved, ids=ids.to(device), embedding=embedding)
+
+
+def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -> Tensor:
+    """Return the target's id of each draft id, [W], of a head's d2t [W] and, if it has one, t2d [V].
+
+    Raises:
+        UserError: Ids that are no different ids of the target, or a t2d that names other ids.
+    """
+    ids = torch.arange(len(offsets)) + offsets.long()
+    if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise UserError(f"{folder}: d2t does not map draft ids to different ids below {vocab}")
+    if known is not None and not torch.equal(known.bool().nonzero().squeeze(1), ids.sort().values):
+        raise UserError(f"{folder}: t2d and d2t name different ids of the target")
+    return ids
 
 
 def write(folder: Path, head: Head, layout: Layout, *, target: Path, k: int, verifier: str = "") -> None:

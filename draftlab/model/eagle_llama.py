@@ -64,7 +64,7 @@ class EagleLlama(Llama):
         """Append tokens to the cache, each with a state.
 
         ids: [B, T], each the token after the position of its state. states: [B, T, D], of combine or of earlier steps.
-        tree: see Llama.forward. Returns: logits [B, last, V] of the last tokens, and all states [B, T, D].
+        tree: See Llama.forward. Returns: logits [B, last, V] of the last tokens, and all states [B, T, D].
         """
         drafted = self.decode_states(ids, states, cache, self._metadata(cache, ids.shape[1], tree), last)
         cache.used = [used + ids.shape[1] for used in cache.used]
@@ -107,7 +107,7 @@ class NativeEagle(EagleLlama, NativeLlama):
     """A head on the CPU whose narrow passes are compiled; its states are float32."""
 
     def __init__(self, model: EagleLlama, int8: bool = False) -> None:
-        """Raises UserError: see NativeLlama."""
+        """Raises UserError: See NativeLlama."""
         NativeLlama.__init__(self, model, int8)
 
     @torch.inference_mode()
@@ -159,6 +159,6 @@ def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
 
 
 def load(folder: Path, target_path: Path, target: Llama | HFDecoder) -> EagleLlama:
-    """Load a head on its target, in the target's dtype and on its device. Raises UserError: see eagle.read."""
+    """Load a head on its target, in the target's dtype and on its device. Raises UserError: See eagle.read."""
     head = eagle.read(folder, target_path, target.embed.dtype, target.device)
     return EagleLlama(head, target.embed, folder)

@@ -45,7 +45,7 @@ class HFCache:
     """transformers' cache, and what each slot holds.
 
     position: of the slot's token in its row's text, [B, S], or -1: no token reads the slot. used: valid positions of
-    each row. layer_states: of the layers that a drafter reads, if set.
+    each row. layer_states: The states of the layers that a drafter reads, if set.
     """
 
     past: DynamicCache

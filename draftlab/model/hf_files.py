@@ -101,6 +101,20 @@ def is_llama(directory: Path) -> bool:
     return read_config(directory).get("model_type") == "llama"
 
 
+def check_rotary(directory: Path, config: Mapping[str, object]) -> None:
+    """Raises UserError: config.json has a rotary setting that is no positive number."""
+    parts: list[Mapping[str, object]] = [config]
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if isinstance(rope, dict):  # Gemma 3 has settings for each kind of layer
+            parts += [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for part in parts:
+        for name in ("rope_theta", "factor"):
+            value = part.get(name)
+            if isinstance(value, int | float) and not 0 < value < math.inf:
+                raise UserError(f"{directory / CONFIG}: {name} is {value}; want a positive number")
+
+
 def check_causal(directory: Path) -> None:
     """Raises UserError: config.json is of a model that does not write text token by token, by its own words."""
     config = read_config(directory)
@@ -267,7 +281,7 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return the file name of each tensor. Raises UserError: see weight_files."""
+    """Return the file name of each tensor. Raises UserError: See weight_files."""
     with reading(f"{file}: weight_map"):
         index = TypeAdapter(dict[str, str]).validate_python(read_object(file).get("weight_map"), strict=True)
     outside = [name for name in index.values() if Path(name).name != name]

@@ -63,7 +63,7 @@ def local(name: str | Path, weights: bool = False) -> Path | None:
     A name may end in @TYPE, of rounded weights. weights: their files must be here, too.
 
     Raises:
-        UserError: see locate.
+        UserError: See locate.
     """
     place = str(name) if Path(name).exists() else str(name).rpartition("@")[0] or str(name)
     on_hub = not Path(place).exists() and place.count("/") == 1 and not Path(place).is_absolute()
@@ -215,7 +215,7 @@ def _fetch(repo: str, revision: str, patterns: list[str], ignored: list[str] | N
 
 
 def locate_model(name: str, weights: bool = True) -> Path:
-    """Return the directory of a whole model, as locate does. Raises UserError: see locate, or it is a head."""
+    """Return the directory of a whole model, as locate does. Raises UserError: See locate, or it is a head."""
     _refuse_head(name)
     return locate(name, weights)
 

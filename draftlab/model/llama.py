@@ -32,7 +32,7 @@ class LayerStates:
     states: Tensor
 
     def store(self, layers: int, x: Tensor, slots: "tuple[slice | Tensor, ...]") -> None:
-        """Store x [B, T, D] if it is one of them. layers: how many it went through. slots: see AttentionMetadata."""
+        """Store x [B, T, D], the stream after a number of layers, if it is kept. slots: See AttentionMetadata."""
         if layers in self.ids:
             at = self.ids.index(layers) * x.shape[-1]
             self.states[slots[0], slots[2], at : at + x.shape[-1]] = x
@@ -199,7 +199,7 @@ class Llama(Decoder):
 
     @torch.inference_mode()
     def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
-        """Return the logits of the last tokens of whole texts, [B, last, V]. tree: as in forward."""
+        """Return the logits of the last tokens of whole texts, [B, last, V]. tree: See forward."""
         cache = self.new_cache(len(ids), ids.shape[1])
         return self.forward(ids, cache, last) if tree is None else self.forward(ids, cache, last, tree)
 
@@ -213,7 +213,7 @@ class Llama(Decoder):
         hidden_states: Tensor | None = None,
         layer_states: LayerStates | None = None,
     ) -> Tensor:
-        """Run the pass itself. hidden_states, layer_states: as in Cache."""
+        """Run the pass itself. hidden_states, layer_states: See Cache."""
         x = F.embedding(ids, self.embed)  # [B, T, D]
         with pinned_backends(self.device):
             for layer, block in enumerate(self.blocks):
@@ -347,7 +347,7 @@ def check_supported(directory: Path) -> Shape:
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Llama:
-    """Load a checkpoint. Raises UserError: see check_supported."""
+    """Load a checkpoint. Raises UserError: See check_supported."""
     shape, config, (inv_freq, scale) = _supported(directory)
     context = int(str(config.get("max_position_embeddings", 2048)))
     window = config.get("sliding_window")
@@ -364,7 +364,7 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
 
 
 def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor, float]]:
-    """Return shape, config and rotary tables; raises UserError: see check_supported."""
+    """Return shape, config and rotary tables; raises UserError: See check_supported."""
     config, shape = checkpoint.read_config(directory), checkpoint.planned_shape(directory)
     kind = config.get("model_type")
     if kind not in checkpoint.MODEL_TYPES:

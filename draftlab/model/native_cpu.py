@@ -97,7 +97,7 @@ class NativeLlama(Llama):
     def narrow_pass(
         self, ids: Tensor, cache: Cache, last: int, tree: Tree | None, states: Tensor | None = None
     ) -> Tensor:
-        """Run a compiled pass. states: of an EAGLE-3 head, float32 [B, T, D]; its output overwrites them."""
+        """Run a compiled pass. states: The states of an EAGLE-3 head, float32 [B, T, D]; its output overwrites them."""
         rows, width = ids.shape
         if max(cache.used) + width > cache.capacity:
             raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")

@@ -15,7 +15,7 @@ from draftlab.model.shape import Shape, format_count
 class ApproximateSize:
     """Sizes of a model that transformers runs, by the module that it builds; partly upper bounds.
 
-    stored_bytes: of quantised weights, None where they are not.
+    stored_bytes: The bytes of quantised weights, None where they are not.
     """
 
     kind: str

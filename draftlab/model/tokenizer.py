@@ -95,7 +95,7 @@ def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: 
 
 
 def different_tokenizers(draft: Path, target: Path, difference: str) -> str:
-    """Return what to say of two models whose tokens differ. difference: see first_difference."""
+    """Return what to say of two models whose tokens differ. difference: See first_difference."""
     return (
         f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: {difference}; "
         "speculation needs the same vocabulary, which mergekit-tokensurgeon gives a draft"

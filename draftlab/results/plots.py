@@ -68,7 +68,7 @@ PHASE_MARKS = [
 class Panel:
     """One plot of a figure. series: points by name. lines: by the same names; by default through the points.
 
-    names: of x = 0, 1, ..., where x is no number. bottom: where y starts.
+    names: Names of x = 0, 1, ..., if x is no number. bottom: where y starts.
     """
 
     x: str

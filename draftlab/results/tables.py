@@ -108,7 +108,7 @@ def terminal_table(
 
 
 def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> TerminalTable:
-    """Return one row per named shape. latency_ms: of one pass, predicted; {} without a latency law."""
+    """Return one row per named shape. latency_ms: Predicted milliseconds of a pass; {} without a latency law."""
     rows = []
     for name, shape in shapes.items():
         cells = [name, f"{shape.heads}/{shape.kv_heads}", str(shape.ffn), format_count(shape.params())]

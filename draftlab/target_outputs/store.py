@@ -180,7 +180,7 @@ def read_store(directory: Path) -> StoredOutputs:
 
 
 def read_texts(directory: Path) -> list[TargetOutput]:
-    """Return the outputs without their log-probabilities, in the order of writing. Raises UserError: see read_store."""
+    """Return the outputs without their log-probabilities, in the order of writing. Raises UserError: See read_store."""
     manifest = finished_manifest(directory)
     outputs: list[TargetOutput] = []
     for number in range(len(manifest.shards)):

@@ -46,7 +46,7 @@ class Distillation:
     draft: the checkpoint to train; None: a new student of the target's own. target: None where no target is loaded
     here. outputs: stored outputs to learn from in place of text and target. answers: prompts that the target answers
     first, and whose answers become the outputs. server: runs the target, and lists its top_logprobs most probable
-    tokens. temperature: of both distributions in the loss. vocab: ids that the
+    tokens. temperature: The temperature of both distributions in the loss. vocab: ids that the
     student can propose; None: all, or what the kind of student takes by default.
     """
 

@@ -36,7 +36,7 @@ from draftlab.training.trainer import TrainingSetup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenDraft:
-    """A draft that is trained. like: the checkpoint that it comes from. offsets: of a parallel draft.
+    """A draft that is trained. like: the checkpoint that it comes from. offsets: The offsets of a parallel draft.
 
     vocab: number of logits to write; None: the number that like has.
     """
@@ -82,7 +82,7 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
     """Return the draft in fp32 with its teacher and text.
 
     Raises:
-        UserError: see stored_setup, served_teacher and Text.open.
+        UserError: See stored_setup, served_teacher and Text.open.
     """
     assert job.draft is not None  # starts_from_draft
     student = _load(job, job.draft, offsets)
@@ -120,7 +120,7 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
 
 
 def stored_setup(outputs: Path, draft: Path, loss: str, temperature: float, *, rows: int, seed: int) -> TrainingSetup:
-    """Return a setup from stored target outputs. temperature: of both distributions in the loss.
+    """Return a setup from stored target outputs. temperature: The temperature of both distributions in the loss.
 
     Raises:
         UserError: another vocabulary, unfinished or corrupt outputs, or a temperature that they do not hold.

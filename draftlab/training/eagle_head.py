@@ -167,7 +167,7 @@ class EagleHead(nn.Module):
     def forward(self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None) -> list[Tensor]:
         """Return what lm_head reads after each step, [B, T, D] each; the last 1 + l positions of step l mean nothing.
 
-        ids: [B, T]. states: the target's, [B, T, A E]. positions: see Batch; the end of each sequence means nothing.
+        ids: [B, T]. states: the target's, [B, T, A E]. positions: See Batch; the end of each sequence means nothing.
         """
         embedded = F.embedding(ids, self.embedding[0]).to(states)
         hidden, earlier, outputs = self.fc(self.features(states)), [], []
@@ -222,7 +222,7 @@ class EagleObjective(Objective):
         """Return the sums of DistillStep, [G, 6]: their mean over the steps; without gradients each step's own.
 
         ids: [B, T + 1]. mask: [B, T], zero in the first L positions of a sequence: no chain of L steps ends there.
-        positions: see Batch. depths: none, as this is no parallel draft.
+        positions: See Batch. depths: none, as this is no parallel draft.
         """
         counted = mask.flatten().nonzero().squeeze(1)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]

@@ -28,7 +28,7 @@ class EagleTeacher:
     def __init__(
         self, model: PreTrainedModel, layer_ids: tuple[int, ...], ids: Tensor, temperature: float, device: torch.device
     ) -> None:
-        """ids: the target's id of each draft id, [W]. temperature: of the loss.
+        """ids: the target's id of each draft id, [W]. temperature: The temperature of the loss.
 
         Raises:
             UserError: the model's layers cannot be found.

@@ -36,7 +36,7 @@ CPU_OPERATIONS = 7e11  # operations of an evaluation on a CPU, some four seconds
 class TargetText:
     """Text that the target wrote: ids of (prompt, continuation), and its log-probabilities of each continuation.
 
-    temperature: of log_p; 0: greedy.
+    temperature: The temperature of log_p; 0: greedy.
     """
 
     texts: list[tuple[np.ndarray, np.ndarray]]
@@ -89,7 +89,7 @@ def acceptance_probabilities(
 ) -> list[np.ndarray]:
     """Return the probability that each token of the target is accepted, by text; a text's first is not drafted.
 
-    offsets: of a parallel draft, for which they are by offset, [n, K].
+    offsets: The offsets of a parallel draft, whose values are by offset, [n, K].
     """
     was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
     sampling = SamplingParams(temperature=text.temperature)

@@ -243,7 +243,7 @@ class _Objective:
     ) -> tuple[Tensor, Tensor]:
         """Return values [5, b] of tokens with logits z [b, V], and the gradient of each loss by its z, [b, V].
 
-        log_total: see Dense.
+        log_total: See Dense.
         """
         loss, temperature = self.loss, self.temperature
         log_q1, labels = self._with_lost(log_probs(z, 1)), self._rows(labels).unsqueeze(1)

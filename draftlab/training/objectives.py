@@ -90,7 +90,7 @@ class DistillStep(Objective):
         """Return sums over tokens, [G, 6]: objective, cross-entropy, acceptance, its slack, agreement, total cost.
 
         ids: [B, T + 1]. mask: [B, T], weights of the next tokens. teacher: of the N tokens whose weight is not zero.
-        positions, depths: see Batch. G is 1; for a parallel draft without gradients the number of offsets, each by
+        positions, depths: See Batch. G is 1; for a parallel draft without gradients the number of offsets, each by
         itself.
         """
         if self.constraint is not None:

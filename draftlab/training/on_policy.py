@@ -29,7 +29,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MixedBatches:
-    """Batches of several sources in turn. turns: of each step, the source and the number of its batch."""
+    """Batches of several sources in turn. turns: The source of each step, and the number of its batch."""
 
     sources: Mapping[str, Batches]
     turns: list[tuple[str, int]]

@@ -77,10 +77,10 @@ class TrainingText:
     def check(self, directory: Path, loop: Loop) -> None:
         """Open the files of the data as training does, for a plan; built-in text and sets of the hub are left alone.
 
-        directory: of the tokenizer.
+        directory: The directory of the tokenizer.
 
         Raises:
-            UserError: see open.
+            UserError: See open.
         """
         if all(Path(name).exists() for name in parse_mixture(self.data)):
             self.open(checkpoint.load_tokenizer(directory), loop)

@@ -25,7 +25,7 @@ def resize(directory: Path, vocab: int) -> str | None:
     inequality the probability of each is below 1 / V whatever the text, in practice far below.
 
     Raises:
-        UserError: see tensors_of_ids.
+        UserError: See tensors_of_ids.
     """
     config, before = checkpoint.read_config(directory), checkpoint.vocab_size(directory)
     if before == vocab:
@@ -60,7 +60,7 @@ def trim(student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], model
     """Trim a student's head to the most frequent ids of texts. models: checkpoints whose special ids stay.
 
     Raises:
-        UserError: see frequent_ids.
+        UserError: See frequent_ids.
     """
     special = set[int]()
     for model in models:

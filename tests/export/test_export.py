@@ -19,6 +19,7 @@ import torch
 from builders import build
 from errors import raises_option
 from gguf_files import contents, neighbours_apart
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -670,3 +671,13 @@ def test_a_real_vllm_accepts_what_is_accepted_here(space, family_dirs, sampling)
     result = runner.invoke(app, [*export, *sampling, "--out", "out"])
     assert result.exit_code == 0, result.output
     assert "tokens per target pass, in draftlab" in result.stdout
+
+
+def test_values_beyond_those_of_a_type_are_refused(family_dirs, tmp_path):
+    model = shutil.copytree(family_dirs["llama"], tmp_path / "model")
+    weights = dict(checkpoint.Weights(model))
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e5
+    save_file(weights, model / "model.safetensors")
+    with raises_option("--outtype f16", "mlp.up_proj"):
+        gguf.write(model, tmp_path / "a.gguf", "f16")
+    gguf.write(model, tmp_path / "b.gguf", "f32")

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from errors import raises_option
 from safetensors.torch import load_file, save_file
 from test_checkpoint import rewrite, sharded, truncate
 from typer.testing import CliRunner
 
 from draftlab import workspace
 from draftlab.cli import app
+from draftlab.model import checkpoint
 
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
 CONFIG = {"quantised": {"quantization_config": {"quant_method": "fp8"}}, "sizes": {"intermediate_size": 96}}
@@ -100,3 +102,23 @@ def test_one_line_says_what_is_wrong_and_nothing_is_left(folder, command, wrong,
     assert len(lines) == 1
     assert (WRONG[wrong][1] if wrong in WRONG else OTHER[wrong]) in lines[0]
     assert sorted(p for p in folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": -2.0}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0.0}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": -1.0}}},
+        {"rope_theta": {"__float__": "Infinity"}},
+    ],
+)
+def test_rotary_settings_are_positive_numbers(rope, family_dirs, tmp_path):
+    model = shutil.copytree(family_dirs["llama"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | rope))
+    for read in (checkpoint.check, checkpoint.read_shape):
+        with raises_option(model / "config.json", "factor" if "factor" in str(rope) else "rope_theta"):
+            read(model)

@@ -213,3 +213,11 @@ def test_a_head_is_no_whole_model_and_nothing_that_is_exported(target, tmp_path)
     for refused in (lambda: hub.locate_model(str(folder)), lambda: open_artifact(folder, target)):
         with raises_option(f"--drafter dflash:heads={folder}"):
             refused()
+
+
+def test_ids_that_contradict_each_other_are_refused(target, tmp_path):
+    folder = written(tmp_path / "head", target, SPECULATORS)
+    weights = dict(checkpoint.Weights(folder)) | {"t2d": torch.arange(V) < W}
+    save_file(weights | {"d2t": ids() - torch.arange(W)}, folder / "model.safetensors")
+    with raises_option("t2d"):
+        loaded(folder, target)

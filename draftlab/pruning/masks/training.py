@@ -71,7 +71,7 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
 
 
 def _select(source: Source, shape: Shape, text: Text, training: MaskTraining, state: Path) -> Selection:
-    """Train masks that cut the source to shape, with checkpoints in state. Raises UserError: see prune_by_masks."""
+    """Train masks that cut the source to shape, with checkpoints in state. Raises UserError: See prune_by_masks."""
     masks = Masks(source.shape, shape, text.seed)
     student = _student(source, training)
     setup = _setup(source, text, training)

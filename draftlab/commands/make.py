@@ -53,7 +53,7 @@ def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class NewWorkspace:
     """A new draftlab.yaml. sizes: the sizes of its text sources that are files or folders here."""
 
     path: Path
@@ -61,7 +61,7 @@ class Written:
     sizes: "dict[str, SourceSize]"
 
 
-def prepare_init(config: InitConfig, weights: bool) -> Job[Written]:
+def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
     """Resolve and check the settings.
 
     Raises:
@@ -91,7 +91,7 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[Written]:
     return Job(partial(_write, space, gguf, fetch=config.preset is None, force=config.overwrite))
 
 
-def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> Written:
+def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> NewWorkspace:
     """Import the GGUF file of the target, and write draftlab.yaml.
 
     Args:
@@ -112,7 +112,7 @@ def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> 
         note(warning)
     with about("--data"):
         sizes = _sizes(space)
-    return Written(path=workspace.write(space, comment=warning), space=space, sizes=sizes)
+    return NewWorkspace(path=workspace.write(space, comment=warning), space=space, sizes=sizes)
 
 
 def _sizes(space: Workspace) -> "dict[str, SourceSize]":
@@ -139,7 +139,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
 
 
 @command(InitConfig, prepare=prepare_init)
-def init(written: Written) -> Outcome:
+def init(written: NewWorkspace) -> Outcome:
     """Write draftlab.yaml here: target, source and data for the commands that follow. Text that is here is counted."""
     space = written.space
     show = [str(written.path)]

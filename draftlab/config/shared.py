@@ -153,7 +153,7 @@ def newest_output(*commands: str) -> Path:
     runs = workspace.load().runs
     path = workspace.newest(runs, commands)
     if path is None:
-        raise UserError(f"no draft in {runs}; run draftlab {commands[0]} first, or name one")
+        raise UserError(f"no draft in {runs}; run draftlab {commands[-1]} first, or name one")
     return path
 
 

@@ -301,7 +301,9 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
 def _context(directory: Path, config: dict[str, object]) -> int:
     """Return the context in tokens, or a sliding window that is shorter: within it, attention is full."""
     context, window = checkpoint.max_model_len(directory, DEFAULT_CONTEXT), config.get("sliding_window")
-    return min(context, window) if isinstance(window, int) and config.get("use_sliding_window", True) else context
+    if not isinstance(window, int) or window < 1 or not config.get("use_sliding_window", True):
+        return context
+    return min(context, window)
 
 
 def _rope(directory: Path) -> dict[str, Any]:

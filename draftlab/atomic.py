@@ -115,7 +115,7 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Keep other processes from making out. Remove what killed ones left, and folders and states without work.
+    """Keep other processes from making out. Remove what killed processes left, and folders and states without work.
 
     Raises:
         UserError: another process is making out, or nothing can be written next to it.

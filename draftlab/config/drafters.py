@@ -174,7 +174,7 @@ def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[Spec], Spe
 
 
 def parse_drafter(text: str) -> DrafterSpec:
-    """Parse NAME or NAME:KEY=VALUE,... Raises UserError: See parse_kind."""
+    """Parse NAME or NAME:KEY=VALUE,... Raises UserError: The errors of parse_kind."""
     return parse_kind(text, DRAFTERS, "--drafter")
 
 

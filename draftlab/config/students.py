@@ -80,7 +80,7 @@ def student(name: str) -> Callable[[Spec], Spec]:
 
 
 def parse_student(text: str) -> StudentSpec:
-    """Parse NAME or NAME:KEY=VALUE,... Raises UserError: See parse_kind."""
+    """Parse NAME or NAME:KEY=VALUE,... Raises UserError: The errors of parse_kind."""
     return parse_kind(text, STUDENTS, "--student")
 
 

@@ -268,7 +268,7 @@ def open_heldout(
     """Return the first most_rows windows of the held-out split of a mixture's first source, in batches of rows.
 
     Args:
-        loss_on: See open_batches.
+        loss_on: Same as in open_batches.
         least: Tokens that a single window needs, where the text is shorter than seq_len.
 
     Raises:

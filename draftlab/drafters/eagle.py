@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class HeadSpec(DrafterSpec):
-    """heads: a head that draftlab distill wrote, or one in the layout of SpecForge, SafeAILab or speculators."""
+    """heads: a head that draftlab distill wrote, or a head in the layout of SpecForge, SafeAILab or speculators."""
 
     heads: str
 

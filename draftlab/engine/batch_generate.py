@@ -86,7 +86,7 @@ def generate_batch(
 ) -> list[Completion]:
     """Generate a completion of each prompt.
 
-    numbers: one per prompt; with the seed they decide what is sampled. advance: called with the prompts done.
+    numbers: one per prompt; with the seed they decide the samples. advance: Takes the number of prompts done.
 
     Raises:
         UserError: a prompt and its completion do not fit the model's context, or logits are not finite.

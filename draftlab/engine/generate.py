@@ -1,7 +1,7 @@
 """Plain and speculative decoding with the same engine, and the time of each step.
 
 B rows, K drafted tokens per step, T = K + 1 tokens verified, V vocab. Rows advance at their own pace. Invariant of
-every cache: it holds each row's tokens except the last one, which is fed first in the next pass.
+every cache: it holds each row's tokens except the last token, which is fed first in the next pass.
 """
 
 import time
@@ -176,7 +176,7 @@ def speculative_decode(
     rule: Rule | None = None,
     draft_temperature: float | None = None,
 ) -> Iterator[Step]:
-    """Draft k tokens, verify them in one target pass, emit the accepted ones and one more; lossless.
+    """Draft k tokens, verify them in one target pass, emit the accepted tokens and a further token; lossless.
 
     The first pass is the prefill: it emits one token per row and drafts nothing, as in engines with a separate
     prefill; its draft_seconds are those of the drafter's own prefill. After each pass the steps of the rows in it are
@@ -242,10 +242,10 @@ def verify_batch(
     """Return for each row the accepted drafted tokens by number, and the tokens to emit: those and one more.
 
     Args:
-        logits: the target's after the text's last token and after each drafted one, [B, T, V].
+        logits: the target's after the text's last token and after each drafted token, [B, T, V].
         counts: Number of each row's drafted tokens to verify, [B].
         uniform: draws in [0, 1): one for each drafted token, then one for the last token, [B, T].
-        rule: See speculative_decode.
+        rule: Same as in speculative_decode.
     """
     parents = [range(logits.shape[1] - 1) if draft is None else draft.parents_of(row) for row in range(len(counts))]
     if sampling.temperature == 0:
@@ -267,7 +267,7 @@ def verify_batch(
 
 
 def _verify_greedy(best: list[int], ids: list[int], parents: Sequence[int], count: int) -> tuple[list[int], list[int]]:
-    """Follow the path of drafted tokens that equal the target's most probable ones."""
+    """Follow the path of drafted tokens that equal the target's most probable tokens."""
     node, path, tokens = 0, [], [best[0]]
     for i in range(count):
         if parents[i] == node and ids[i] == tokens[-1]:

@@ -71,7 +71,7 @@ class Exportable(Artifact, Protocol):
         ...
 
     def summary(self, directory: Path, form: Form) -> str:
-        """Return its size and what it needs, for the card. directory: what write() has written."""
+        """Return its size and what it needs, for the card. directory: The output of write()."""
         ...
 
     def scores(
@@ -92,7 +92,7 @@ class DraftModel:
     default_k: tuple[int, str] = (4, UNMEASURED_K)
 
     def __init__(self, path: Path, target: Path) -> None:
-        """Raises UserError: no such checkpoint, one that is not readable, or with the tokenizer of a larger model."""
+        """Raises UserError: a missing or unreadable checkpoint, or the tokenizer of a larger model."""
         self.path, self.target = path, target
         checkpoint.check(path)
         for model in (path, target):
@@ -391,7 +391,7 @@ def refusals(artifact: Artifact, server: ServerKind) -> list[Finding]:
 
 
 def _refuse(artifact: Artifact, server: ServerKind, findings: Iterable[Finding]) -> None:
-    """Raises UserError: one of the findings is an error."""
+    """Raises UserError: a finding is an error."""
     for finding in findings:
         if finding.level == "error":
             raise UserError(f"{artifact.path}: {server.name} {finding.text}; {finding.fix}".removesuffix("; "))

@@ -86,7 +86,7 @@ def _score_lines(score: Score) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The records of a draft. commands: that made it, the first one first. heldout: acceptance before and after."""
+    """The records of a draft. commands: Commands that made it, in order. heldout: acceptance before and after."""
 
     commands: Sequence[str] = ()
     heldout: tuple[float, float] | None = None

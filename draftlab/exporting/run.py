@@ -50,7 +50,7 @@ class Verifier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """lines: for people. notes: for draftlab.json. advice: why the draft should not be served as it is, if so."""
+    """lines: Text for people. notes: Entries of draftlab.json. advice: Reason not to serve the draft, if any."""
 
     lines: list[str]
     notes: dict[str, object]
@@ -134,7 +134,7 @@ def _verify(
 ) -> tuple[Prompts, verify.Verification]:
     """Return a prompt for every turn, and what the server accepted of them.
 
-    directory: the export as a Hugging Face directory. written: what the server loads.
+    directory: the export as a Hugging Face directory. written: The files that the server loads.
     """
     server, target = form.server, artifact.target
     assert server is not None  # the settings say so
@@ -177,7 +177,7 @@ def _verify(
 
 
 def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
-    """Return a prompt for every turn, after the target's greedy answers to earlier ones. model: the target."""
+    """Return a prompt for every turn, after the target's greedy answers to earlier turns. model: the target."""
     sampling = SamplingParams(max_tokens=TURN_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target))
     return turns.answered(
         prompts,

@@ -26,7 +26,7 @@ VLLM_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetTexts:
-    """Texts of the target. tokens: scored ones of each text, [R]; a greedy text is k longer: every step drafts k.
+    """Texts of the target. tokens: Scored tokens of each text, [R]; a greedy text is k longer: every step drafts k.
 
     A sampled text is the server's, and without completions before it has answered.
     """
@@ -134,7 +134,7 @@ def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tupl
     """Return tokens and steps of speculative decoding of one text; the prefill gives the first token.
 
     hits: where the draft's most probable token is the text's, [n], or [n, K] by the age of the step. None counts beyond
-    n. Servers let such tokens stand at any temperature, and no other: what replaces a rejected token is another one.
+    n. Servers let such tokens stand at any temperature, and no other: another token replaces a rejected token.
     """
     rows = np.asarray(hits)
     by_age, at, steps = np.broadcast_to(rows if rows.ndim == 2 else rows[:, None], (len(rows), k)), 1, 0

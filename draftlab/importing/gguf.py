@@ -77,7 +77,7 @@ def describe(header: GGUFHeader) -> str:
 
 
 def read_header(file: Path) -> GGUFHeader:
-    """Raises UserError: not a GGUF file, or a truncated one."""
+    """Raises UserError: not a GGUF file, or a truncated file."""
     gguf = library()
     with reading(f"{file} is not a readable GGUF file"):
         reader = gguf.GGUFReader(file)
@@ -238,7 +238,7 @@ def _rope(header: GGUFHeader, config: Any) -> dict[str, Any]:
 
 
 def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
-    """Return the settings that give rope_factors, which are 1 for high frequencies and the factor for low ones.
+    """Return the settings that give rope_factors, which are 1 for high frequencies and the factor for low frequencies.
 
     The settings are unique up to a common scale; low_freq_factor is 1 and high_freq_factor 4, as in every checkpoint.
     """

@@ -101,7 +101,7 @@ def measure_latency(
     clock: Clock | None = None,
     batch: int = 1,
 ) -> dict[str, list[Latency]]:
-    """Measure one forward pass over width tokens of each row after context cached ones; models take turns.
+    """Measure one forward pass over width tokens of each row after context cached tokens; models take turns.
 
     clock: default: the device's.
     """
@@ -177,7 +177,7 @@ def _pass(model: Decoder, cache: KVCache, width: int, context: int, last: int) -
 
 
 def _other_work(name: str, models: Mapping[str, Decoder], passes: Mapping[str, Mapping[At, Task]]) -> Task:
-    """Return what runs before a pass: one of the largest other model, or a sweep over memory if there is none."""
+    """Return the work before a pass: a pass of the largest other model, or a sweep over memory if there is none."""
     others = [other for other in models if other != name]
     if others:
         return next(iter(passes[max(others, key=lambda other: models[other].weight_bytes)].values()))

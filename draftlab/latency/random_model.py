@@ -29,7 +29,7 @@ class RandomWeights(Mapping[str, Tensor]):
 
 
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Llama:
-    """Return a model of that shape with random weights, which take as long to compute with as trained ones."""
+    """Return a model of that shape with random weights, which take the time of trained weights."""
     frequencies = 10000.0 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     model = Llama(shape, RandomWeights(shape, dtype, device), frequencies, 1.0, 1e-6, context)
     if shape.draft_vocab is not None:

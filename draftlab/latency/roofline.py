@@ -146,7 +146,7 @@ def _check_fits(what: str, weight_bytes: float, cache_bytes: float, device: Devi
 
 
 def is_measured(spec: str) -> bool:
-    """Return whether spec is the output of ``draftlab profile``, not the terms of a computed one.
+    """Return whether spec is the output of ``draftlab profile``, not the terms of a computed profile.
 
     Raises:
         UserError: it is neither.

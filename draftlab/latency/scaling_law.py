@@ -54,7 +54,7 @@ class ScalingLaw:
 
     @property
     def context(self) -> int:
-        """Cached tokens of the pass that ms() predicts: the middle one of those measured."""
+        """Cached tokens of the pass that ms() predicts: the middle of the measured numbers."""
         contexts = sorted({p.context for p in self.profiles[0].forward})
         return contexts[len(contexts) // 2]
 
@@ -80,7 +80,7 @@ class ScalingLaw:
 
     @cached_property
     def held_out_errors(self) -> np.ndarray:
-        """Relative error of ms() for every profile, predicted from the others."""
+        """Relative error of ms() for every profile, predicted from all other profiles."""
         errors = []
         for i, (shape, measured) in enumerate(zip(self.shapes, self.measured_ms, strict=True)):
             others = self.shapes[:i] + self.shapes[i + 1 :]

@@ -40,7 +40,7 @@ At = tuple[int, int]  # streams, context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPasses:
-    """Milliseconds of a pass over N tokens without cached ones, [N], and of a cached token of one row."""
+    """Milliseconds of a pass over N tokens without cached tokens, [N], and of a cached token of a row."""
 
     streams: Sequence[int]
     tokens_ms: np.ndarray
@@ -48,7 +48,7 @@ class ServedPasses:
 
     @staticmethod
     def of(times: Mapping[At, float]) -> "ServedPasses":
-        """Return passes from the milliseconds of one token each of N streams after L cached ones, by N and L."""
+        """Return passes from the milliseconds of one token each of N streams after L cached tokens, by N and L."""
         by_streams: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for (streams, context), ms in times.items():
             by_streams[streams].append((context, ms))
@@ -68,7 +68,7 @@ class ServedPasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meter:
-    """Asks a server for answers of two lengths to one prompt, in some streams at once. advance: called per timing."""
+    """Asks a server for answers of two lengths to one prompt, in some streams at once. advance: Called per timing."""
 
     server: Server
     prompt: list[int]

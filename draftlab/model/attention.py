@@ -1,4 +1,4 @@
-"""Attention of llama.py over a static cache: with a mask only where one is needed, by kernels that are trusted.
+"""Attention of llama.py over a static cache: with a mask only where it is needed, by kernels that are trusted.
 
 B rows, T new tokens, S cached + new, H query heads in K groups of G, C head_dim.
 """

@@ -60,7 +60,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, name: str | Path, *, weights: bool = True) -> "Checkpoint":
-        """Open a directory, an embedded model or a name of the hub. Raises UserError: See hub.locate."""
+        """Open a directory, an embedded model or a name of the hub. Raises UserError: The errors of hub.locate."""
         return cls(hub.locate(name, weights))
 
     @functools.cached_property
@@ -165,7 +165,7 @@ def planned_shape(directory: Path) -> Shape:
     """Return the shape of a checkpoint, from its config alone if its weights have not been downloaded.
 
     Raises:
-        UserError: See read_shape.
+        UserError: The errors of read_shape.
     """
     config = read_config(directory)
     if any(directory.glob("*.safetensors")) or other_layout(directory):
@@ -203,7 +203,7 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
 
 
 def _check_tensors(directory: Path, config: dict[str, object], shape: Shape, sizes: dict[str, tuple[int, ...]]) -> None:
-    """Raises UserError: an unknown tensor, a missing one, or one of another size."""
+    """Raises UserError: an unknown tensor, a missing tensor, or a tensor of another size."""
     expected = shape.axes()
     names = set(sizes) - ({"lm_head.weight"} if shape.tied else set())
     odd = sorted(names - set(expected))[:1] or sorted(set(expected) - names)[:1]
@@ -267,7 +267,7 @@ def llama_config(shape: Shape, *, context: int, bos: int | None, eos: int | None
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device; auto is the GPU if there is one.
+    """Return the device; auto is the GPU if the machine has a GPU.
 
     Raises:
         UserError: this machine or this torch does not have the device.
@@ -349,7 +349,7 @@ def _parse_device_map(device_map: str | None) -> Any:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype of most weights, or of the products of quantised ones; configs name it in two ways, or not."""
+    """Return the dtype of most weights, or of the products of quantised weights; configs may name it."""
     try:
         return Weights(directory).dtype
     except Quantised:
@@ -361,7 +361,7 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 @functools.cache
 def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute a checkpoint in by default, and note if it is not the stored one."""
+    """Return the dtype to compute a checkpoint in by default, and note if it is not the stored dtype."""
     stored = stored_dtype(directory)
     computed = computed_dtype(stored, device)
     if computed != stored:

@@ -55,7 +55,7 @@ class _Chain:
 class CudaGraphLlama(Llama):
     """A Llama whose narrow passes are replayed graphs, with the weights of the given model.
 
-    Outputs of a pass or chain are overwritten by the next one of its shape.
+    Outputs of a pass or chain are overwritten by the next pass or chain of its shape.
     """
 
     def __init__(self, model: Llama) -> None:
@@ -124,7 +124,7 @@ class CudaGraphLlama(Llama):
     def draft(
         self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, state: Tensor | None = None
     ) -> Drafted:
-        """Draft K tokens after the cached ones, see draft_chain; all choices and passes are one graph.
+        """Draft K tokens after the cached tokens, see draft_chain; all choices and passes are one graph.
 
         choose: hashable; equal ones share a graph. It must not synchronise with the device. state: of an EAGLE-3 head,
         of each text's last place, [B, 1, D].

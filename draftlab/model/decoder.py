@@ -24,7 +24,7 @@ Parents = Sequence[int] | Sequence[tuple[int, ...]]  # parent of each token of a
 class Tree:
     """A token tree of one pass: the depth of each token, [T], and which tokens each one attends to, [T, T] bool.
 
-    Or one for each row, [B, T] and [B, T, T].
+    Or a tree for each row, [B, T] and [B, T, T].
     """
 
     depth: Tensor
@@ -89,7 +89,7 @@ class Decoder(Protocol):
 
     @property
     def replays_passes(self) -> bool:
-        """Return whether a pass of a new size is recorded first, so that few sizes are better than small ones."""
+        """Return whether a pass of a new size is recorded first, so that few sizes are better than small sizes."""
         return False
 
     def new_cache(self, rows: int, capacity: int) -> Any:

@@ -228,7 +228,7 @@ def check(folder: Path, target: Path) -> DFlashShape:
 
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash:
-    """Load a head on its target. embed, head: The target's, [V, D] each. Raises UserError: See check."""
+    """Load a head on its target. embed, head: The target's, [V, D] each. Raises UserError: The errors of check."""
     config = check(folder, target_path)
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} has no {WEIGHTS}")

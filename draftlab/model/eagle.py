@@ -210,7 +210,7 @@ def check(folder: Path, target: Path) -> HeadShape:
     """Read the configuration of a head and the sizes of its tensors; no weight is read.
 
     Raises:
-        UserError: no EAGLE-3 head, one of another target, or one that the engine does not compute.
+        UserError: no EAGLE-3 head, a head of another target, or a head that the engine does not compute.
     """
     content, sizes = checkpoint.read_config(folder), TargetSizes.of(target)
     try:
@@ -415,7 +415,7 @@ def _layer_ids(content: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[in
 
 
 def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:
-    """Raises UserError: the head is one of another target."""
+    """Raises UserError: the head belongs to another target."""
     pairs = (("hidden size", config.target_hidden, target.hidden), ("vocabulary", config.vocab, target.vocab))
     for what, own, expected in pairs:
         if own != expected:

@@ -64,7 +64,7 @@ class EagleLlama(Llama):
         """Append tokens to the cache, each with a state.
 
         ids: [B, T], each the token after the position of its state. states: [B, T, D], of combine or of earlier steps.
-        tree: See Llama.forward. Returns: logits [B, last, V] of the last tokens, and all states [B, T, D].
+        tree: Same as in Llama.forward. Returns: logits [B, last, V] of the last tokens, and all states [B, T, D].
         """
         drafted = self.decode_states(ids, states, cache, self._metadata(cache, ids.shape[1], tree), last)
         cache.used = [used + ids.shape[1] for used in cache.used]
@@ -107,7 +107,7 @@ class NativeEagle(EagleLlama, NativeLlama):
     """A head on the CPU whose narrow passes are compiled; its states are float32."""
 
     def __init__(self, model: EagleLlama, int8: bool = False) -> None:
-        """Raises UserError: See NativeLlama."""
+        """Raises UserError: The errors of NativeLlama."""
         NativeLlama.__init__(self, model, int8)
 
     @torch.inference_mode()
@@ -152,7 +152,7 @@ class CudaGraphEagle(EagleLlama, CudaGraphLlama):
 
 
 def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
-    """Return a head with passes that run in the mode of its target. int8: in mode native."""
+    """Return a head with passes that run in the mode of its target. int8: Rounded weights, in mode native."""
     if mode == "native":
         return NativeEagle(head, int8)
     return CudaGraphEagle(head) if mode == "graphs" else head

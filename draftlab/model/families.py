@@ -100,7 +100,7 @@ def shipped(folder: str) -> Path:
     """Return a folder of files that come with draftlab: in an installed package, or in configs/ of a clone.
 
     Raises:
-        UserError: in neither.
+        UserError: Neither has it.
     """
     package = Path(__file__).parents[1]
     installed, cloned = package / folder, package.parent / "configs" / folder
@@ -172,7 +172,7 @@ def requested_shape(
     multiple_of: int,
     file: Path | None,
 ) -> tuple[Shape, str | None]:
-    """Return the requested shape, and the name of its preset if it is one.
+    """Return the requested shape, and the name of its preset, if any.
 
     Layers and hidden alone mean the preset with these sizes, if there is one whose ffn is a
     multiple of multiple_of; resolve() chooses all other defaults.

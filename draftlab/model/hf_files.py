@@ -38,7 +38,7 @@ BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The kind of a layout other than this one, and the file or directory that draftlab import reads."""
+    """The kind of a layout other than Hugging Face's, and the file or directory that draftlab import reads."""
 
     kind: Kind
     path: Path
@@ -51,7 +51,7 @@ class Layout:
 
 
 def other_layout(path: Path) -> Layout | None:
-    """Return the layout that draftlab import would read at path, or None if it is not one of those.
+    """Return the layout that draftlab import would read at path, or None for any other path.
 
     A directory with a single GGUF file stands for that file, a .bin file for its directory.
     """
@@ -180,7 +180,7 @@ def eos_ids(directory: Path) -> set[int]:
 
 
 def check_has_tokenizer(directory: Path) -> None:
-    """Raises UserError: no file of it is there, where transformers would make up an empty one."""
+    """Raises UserError: no file of it is there, where transformers would make up an empty tokenizer."""
     if not any((directory / name).is_file() for name in VOCABULARY_FILES):
         raise UserError(f"{directory} has no tokenizer: no {', '.join(VOCABULARY_FILES)}")
 
@@ -281,7 +281,7 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return the file name of each tensor. Raises UserError: See weight_files."""
+    """Return the file name of each tensor. Raises UserError: The errors of weight_files."""
     with reading(f"{file}: weight_map"):
         index = TypeAdapter(dict[str, str]).validate_python(read_object(file).get("weight_map"), strict=True)
     outside = [name for name in index.values() if Path(name).name != name]

@@ -63,7 +63,7 @@ def local(name: str | Path, weights: bool = False) -> Path | None:
     A name may end in @TYPE, of rounded weights. weights: their files must be here, too.
 
     Raises:
-        UserError: See locate.
+        UserError: The errors of locate.
     """
     place = str(name) if Path(name).exists() else str(name).rpartition("@")[0] or str(name)
     on_hub = not Path(place).exists() and place.count("/") == 1 and not Path(place).is_absolute()
@@ -135,7 +135,7 @@ def check_local_data(mixture: str) -> list[str]:
 
 
 def check_local_text(source: str) -> None:
-    """Raises UserError: no such file or folder, or one that is not text."""
+    """Raises UserError: no such file or folder, or a file that is not text."""
     path = Path(source)
     if not path.exists():
         hint = did_you_mean(source, BUILT_IN_TEXT)

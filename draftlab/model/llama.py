@@ -148,7 +148,7 @@ class Llama(Decoder):
         return self.shape.kv_bytes_per_token(self.embed.itemsize)
 
     def trim_head(self, ids: list[int]) -> None:
-        """Reduce the head to these ids; the logits of all others become -inf."""
+        """Reduce the head to these ids; the logits of all other ids become -inf."""
         self.head_ids = torch.tensor(ids, device=self.device)
         self.head = self.head[self.head_ids]
 
@@ -199,7 +199,7 @@ class Llama(Decoder):
 
     @torch.inference_mode()
     def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
-        """Return the logits of the last tokens of whole texts, [B, last, V]. tree: See forward."""
+        """Return the logits of the last tokens of whole texts, [B, last, V]. tree: Same as in forward."""
         cache = self.new_cache(len(ids), ids.shape[1])
         return self.forward(ids, cache, last) if tree is None else self.forward(ids, cache, last, tree)
 
@@ -213,7 +213,7 @@ class Llama(Decoder):
         hidden_states: Tensor | None = None,
         layer_states: LayerStates | None = None,
     ) -> Tensor:
-        """Run the pass itself. hidden_states, layer_states: See Cache."""
+        """Run the pass itself. hidden_states, layer_states: Same as in Cache."""
         x = F.embedding(ids, self.embed)  # [B, T, D]
         with pinned_backends(self.device):
             for layer, block in enumerate(self.blocks):
@@ -256,7 +256,7 @@ class Llama(Decoder):
         return AttentionMetadata(self.cos[new], self.sin[new], mask, (slice(None), slice(None), new), end, folded)
 
     def attention_metadata(self, used: Tensor, width: int, end: int, tree: Tree | None = None) -> AttentionMetadata:
-        """Return the metadata of width tokens after used cached ones of each row, [B, 1]; S is end."""
+        """Return the metadata of width tokens after used cached tokens of each row, [B, 1]; S is end."""
         steps = torch.arange(width, device=used.device)
         depth = steps if tree is None else tree.depth
         mask = torch.ones(width, width, dtype=torch.bool, device=used.device).tril() if tree is None else tree.mask
@@ -347,7 +347,7 @@ def check_supported(directory: Path) -> Shape:
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Llama:
-    """Load a checkpoint. Raises UserError: See check_supported."""
+    """Load a checkpoint. Raises UserError: The errors of check_supported."""
     shape, config, (inv_freq, scale) = _supported(directory)
     context = int(str(config.get("max_position_embeddings", 2048)))
     window = config.get("sliding_window")
@@ -364,7 +364,7 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
 
 
 def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor, float]]:
-    """Return shape, config and rotary tables; raises UserError: See check_supported."""
+    """Return shape, config and rotary tables; raises UserError: The errors of check_supported."""
     config, shape = checkpoint.read_config(directory), checkpoint.planned_shape(directory)
     kind = config.get("model_type")
     if kind not in checkpoint.MODEL_TYPES:

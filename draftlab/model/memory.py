@@ -32,7 +32,7 @@ def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> i
 
 
 def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) -> None:
-    """Raises UserError: needs, bytes by purpose, exceed the free memory. advice: what else to use, for the message."""
+    """Raises UserError: needs, bytes by purpose, exceed the free memory. advice: Other ways, for the message."""
     free, total = free_bytes(device), sum(needs.values())
     if total > free:
         parts = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6)

@@ -201,7 +201,7 @@ def _cache_folder() -> Path:
 
 
 def _private(folder: Path) -> Path:
-    """Return the folder, made if it is missing. Raises OSError: it cannot be made, or others can write to it."""
+    """Return the folder, made if it is missing. Raises OSError: it cannot be made, or other users can write to it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_own(folder):
         raise OSError(errno.EPERM, "others can write there", str(folder))

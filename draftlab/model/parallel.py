@@ -39,7 +39,7 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
     """Pack predictions of depths [B, T] tokens, each 0 or more, after every position of ids [B, T].
 
     token: the mask token. positions: of the tokens in their sequences, [B, T], where rows hold several. Rows with fewer
-    mask tokens than others end in some that predict nothing.
+    mask tokens than other rows end in mask tokens that predict nothing.
     """
     rows, length = ids.shape
     device = ids.device
@@ -76,7 +76,7 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
 
 
 def pard_token(directory: Path) -> int | None:
-    """Return the mask token of a parallel draft, None of an ordinary one.
+    """Return the mask token of a parallel draft, None for an ordinary draft.
 
     Raises:
         UserError: it is no id of the vocabulary.

@@ -128,7 +128,7 @@ class RecurrentDecoder(HFDecoder):
     def _read(
         self, row: RecurrentRow, ids: list[int], last: int, layer_states: LayerStates | None = None, number: int = 0
     ) -> Tensor:
-        """Append tokens to a row; return the logits of the last ones, [1, last, V]."""
+        """Append tokens to a row; return the logits of the last tokens, [1, last, V]."""
         if row.tokens and len(ids) > 1 and not self.continues:
             parts = [self._read(row, [token], 0, layer_states, number) for token in ids]
             return torch.cat(parts, 1)[:, -last:]
@@ -151,7 +151,7 @@ class RecurrentDecoder(HFDecoder):
     @torch.inference_mode(False)
     @torch.no_grad()
     def continues(self) -> bool:
-        """Return whether several tokens after others are computed in one pass: a trial of one row shows it."""
+        """Return whether several tokens after earlier tokens are computed in one pass: a trial of one row shows it."""
         ids, row = list(TRIAL[0]), self._new_row()
         self.__dict__["continues"] = True  # the trial itself reads it
         self._read(row, ids[:2], 1)

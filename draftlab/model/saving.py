@@ -58,7 +58,7 @@ def write_checkpoint(
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the files of a tokenizer, and generation_config.json, verbatim. Raises UserError: one is not JSON."""
+    """Copy the files of a tokenizer, and generation_config.json, verbatim. Raises UserError: a file is not JSON."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             if name.endswith(".json"):

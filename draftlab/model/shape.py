@@ -159,7 +159,7 @@ class Shape(BaseModel):
         """Return the floating-point operations to decode one token after context tokens, 2 per multiply-add.
 
         Matrices count once (the embedding is a look-up, a tied head is still a product); attention adds
-        4 x heads x head_dim per layer for each cached token and the new one.
+        4 x heads x head_dim per layer for each cached token and the new token.
         """
         embedding = self.vocab * self.hidden
         matrices = sum(math.prod(self.dims(axes)) for axes in self.axes().values() if len(axes) == 2)

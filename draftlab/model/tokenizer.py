@@ -72,7 +72,7 @@ def common_vocabulary(draft: Path, target: Path) -> int:
 def check_files(draft: Path, target: Path) -> None:
     """Raises UserError: an id is one token in the draft's tokenizer.json, and another one in the target's.
 
-    Ids that only one of them has, and other files of tokenizers, are left to transformers' own tokenizers.
+    Ids that a single tokenizer has, and other files of tokenizers, are left to transformers' own tokenizers.
     """
     files = [draft / FILE, target / FILE]
     if not all(file.is_file() for file in files) or len(set(map(file_sha256, files))) == 1:
@@ -95,7 +95,7 @@ def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: 
 
 
 def different_tokenizers(draft: Path, target: Path, difference: str) -> str:
-    """Return what to say of two models whose tokens differ. difference: See first_difference."""
+    """Return what to say of two models whose tokens differ. difference: Same as in first_difference."""
     return (
         f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: {difference}; "
         "speculation needs the same vocabulary, which mergekit-tokensurgeon gives a draft"

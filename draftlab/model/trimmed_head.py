@@ -92,10 +92,10 @@ def trimmed_head_of(model: "PreTrainedModel") -> TrimmedHead | None:
 
 
 def as_whole(config: dict[str, object], weights: Any, ids: Sequence[int]) -> tuple[dict[str, object], Any]:
-    """Return config and weights of a head with all rows, for runtimes that know no trimmed one.
+    """Return config and weights of a head with all rows, for runtimes that know no trimmed head.
 
     The head is untied, and the rows of other ids are the mean of its rows: their logit is the mean logit, so that none
-    of them is ever the most probable one, and in practice they share less than a thousandth of the probability.
+    of them is ever the most probable id, and in practice they share less than a thousandth of the probability.
     """
 
     def whole() -> Iterator[tuple[str, Tensor]]:

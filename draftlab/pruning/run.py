@@ -154,7 +154,7 @@ class Prune:
 
     @cached_property
     def _head(self) -> HeadIds | None:
-        """The ids of a trimmed head, None for a head of all ids. Raises UserError: See frequent_ids."""
+        """The ids of a trimmed head, None for a head of all ids. Raises UserError: The errors of frequent_ids."""
         directory, vocab = self.source.directory, self.source.shape.vocab
         if self.shape.draft_vocab is None:
             return None

@@ -68,7 +68,7 @@ PHASE_MARKS = [
 class Panel:
     """One plot of a figure. series: points by name. lines: by the same names; by default through the points.
 
-    names: Names of x = 0, 1, ..., if x is no number. bottom: where y starts.
+    names: Names of x = 0, 1, ..., if x is no number. bottom: Start of y.
     """
 
     x: str
@@ -83,7 +83,7 @@ def save_figure(path: Path, panels: Sequence[Panel]) -> None:
     """Write panels side by side, as SVG or PNG by the file's name.
 
     Raises:
-        UserError: another kind of file, or one that cannot be written.
+        UserError: another kind of file, or a file that cannot be written.
     """
     if path.suffix not in (".svg", ".png"):
         raise UserError(f"{path}: figures are written as .svg or .png")
@@ -171,7 +171,7 @@ def plot_positions(shares: Sequence[tuple[Mark, Sequence[float]]]) -> Markup:
 
 
 def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
-    """Plot the milliseconds of a step by phase. steps: with their labels."""
+    """Plot the milliseconds of a step by phase. steps: Steps with their labels."""
 
     def draw(ax: Axes) -> None:
         for row, (label, ms) in enumerate(steps):

@@ -314,7 +314,7 @@ class Score(FileModel):
 
     @property
     def stalls(self) -> tuple[int, int]:
-        """Passes that stalled and count as the others of their kind, and all passes; 0 where servers decoded."""
+        """Passes that stalled and count as other passes of their kind, and all passes; 0 where servers decoded."""
         arms = (self.plain, *self.other_plain.values(), *self.speculative.values())
         runs = [g for each in arms for g in each if isinstance(g, Generation)]
         return sum(g.stalled_passes for g in runs), sum(1 + len(g.drafted) for g in runs)

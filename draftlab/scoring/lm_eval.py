@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """Tasks, and how lm-eval asks them. scored: a task that asks for log-probabilities of a prompt, if there is one."""
+    """Tasks, and how lm-eval asks them. scored: a task that asks for log-probabilities of a prompt, if any."""
 
     names: list[str]
     index: "TaskManager"

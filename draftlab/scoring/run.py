@@ -286,7 +286,7 @@ def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:
 
 
 def _with_turns(comparison: Comparison, models: Models) -> Comparison:
-    """Return the comparison with a prompt for every turn, after the target's answers to earlier ones."""
+    """Return the comparison with a prompt for every turn, after the target's answers to earlier turns."""
     requests, target = comparison.requests, comparison.target
     if requests.prompts.requests == len(requests.prompts.rows):
         return comparison

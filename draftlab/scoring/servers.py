@@ -194,7 +194,7 @@ def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> N
     """Check the tokens received against the counters: the first of each answer, one of each step, and those accepted.
 
     Raises:
-        UserError: the counters do not match our requests, so the server answered others, too.
+        UserError: the counters do not match our requests, so the server answered other clients, too.
     """
     tokens = sum(r.tokens for r in runs)
     most = len(runs) + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)

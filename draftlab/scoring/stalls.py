@@ -47,7 +47,7 @@ def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]
 
 @dataclass(frozen=True, slots=True)
 class _Usual:
-    """The usual steps of a kind: the seconds beyond which one has stalled, and the median of each phase."""
+    """The usual steps of a kind: the seconds beyond which a step has stalled, and the median of each phase."""
 
     limit: float
     phases: tuple[float, ...]

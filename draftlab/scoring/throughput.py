@@ -1,6 +1,6 @@
 """Time plain and speculative decoding side by side: same engine, same prompts, arms interleaved.
 
-An arm is plain decoding with the weights that verify or with other ones, or one draft at one K. Every repeat runs all
+An arm is plain decoding with the weights that verify or with other weights, or a draft at a K. Every repeat runs all
 arms on each batch of prompts, in alternating order, so that drift of the machine affects all arms equally. Passes that
 stalled count as other passes of their kind; runs with many stalled steps are repeated.
 """

@@ -150,7 +150,7 @@ class Searcher:
         return candidates(self.wanted.source_shape, self.wanted.tried, pass_ms, target_ms, share)
 
     def _halve(self) -> list[Rung]:
-        """Distil all candidates for a few steps, since a cut alone says little, and then one in three on each rung."""
+        """Distil all candidates for a few steps, since a cut says little, and then a third of them on each rung."""
         rungs = [self._rung(None, 0, 0, list(self.shapes))]
         steps, names = self.wanted.first_steps, [trial.name for trial in rungs[0].trials]
         while True:

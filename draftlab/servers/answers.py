@@ -71,7 +71,7 @@ def completion(
 
 
 def prompt_logprobs(tops: Sequence[TopLogprobs], actual: list[float]) -> PromptLogprobs:
-    """Return checked log-probabilities of a text. Raises ValueError: See completion."""
+    """Return checked log-probabilities of a text. Raises ValueError: The errors of completion."""
     top_ids, top_logprobs = _columns(tops)
     return PromptLogprobs(logprobs=actual, top_ids=top_ids, top_logprobs=top_logprobs)
 

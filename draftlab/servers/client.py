@@ -192,7 +192,7 @@ class Server:
         return self._map(lambda ids: self._prompt_logprobs(ids, k), rows)
 
     def probe(self, prompt: list[int]) -> Probe:
-        """Request one token at two temperatures and a few greedy ones, and compare their log-probabilities."""
+        """Request one token at two temperatures and a few greedy tokens, and compare their log-probabilities."""
         at_temperature = (SamplingParams(max_tokens=1, temperature=value) for value in (1.0, 0.5))
         hot, cold = (self._generate(prompt, sampling, PROBE_TOP_K) for sampling in at_temperature)
         at_1, at_half = (dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold))

@@ -74,7 +74,7 @@ class Artifact(Protocol):
     in_parallel: bool
 
     def difference(self) -> str | None:
-        """Return a token that is another one in the target; None where the vocabulary is the target's."""
+        """Return a token that differs in the target; None where the vocabulary is the target's."""
         ...
 
     def spelled_alike(self) -> str:

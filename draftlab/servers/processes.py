@@ -67,7 +67,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: IO[str], name: st
 
 
 def reason(log: str) -> str:
-    """Return the line of a server's log that says why it ended: vLLM repeats the cause's error as one of its own."""
+    """Return the line of a server's log that says why it ended: vLLM repeats the cause's error as its own."""
     errors = [line.strip() for line in log.splitlines() if "rror" in line]
     causes = [line for line in errors if not any(text in line for text in ENVELOPES)]
     return ((causes or errors or ["it printed no error"])[-1])[-300:]

@@ -49,14 +49,14 @@ class PromptFile:
             raise UserError(f"--temperature {loss_temperature:g}: stored answers have {known}")
 
     def prompts(self) -> Prompts:
-        """Return the prompts that the target answers. Raises UserError: See file_prompts."""
+        """Return the prompts that the target answers. Raises UserError: The errors of file_prompts."""
         return file_prompts(
             self.file, checkpoint.load_tokenizer(self.target), chat=self.chat, system_prompt=self.system_prompt,
             split="train" if self.of_data else None,
         )  # fmt: skip
 
     def describe(self) -> str:
-        """Return what the target answers, for a plan. Raises UserError: See file_prompts."""
+        """Return what the target answers, for a plan. Raises UserError: The errors of file_prompts."""
         return f"the target's answers to {len(self.prompts().rows)} prompts of {self.file}"
 
     def store(self) -> Path:
@@ -65,7 +65,7 @@ class PromptFile:
         A killed run leaves what it has, and the next one goes on there.
 
         Raises:
-            UserError: See target_outputs.build.
+            UserError: The errors of target_outputs.build.
         """
         settings = self._settings()
         out = settings.output_directory()

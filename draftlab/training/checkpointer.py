@@ -197,7 +197,7 @@ class Training:
             note(f"the checkpoint is of {before} processes, and this run has {now}: it may differ")
 
     def _own_weights(self) -> dict[str, Tensor]:
-        """Return the parameters that are trained, and the buffers: the others are the inputs' own."""
+        """Return the parameters that are trained, and the buffers: all other tensors are the inputs' own."""
         module = self.accelerator.unwrap_model(self.module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         trained = {name for name, p in module.named_parameters() if p.requires_grad}  # tied ones once

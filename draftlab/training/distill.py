@@ -28,7 +28,7 @@ class OpenStudent(Protocol):
 
     @property
     def module(self) -> Any:
-        """The module that is trained, a PreTrainedModel or like one."""
+        """The module that is trained, a PreTrainedModel or a module like it."""
         ...
 
     @property

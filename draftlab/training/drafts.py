@@ -82,7 +82,7 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
     """Return the draft in fp32 with its teacher and text.
 
     Raises:
-        UserError: See stored_setup, served_teacher and Text.open.
+        UserError: The errors of stored_setup, served_teacher and Text.open.
     """
     assert job.draft is not None  # starts_from_draft
     student = _load(job, job.draft, offsets)

@@ -44,7 +44,7 @@ class Places:
 
 
 class Attention(nn.Module):
-    """The attention of one step: all positions of the first step up to its own, and its chain's later ones."""
+    """The attention of one step: all positions of the first step up to its own, and its chain's later positions."""
 
     def __init__(self, config: HeadShape) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Layer(nn.Module):
 class EagleHead(nn.Module):
     """The student. Its parameters have the names of speculators; the target's embedding is read, and not trained.
 
-    scale: sizes of the target's states, by which fc divides while it learns: some are a thousand times others.
+    scale: sizes of the target's states, by which fc divides while it learns: some are a thousand times as large.
     """
 
     scale: Tensor
@@ -222,7 +222,7 @@ class EagleObjective(Objective):
         """Return the sums of DistillStep, [G, 6]: their mean over the steps; without gradients each step's own.
 
         ids: [B, T + 1]. mask: [B, T], zero in the first L positions of a sequence: no chain of L steps ends there.
-        positions: See Batch. depths: none, as this is no parallel draft.
+        positions: Same as in Batch. depths: none, as this is no parallel draft.
         """
         counted = mask.flatten().nonzero().squeeze(1)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]

@@ -10,7 +10,7 @@ acceptance is what the engine will measure: the p of other ids is lost to it. On
 rounds to nothing, stands for them all. No gradient goes through it, and the losses are the divergences of measures
 whose mass is less than 1: fkl leaves out the infinite part, p log p / q of the lost ids, and counts their p; the others
 are exact, up to a constant. Cross-entropy leaves out the tokens that the head lacks. Of listed tokens the head's
-bucket stands for all that are not listed, lost ones too.
+bucket stands for all that are not listed, lost ids too.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ class Dense:
         return self.hidden.new_empty(rows, self.vocab, dtype=self.dtype)
 
     def logits(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
-        """Return logits [c, V]; in the buffer, if one is passed and a head makes them."""
+        """Return logits [c, V]; in the buffer, if it is passed and a head makes them."""
         if self.rows is None:
             return self._product(self.hidden[rows], buffer)
         distinct, of_token = self.rows[rows].unique_consecutive(return_inverse=True)
@@ -83,7 +83,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """A teacher's k most probable tokens and the log mass of all others: ids [N, k], log_p [N, k], tail [N]."""
+    """A teacher's k most probable tokens and the log mass of all other tokens: ids [N, k], log_p [N, k], tail [N]."""
 
     ids: Tensor
     log_p: Tensor
@@ -243,7 +243,7 @@ class _Objective:
     ) -> tuple[Tensor, Tensor]:
         """Return values [5, b] of tokens with logits z [b, V], and the gradient of each loss by its z, [b, V].
 
-        log_total: See Dense.
+        log_total: Same as in Dense.
         """
         loss, temperature = self.loss, self.temperature
         log_q1, labels = self._with_lost(log_probs(z, 1)), self._rows(labels).unsqueeze(1)

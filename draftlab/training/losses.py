@@ -48,7 +48,7 @@ Divergence = Callable[[Pair], tuple[Tensor, Tensor]]  # value [N] and slope [N, 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of loss. make: the divergence of an argument. default, low, high: of the argument, if it takes one.
+    """A kind of loss. make: the divergence of an argument. default, low, high: Bounds of the argument, if any.
 
     hint: begins the message about an argument out of range.
     """

@@ -101,7 +101,7 @@ class GeneratedRows:
 
     @classmethod
     def of(cls, prompts: np.ndarray, texts: Sequence[Completion], length: int, rows: int) -> "GeneratedRows":
-        """Join prompts [N, P] and texts. length: the longest possible text; shorter ones are padded."""
+        """Join prompts [N, P] and texts. length: the longest possible text; shorter texts are padded."""
         ids = np.zeros((len(texts), prompts.shape[1] + length), dtype=np.uint32)
         ids[:, : prompts.shape[1]] = prompts
         for row, text in zip(ids, texts, strict=True):

@@ -15,7 +15,7 @@ from draftlab.training.loop import Loop
 def optimizers_for(
     model: nn.Module, loop: Loop, other_groups: list[dict[str, Any]], shares: Mapping[str, float] = MappingProxyType({})
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW for everything; or Muon (Jordan et al. 2024) for the matrices of the blocks and AdamW for the rest.
+    """Return AdamW; or Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other parameters.
 
     other_groups: parameter groups with rates of their own, for AdamW. shares: of the rate, for AdamW, of parameters by
     name. Muon's update is scaled to AdamW's size (Liu et al. 2025), so that one learning rate serves both.

@@ -63,7 +63,7 @@ class Offsets:
 
 
 def mask_token(draft: Path, target_vocab: int | None, chosen: int | None) -> int:
-    """Return the id of the mask token of a draft: the chosen one, the draft's own or an unused one.
+    """Return the id of the mask token of a draft: the chosen token, the draft's own or an unused token.
 
     target_vocab: logits of the target, if known, which the mask token must have, too.
 

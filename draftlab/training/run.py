@@ -27,7 +27,7 @@ class TrainingResult:
     """Measurements of a finished run. seconds count every step once, also those before a resume.
 
     after: the best evaluation, whose weights are written. lengths: tokens per target pass for every K, empty where no
-    target could write text. notes: what the student says of what it wrote.
+    target could write text. notes: The student's notes on its output.
     """
 
     before: EvalRecord

@@ -80,7 +80,7 @@ class TrainingText:
         directory: The directory of the tokenizer.
 
         Raises:
-            UserError: See open.
+            UserError: The errors of open.
         """
         if all(Path(name).exists() for name in parse_mixture(self.data)):
             self.open(checkpoint.load_tokenizer(directory), loop)

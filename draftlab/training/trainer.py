@@ -229,7 +229,7 @@ class Trainer:
             batches.reweigh(done, losses)
 
     def in_any_process(self, flag: bool) -> bool:
-        """Return whether it is so in one of the processes, which must save and stop together."""
+        """Return whether it is so in any process, which must save and stop together."""
         return bool(self._total(torch.tensor(int(flag))))
 
     def _micro_batches(self, index: int) -> list[Batch]:
@@ -240,7 +240,7 @@ class Trainer:
         return [part.shard(self.accelerator.process_index, processes) for part in parts]
 
     def _packed(self, batch: Batch, draw: int) -> Batch:
-        """Pack short sequences together, unless the student or the teacher wants every row to be one.
+        """Pack short sequences together, unless the student or the teacher wants a text in every row.
 
         draw: number that decides, with the seed, what a parallel draft predicts.
         """
@@ -301,7 +301,7 @@ def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]
 
 
 def _shared_vocab(student: PreTrainedModel, teacher: TeacherModel) -> int:
-    """Return how many logits both have: those beyond pad one of the heads."""
+    """Return how many logits both have: those beyond pad a head."""
     own = logits_of(student)
     if teacher is None:
         return own

@@ -21,11 +21,11 @@ COUNTED_TOKENS = 4_000_000  # most tokens that are counted to trim a head
 def resize(directory: Path, vocab: int) -> str | None:
     """Give the checkpoint in directory vocab logits; return the change for the record, None if there is none.
 
-    Rows of padding are dropped. Added rows are the mean of the others: their logit is the mean logit, so by Jensen's
+    Rows of padding are dropped. Added rows are the mean of old rows: their logit is the mean logit, so by Jensen's
     inequality the probability of each is below 1 / V whatever the text, in practice far below.
 
     Raises:
-        UserError: See tensors_of_ids.
+        UserError: The errors of tensors_of_ids.
     """
     config, before = checkpoint.read_config(directory), checkpoint.vocab_size(directory)
     if before == vocab:
@@ -60,7 +60,7 @@ def trim(student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], model
     """Trim a student's head to the most frequent ids of texts. models: checkpoints whose special ids stay.
 
     Raises:
-        UserError: See frequent_ids.
+        UserError: The errors of frequent_ids.
     """
     special = set[int]()
     for model in models:

@@ -1,6 +1,6 @@
 """Drafting without a model: an n-gram model of a corpus, and copying from the text itself.
 
-V vocab, K drafted. An n-gram is a context of n - 1 tokens and the one that follows.
+V vocab, K drafted. An n-gram is a context of n - 1 tokens and the token that follows.
 """
 
 from collections.abc import Sequence
@@ -112,7 +112,7 @@ MATCH_KINDS: tuple[MatchKind, ...] = ("once", "agree", "differ")
 class Match:
     """The longest n-gram at the end of a text that it has before, too. start: of what followed it most recently.
 
-    kind: it occurred once before, several times followed by the same token, or by different ones.
+    kind: it occurred once before, several times followed by the same token, or by different tokens.
     """
 
     length: int
@@ -165,7 +165,7 @@ class PromptLookupDrafter(Drafter):
 
 
 def _order(contexts: np.ndarray, followers: np.ndarray, counts: np.ndarray) -> tuple[Order, np.ndarray]:
-    """Return the n-grams of one length, and the position of the first occurrence of each distinct one."""
+    """Return the n-grams of one length, and the position of the first occurrence of each distinct n-gram."""
     sorted_by = np.lexsort((followers, contexts))
     c, f = contexts[sorted_by], followers[sorted_by]
     first = np.flatnonzero(

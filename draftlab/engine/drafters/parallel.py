@@ -53,5 +53,5 @@ def drafts_in_parallel(model: Decoder) -> bool:
 
 
 def model_drafter(model: Decoder, vocab: int | None) -> ModelDrafter:
-    """Return the drafter of a draft model: in one pass for a parallel draft, else in one for each token."""
+    """Return the drafter of a draft model: in one pass for a parallel draft, else in a pass for each token."""
     return ParallelDrafter(model, vocab) if drafts_in_parallel(model) else ModelDrafter(model, vocab)

@@ -1,7 +1,7 @@
 """Design, prune, distil and score draft models for speculative decoding.
 
 Each function here is the command of its name, with the command's options as keyword arguments, for example
-draftlab.prune(source="tiny", layers=3). It returns what the command found, and raises draftlab.UserError for
+draftlab.prune(source="tiny", layers=3). It returns the command's result, and raises draftlab.UserError for
 anything that the caller can fix. draftlab.Checkpoint.open(NAME) reads a checkpoint: shape, tensors, tokenizer.
 """
 

@@ -155,7 +155,7 @@ def init(written: NewWorkspace) -> Outcome:
 
 
 def _size_lines(source: str, size: "SourceSize") -> list[str]:
-    """Return what a source has, and what the commands after init can do with it."""
+    """Return the size of a source, and its uses in the commands after init."""
     whole, train, heldout = size.whole, size.train, size.heldout
     kind = f"{whole.rows:,} texts"
     if whole.conversations:

@@ -1,4 +1,4 @@
-"""An n-gram model of a corpus, or of what the target wrote."""
+"""An n-gram model of a corpus, or of the target's own text."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +73,7 @@ class NgramSpec(OutputsSpec):
         return context.run(NgramDrafter(NgramModel(corpus, context.vocab, self.order)))
 
     def _answers(self) -> "np.ndarray":
-        """Return what the target wrote as one stream, each text after the last tokens of its prompt."""
+        """Return the target's texts as one stream, each text after the last tokens of its prompt."""
         import numpy as np
 
         from draftlab.target_outputs.store import read_store

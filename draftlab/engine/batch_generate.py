@@ -1,7 +1,7 @@
 """Batched generation for evaluation, training text and stored outputs.
 
 B prompts decoded together, P tokens of a prompt, n generated tokens, k listed, V vocab. Each prompt has random numbers
-of its own, so what is sampled does not depend on the other prompts of the batch.
+of its own, so samples do not depend on the other prompts of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence

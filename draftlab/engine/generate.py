@@ -143,7 +143,7 @@ class ModelDrafter(Drafter):
         return feed(self.model, self.cache, texts, self.own_vocab, last)
 
     def roll_back(self, texts: Sequence[list[int]]) -> None:
-        """Drop from the cache what the texts do not begin with; they count as read from now on."""
+        """Drop cached tokens with which the texts do not begin; the texts count as read from now on."""
         drafted = [[]] * len(texts) if self.drafted is None else self.drafted.tolist()
         for row, text in enumerate(texts):
             cached = self.cached[row] + drafted[row]

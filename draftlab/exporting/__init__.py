@@ -1,1 +1,1 @@
-"""A finished draft in the form that a runtime loads, with what it takes to serve it, scored again where it runs."""
+"""A finished draft in the form that a runtime loads, with its script and card, scored again in that runtime."""

@@ -1,4 +1,4 @@
-"""What is checked and exported with its target: a draft model, a parallel draft or an EAGLE-3 head.
+"""Drafts that are checked and exported with their targets: a draft model, a parallel draft or an EAGLE-3 head.
 
 R texts, n tokens of a text, K drafted.
 """
@@ -51,11 +51,11 @@ class Exportable(Artifact, Protocol):
     layer_ids: Sequence[int]
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what its files say."""
+        """Yield the findings of its files."""
         ...
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
-        """Decode a little, and return what that says. prompts: token ids."""
+        """Decode a little, and return the findings. prompts: token ids."""
         ...
 
     def refuse(self, form: Form) -> None:
@@ -63,7 +63,7 @@ class Exportable(Artifact, Protocol):
         ...
 
     def write(self, folder: Path, form: Form, k: int, verifier: str) -> list[str]:
-        """Write it as a Hugging Face directory; return what was changed. verifier: name of the target."""
+        """Write it as a Hugging Face directory; return the changes. verifier: name of the target."""
         ...
 
     def write_gguf(self, directory: Path, file: Path, qtype: str) -> gguf.Written:
@@ -71,7 +71,7 @@ class Exportable(Artifact, Protocol):
         ...
 
     def summary(self, directory: Path, form: Form) -> str:
-        """Return its size and what it needs, for the card. directory: The output of write()."""
+        """Return its size and its needs, for the card. directory: The output of write()."""
         ...
 
     def scores(
@@ -386,7 +386,7 @@ def open_artifact(path: Path, target: Path) -> Exportable:
 
 
 def refusals(artifact: Artifact, server: ServerKind) -> list[Finding]:
-    """Return what keeps a server from running an exported draft or head."""
+    """Return the findings that keep a server from running an exported draft or head."""
     return [finding for finding in server.check(artifact) if finding.level == "error"]
 
 
@@ -398,7 +398,7 @@ def _refuse(artifact: Artifact, server: ServerKind, findings: Iterable[Finding])
 
 
 def check_files(artifact: Exportable, servers: Iterable[ServerKind]) -> Iterator[Finding]:
-    """Yield what the files say, and what each server would; nothing is computed."""
+    """Yield the findings of the files, and each server's; nothing is computed."""
     yield from artifact.findings()
     for server in servers:
         found = list(server.check(artifact))

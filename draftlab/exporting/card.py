@@ -22,7 +22,7 @@ class Card:
     name: str
     target: str
     kind: str  # draft model or EAGLE-3 head
-    summary: str  # its size, and what it needs
+    summary: str  # its size, and its needs
     commands: Sequence[str]  # commands that made the draft, in their order
     heldout: tuple[float, float] | None  # acceptance on held-out text, before and after distillation
     scores: Sequence[Score]
@@ -93,7 +93,7 @@ class History:
 
 
 def history(draft: Path) -> History:
-    """Return what the records of a draft and of its parents say; those of other versions say nothing."""
+    """Return the facts in the records of a draft and of its parents; records of other versions have none."""
     try:
         return History(commands=_commands(draft), heldout=_heldout(draft))
     except UserError:

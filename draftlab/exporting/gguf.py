@@ -78,7 +78,7 @@ class Written:
     unquantized: list[str]
 
     def lines(self) -> list[str]:
-        """Return what is to be known about the file."""
+        """Return remarks on the file."""
         lines, tokenizer = [], self.tokenizer
         if self.unquantized:
             lines.append(f"{len(self.unquantized)} matrices stay f16: their rows do not divide into blocks")

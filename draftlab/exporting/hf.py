@@ -16,7 +16,7 @@ from draftlab.training.vocabulary import resize
 
 
 def write(draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dtype: torch.dtype | None) -> list[str]:
-    """Write a draft; return what was changed, for people. vocab: number of logits. dtype: None, as stored."""
+    """Write a draft; return the changes, for people. vocab: number of logits. dtype: None, as stored."""
     changed = []
     stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:

@@ -40,7 +40,7 @@ class ChosenK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verifier:
-    """The program of a server to verify in, and what is sampled there."""
+    """The program of a server to verify in, and its sampling."""
 
     program: Path
     prompts: Prompts
@@ -132,7 +132,7 @@ def export(
 def _verify(
     artifact: Exportable, form: Form, directory: Path, written: Path, k: int, verifier: Verifier
 ) -> tuple[Prompts, verify.Verification]:
-    """Return a prompt for every turn, and what the server accepted of them.
+    """Return a prompt for every turn, and the server's accepted tokens.
 
     directory: the export as a Hugging Face directory. written: The files that the server loads.
     """
@@ -200,14 +200,14 @@ def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -
 
 
 def target_name(named: str, target: Path) -> str:
-    """Return what a script, which runs in any folder, calls the target: an absolute path, or its name on the hub."""
+    """Return the target's name in a script, which runs in any folder: an absolute path, or its name on the hub."""
     if Path(named).is_dir():
         return str(Path(named).absolute())
     return named if named.count("/") == 1 or not target.exists() else str(target.absolute())
 
 
 def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -> ChosenK:
-    """Return K as asked for, by the newest score of the draft alone, or its default; with what the score says."""
+    """Return K as asked for, by the newest score of the draft alone, or its default; with the reason."""
     scores, measured = _alone(scores), ""
     if scores:
         measured = scores[0].headline()

@@ -251,7 +251,7 @@ def required_length(prediction: Prediction, speedup: float) -> tuple[int, float]
 
 
 def verdict(prediction: Prediction) -> str:
-    """Return in words what the pair gains, what limits it, and what to change first."""
+    """Return in words the pair's gain, its limit, and the first thing to change."""
     row, gain = prediction.best, prediction.best.speedup
     opening = "Faster" if gain.low > 1 else "Slower than no draft" if gain.high < 1 else "No clear difference"
     limit = max(prediction.halved, key=lambda name: prediction.halved[name])
@@ -319,7 +319,7 @@ def _halved(costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: flo
 
 
 def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int) -> list[str]:
-    """Return what limits the prediction. widest is the number of tokens of the draft's widest pass."""
+    """Return the limits of the prediction. widest is the number of tokens of the draft's widest pass."""
     first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1
     notes = draft.beyond("prompt", first + 1, last + 1)

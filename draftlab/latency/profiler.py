@@ -127,7 +127,7 @@ def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[flo
 
 
 class RepeatLastToken(Drafter):
-    """A drafter that repeats the last token, to time what the engine does with a draft."""
+    """A drafter that repeats the last token, to time the engine's own work with a draft."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -95,7 +95,7 @@ class ScalingLaw:
         return Profile.model_validate(self.profiles[0].model_dump() | fields | points)
 
     def verdict(self) -> str:
-        """Return in words what a pass consists of, and how accurate the law is."""
+        """Return in words the parts of a pass, and the accuracy of the law."""
         a, b, c, _ = self.curve.terms
         error = np.abs(self.held_out_errors)
         overlap = "without overlap" if self.curve.overlap == 1 else f"overlapping with p = {self.curve.overlap:g}"

@@ -123,7 +123,7 @@ def profile_servers(
     repeats: int,
     output: Output,
 ) -> list[Profile]:
-    """Measure what runs, and write NAME.yaml of the target, and of the draft where a second server drafts.
+    """Measure the running servers, and write NAME.yaml of the target, and of the draft where a second server drafts.
 
     models: the target, and the draft of the second server; directories or names.
 
@@ -161,12 +161,12 @@ def profile_servers(
 
 
 def middle(context: int) -> int:
-    """Return the cached tokens in the middle of what is timed after a prompt of this length."""
+    """Return the cached tokens in the middle of the timed tokens after a prompt of this length."""
     return context + SETTLED + TOKENS // 2
 
 
 def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dict[int, float]:
-    """Return what a draft's pass costs of the target's by batch size, from the times of whole steps of K tokens.
+    """Return the share of a draft's pass in the target's by batch size, from the times of whole steps of K tokens.
 
     Raises:
         UserError: a step takes no longer than the target's own pass over the same number of tokens.

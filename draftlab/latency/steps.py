@@ -177,7 +177,7 @@ def plain_ms(costs: StepCosts, work: Workload) -> np.ndarray:
 
 
 def steps(work: Workload, k: int) -> Steps:
-    """Return where steps start, and what the steps before them accepted."""
+    """Return the starts of steps, and the tokens accepted by the steps before them."""
     chances = work.texts.chances
     inside = np.arange(chances.shape[1]) < work.texts.lengths[:, None]
     drafted = np.minimum(k, work.texts.room()) * inside

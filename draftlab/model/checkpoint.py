@@ -563,7 +563,7 @@ def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
 
 
 def check_quantizer(directory: Path, config: dict[str, object]) -> None:
-    """Raises UserError: what transformers lacks to load quantised weights on a GPU, as a library."""
+    """Raises UserError: transformers lacks a library to load quantised weights on a GPU."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     with reading(f"{directory} is quantised ({quantization_method(config)}) and cannot be loaded"):

@@ -135,7 +135,7 @@ def draft_chain(logits: Tensor, uniform: Tensor, choose: Sampler, following: Cal
 def feed(
     model: Decoder, cache: KVCache, texts: Sequence[Sequence[int]], known: int | None = None, last: int = 1
 ) -> Tensor:
-    """Append to the cache what it lacks of each text, at least its last tokens; return their logits, [B, last, V].
+    """Append the missing tokens of each text to the cache, at least its last tokens; return their logits, [B, last, V].
 
     Cached tokens beyond a text are dropped. Every row feeds the largest number of missing tokens: the end of
     their text once more, then padding, which the next pass overwrites. known: larger ids are fed as known - 1.

@@ -46,7 +46,7 @@ class EagleLlama(Llama):
             self.head_ids = head.ids
 
     def combine(self, layer_states: Tensor) -> Tensor:
-        """Return what the layer reads of the target's states, [..., A E] -> [..., D]."""
+        """Return the layer's input from the target's states, [..., A E] -> [..., D]."""
         if self.fc_norms:
             parts = layer_states.split([len(weight) for weight in self.fc_norms], -1)
             normed = [rms_norm(part, weight, self.eps) for part, weight in zip(parts, self.fc_norms, strict=True)]

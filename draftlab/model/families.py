@@ -81,7 +81,7 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
 
 
 def unbounded(source: Shape) -> Shape:
-    """Return a shape of the same proportions, so large that it does not limit what is cut from it."""
+    """Return a shape of the same proportions, so large that it does not limit cuts."""
     sizes = {name: UNBOUNDED * getattr(source, name) for name in ("hidden", "heads", "kv_heads", "ffn")}
     return source.model_copy(update=sizes | {"layers": 1024})
 

@@ -204,7 +204,7 @@ class HFDecoder(Decoder):
         return self._run(ids, cache, last, tree, masked=True)
 
     def _run(self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None, masked: bool = False) -> Tensor:
-        """Run a pass and note what its slots hold. masked: with positions and a mask of its own."""
+        """Run a pass and note the content of its slots. masked: with positions and a mask of its own."""
         used, steps = torch.tensor(cache.used).unsqueeze(1), torch.arange(ids.shape[1])
         layout = self._layout(cache, used, ids.shape[1], tree) if masked else {}
         run: Any = self.model
@@ -238,7 +238,7 @@ class HFDecoder(Decoder):
         return {"position_ids": at.to(self.device), "attention_mask": mask}
 
     def _added(self, seen: Tensor) -> Tensor:
-        """Return what is added to attention scores, [B, 1, T, S + T]."""
+        """Return the addend of attention scores, [B, 1, T, S + T]."""
         mask = torch.zeros(seen.shape, dtype=self.model.dtype)
         return mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1).to(self.device)
 

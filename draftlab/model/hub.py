@@ -229,7 +229,7 @@ def locate_tokenizer(name: str) -> Path:
 
 
 def check_whole(name: str, weights: bool) -> None:
-    """Refuse what is no local checkpoint of a whole model; those of the hub are looked up later.
+    """Refuse anything but a local checkpoint of a whole model; those of the hub are looked up later.
 
     weights: the files of weights must be here.
 

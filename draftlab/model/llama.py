@@ -275,7 +275,7 @@ class Llama(Decoder):
         return AttentionMetadata(cos, sin, mask, (rows, slice(None), used + steps), end, folded)
 
     def _folded_mask(self, attended: Tensor) -> Tensor:
-        """Return what is added to the scores of folded heads, [B, 1, G T, S]; made once for all layers."""
+        """Return the addend of the scores of folded heads, [B, 1, G T, S]; made once for all layers."""
         bias = torch.zeros(attended.shape, dtype=self.embed.dtype, device=attended.device)
         return bias.masked_fill_(~attended, -torch.inf).repeat(1, 1, self.shape.heads // self.shape.kv_heads, 1)
 

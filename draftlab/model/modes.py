@@ -93,7 +93,7 @@ def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama
 def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
     """Return the model in mode native on a CPU, or as it is, with a note where that cannot run.
 
-    purpose: what the note says is done instead in mode eager, as "evaluating".
+    purpose: The work in mode eager, for the note, as "evaluating".
     """
     if not isinstance(model, llama.Llama) or model.device.type != "cpu" or dtype == torch.float16:
         return model

@@ -31,7 +31,7 @@ class Packed:
     offset: Tensor  # [N] from 1 on
 
     def tree(self) -> Tree:
-        """Return the structure of one row for Llama.forward, relative to what is cached."""
+        """Return the structure of one row for Llama.forward, relative to the cached tokens."""
         return Tree(self.positions[0], self.mask[0])
 
 

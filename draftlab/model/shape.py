@@ -1,4 +1,4 @@
-"""Shapes of LLaMA-like models, by a table of the axes of their weights, and what they cost. No torch.
+"""Shapes of LLaMA-like models, by a table of the axes of their weights, and their costs. No torch.
 
 Axes: vocab; hidden (the residual stream); q = heads x head_dim; kv = kv_heads x head_dim; head_dim; ffn.
 """
@@ -100,7 +100,7 @@ class Shape(BaseModel):
     qk_norm: bool = False
     qk_layernorm: bool = False  # q/k norms after the rotation, under another name (Hunyuan)
     whole_qk_norm: bool = False  # q/k norms over all heads at once (OLMo 2)
-    norm_after: bool = False  # norms of what attention and MLP add, in place of those of what they read (OLMo 2)
+    norm_after: bool = False  # norms of the outputs of attention and MLP, in place of norms of their inputs (OLMo 2)
     draft_vocab: PositiveInt | None = None  # rows of the head that are computed; None: all
 
     @property

@@ -87,7 +87,7 @@ def check_files(draft: Path, target: Path) -> None:
 def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: int) -> str | None:
     """Return which of the target's ids below size is another token in the draft, None if none is.
 
-    What the draft's tokenizer adds where the target has padding is never accepted.
+    Tokens of the draft's tokenizer where the target has padding are never accepted.
     """
     drafts, targets = ({i: token for token, i in vocab.items()} for vocab in (draft, target))
     first = next((i for i in sorted(targets) if i < size and drafts.get(i) != targets[i]), None)

@@ -156,7 +156,7 @@ class Score(FileModel):
     equal_texts: float | None = Field(ge=0, le=1)  # share of texts, over all K, that equal plain's; None when sampling
     distinct_4grams: float = Field(ge=0, le=1)  # share, in the target's output; low in a loop, which drafts predict
     example: dict[str, Any] | None = None  # older files have it; nothing writes it
-    learnt: str | None = None  # a drafter with what it learnt when it was built, as --drafter takes it
+    learnt: str | None = None  # a drafter with the options that it learnt when it was built, as --drafter takes it
     learnt_prompts: int = Field(default=0, ge=0)  # prompts whose answers the draft learnt from
     made: list[Stage] | None = None  # commands that made the draft; []: nothing to make; None: not known
     command: str
@@ -207,7 +207,7 @@ class Score(FileModel):
 
     @property
     def baseline_weights(self) -> str:
-        """The weights with which the target alone answers requests fastest: what a speed-up is over."""
+        """The weights with which the target alone answers requests fastest: the base of a speed-up."""
         speeds = self.plain_tps
         return max(speeds, key=lambda weights: speeds[weights])
 
@@ -427,7 +427,7 @@ class Score(FileModel):
         return f"{changed}{opening}: {gain.as_speedup()} in whole requests at K = {self.best_k}{over}"
 
     def verdict(self) -> str:
-        """Return in words what the draft gains, and what limits it most."""
+        """Return in words the draft's gain, and its strongest limit."""
         k, said = self.best_k, [f"{self.headline()}."]
         tpot, implied = self.best_k_tpot_speedup, self.implied_speedup(k)
         if tpot is not None:

@@ -120,12 +120,12 @@ class Comparison:
 
     @property
     def context(self) -> int:
-        """Return the cached tokens in the middle of what is decoded."""
+        """Return the cached tokens in the middle of decoding."""
         requests = self.requests
         return int(median(len(p.ids) for p in requests.prompts.rows)) + requests.sampling.max_tokens // 2
 
     def made(self, name: str) -> list[Stage] | None:
-        """Return the commands that made a draft, or what a drafter reads; [] if it reads nothing, None if not known."""
+        """Return the commands that made a draft, or a drafter's inputs; [] if it reads nothing, None if not known."""
         known = [lineage(path, self.target) for path in self._paths(name)]
         stages: dict[Path, Stage] = {}
         for made in known:
@@ -147,7 +147,7 @@ class Comparison:
         return [self.drafts[name]] if spec is None else spec.paths(self.default_draft)
 
     def facts(self) -> Mapping[str, object]:
-        """Return what a dry run shows."""
+        """Return the facts of a dry run."""
         ways = 1 + self.engine.int8 + (len(self.drafts) + len(self.drafters)) * len(self.ks)
         texts = self.requests.prompts.requests * self.requests.repeats * ways * len(self.batches)
         read = {spec.name: spec.paths(self.default_draft) for spec in self.drafters}

@@ -222,7 +222,7 @@ def _number(value: object) -> float | None:
 
 @contextlib.contextmanager
 def _running(label: str, *, secret: str = "", shown: str = "", hint: str = "") -> Iterator[None]:
-    """Keep lm-eval quiet, and raise what goes wrong as a UserError, with shown in place of secret."""
+    """Keep lm-eval quiet, and raise its errors as a UserError, with shown in place of secret."""
     before = logging.root.manager.disable
     with heartbeat(label):
         logging.disable(logging.WARNING)

@@ -77,7 +77,7 @@ class ServedComparison:
         return json.loads(json.dumps(self.requests.conditions()))
 
     def facts(self) -> Mapping[str, object]:
-        """Return what a dry run shows."""
+        """Return the facts of a dry run."""
         count = len(self.servers) * self.requests.repeats * self.requests.prompts.requests
         return {
             "servers": "; ".join(server.describe() for server in self.servers.values()),

@@ -1,4 +1,4 @@
-"""From a target to a served draft: the steps of a plan in order, each sized by what the steps before it measured.
+"""From a target to a served draft: the steps of a plan in order, each sized by the measurements of the steps before it.
 
 All decisions are functions of the plan and of the records of steps, so that a killed run decides the same again.
 """

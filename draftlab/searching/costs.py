@@ -139,6 +139,6 @@ def measure_machine(size: Shape | ApproximateSize, device: torch.device, dtype: 
 
 
 def guessed_draft(size: Shape | ApproximateSize) -> Shape:
-    """Return a shape of a sixth of the target's layers: what a plan counts with before the search."""
+    """Return a shape of a sixth of the target's layers: a plan counts with it before the search."""
     assert isinstance(size, Shape)
     return resolve(size, layers=max(1, size.layers // 6))

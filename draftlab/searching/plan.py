@@ -1,7 +1,7 @@
-"""The plan of auto: what fits the time on this machine, as data, before anything runs.
+"""The plan of auto: the work that fits the time on this machine, as data, before anything runs.
 
 Times are estimates from the machine's matrix products and memory bandwidth. While a plan runs, each step gets its share
-of the time that is left, and its size follows from what the steps before it measured.
+of the time that is left, and its size follows from the measurements of the steps before it.
 """
 
 import math
@@ -41,7 +41,7 @@ LABELS = {  # kinds of candidates in words, with the searched shape
 SERVED = {"draft": "model", "parallel": "parallel", "eagle": "eagle", "prompt-lookup": "prompt-lookup"}  # drafters
 CUT = ("draft", "parallel", "trimmed", "fallback")  # candidates that are cut from the target
 HEADS = ("eagle", "fallback-eagle")
-STEPS = {  # share of the time, commands, and what is done
+STEPS = {  # share of the time, commands, and purpose
     "texts": (0.03, "outputs build", "the target's answers to the prompts to choose by, to replay drafts on"),
     "answers": (0.22, "outputs build", "what drafts learn from: the target's answers, or text with its probabilities"),
     "search": (0.24, "search", "a latency law of this machine; shapes are cut, distilled, replayed and measured"),
@@ -172,7 +172,7 @@ def streams(numbers: Sequence[int]) -> str:
 
 
 def make_plan(request: Request, machine: Machine, minutes: float, settings: dict[str, Any]) -> Plan:
-    """Return what fits the time on a machine.
+    """Return the work that fits the time on a machine.
 
     Raises:
         UserError: The target cannot be used, memory is too small, or the minutes are too few for anything.

@@ -54,7 +54,7 @@ REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a search tries.
+    """The candidates of a search.
 
     Args:
         offsets: Tokens that a draft learns to draft in one pass.

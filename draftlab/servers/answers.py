@@ -1,4 +1,4 @@
-"""Answers of servers in token ids, checked to be what was asked for. No torch.
+"""Answers of servers in token ids, checked against the request. No torch.
 
 n tokens, k top tokens. An answer that lacks something raises KeyError, TypeError and the like.
 """

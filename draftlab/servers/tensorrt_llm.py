@@ -1,4 +1,4 @@
-"""TensorRT-LLM 1.4: what it loads, and a script written after its source."""
+"""TensorRT-LLM 1.4: the drafts that it loads, and a script written after its source."""
 
 import shlex
 from collections.abc import Iterator

@@ -56,7 +56,7 @@ class PromptFile:
         )  # fmt: skip
 
     def describe(self) -> str:
-        """Return what the target answers, for a plan. Raises UserError: The errors of file_prompts."""
+        """Return the target's task in words, for a plan. Raises UserError: The errors of file_prompts."""
         return f"the target's answers to {len(self.prompts().rows)} prompts of {self.file}"
 
     def store(self) -> Path:

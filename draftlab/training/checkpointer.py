@@ -146,7 +146,7 @@ class Training:
         self.accelerator.wait_for_everyone()
 
     def restore(self, state: Path) -> TrainingCheckpoint | None:
-        """Load the newest checkpoint into what was prepared, and return it; None if there is none.
+        """Load the newest checkpoint into the prepared objects, and return it; None if there is none.
 
         Raises:
             UserError: it is damaged, of another run, or of another version of draftlab or torch.
@@ -170,7 +170,7 @@ class Training:
         return checkpoint
 
     def _content(self, step: int, ended: bool) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the files of accelerate."""
+        """Return the content of a checkpoint besides the files of accelerate."""
         content = {"step": step, "ended": ended, "counters": [counter.state_dict() for counter in self.counters]}
         if ended:
             return content

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO and FSDP under accelerate: their configuration, and what they cannot train."""
+"""DeepSpeed's ZeRO and FSDP under accelerate: their configuration, and their limits."""
 
 from typing import Any
 

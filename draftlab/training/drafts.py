@@ -49,7 +49,7 @@ class OpenDraft:
     vocab: int | None
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the best weights in the dtype of like; return what the record says of them."""
+        """Write the best weights in the dtype of like; return the notes of the record."""
         trained, dtype = checkpointer.best_weights(state, "student"), checkpoint.stored_dtype(self.like)
         whole = merged_weights(self.like, self.lora_rank, trained) if self.lora_rank else trained
         config = checkpoint.read_config(self.like) | (self.offsets.config if self.offsets else {})

@@ -46,7 +46,7 @@ class OpenHead:
     k: int
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the head of the best evaluation in SpecForge's layout; return what the record says of it."""
+        """Write the head of the best evaluation in SpecForge's layout; return the notes of the record."""
         student, dtype = self.module, checkpoint.stored_dtype(self.target)
         student.load_state_dict(best_weights(state, "student"))
         weights = {name: weight.to(dtype) for name, weight in student.weights().items()}
@@ -69,7 +69,7 @@ def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
 
 
 def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
-    """Return the head and what its training costs here, for people. No weights are read."""
+    """Return the head and the costs of its training here, for people. No weights are read."""
     assert job.target is not None  # a head reads its states
     dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
     head, size = head_of(spec, job), read_size(job.target)
@@ -116,7 +116,7 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
 
 
 def _texts(job: Distillation, target: Path, chain: int, state: Path) -> tuple[Batches, HeldOut]:
-    """Return text to train on and held-out text: stored, data, or what the target continues data with."""
+    """Return text to train on and held-out text: stored, data, or the target's continuations of data."""
     text, loop = job.text, job.loop
     if job.outputs is not None:
         stored, heldout = open_texts(

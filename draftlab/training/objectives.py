@@ -1,4 +1,4 @@
-"""Objectives of training: a student with its loss, and what is trained along with it.
+"""Objectives of training: a student with its loss, and modules that are trained with it.
 
 B rows, T predicted tokens per row, N of them that count.
 """

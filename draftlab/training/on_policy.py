@@ -1,4 +1,4 @@
-"""Text to train on besides the data: what the target generates, and what the draft generates itself (on-policy).
+"""Text to train on besides the data: text of the target, and text of the draft itself (on-policy).
 
 N rows, P prompt tokens, G generated tokens. Text is tokens: no gradient goes through sampling.
 """
@@ -92,7 +92,7 @@ def _in_all_processes(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedRows:
-    """Prompts and what a model generated after them, ids [N, P + G], of which the first lengths [N] of the G count."""
+    """Prompts and a model's text after them, ids [N, P + G], of which the first lengths [N] of the G count."""
 
     ids: np.ndarray
     lengths: np.ndarray

@@ -52,7 +52,7 @@ class OutputHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel, vocab: int) -> "OutputHead":
-        """Run a few tokens through the model to see what it is."""
+        """Run a few tokens through the model to see its kind."""
         head = _head(model)
         weight = head.get_parameter("weight")
         if weight.is_meta or isinstance(weight, DTensor):

@@ -1,4 +1,4 @@
-"""Text to train on: of sources, and what the target or the draft writes.
+"""Text to train on: of sources, and text of the target or the draft.
 
 N rows, P prompt tokens, G generated tokens.
 """
@@ -165,7 +165,7 @@ def target_text(text: TrainingText, data: Batches, author: Author, state: Path) 
 
 
 def continued(prompts: np.ndarray, text: TrainingText, author: Author, file: Path, purpose: str) -> GeneratedRows:
-    """Return prompts [N, P] with what the target writes after them, up to the length of a row; made once, in a file.
+    """Return prompts [N, P] with the target's text after them, up to the length of a row; made once, in a file.
 
     purpose: completes "text to ..." for the bar of progress.
     """

@@ -242,7 +242,7 @@ class Trainer:
     def _packed(self, batch: Batch, draw: int) -> Batch:
         """Pack short sequences together, unless the student or the teacher wants a text in every row.
 
-        draw: number that decides, with the seed, what a parallel draft predicts.
+        draw: Number that decides, with the seed, the offsets that a parallel draft predicts.
         """
         batch = batch.packed() if self.packs else batch
         return batch if self.setup.offsets is None else self.setup.offsets.drawn(batch, draw)

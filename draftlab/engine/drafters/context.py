@@ -67,7 +67,7 @@ class DrafterContext:
         learnt: str | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> DrafterRun:
-        """Return a drafter with what the run needs to know of it. ks: Default: the run's."""
+        """Return a drafter with the facts that the run needs. ks: Default: the run's."""
         return DrafterRun(
             drafter=drafter, model=model, ks=self.ks if ks is None else ks, learnt=learnt, facts=facts or {}
         )

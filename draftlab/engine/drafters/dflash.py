@@ -1,4 +1,4 @@
-"""Drafting with a DFlash head: what the target has read is projected once, and one pass drafts all tokens.
+"""Drafting with a DFlash head: states of read tokens are projected once, and one pass drafts all tokens.
 
 B rows, T tokens, K drafted tokens, V vocab. In a text of n tokens the target has read n - 1, whose states are the
 context; the last token begins the block. Each token is drawn from its own q, which does not depend on the other tokens

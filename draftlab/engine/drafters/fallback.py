@@ -15,7 +15,7 @@ from draftlab.sampling import SamplingParams
 
 
 class FallbackDrafter(Drafter):
-    """Proposes what the first drafter proposes, and where it has no draft what the second does.
+    """Proposes the first drafter's draft, or the second drafter's if the first has none.
 
     second_tokens: most that the second drafts, for its tokens cost more and are right less often than long copies.
     """

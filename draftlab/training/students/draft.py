@@ -21,7 +21,7 @@ class DraftSpec(StudentSpec):
         return f"distill-{hub.checkpoint_name(draft).removeprefix('prune-')}"
 
     def offsets(self, job: "Distillation") -> "Offsets | None":
-        """Return what a parallel draft learns to predict; None: it learns the next token."""
+        """Return the offsets that a parallel draft learns to predict; None: it learns the next token."""
         return None
 
     def facts(self, job: "Distillation") -> Mapping[str, object]:

@@ -53,7 +53,7 @@ class Record(FileModel):
 class CurvePoint(FileModel, extra="ignore"):
     """A point of a training curve: the mean of some steps up to this step, or an evaluation on held-out text.
 
-    loss: In nats per token. acceptance: Per token of held-out text, None without a target.
+    loss: Nats per token. acceptance: Per token of held-out text, None without a target.
     """
 
     step: int = Field(ge=0, le=10**12)

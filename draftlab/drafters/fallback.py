@@ -20,7 +20,7 @@ class GateSpec(DrafterSpec):
     """Prompt lookup before another drafter, which drafts where no match is long enough.
 
     min_match: tokens of a match, where its n-gram occurred once before, several times followed by the same token, or by
-    different tokens. draft_tokens: most tokens that the other drafter drafts; None: the number that is copied.
+    different tokens. draft_tokens: Limit of the other drafter's tokens; None: the number that is copied.
     """
 
     min_match: Annotated[list[int], split_at("x")] = Field([1, 1, 1])

@@ -36,7 +36,7 @@ class Batching:
     """Batching of prompts.
 
     vocab: ids from there on are padding and never sampled.
-    batch_size: most prompts per pass; memory, in GB for logits and KV cache, may lower it.
+    batch_size: Limit of prompts per pass; memory, in GB for logits and KV cache, may lower it.
     unfinished: returns, for the unfinished texts of a batch, those of all processes that pass together.
     """
 

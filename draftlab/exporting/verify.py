@@ -54,7 +54,7 @@ Count = Callable[[TargetTexts], Counts]
 class Verification:
     """Acceptance length in draftlab, with a 95 % interval over texts, and in the server.
 
-    by_method: in draftlab, by how the draft samples; greedy alone at temperature 0.
+    by_method: Lengths in draftlab, by the draft's way to sample; greedy alone at temperature 0.
     """
 
     runtime: str
@@ -123,7 +123,7 @@ def counts_of(
 def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndarray:
     """Return tokens and expected steps of each text, [R, 2], where each drafts k tokens; the prefill gives the first.
 
-    chances: that each token is accepted, [n] or [n, K] by the age of the step.
+    chances: Chances that each token is accepted, [n] or [n, K] by the age of the step.
     """
     lengths = np.array(texts.tokens) - 1
     counts = expected.chain(expected.texts_of([row[1:] for row in chances], lengths + texts.k), texts.k)
@@ -161,7 +161,7 @@ def verify(
 ) -> Verification:
     """Start the server with target and draft, read its counters, and compare them with draftlab's.
 
-    count: See counts_of. ends: the target's end-of-text tokens. method: how the draft proposes above temperature 0.
+    count: See counts_of. ends: the target's end-of-text tokens. method: The draft's proposals above temperature 0.
 
     Raises:
         UserError: the server does not start, or has another acceptance.

@@ -134,7 +134,7 @@ def predict_draft(
         prompts: Lengths of prompts; None stands for the texts' own prompts.
 
     Raises:
-        UserError: As predict; or the acceptance is that of another kind of draft.
+        UserError: The errors of predict, or the acceptance is that of another kind of draft.
     """
     work = _drafted_by(draft, acceptance)
     works = {prompt: work if prompt is None else work.with_prompt_tokens(prompt) for prompt in prompts}

@@ -46,8 +46,8 @@ class Passes:
     Args:
         contexts: Cached tokens, ascending by 1, [C].
         steady: Pass over one token after many passes of the same model, [C].
-        warmup: What the first N passes over one token after the target's take beyond steady, [N, C].
-        k: Most tokens that a step drafts.
+        warmup: Time that the first N one-token passes after the target's take beyond steady, [N, C].
+        k: Limit of a step's drafted tokens.
         lag: Tokens by which the drafter's cache is shorter than the target's.
         server: Server whose steps they are; None stands for draftlab's engine.
         by_width: Forward passes that were asked for.

@@ -1,4 +1,4 @@
-"""Decoders: what decoding needs of a model, provided by llama.py where possible, else by transformers.
+"""Decoders, the interface of models for decoding, provided by llama.py where possible, else by transformers.
 
 B rows, T new tokens, K drafted tokens, V vocab.
 """
@@ -99,7 +99,7 @@ class Decoder(Protocol):
     def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Append ids [B, T] to the cache; return logits [B, T, V], or those of the last tokens, [B, last, V].
 
-        tree: which of the T tokens follow which; by default each follows the one before.
+        tree: Parents of the T tokens; by default each token follows the token before.
         """
         ...
 

@@ -204,7 +204,7 @@ class HFDecoder(Decoder):
         return self._run(ids, cache, last, tree, masked=True)
 
     def _run(self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None, masked: bool = False) -> Tensor:
-        """Run a pass and note the content of its slots. masked: with positions and a mask of its own."""
+        """Run a pass and note the content of its slots. masked: Whether it has positions and a mask of its own."""
         used, steps = torch.tensor(cache.used).unsqueeze(1), torch.arange(ids.shape[1])
         layout = self._layout(cache, used, ids.shape[1], tree) if masked else {}
         run: Any = self.model

@@ -77,7 +77,7 @@ def resolve_mode(
 
 
 def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
-    """Return the model with passes that run in a mode. int8: with weights rounded to int8, in mode native.
+    """Return the model with passes that run in a mode. int8: Weights are rounded to int8, in mode native.
 
     Raises:
         UserError: the mode does not run on this device or with this dtype, or int8 in another mode.

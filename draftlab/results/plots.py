@@ -66,7 +66,7 @@ PHASE_MARKS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One plot of a figure. series: points by name. lines: by the same names; by default through the points.
+    """One plot of a figure. series: points by name. lines: Lines by the same names; by default through the points.
 
     names: Names of x = 0, 1, ..., if x is no number. bottom: Start of y.
     """

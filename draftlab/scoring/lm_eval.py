@@ -137,7 +137,7 @@ def load_tasks(
     include_path: Path | None = None,
     seed: int = 0,
 ) -> Tasks:
-    """Load the data of every task, before any model is loaded. names: of tasks, groups and tags, or YAML files.
+    """Load the data of every task, before any model is loaded. names: Names of tasks, groups and tags, or YAML files.
 
     Raises:
         UserError: no such task, data that cannot be had, a kind of task that cannot run here, or --num-fewshot for a

@@ -27,7 +27,7 @@ from draftlab.training.texts import Hardware
 class PromptFile:
     """Prompts that the target answers, and whose answers are trained on.
 
-    name: of the target, as the user typed it. of_data: the file is the data, whose held-out conversations are left
+    name: Name of the target, as the user typed it. of_data: the file is the data, whose held-out conversations are left
     out: `score` takes its prompts from those.
     """
 

@@ -34,7 +34,7 @@ PATIENCE = timedelta(days=1)  # time that a process waits while another writes t
 def process_state(device: torch.device | None = None) -> PartialState:
     """Return accelerate's state of the processes of this run, set to CPUs where there is nothing else.
 
-    device: where a run in one process trains, if this is the first call; None leaves it to accelerate.
+    device: Device of a run in one process, if this is the first call; None leaves it to accelerate.
     """
     forced = parse_flag_from_env("ACCELERATE_USE_CPU") or (device is not None and device.type == "cpu")
     if device is not None and device.type == "cuda" and device.index is not None and processes() == 1:

@@ -34,8 +34,8 @@ LARGE = 8.0  # times the median norm: states that sum up the text before, as a f
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """states: at positions i, [N, A E]. embedded: the tokens at i + 1, [N, E]. now, after: what the target's output
-    layer reads at i and i + 1, [N, E].
+    """states: at positions i, [N, A E]. embedded: the tokens at i + 1, [N, E]. now, after: Inputs of the target's
+    output layer at i and i + 1, [N, E].
     """
 
     states: Tensor

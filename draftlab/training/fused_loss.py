@@ -36,7 +36,7 @@ SLICE = 512  # rows of the head's gradient that a CPU adds to at once where it i
 class Dense:
     """Whole distributions: hidden [N, D] and head [V, D]; or logits [N, V] and no head.
 
-    rows: where several tokens have one distribution, the row of each token in hidden, ascending, [tokens].
+    rows: If several tokens have one distribution, the row of each token in hidden, ascending, [tokens].
     log_total: log-normalisers [N] at the loss's temperature, where these are the teacher's logits of the S ids of a
     trimmed student alone.
     """

@@ -40,7 +40,7 @@ class ListingTeacher(Protocol):
 class OutputHead:
     """The head of a model, which makes its logits.
 
-    plain: as the product of its head and the last hidden states, so that it may be taken in parts. Models that scale or
+    plain: The product of its head and the last hidden states, so that it may be taken in parts. Models that scale or
     cap their logits give whole logits instead, and so do models whose head lies on disk or in other processes. vocab:
     the first logits count, others are padding; of a trimmed head those of its ids count. takes_packed: the model keeps
     the sequences of a row apart by their positions.
@@ -74,7 +74,7 @@ class OutputHead:
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states [N, D] and head [V, D], or logits [N, V] and None, at the counted positions of ids.
 
-        positions: of the tokens in their sequences, [B, T], where rows hold several. attention_mask: of other than
+        positions: Positions of tokens in their sequences, [B, T], if rows hold several. attention_mask: of other than
         causal attention, [B, 1, T, T].
         """
         trimmed = trimmed_head_of(model)

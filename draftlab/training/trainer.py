@@ -84,7 +84,7 @@ class StepRecord:
 class EvalRecord:
     """Held-out means over tokens, teacher-forced. agreement: share of tokens with the same argmax.
 
-    acceptance and agreement are None without a teacher. slack: by how much acceptance may be higher, where only the
+    acceptance and agreement are None without a teacher. slack: Acceptance that may be added, where only the
     most probable tokens are stored. mean_acceptance_length: tokens per target pass at K = 4, None if not measured.
     offsets: acceptance of each offset of a parallel draft; loss is over all of them, the others are of the first.
     """
@@ -248,7 +248,7 @@ class Trainer:
         return batch if self.setup.offsets is None else self.setup.offsets.drawn(batch, draw)
 
     def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:
-        """Return the sums of DistillStep over all parts, [6]. tokens: of the whole step, in all processes."""
+        """Return the sums of DistillStep over all parts, [6]. tokens: Tokens of the whole step, in all processes."""
         totals, accelerator = torch.zeros(6, dtype=torch.float64), self.accelerator
         for number, part in enumerate(parts, 1):
             accelerator.sync_gradients = number == len(parts)  # DeepSpeed clips and steps in that backward pass

@@ -110,7 +110,7 @@ MATCH_KINDS: tuple[MatchKind, ...] = ("once", "agree", "differ")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest n-gram at the end of a text that it has before, too. start: of what followed it most recently.
+    """The longest n-gram at the end of a text that it has before, too. start: Position after its latest occurrence.
 
     kind: it occurred once before, several times followed by the same token, or by different tokens.
     """

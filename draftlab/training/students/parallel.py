@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ParallelStudent(DraftSpec):
     """tokens: K. token: id of the mask token; by default an id that no text has.
 
-    share: of the positions that predict an offset, those that predict the next one, too. floor: the least share of all
+    share: Share of an offset's positions that predict the next offset, too. floor: the least share of all
     positions that predict an offset. Both are PARD's.
     """
 

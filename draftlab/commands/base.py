@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rich.console import Console
 
@@ -18,6 +18,9 @@ from draftlab.errors import EXTRAS, MissingExtra, UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
 from draftlab.trust import remote_code
+
+if TYPE_CHECKING:
+    import torch
 
 Value = TypeVar("Value")
 Result = TypeVar("Result", covariant=True)
@@ -173,23 +176,34 @@ def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
     shown, minutes = dict(facts), {}
     flops, read_bytes = shown.pop("flops", 0), shown.pop("bytes", 0)
     if flops or read_bytes:
-        device, flops_per_second, bytes_per_second = _machine(getattr(output.config, "device", "auto"))
-        seconds = MODEL_SECONDS * flops / flops_per_second + read_bytes / bytes_per_second
+        from draftlab.model.checkpoint import resolve_device
+
+        device = resolve_device(getattr(output.config, "device", "auto"))
+        seconds = MODEL_SECONDS * flops / _flops_per_second(device) if flops else 0.0
+        seconds += read_bytes / _bytes_per_second(device) if read_bytes else 0.0
         minutes = {"minutes": seconds / 60}
-        shown["time"] = f"about {minutes['minutes']:.2g} min on this {device}"
+        kind = device.type.upper().replace("CUDA", "GPU")
+        shown["time"] = f"about {minutes['minutes']:.2g} min on this {kind}"
     lines = [f"{name}: {value}" for name, value in shown.items()]
     data = {"out": str(output.out), **shown, **minutes}
     return Outcome(path=None, show=[*lines, f"would write {output.out}"], data=data, next=output.command_line)
 
 
 @functools.cache
-def _machine(name: str) -> tuple[str, float, float]:
-    """Return the kind of a device, and the operations and the bytes per second of large products, timed in a second."""
+def _flops_per_second(device: "torch.device") -> float:
+    """Return the rate of one large product, timed in less than a second."""
     import torch
 
-    from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
-    from draftlab.model.checkpoint import resolve_device
+    from draftlab.engine.timing import matmul_tflops
 
-    device = resolve_device(name)
-    bandwidth = 1e9 * bandwidth_gbs(LARGE_WEIGHTS, torch.float32, device)
-    return device.type.upper().replace("CUDA", "GPU"), 1e12 * matmul_tflops(torch.float32, device), bandwidth
+    return 1e12 * matmul_tflops(torch.float32, device)
+
+
+@functools.cache
+def _bytes_per_second(device: "torch.device") -> float:
+    """Return the rate of a product that is bound by memory, timed in less than a second."""
+    import torch
+
+    from draftlab.engine.timing import bandwidth_gbs
+
+    return 1e9 * bandwidth_gbs(LARGE_WEIGHTS, torch.float32, device)

@@ -14,7 +14,6 @@ from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.model.hf_files import read_config
 from draftlab.output import Output
-from draftlab.results.warnings import FEW_PROMPTS
 from draftlab.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -121,8 +120,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
     Raises:
         UserError: A source cannot be read or has no training text.
     """
-    sources = [part.partition("=")[0] for part in space.data.split(",")]
-    sources = [source for source in sources if Path(source).exists() and source not in hub.BUILT_IN_TEXT]
+    sources = [name for name in hub.source_names(space.data) if Path(name).exists() and name not in hub.BUILT_IN_TEXT]
     target = hub.local(space.target) if sources else None
     if target is None:
         return {}
@@ -156,6 +154,8 @@ def init(written: NewWorkspace) -> Outcome:
 
 def _size_lines(source: str, size: "SourceSize") -> list[str]:
     """Return the size of a source, and its uses in the commands after init."""
+    from draftlab.results.warnings import FEW_PROMPTS
+
     whole, train, heldout = size.whole, size.train, size.heldout
     kind = f"{whole.rows:,} texts"
     if whole.conversations:

@@ -144,28 +144,27 @@ CHAT_RULES = (
 )
 
 
-def newest_output(*commands: str) -> Path:
+def newest_output(*commands: str, ready: bool = False) -> Path:
     """Return the newest output of these commands under the workspace's runs.
+
+    Args:
+        ready: Whether the workspace's ready draft stands in where there is no output.
 
     Raises:
         UserError: there is none.
     """
-    runs = workspace.load().runs
-    path = workspace.newest(runs, commands)
+    space = workspace.load()
+    path = workspace.newest(space.runs, commands)
+    if path is None and ready and space.draft is not None:
+        path = Path(space.draft)
     if path is None:
-        raise UserError(f"no draft in {runs}; run draftlab {commands[-1]} first, or name one")
+        raise UserError(f"no draft in {space.runs}; run draftlab {commands[-1]} first, or name one")
     return path
 
 
 def newest_draft() -> Path:
     """Return the newest draft under the workspace's runs, or the workspace's ready draft. Raises UserError: none."""
-    ready = workspace.load().draft
-    try:
-        return newest_output("distill", "prune")
-    except UserError:
-        if ready is None:
-            raise
-        return Path(ready)
+    return newest_output("distill", "prune", ready=True)
 
 
 class CheckpointSettings(BaseModel):

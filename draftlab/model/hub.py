@@ -127,11 +127,16 @@ def check_data(mixture: str) -> str:
 
 def check_local_data(mixture: str) -> list[str]:
     """Return the parts of a mixture that are on the hub. Raises UserError: another one cannot be read here."""
-    names = [part.strip().partition("=")[0] for part in mixture.split(",")]
+    names = source_names(mixture)
     for name in names:
         if name not in (*BUILT_IN_TEXT, "") and not name.startswith("hf:"):
             check_local_text(name)
     return [name for name in names if name.startswith("hf:")]
+
+
+def source_names(mixture: str) -> list[str]:
+    """Return the names in SOURCE=WEIGHT,SOURCE=WEIGHT; the weights are not checked."""
+    return [part.strip().partition("=")[0] for part in mixture.split(",")]
 
 
 def check_local_text(source: str) -> None:

@@ -132,14 +132,23 @@ class Comparison:
             stages |= made
         return list(stages.values()) if all(known) else None
 
-    def learnt_prompts(self, name: str) -> int:
-        """Return the number of prompts that are in stores of target outputs from which a draft or drafter learnt."""
-        learnt: set[tuple[int, ...]] = set()
-        for path in self._paths(name):
-            for made in lineage(path, self.target):
-                if (made / MANIFEST).exists():
-                    learnt.update(tuple(output.prompt.tolist()) for output in read_texts(made))
-        return sum(tuple(prompt.ids) in learnt for prompt in self.requests.prompts.rows)
+    def learnt_prompts(self) -> dict[str, int]:
+        """Return the number of prompts in the stores from which each draft and drafter learnt, by name.
+
+        Every store is read once.
+        """
+        asked = [tuple(prompt.ids) for prompt in self.requests.prompts.rows]
+        prompts_of: dict[Path, set[tuple[int, ...]]] = {}
+        counts: dict[str, int] = {}
+        for name in (*self.drafts, *(spec.name for spec in self.drafters)):
+            learnt: set[tuple[int, ...]] = set()
+            for path in self._paths(name):
+                for store in lineage(path, self.target):
+                    if store not in prompts_of and (store / MANIFEST).exists():
+                        prompts_of[store] = {tuple(output.prompt.tolist()) for output in read_texts(store)}
+                    learnt |= prompts_of.get(store, set())
+            counts[name] = sum(ids in learnt for ids in asked)
+        return counts
 
     def _paths(self, name: str) -> list[Path]:
         """Return the checkpoints of a draft or drafter."""

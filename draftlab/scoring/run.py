@@ -79,6 +79,7 @@ def measure(comparison: Comparison, command: str) -> list[Score]:
         tasks=tasks,
         environment=read_environment(),
         command=command,
+        learnt_prompts=comparison.learnt_prompts(),
     )
     warn_if_busy(measurement.environment)
     return [score for batch in comparison.batches for score in measurement.scores(batch)]
@@ -139,6 +140,7 @@ class Measurement:
     tasks: Mapping[Path, list[TaskResult]]
     environment: Environment
     command: str
+    learnt_prompts: Mapping[str, int]
 
     def scores(self, batch: int) -> list[Score]:
         """Time all drafts and drafters at a batch size."""
@@ -228,7 +230,7 @@ class Measurement:
             versions=provenance.versions(),
             learnt=run.learnt if run else None,
             made=self.comparison.made(name),
-            learnt_prompts=self.comparison.learnt_prompts(name),
+            learnt_prompts=self.learnt_prompts[name],
             **self.comparison.requests.score_facts(measured.tokens[PLAIN], [measured.tokens[name, k] for k in ks]),
         )
 

@@ -183,8 +183,9 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
     weights = size.weight_bytes(costs.bytes_per_weight)
     remedy = "--dtype bfloat16, or a larger device"
     memory.check_fits({"weights of the target": weights}, torch.device(machine.device), remedy)
+    refused = {draft.name: _refused(draft.artifact, request.server) for draft in request.ready}
+    ready = [draft for draft in request.ready if not refused[draft.name]]
     left_out = _unsuitable(request)
-    ready = [draft for draft in request.ready if draft.name not in left_out]
     candidates = [kind for kind in served_by(request.server) if kind not in left_out]
     least = _least(costs, request, candidates, len(ready))
     everything = math.ceil(sum(least.values()) / 60)
@@ -212,7 +213,7 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
         prompts=request.prompts.about,
         candidates=candidates,
         ready=[draft.name for draft in ready],
-        left_out=left_out,
+        left_out={f"--draft {name}": reason for name, reason in refused.items() if reason} | left_out,
         layers=layers,
         widths=widths,
         first_steps=first_steps,
@@ -240,11 +241,9 @@ def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, floa
 def _unsuitable(request: Request) -> dict[str, str]:
     """Return the candidates that this target cannot have, or that are not wanted, with the reason."""
     target, server = request.target, request.server
-    refused = {draft.name: _refused(draft.artifact, server) for draft in request.ready}
-    refused = {name: reason for name, reason in refused.items() if reason}
     if not request.trains:
         trained = [kind for kind in (*CUT, *HEADS) if kind in served_by(server)]
-        return refused | dict.fromkeys(trained, "nothing is trained where --draft names drafts; --train adds it")
+        return dict.fromkeys(trained, "nothing is trained where --draft names drafts; --train adds it")
     reasons = dict.fromkeys(CUT, "") | dict.fromkeys(HEADS, "")
     try:
         prunable_shape(str(target))
@@ -260,7 +259,7 @@ def _unsuitable(request: Request) -> dict[str, str]:
     vocab = checkpoint.vocab_size(target)
     if not reasons["trimmed"] and vocab < LARGE_VOCAB:
         reasons["trimmed"] = f"a vocabulary of {vocab:,} costs a draft little"
-    return refused | {kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)}
+    return {kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)}
 
 
 def _refused(artifact: Artifact, server: str | None) -> str:

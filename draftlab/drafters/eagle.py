@@ -1,7 +1,7 @@
 """An EAGLE-3 head, which drafts chains from the states of the target."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -19,10 +19,15 @@ if TYPE_CHECKING:
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.engine.drafters.eagle import EagleDrafter
     from draftlab.latency.steps import Passes
+    from draftlab.model.hf_decoder import HFDecoder
+    from draftlab.model.llama import Llama
 
 
 class HeadSpec(DrafterSpec):
-    """heads: a head that draftlab distill wrote, or a head in the layout of SpecForge, SafeAILab or speculators."""
+    """A head on states of the target. heads: its directory."""
+
+    format: ClassVar[str]  # name of the head's kind
+    remedy: ClassVar[str] = ""  # end of the message if there is no head
 
     heads: str
 
@@ -31,10 +36,29 @@ class HeadSpec(DrafterSpec):
 
     def _check_heads(self, name: str, weights: bool) -> None:
         if not (Path(name) / "config.json").is_file():
-            missing = "config.json is missing"
             raise UserError(
-                f"--drafter {self.text}: {name} has no EAGLE-3 head ({missing}); distill --student eagle trains one"
+                f"--drafter {self.text}: {name} has no {self.format} head (config.json is missing){self.remedy}"
             )
+
+    def target_of(self, context: "DrafterContext") -> "Llama | HFDecoder":
+        """Return the target, whose layers show their states. Raises UserError: they do not."""
+        from draftlab.model.hf_decoder import HFDecoder
+        from draftlab.model.llama import Llama
+
+        if not isinstance(context.target, Llama | HFDecoder):
+            raise self.refused_by_transformers()
+        return context.target
+
+    def facts(self) -> dict[str, object]:
+        """Return a score's description of the head."""
+        return {"heads_sha256": provenance.fingerprint(Path(self.heads))}
+
+
+class EagleHeadSpec(HeadSpec):
+    """heads: a head that draftlab distill wrote, or a head in the layout of SpecForge, SafeAILab or speculators."""
+
+    format = "EAGLE-3"
+    remedy = "; distill --student eagle trains one"
 
     def check(self, run: RunFacts) -> None:
         super().check(run)
@@ -46,22 +70,14 @@ class HeadSpec(DrafterSpec):
         """Load the head, and return the drafter of its chains."""
         from draftlab.engine.drafters.eagle import EagleDrafter
         from draftlab.model import eagle_llama
-        from draftlab.model.hf_decoder import HFDecoder
-        from draftlab.model.llama import Llama
 
-        target = context.target
-        if not isinstance(target, Llama | HFDecoder):
-            raise self.refused_by_transformers()
+        target = self.target_of(context)
         model = eagle_llama.load(Path(self.heads), context.target_path, target)
         return EagleDrafter(target, eagle_llama.with_mode(model, context.mode, context.int8))
 
-    def facts(self) -> dict[str, object]:
-        """Return how a score describes the head."""
-        return {"heads_sha256": provenance.fingerprint(Path(self.heads))}
-
 
 @drafter("eagle", served_by=("vllm", "sglang", "llama.cpp"))
-class EagleSpec(HeadSpec, GateSpec):
+class EagleSpec(EagleHeadSpec, GateSpec):
     """prompt_lookup_max: given, prompt lookup comes first."""
 
     by_age = True

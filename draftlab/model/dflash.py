@@ -14,18 +14,15 @@ from typing import Any
 
 import torch
 from pydantic import Field, ValidationError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub
-from draftlab.model.checkpoint import check_finite, check_weight
-from draftlab.model.eagle import TargetSizes, draft_ids
-from draftlab.model.llama import rms_norm, rotary
+from draftlab.model.eagle import TargetSizes, check_target, check_tensors, draft_ids, read_tensors
+from draftlab.model.llama import rms_norm, rotary, rotary_tables, spread
 from draftlab.reading import FileModel, reading, validation_text
 
-WEIGHTS = "model.safetensors"
 SLIDING = "sliding_attention"
 NOT_COMPUTED = {
     "attention_bias": (False, None),
@@ -95,6 +92,29 @@ class DFlashShape(FileModel):
             sizes |= {f"layers.{layer}.{name}.weight": size for name, size in block.items()}
         return sizes
 
+    def optional_sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of the tensors that a head may have."""
+        return {
+            "lm_head.weight": (self.draft_vocab, self.hidden),
+            "embed_tokens.weight": (self.vocab, self.hidden),
+            "d2t": (self.draft_vocab,),
+            "t2d": (self.vocab,),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The places of tokens in a cache, and the rotary embeddings of their positions."""
+
+    rows: Tensor  # [B, 1]
+    positions: Tensor  # [B, T]
+    cos: Tensor  # [B, T, 1, C]
+    sin: Tensor
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Return x [B, T, H, C] turned by the rotary embeddings."""
+        return x * self.cos + x.roll(x.shape[-1] // 2, -1) * self.sin
+
 
 @dataclass(slots=True)
 class BlockCache:
@@ -109,18 +129,29 @@ class DFlash:
     """A head on its target, whose embedding it reads and whose output layer it uses where it has none."""
 
     def __init__(
-        self, config: DFlashShape, weights: Mapping[str, Tensor], embed: Tensor, head: Tensor, ids: Tensor | None
+        self,
+        config: DFlashShape,
+        weights: Mapping[str, Tensor],
+        embed: Tensor,
+        head: Tensor,
+        ids: Tensor | None,
+        rope: tuple[Tensor, float],
     ) -> None:
-        """head: Output layer, [W, D]. ids: The W ids that it predicts; None for all."""
+        """Args:
+        head: Output layer, [W, D].
+        ids: The W ids that it predicts; None for all.
+        rope: Rotary frequencies, [C / 2], and the scale of their tables.
+        """
         self.config, self.weights, self.embed, self.head, self.ids = config, weights, embed, head, ids
-        self.device = embed.device
+        self.cos, self.sin = rotary_tables(*rope, config.context, embed)
 
-    def with_rotary(self, inv_freq: Tensor, scale: float) -> "DFlash":
-        """Set the rotary frequencies, [C / 2]."""
-        angles = torch.outer(torch.arange(self.config.context, dtype=torch.float32), inv_freq.float().cpu())
-        angles = torch.cat([angles, angles], -1)  # [context, C]
-        self.cos, self.sin = (angles.cos() * scale).to(self.embed), (angles.sin() * scale).to(self.embed)
-        return self
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        return self.config.layer_ids
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
         """Return an empty cache for texts of at most capacity tokens and a block after them."""
@@ -136,8 +167,9 @@ class DFlash:
         """Write the keys and values of the target's states [B, T, A D] at positions [B, T]."""
         context = F.linear(states, self.weights["fc.weight"])
         context = rms_norm(context, self.weights["hidden_norm.weight"], self.config.eps)
+        places = self._places(positions)
         for layer in range(self.config.layers):
-            self._store(layer, context, positions, cache)
+            self._store(layer, context, places, cache)
 
     @torch.inference_mode()
     def block_logits(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
@@ -149,54 +181,54 @@ class DFlash:
         masks = last.new_full((len(last), count - 1 + first), c.mask_token_id)
         ids = torch.cat([last.unsqueeze(1), masks], 1)  # [B, T]
         used = torch.tensor(cache.used, device=self.device).unsqueeze(1)  # [B, 1]
-        positions = used + torch.arange(ids.shape[1], device=self.device)  # [B, T]
+        places = self._places(used + torch.arange(ids.shape[1], device=self.device))
+        end = max(cache.used) + ids.shape[1]
+        kinds = list(zip(c.windows, c.causal, strict=True))  # window and causality of each layer
+        masks_of = {kind: self._mask(*kind, places.positions, end) for kind in set(kinds)}
         x = F.embedding(ids, self.embed)
-        for layer in range(c.layers):
-            x = x + self._attention(layer, x, positions, cache)
+        for layer, kind in enumerate(kinds):
+            x = x + self._attention(layer, x, places, masks_of[kind], cache)
             normed = rms_norm(x, self._weight(layer, "post_attention_layernorm"), c.eps)
             gate, up = (F.linear(normed, self._weight(layer, f"mlp.{part}_proj")) for part in ("gate", "up"))
             x = x + F.linear(F.silu(gate) * up, self._weight(layer, "mlp.down_proj"))
         logits = F.linear(rms_norm(x[:, first:], self.weights["norm.weight"], c.eps), self.head)
-        if self.ids is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], c.vocab), -torch.inf)
-        return full.index_copy_(-1, self.ids, logits)
+        return logits if self.ids is None else spread(logits, self.ids, c.vocab)
 
     def _weight(self, layer: int, name: str) -> Tensor:
         return self.weights[f"layers.{layer}.{name}.weight"]
 
-    def _store(self, layer: int, x: Tensor, positions: Tensor, cache: BlockCache) -> None:
-        """Write the keys and values of x [B, T, D] at positions [B, T]."""
+    def _places(self, positions: Tensor) -> Places:
+        rows = torch.arange(len(positions), device=self.device).unsqueeze(1)
+        return Places(rows, positions, self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2))
+
+    def _mask(self, window: int | None, causal: bool, positions: Tensor, end: int) -> Tensor:
+        """Return which of the first end positions each token of a block reads, [B, 1, T, end]."""
+        read = torch.arange(end, device=self.device)
+        last = positions if causal else positions[:, -1:].expand_as(positions)
+        mask = read <= last.unsqueeze(-1)
+        if window is not None:
+            mask = mask & (read > positions.unsqueeze(-1) - window)
+        return mask.unsqueeze(1)
+
+    def _store(self, layer: int, x: Tensor, places: Places, cache: BlockCache) -> None:
+        """Write the keys and values of x [B, T, D] at their places."""
         c = self.config
         k = F.linear(x, self._weight(layer, "self_attn.k_proj")).unflatten(-1, (c.kv_heads, c.head_dim))
         k = rms_norm(k, self._weight(layer, "self_attn.k_norm"), c.eps)  # [B, T, K, C]
         v = F.linear(x, self._weight(layer, "self_attn.v_proj")).unflatten(-1, (c.kv_heads, c.head_dim))
-        rows = torch.arange(len(x), device=self.device).unsqueeze(1)
-        cache.keys[layer][rows, :, positions] = self._turned(k, positions)
-        cache.values[layer][rows, :, positions] = v
+        cache.keys[layer][places.rows, :, places.positions] = places.turned(k)
+        cache.values[layer][places.rows, :, places.positions] = v
 
-    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return x [B, T, H, C] turned by the rotary embedding of its positions [B, T]."""
-        first, second = x.chunk(2, -1)
-        cos, sin = (table[positions].unsqueeze(2) for table in (self.cos, self.sin))
-        return x * cos + torch.cat([-second, first], -1) * sin
-
-    def _attention(self, layer: int, x: Tensor, positions: Tensor, cache: BlockCache) -> Tensor:
+    def _attention(self, layer: int, x: Tensor, places: Places, mask: Tensor, cache: BlockCache) -> Tensor:
         """Return the attention of a block x [B, T, D] to the context and to itself."""
-        c = self.config
+        c, end = self.config, mask.shape[-1]
         normed = rms_norm(x, self._weight(layer, "input_layernorm"), c.eps)
-        self._store(layer, normed, positions, cache)
+        self._store(layer, normed, places, cache)
         q = F.linear(normed, self._weight(layer, "self_attn.q_proj")).unflatten(-1, (c.heads, c.head_dim))
         q = rms_norm(q, self._weight(layer, "self_attn.q_norm"), c.eps)
-        q = self._turned(q, positions).transpose(1, 2)  # [B, H, T, C]
-        end = int(positions.max()) + 1
-        places = torch.arange(end, device=self.device)
-        last = positions if c.causal[layer] else positions[:, -1:].expand_as(positions)
-        mask = places <= last.unsqueeze(-1)  # [B, T, S]
-        if (window := c.windows[layer]) is not None:
-            mask = mask & (places > positions.unsqueeze(-1) - window)
+        q = places.turned(q).transpose(1, 2)  # [B, H, T, C]
         keys, values = cache.keys[layer][:, :, :end], cache.values[layer][:, :, :end]
-        out = F.scaled_dot_product_attention(q, keys, values, mask.unsqueeze(1), enable_gqa=c.heads > c.kv_heads)
+        out = F.scaled_dot_product_attention(q, keys, values, mask, enable_gqa=c.heads > c.kv_heads)
         return F.linear(out.transpose(1, 2).flatten(2), self._weight(layer, "self_attn.o_proj"))
 
 
@@ -206,71 +238,55 @@ def check(folder: Path, target: Path) -> DFlashShape:
     Raises:
         UserError: No DFlash head, a head of another target, or a head with parts that are not computed.
     """
-    sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
-    if hub.head_kind(folder) != "dflash":
-        raise UserError(f"{folder} is no DFlash head: its config.json has no dflash_config")
-    try:
-        config = _from_json(content, folder)
-    except ValidationError as error:
-        raise UserError(f"{folder / 'config.json'}: {validation_text(error)}") from None
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / 'config.json'} is not of a DFlash head: {one_line(error)}") from None
-    pairs = (("hidden size", config.hidden, sizes.hidden), ("vocabulary", config.vocab, sizes.vocab))
-    for what, own, expected in pairs:
-        if own != expected:
-            raise UserError(f"{folder} is a head for another target: {what} {own}, and {sizes.name} has {expected}")
-    if not 0 <= min(config.layer_ids) <= max(config.layer_ids) <= sizes.layers:
-        read = ", ".join(map(str, config.layer_ids))
-        raise UserError(f"{folder} reads the target's states after {read} layers, and {sizes.name} has {sizes.layers}")
-    if config.mask_token_id >= config.vocab:
-        raise UserError(f"{folder}: mask_token_id is {config.mask_token_id}, and the vocabulary has {config.vocab} ids")
-    return config
+    return _read_config(folder, target)[0]
 
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash:
     """Load a head on its target. embed, head: The target's, [V, D] each. Raises UserError: The errors of check."""
-    config = check(folder, target_path)
-    if not (folder / WEIGHTS).is_file():
-        raise UserError(f"{folder} has no {WEIGHTS}")
-    with reading(folder / WEIGHTS):
-        tensors = load_file(folder / WEIGHTS)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    optional = {
-        "lm_head.weight": (config.draft_vocab, config.hidden),
-        "embed_tokens.weight": (config.vocab, config.hidden),
-        "d2t": (config.draft_vocab,),
-        "t2d": (config.vocab,),
-    }
-    expected = config.sizes()
+    config, layer = _read_config(folder, target_path)
+    tensors = read_tensors(folder, lambda name: name.removeprefix("model."))
+    expected, optional = config.sizes(), config.optional_sizes()
     if config.draft_vocab < config.vocab:
         expected |= {name: optional.pop(name) for name in ("d2t", "lm_head.weight")}
-    for name in sorted(expected.keys() - tensors.keys()):
-        raise UserError(f"{folder} has no {name}")
-    for name in sorted(tensors.keys() - expected.keys() - optional.keys()):
-        raise UserError(f"{folder} has {name}, which draftlab does not compute in a DFlash head")
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != (size := (expected | optional)[name]):
-            raise UserError(f"{folder}: {name} is {tuple(tensor.shape)}, but {size} by its config.json")
-        (check_finite if name in ("d2t", "t2d") else check_weight)(tensor, name, folder)
+    sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_tensors(sizes, expected, optional, folder, "a DFlash head that draftlab computes")
     ids = None
     if config.draft_vocab < config.vocab:
         ids = draft_ids(tensors["d2t"], tensors.get("t2d"), config.vocab, folder).to(embed.device)
     weights = {name: t.to(embed.device, embed.dtype) for name, t in tensors.items() if name not in ("d2t", "t2d")}
-    model = DFlash(config, weights, embed, weights.get("lm_head.weight", head), ids)
-    content = checkpoint.read_config(folder)
-    layer = _layer_config(content.get("transformer_layer_config", content))
-    return model.with_rotary(*rotary(layer, config.head_dim, folder))
+    rope = rotary(layer, config.head_dim, folder)
+    return DFlash(config, weights, embed, weights.get("lm_head.weight", head), ids, rope)
 
 
-def _layer_config(layer: Any) -> Any:
-    """Return the configuration of a layer as transformers' Qwen 3, whose layers these heads have."""
+def _read_config(folder: Path, target: Path) -> tuple[DFlashShape, Any]:
+    """Return a head's sizes, and the configuration of its layers. Raises UserError: The errors of check."""
+    sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
+    if hub.head_kind(folder) != "dflash":
+        raise UserError(f"{folder} is no DFlash head: its config.json has no dflash_config")
+    try:
+        layer = _layer_config(content, folder)
+        config = _from_json(content, layer, folder)
+    except ValidationError as error:
+        raise UserError(f"{folder / 'config.json'}: {validation_text(error)}") from None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'config.json'} is not of a DFlash head: {one_line(error)}") from None
+    check_target(str(folder), sizes, hidden=config.hidden, vocab=config.vocab, layer_ids=config.layer_ids)
+    if config.mask_token_id >= config.vocab:
+        raise UserError(f"{folder}: mask_token_id is {config.mask_token_id}, and the vocabulary has {config.vocab} ids")
+    return config, layer
+
+
+def _layer_config(content: Mapping[str, Any], folder: Path) -> Any:
+    """Return the configuration of the layers as transformers' Qwen 3, whose layers these heads have."""
     from transformers import Qwen3Config
 
+    layer = content.get("transformer_layer_config", content)
     known = {name: value for name, value in layer.items() if name not in ("dtype", "torch_dtype", "model_type")}
-    return Qwen3Config(**known)
+    with reading(f"{folder / 'config.json'}: the layers"):
+        return Qwen3Config(**known)
 
 
-def _from_json(content: Mapping[str, Any], folder: Path) -> DFlashShape:
+def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashShape:
     """Raises UserError: parts that are not computed. KeyError, TypeError: the configuration of something else."""
     own: Mapping[str, Any] = content.get("dflash_config") or {}
     layer: Mapping[str, Any] = content.get("transformer_layer_config", content)
@@ -279,8 +295,6 @@ def _from_json(content: Mapping[str, Any], folder: Path) -> DFlashShape:
         value = own.get(name, layer.get(name))
         if value not in computed:
             raise UserError(f"{folder} is a DFlash head with {name} {value!r}, which draftlab does not compute")
-    with reading(f"{folder / 'config.json'}: the layers"):
-        config = _layer_config(layer)
     slides = own.get("use_swa", False)
     kinds = layer.get("layer_types") or [SLIDING if slides else "full_attention"] * config.num_hidden_layers
     window = own.get("swa_window_size", config.sliding_window)

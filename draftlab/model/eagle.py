@@ -8,7 +8,7 @@ vocab, A layers of the target that fc reads.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -228,15 +228,22 @@ def check(folder: Path, target: Path) -> HeadShape:
 def read(folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Head:
     """Read a head in any of the layouts. Raises UserError: See check; or values that are not finite or out of range."""
     config = check(folder, target)
-    with reading(folder / WEIGHTS):
-        tensors = {_plain(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
-    for name, tensor in tensors.items():
-        (check_finite if name in ("d2t", "t2d") else check_weight)(tensor, name, folder)
+    tensors = read_tensors(folder, _plain)
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
     ids = draft_ids(offsets, tensors.get("t2d"), config.vocab, folder)
     moved = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if name != "t2d"}
     embedding = moved.pop("embed_tokens.weight", None)
     return Head(config=config, weights=moved, ids=ids.to(device), embedding=embedding)
+
+
+def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[str, Tensor]:
+    """Return the tensors of a head's file. Raises UserError: There is no such file, or a value is not finite."""
+    _check_has_weights(folder)
+    with reading(folder / WEIGHTS):
+        tensors = {rename(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    for name, tensor in tensors.items():
+        (check_finite if name in ("d2t", "t2d") else check_weight)(tensor, name, folder)
+    return tensors
 
 
 def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -> Tensor:
@@ -416,19 +423,22 @@ def _layer_ids(content: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[in
 
 def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:
     """Raises UserError: the head belongs to another target."""
-    pairs = (("hidden size", config.target_hidden, target.hidden), ("vocabulary", config.vocab, target.vocab))
-    for what, own, expected in pairs:
-        if own != expected:
-            raise UserError(f"{name} is a head for another target: {what} {own}, and {target.name} has {expected}")
+    check_target(name, target, hidden=config.target_hidden, vocab=config.vocab, layer_ids=config.layer_ids)
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(
             f"{name} has hidden size {config.hidden} and no embed_tokens, and those of {target.name} have "
             f"{target.hidden}"
         )
-    if not 0 <= config.layer_ids[0] <= config.layer_ids[-1] <= target.layers:
-        raise UserError(
-            f"{name} reads the layers {', '.join(map(str, config.layer_ids))}, and {target.name} has {target.layers}"
-        )
+
+
+def check_target(name: str, target: TargetSizes, *, hidden: int, vocab: int, layer_ids: Sequence[int]) -> None:
+    """Raises UserError: a head with these sizes belongs to another target."""
+    for what, own, expected in (("hidden size", hidden, target.hidden), ("vocabulary", vocab, target.vocab)):
+        if own != expected:
+            raise UserError(f"{name} is a head for another target: {what} {own}, and {target.name} has {expected}")
+    if not 0 <= min(layer_ids) <= max(layer_ids) <= target.layers:
+        read = ", ".join(map(str, layer_ids))
+        raise UserError(f"{name} reads the layers {read}, and {target.name} has {target.layers}")
 
 
 def _check_tensors(config: HeadShape, tensors: Mapping[str, tuple[int, ...]], folder: Path) -> None:
@@ -441,27 +451,40 @@ def _check_tensors(config: HeadShape, tensors: Mapping[str, tuple[int, ...]], fo
     }
     if config.draft_vocab < config.vocab:
         expected["d2t"] = optional.pop("d2t")
-    missing, unknown = (
-        sorted(expected.keys() - tensors.keys()),
-        sorted(tensors.keys() - expected.keys() - optional.keys()),
-    )
-    if missing:
-        needed = f", which its {config.draft_vocab} draft ids need" if missing[0] == "d2t" else ""
-        raise UserError(f"{folder} has no {missing[0]}{needed}")
-    if unknown:
-        raise UserError(f"{folder} has {unknown[0]}, which is not part of an EAGLE-3 head of one layer")
-    for name, size in tensors.items():
-        if size != (expected | optional)[name]:
-            raise UserError(f"{folder}: {name} is {size}, but {(expected | optional)[name]} by its config.json")
+    check_tensors(tensors, expected, optional, folder, "an EAGLE-3 head of one layer")
+
+
+def check_tensors(
+    sizes: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+    folder: Path,
+    kind: str,
+) -> None:
+    """Raises UserError: a tensor that is missing, unknown, or of another size. kind: The head in words."""
+    wanted = {**expected, **optional}
+    for name in sorted(expected.keys() - sizes.keys()):
+        needed = f", which its {expected[name][0]} draft ids need" if name == "d2t" else ""
+        raise UserError(f"{folder} has no {name}{needed}")
+    for name in sorted(sizes.keys() - wanted.keys()):
+        raise UserError(f"{folder} has {name}, which is not part of {kind}")
+    for name, size in sizes.items():
+        if size != wanted[name]:
+            raise UserError(f"{folder}: {name} is {size}, but {wanted[name]} by its config.json")
 
 
 def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the sizes of the tensors in a head's file by name. Raises UserError: there is no such file."""
+    _check_has_weights(folder)
+    with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
+        return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def _check_has_weights(folder: Path) -> None:
+    """Raises UserError: there is no file of weights."""
     if not (folder / WEIGHTS).exists():
         pickled = " (only what torch.save wrote, which is not read)" if any(folder.glob("*.bin")) else ""
         raise UserError(f"{folder} has no {WEIGHTS}{pickled}")
-    with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
-        return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _plain(name: str) -> str:

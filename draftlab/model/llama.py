@@ -119,13 +119,7 @@ class Llama(Decoder):
         self.pard_token: int | None = None  # belongs to a parallel draft (model/parallel.py)
         self.norm = weights[names["norm"]]
         self.blocks = [_block(shape, weights, layer) for layer in range(shape.layers)]
-        angles = torch.outer(torch.arange(context, dtype=torch.float32), inv_freq.float().cpu())
-        angles = torch.cat([angles, angles], -1)  # [context, C]
-        # the sine table has the sign of rotate_half: x cos + swap_halves(x) sin
-        sign = torch.ones(shape.head_dim)
-        sign[: shape.head_dim // 2] = -1
-        self.cos = (angles.cos() * rope_scale).to(self.embed)
-        self.sin = (angles.sin() * rope_scale * sign).to(self.embed)
+        self.cos, self.sin = rotary_tables(inv_freq, rope_scale, context, self.embed)
 
     @property
     def device(self) -> torch.device:
@@ -154,10 +148,7 @@ class Llama(Decoder):
 
     def expand_logits(self, logits: Tensor) -> Tensor:
         """Return the logits of a trimmed head as logits of all ids, [..., V]."""
-        if self.head_ids is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.shape.vocab), -torch.inf)
-        return full.index_copy_(-1, self.head_ids, logits)
+        return logits if self.head_ids is None else spread(logits, self.head_ids, self.shape.vocab)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """Return an empty cache for rows of at most capacity tokens.
@@ -414,6 +405,24 @@ def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def spread(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """Return the logits of some ids as logits of all ids, [..., V]; those of all other ids are -inf."""
+    full = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
+    return full.index_copy_(-1, ids, logits)
+
+
+def rotary_tables(inv_freq: Tensor, scale: float, context: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tables cos and sin, [context, C] each, of frequencies [C / 2], in the dtype and on the device of like.
+
+    The sine table has the sign of rotate_half: x is turned to x cos + swap_halves(x) sin.
+    """
+    angles = torch.outer(torch.arange(context, dtype=torch.float32), inv_freq.float().cpu())
+    angles = torch.cat([angles, angles], -1)
+    sign = torch.ones(angles.shape[1])
+    sign[: len(inv_freq)] = -1
+    return (angles.cos() * scale).to(like), (angles.sin() * scale * sign).to(like)
 
 
 def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:

@@ -71,8 +71,8 @@ def dflash_drafter(target: llama.Llama) -> DFlashDrafter:
     weights = {name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
     ids = torch.arange(0, 3 * 102, 3)
     weights["norm.weight"] = torch.ones(64)
-    head = DFlash(config, weights, target.embed, target.head[ids], ids)
-    return DFlashDrafter(target, head.with_rotary(1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0))
+    rope = 1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0
+    return DFlashDrafter(target, DFlash(config, weights, target.embed, target.head[ids], ids, rope))
 
 
 def check_greedy(target: llama.Llama, drafter: Drafter, k: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from errors import raises_option
+from head_texts import LAYERS, T, V, W, draft_ids, random_text
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -17,8 +18,7 @@ from draftlab.exporting.artifact import open_artifact
 from draftlab.model import checkpoint, dflash, hub
 from draftlab.model.dflash import DFlash
 
-V, W, T, BLOCK = 307, 40, 12, 5
-LAYERS = [1, 2, 4]
+BLOCK = 5
 LAYER: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 12, "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": V,
@@ -36,10 +36,6 @@ NATIVE = LAYER | {
 }  # fmt: skip
 
 
-def ids() -> Tensor:
-    return torch.randperm(V, generator=torch.Generator().manual_seed(1))[:W].sort().values
-
-
 def written(folder: Path, target: Path, content: dict[str, Any]) -> Path:
     """A head of random weights."""
     folder.mkdir()
@@ -49,8 +45,8 @@ def written(folder: Path, target: Path, content: dict[str, Any]) -> Path:
     weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
     weights["lm_head.weight"] = 0.2 * torch.randn(W, 64, generator=generator)
     known = torch.zeros(V, dtype=torch.bool)
-    known[ids()] = True
-    save_file(weights | {"d2t": ids() - torch.arange(W), "t2d": known}, folder / "model.safetensors")
+    known[draft_ids()] = True
+    save_file(weights | {"d2t": draft_ids() - torch.arange(W), "t2d": known}, folder / "model.safetensors")
     return folder
 
 
@@ -64,7 +60,7 @@ def drafted(head: DFlash, states: Tensor, text: Tensor, at: int) -> Tensor:
     cache = head.new_cache(1, T)
     head.read(states[:, :at], torch.arange(at).unsqueeze(0), cache)
     cache.used = [at]
-    return head.block_logits(text[:, at], head.config.most, cache)[0][:, ids()]
+    return head.block_logits(text[:, at], head.config.most, cache)[0][:, draft_ids()]
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +71,7 @@ def target(family_dirs: dict[str, Path]) -> Path:
 @pytest.fixture(scope="module")
 def text() -> tuple[Tensor, Tensor]:
     """ids [1, T], and states [1, T, A E] of the target."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, 300, (1, T), generator=generator), torch.randn(1, T, 3 * 64, generator=generator)
+    return random_text(T)
 
 
 def test_both_layouts_are_the_same_head(target, text, tmp_path):
@@ -96,7 +91,7 @@ def test_a_block_is_what_a_reading_of_the_whole_text_gives(target, text, tmp_pat
         head.read(states[:, start:end], torch.arange(start, end).expand(2, -1), cache)
     cache.used = [9, 6]
     last = torch.stack([text[0][0, 9], text[0][0, 6]])
-    found = head.block_logits(last, head.config.most, cache)[..., ids()]
+    found = head.block_logits(last, head.config.most, cache)[..., draft_ids()]
     for row, at in enumerate((9, 6)):
         torch.testing.assert_close(found[row], drafted(head, text[1], text[0], at), atol=1e-5, rtol=1e-5)
 
@@ -218,6 +213,6 @@ def test_a_head_is_no_whole_model_and_nothing_that_is_exported(target, tmp_path)
 def test_ids_that_contradict_each_other_are_refused(target, tmp_path):
     folder = written(tmp_path / "head", target, SPECULATORS)
     weights = dict(checkpoint.Weights(folder)) | {"t2d": torch.arange(V) < W}
-    save_file(weights | {"d2t": ids() - torch.arange(W)}, folder / "model.safetensors")
+    save_file(weights | {"d2t": draft_ids() - torch.arange(W)}, folder / "model.safetensors")
     with raises_option("t2d"):
         loaded(folder, target)

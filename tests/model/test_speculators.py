@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from head_texts import LAYERS, T, V, W, draft_ids, random_text
 from plain_eagle import VARIANTS
 from torch import Tensor
 from transformers import AutoConfig
@@ -17,8 +18,7 @@ from draftlab.training.eagle_head import EagleHead
 core = pytest.importorskip("speculators.models.eagle3.core", reason="make peers installs it")
 pytestmark = pytest.mark.slow
 
-V, W, T, STEPS = 307, 40, 12, 3
-LAYERS = [1, 2, 4]
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,7 @@ def target(family_dirs: dict[str, Path]) -> Path:
 @pytest.fixture(scope="module")
 def text() -> tuple[Tensor, Tensor]:
     """ids [1, T + 1], and states [1, T, A E] of the target."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, 300, (1, T + 1), generator=generator), torch.randn(1, T, 3 * 64, generator=generator)
-
-
-def draft_ids() -> Tensor:
-    return torch.randperm(V, generator=torch.Generator().manual_seed(1))[:W].sort().values
+    return random_text(T + 1)
 
 
 def logits_there(model: Any, ids: Tensor, states: Tensor) -> list[Tensor]:

@@ -5,37 +5,19 @@ has a place for each: position i holds the state after token i with token i + 1.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, Drafter, Sampler
+from draftlab.engine.drafters.states import StatesDrafter
+from draftlab.engine.generate import Draft, Sampler
 from draftlab.model.devices import staged
 from draftlab.model.eagle_llama import EagleLlama
-from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.llama import LayerStates, Llama
 from draftlab.sampling import SamplingParams
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(StatesDrafter[EagleLlama]):
     """Drafts a chain, one pass of the head per token; what the target has read since is fed first, in one pass."""
-
-    cache: Any
-    layer_states: LayerStates
-
-    def __init__(self, target: Llama | HFDecoder, head: EagleLlama) -> None:
-        self.target, self.head = target, head
-        self.vocab = target.vocab
-
-    def reset(self, rows: int, capacity: int) -> None:
-        self.cache = None  # frees its memory before the next one is allocated
-        self.cache = self.head.new_cache(rows, capacity)
-        self.read = [0] * rows  # positions of each row that hold the target's states
-
-    def attach(self, cache: Any) -> None:
-        self.layer_states = self.target.new_layer_states(cache, self.head.layer_ids)
-        cache.layer_states = self.layer_states
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
         """Read every place; the first draft reads the last one again."""
@@ -52,13 +34,11 @@ class EagleDrafter(Drafter):
         All rows feed the same number of places, see decoder.feed.
         """
         ends = [len(text) - 1 for text in texts]
-        width = max(end - min(read, end - 1) for end, read in zip(ends, self.read, strict=True))
-        starts = [max(0, end - width) for end in ends]
+        starts, places = self.new_positions(texts)
+        width = places.shape[1]
         rows = [(text[at + 1 : at + 1 + width] + [0] * width)[:width] for text, at in zip(texts, starts, strict=True)]
-        ids, first = staged(rows, self.head.device), staged(starts, self.head.device)
-        row = torch.arange(len(rows), device=self.head.device)
-        places = first.unsqueeze(1) + torch.arange(width, device=self.head.device)
-        fed = self.head.combine(self.layer_states.states[row.unsqueeze(1), places])
+        ids, row = staged(rows, self.head.device), torch.arange(len(rows), device=self.head.device)
+        fed = self.head.combine(self.states_at(places))
         self.cache.used = starts
         at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]  # each text's last place
         logits, states = self.head.step(ids, fed, self.cache, last=width - min(at))

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from draftlab.drafters import DrafterSpec, RunFacts, drafter, split_at
-from draftlab.drafters.eagle import HeadSpec
+from draftlab.drafters.eagle import EagleHeadSpec
 from draftlab.drafters.model import DraftModelSpec
 from draftlab.drafters.ngram import OutputsSpec
 from draftlab.drafters.parallel import ParallelSpec
@@ -137,7 +137,7 @@ class ParallelTreeSpec(SearchedTreeSpec, ParallelSpec):
 
 
 @drafter("eagle-tree")
-class EagleTreeSpec(DynamicTreeSpec, HeadSpec):
+class EagleTreeSpec(DynamicTreeSpec, EagleHeadSpec):
     @model_validator(mode="after")
     def _has_a_shape(self) -> Self:
         if not self.widths and self.topk is None:

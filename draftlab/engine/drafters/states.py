@@ -1,0 +1,64 @@
+"""Drafters with heads that read the states of the target's layers.
+
+B rows, T positions, A layers that are read, D hidden. In a text of n tokens the target has read n - 1.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from draftlab.engine.generate import Drafter
+from draftlab.model.devices import staged
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.llama import LayerStates, Llama
+
+
+class StatesHead(Protocol):
+    """A head on states of the target's layers, with a cache of its own."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def layer_ids(self) -> tuple[int, ...]: ...
+    def new_cache(self, rows: int, capacity: int) -> Any: ...
+
+
+Head = TypeVar("Head", bound=StatesHead)
+
+
+class StatesDrafter(Drafter, Generic[Head]):
+    """Follows the states of the target: which positions of each row are read, and which are new."""
+
+    cache: Any
+    layer_states: LayerStates
+
+    def __init__(self, target: Llama | HFDecoder, head: Head) -> None:
+        self.target, self.head = target, head
+        self.vocab = target.vocab
+
+    def reset(self, rows: int, capacity: int) -> None:
+        self.cache = None  # frees its memory before the next one is allocated
+        self.cache = self.head.new_cache(rows, capacity)
+        self.read = [0] * rows  # positions of each row that hold the target's states
+
+    def attach(self, cache: Any) -> None:
+        self.layer_states = self.target.new_layer_states(cache, self.head.layer_ids)
+        cache.layer_states = self.layer_states
+
+    def new_positions(self, texts: Sequence[list[int]]) -> tuple[list[int], Tensor]:
+        """Return the first position to read of each row, and the positions, [B, T].
+
+        Every row reads the largest number of new positions in the batch, at least the last position.
+        """
+        ends = [len(text) - 1 for text in texts]
+        width = max(end - min(read, end - 1) for end, read in zip(ends, self.read, strict=True))
+        starts = [max(0, end - width) for end in ends]
+        device = self.head.device
+        return starts, staged(starts, device).unsqueeze(1) + torch.arange(width, device=device)
+
+    def states_at(self, positions: Tensor) -> Tensor:
+        """Return the target's states at positions [B, T], [B, T, A D]."""
+        rows = torch.arange(len(positions), device=positions.device).unsqueeze(1)
+        return self.layer_states.states[rows, positions]

@@ -21,7 +21,7 @@ from draftlab import __version__
 from draftlab.commands import PANELS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
-from draftlab.console import is_main_process, note, print_words, processes
+from draftlab.console import is_main_process, never_silent, note, print_words, processes
 from draftlab.errors import UsageError, UserError, one_line
 from draftlab.recipe import run
 from draftlab.trust import printable
@@ -51,10 +51,13 @@ def typer_function(command: Command) -> Callable[..., None]:
         sources = {name: ctx.get_parameter_source(name) for name in values}
         typed = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
         wiring = {name: values.pop(name) for name in list(values) if name not in command.config.model_fields}
-        _exit_with(
-            lambda: _run(command, {n: v for n, v in values.items() if n in typed}, wiring), wiring["json_output"],
-            command.config,
-        )  # fmt: skip
+        given = {name: value for name, value in values.items() if name in typed}
+
+        def outcome() -> Outcome:
+            with never_silent(command.name):
+                return _run(command, given, wiring)
+
+        _exit_with(outcome, wiring["json_output"], command.config)
 
     parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     parameters += [_parameter(command.config, name, field) for name, field in command.config.model_fields.items()]

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from draftlab.trust import printable
 
 Advance = Callable[[int, str], None]
-MAX_SILENT_SECONDS = 20.0
+MAX_SILENT_SECONDS = 7.0
 
 
 def processes() -> int:
@@ -36,6 +37,43 @@ def print_words(console: Console, text: str, style: str | None = None) -> None:
     """Print a line. A terminal breaks it between words, unless it has a path or a command to be copied."""
     whole = not console.is_terminal or "/" in text or "draftlab " in text
     console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=whole)
+
+
+class TimedStream:
+    """A text stream that knows when it was last written to."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self.written_at = stream, time.monotonic()
+
+    def write(self, text: str) -> int:
+        self.written_at = time.monotonic()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def never_silent(label: str, seconds: float = MAX_SILENT_SECONDS) -> Iterator[None]:
+    """Print a line on stderr whenever nothing was written there for these seconds."""
+    if not is_main_process():
+        yield
+        return
+    stream, done, started = TimedStream(sys.stderr), threading.Event(), time.monotonic()
+    console = Console(file=cast("TextIO", stream))
+
+    def report() -> None:
+        while not done.wait(seconds / 10):
+            if time.monotonic() - stream.written_at > seconds:
+                elapsed = f"{time.monotonic() - started:.0f} s"
+                console.print(f"{label} is still working, {elapsed}", style="dim", highlight=False, markup=False)
+
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        with contextlib.redirect_stderr(cast("TextIO", stream)):
+            yield
+    finally:
+        done.set()
 
 
 @contextlib.contextmanager

@@ -146,7 +146,8 @@ def init(written: NewWorkspace) -> Outcome:
     data = space.model_dump(mode="json", exclude_none=True)
     if written.sizes:
         data["text"] = {source: asdict(size) for source, size in written.sizes.items()}
-    then = f"draftlab prune --layers {_layers(space)} --dry-run"
+    plan = "" if hub.local(space.source) else " --dry-run"  # names what is fetched, and its size
+    then = f"draftlab prune --layers {_layers(space)}{plan}"
     if space.draft is not None:
         then = f"draftlab auto {space.target} --draft {space.draft} --dry-run"
     return Outcome(path=written.path, show=show, data=data, next=then)

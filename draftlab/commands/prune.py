@@ -182,8 +182,19 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
         shape=shape,
         layers=list(layers),
         acceptance=agreement.acceptance if agreement else None,
-        next=f"draftlab distill --draft {output.out}",
+        next=_next(output),
     )
+
+
+def _next(output: Output) -> str:
+    """Return the command that trains the draft. The target answers conversations."""
+    from draftlab.data import is_chat_file
+
+    config = output.config
+    assert isinstance(config, PruneConfig)
+    data = f" --data {config.data}" if config.is_set("data") else ""
+    answers = " --text target" if is_chat_file(config.data) else ""
+    return f"draftlab distill --draft {output.out}{data}{answers}"
 
 
 def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:

@@ -12,6 +12,7 @@ from draftlab.config.shared import CheckpointSettings, Optimizer, ServerConnecti
 from draftlab.config.students import STUDENTS, Student
 from draftlab.console import note
 from draftlab.errors import did_you_mean
+from draftlab.model.hub import ROW_FILES
 from draftlab.registry import CROSS_ENTROPY, LOSSES
 
 GENERATED = "Generated text"  # panel of --help
@@ -181,7 +182,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     @property
     def may_answer_data(self) -> bool:
         """Return whether the target answers the data's prompts if they are conversations, which only its rows tell."""
-        return self.text == "target" and self.outputs is None and self.data.endswith(".jsonl")
+        return self.text == "target" and self.outputs is None and self.data.endswith(ROW_FILES)
 
     @property
     def trains_on_windows(self) -> bool:

@@ -1,8 +1,13 @@
-"""Prompts of our own writing, for chat models without their users' prompts; code from docstrings on this disk."""
+"""Prompts of our own writing, for chat models without their users' prompts; code from docstrings on this disk.
+
+python -m draftlab.data.instructions COUNT prints them as unanswered conversations, one in a line.
+"""
 
 import ast
 import itertools
+import json
 import random
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,3 +105,8 @@ def mixed(seed: int, count: int) -> list[dict[str, str]]:
     ]
     rng.shuffle(rows)
     return rows[:count]
+
+
+if __name__ == "__main__":
+    for row in mixed(0, int(sys.argv[1])):
+        print(json.dumps({"messages": [{"role": "user", "content": row["prompt"]}], "category": row["category"]}))

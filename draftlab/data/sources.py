@@ -16,9 +16,10 @@ from typing import Literal
 
 import numpy as np
 
-from draftlab.data.text import ROW_FILES, Message, TextRow, checked_rows, row_of, rows_of
+from draftlab.data.text import Message, TextRow, checked_rows, row_of, rows_of
 from draftlab.errors import UserError
 from draftlab.model import hub
+from draftlab.model.hub import ROW_FILES
 from draftlab.reading import reading
 
 Split = Literal["train", "heldout"]

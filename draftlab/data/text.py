@@ -22,7 +22,6 @@ PROMPT_COLUMNS = ("prompt", "text", "question", "content")
 FORMS = f"messages, conversations, prompt with completion, turns, or one of {', '.join(TEXT_COLUMNS)}"
 SHARE_GPT = {"human": "user", "gpt": "assistant", "function_call": "tool", "observation": "tool"}
 TOOLS = ("tool", "function")
-ROW_FILES = (".json", ".jsonl", ".parquet")
 MOST_BAD = 0.01  # largest share of the rows of a file that may be left out
 
 

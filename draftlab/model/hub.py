@@ -25,7 +25,8 @@ PLAIN = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"
 TIMEOUT_SECONDS = 3
 IMPORTED = "draftlab import converts .bin files and adapters by this name, and a downloaded GGUF file"
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
-TEXT_SUFFIXES = (".json", ".jsonl", ".md", ".parquet", ".py", ".txt")
+ROW_FILES = (".json", ".jsonl", ".parquet")
+TEXT_SUFFIXES = (*ROW_FILES, ".md", ".py", ".txt")
 ROUNDED = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # types of a GGUF file's matrices
 
 

@@ -46,7 +46,7 @@ def test_conversations_are_counted_as_they_will_be_split(answered, chat_target):
         assert part["answers"] == answered * part["rows"]
     tokenizer = checkpoint.load_tokenizer(chat_target)
     assert train["tokens"] + heldout["tokens"] == sum(len(chat_ids(row, tokenizer, "", reply=False)) for row in rows)
-    assert printed["next"] == "draftlab prune --layers 1 --dry-run"  # a third of five layers
+    assert printed["next"] == "draftlab prune --layers 1"  # a third of five layers
 
 
 def test_a_file_that_cannot_be_read_leaves_no_workspace(chat_target):

@@ -68,11 +68,14 @@ def test_the_walk_goes_through(rows, turns, chat_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = Path(next(words[words.index("--data") + 1] for words in walk() if "--data" in words))
     file.write_text("".join(json.dumps({"messages": turns(number)}) + "\n" for number in range(rows)))
-    for words in walk():
+    for words, following in zip(walk(), [*walk()[1:], None], strict=True):
         models = ["models/chatty" if "/" in word else word for word in words]
         typed = [*models, *SMALL.get(words[0], "").split()]
         done = CliRunner().invoke(app, typed)
         assert done.exit_code == 0, f"{shlex.join(typed)}: {done.output}"
+        (then,) = re.findall(r"^next: (.*)$", done.stderr, re.MULTILINE)
+        assert following is None or then.startswith(f"draftlab {following[0]} ")
+        assert words[0] != "prune" or "--text target" in then
     (script,) = Path("runs").rglob("serve.sh")
     (target,) = re.findall(r"vllm serve (\S+)", script.read_text())
     assert Path(target).is_absolute()

@@ -81,7 +81,11 @@ def main(
     except UserError as error:
         print(json.dumps({"benchmark": "at_size", "skipped": str(error)}))
         return
-    running = {"k": parse_numbers(k), "max_tokens": min(new_tokens, 16) if quick else new_tokens, "threads": threads}
+    running = {
+        "k": parse_numbers(k),
+        "max_new_tokens": min(new_tokens, 16) if quick else new_tokens,
+        "threads": threads,
+    }
     print(json.dumps(result(folder, models, running, quick) | environment(threads)))
 
 
@@ -130,7 +134,7 @@ def result(folder: Path, study: Study, running: dict[str, Any], quick: bool) -> 
     """Expand, profile and replay, then predict and score at both sizes; expansions are deleted at the end."""
     answers = made(
         "outputs build", folder / "answers", use="replay", target=str(study.target),
-        max_new_tokens=running["max_tokens"], **study.prompts,
+        max_new_tokens=running["max_new_tokens"], **study.prompts,
     )  # fmt: skip
     same_text = expanded_drafts(folder, study)
     small_drafts = [*same_text, *(study.trained or ()), *study.drafts[:1]]
@@ -201,7 +205,7 @@ def measured(
     target, ks = folder / size, running["k"]
     most = max(ks)
     lengths = [len(output.prompt) for output in read_store(answers).outputs]
-    context = f"{max(1, min(lengths) - 8)},{max(lengths) + running['max_tokens'] + most + 8}"
+    context = f"{max(1, min(lengths) - 8)},{max(lengths) + running['max_new_tokens'] + most + 8}"
     made(
         "profile", folder / f"profiles-{size}", models=[str(path) for path in (target, *drafts)], k=most,
         context=context, repeats=5, dtype="bfloat16", threads=running["threads"],

@@ -73,8 +73,8 @@ def on_path(program: str) -> Path | None:
 def scored(out: Path, head: Path, temperature: float, k: int, prompts: int) -> dict[str, Any]:
     """Return the row of the best K."""
     rows: Any = COMMANDS["score"](
-        target=TARGET, drafter=[f"eagle:heads={head}"], data=DATA, k=f"1-{k}", num_prompts=prompts, max_tokens=TOKENS,
-        temperature=temperature, threads=1, out=out, force=True,
+        target=TARGET, drafter=[f"eagle:heads={head}"], data=DATA, k=f"1-{k}", num_prompts=prompts,
+        max_new_tokens=TOKENS, temperature=temperature, threads=1, out=out, force=True,
     ).data["scores"]  # fmt: skip
     return next(row for row in rows if row["best"])
 

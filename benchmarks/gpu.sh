@@ -32,7 +32,7 @@ if [ $small ]; then
   device=cpu mode=eager
   sweep="--params 4.5m --source tiny-16x256 --layers 3,4,6 --passes 3"
   target=tiny-16x256 depths="1 2 3 4 5 6" target_law="--context 8,64 --repeats 3 --threads 1"
-  drafts="tiny-3x256 tiny-12x128" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-tokens 16"
+  drafts="tiny-3x256 tiny-12x128" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-new-tokens 16"
   engine="--prompts 1 --new-tokens 8" larger="--layers 17 --width 320"
   loss="--tokens 64 --hidden 32 --teacher-hidden 32 --top-k 8 --repeats 1 --losses fkl" vocabs=256
   masks=1 gigabytes=0.02
@@ -43,7 +43,7 @@ else
   sweep="--passes 60 --dtype bfloat16"
   target=llama-65b depths="1 2 4 6 8 10" target_law="--context 128,512 --repeats 20"
   drafts="noft-1.3b wide-1.3b wide-796m wide-543m wide-290m" points="--context 128,512 --repeats 20"
-  text="--context 128 --max-tokens 128" engine= larger="--layers 24 --width 2048 --params 1.3b" masks=12 gigabytes=1
+  text="--context 128 --max-new-tokens 128" engine= larger="--layers 24 --width 2048 --params 1.3b" masks=12 gigabytes=1
   loss="--tokens 4096 --hidden 2048 --teacher-hidden 4096 --dtypes bfloat16 --losses fkl,tvd,lk(3)" vocabs="32000 128256"
   live= live_text=
 fi

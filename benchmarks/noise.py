@@ -30,8 +30,8 @@ from draftlab.results.score import Score, read_score
 
 ROOT = Path(__file__).parents[1]
 TEXT = ("--data", "stdlib")
-SCORED = ("num_prompts", "max_tokens", "repeats", "threads", "dtype")  # settings of score
-QUICK = {"runs": 2, "num_prompts": 4, "max_tokens": 16, "repeats": 1, "steps": 4}
+SCORED = ("num_prompts", "max_new_tokens", "repeats", "threads", "dtype")  # settings of score
+QUICK = {"runs": 2, "num_prompts": 4, "max_new_tokens": 16, "repeats": 1, "steps": 4}
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-file", type=Path, help="by default prompts of the standard library")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--num-prompts", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--steps", type=int, default=120, help="of distillation")

@@ -226,7 +226,7 @@ def scored(folder: Path, drafts: list[Path], drafters: list[str], k: int, temper
     """Return the best row of each way to draft for tiny."""
     row = COMMANDS["score"](
         draft=[str(path) for path in drafts], drafter=drafters, target="tiny", data="stdlib", k=f"1-{k}",
-        num_prompts=2 if quick else 16, max_tokens=16 if quick else 64, repeats=1 if quick else 3,
+        num_prompts=2 if quick else 16, max_new_tokens=16 if quick else 64, repeats=1 if quick else 3,
         threads=1, temperature=temperature, dtype=checkpoint.dtype_name(dtype()), force=True,
         out=folder / f"score-{temperature}",
     ).data["scores"]  # fmt: skip

@@ -21,7 +21,7 @@ from draftlab.errors import UserError
 SHAPES = ("2x192", "4x192", "12x128")
 KS = "1-6"
 TEXTS = ("--num-prompts", "10", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
-SCORE_TEXTS = ("--num-prompts", "10", "--prompt-tokens", "64", "--max-tokens", "96", "--data", "stdlib")
+SCORE_TEXTS = ("--num-prompts", "10", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
 
 FEW = ("--batch-size", "16", "--seq-len", "128", "--training-dtype", "float32")
 

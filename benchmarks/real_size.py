@@ -220,7 +220,7 @@ def _peaks(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, ob
         "outputs", "build", "--target", target, "--data", "stdlib", "--num-sequences", 16, "--out", scratch / "outputs",
     ]  # fmt: skip
     score = [
-        "score", "--target", target, "--draft", draft, "--data", "stdlib", "--num-prompts", 2, "--max-tokens", 16,
+        "score", "--target", target, "--draft", draft, "--data", "stdlib", "--num-prompts", 2, "--max-new-tokens", 16,
         "--k", 2, "--repeats", 1, "--dtype", "bfloat16", "--out", scratch / "score",
     ]  # fmt: skip
     built, scored = _peak_bytes(build), _peak_bytes(score)

@@ -43,7 +43,7 @@ QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
     "prune": {"calibration_tokens": 4096},
     "distill": {"steps": 6},
-    "score": {"num_prompts": 11, "max_tokens": 48, "k": "2"},
+    "score": {"num_prompts": 11, "max_new_tokens": 48, "k": "2"},
 }
 
 

@@ -193,7 +193,7 @@ def call(*arguments: object, code: int = 0):
 
 
 BUILD = ("outputs", "build", "--use", "replay", "--prompt-file", "prompts.jsonl", "--max-new-tokens", 20)
-SCORE = ("score", "--draft", "draft", "--prompt-file", "prompts.jsonl", "--k", "1,3", "--max-tokens", 20)
+SCORE = ("score", "--draft", "draft", "--prompt-file", "prompts.jsonl", "--k", "1,3", "--max-new-tokens", 20)
 SCORE = (*SCORE, "--repeats", 1, "--mode", "eager", "--dtype", "float32")
 
 

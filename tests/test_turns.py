@@ -89,7 +89,7 @@ def test_a_server_is_asked_the_same_requests(space, asked):  # noqa: F811
     model = checkpoint.load_model(space / "target", torch.float32).eval()
     with running(SmallVLLM(model, tokenizer, frozenset([1]))) as url:
         config = ScoreConfig(
-            server=url, speculative_server=url, target="target", prompt_file=Path("prompts.jsonl"), max_tokens=20
+            server=url, speculative_server=url, target="target", prompt_file=Path("prompts.jsonl"), max_new_tokens=20
         )
         found = servers.with_turns(cast(Any, prepare(config, True).run).args[0])
     assert [prompt.ids for prompt in found.requests.prompts.rows] == asked

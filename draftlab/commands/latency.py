@@ -112,11 +112,11 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     from draftlab.pruning.trial_model import prunable_shape
 
     with about("--acceptance"):
-        acceptances = [_acceptance(text, config.max_tokens) for text in config.acceptance]
+        acceptances = [_acceptance(text, config.max_new_tokens) for text in config.acceptance]
         if len(acceptances) not in (1, len(config.draft_profile)):
             raise UserError(f"{len(acceptances)} for {len(config.draft_profile)} drafts; give one, or one per draft")
-    if config.is_set("max_tokens") and any(acceptance.model for acceptance in acceptances):
-        raise UserError("--max-tokens: the texts of a replay or score have their own lengths")
+    if config.is_set("max_new_tokens") and any(acceptance.model for acceptance in acceptances):
+        raise UserError("--max-new-tokens: the texts of a replay or score have their own lengths")
     acceptances *= len(config.draft_profile) // len(acceptances)
     prompts: Sequence[int | None] = config.context or [None]
     works = [acceptance.work for acceptance in acceptances]

@@ -208,7 +208,9 @@ def _requests(config: ScoreConfig, tokenizer: Path, source: str) -> "Requests":
             count=config.num_prompts,
             tokens=config.prompt_tokens,
         )
-    return fill(Requests, config, prompts=prompts, sampling=fill(SamplingParams, config))
+    return fill(
+        Requests, config, prompts=prompts, sampling=fill(SamplingParams, config, max_tokens=config.max_new_tokens)
+    )
 
 
 def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:

@@ -90,7 +90,7 @@ class PredictConfig(Config):
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
     batch: Numbers = numbers("1", "Batch sizes, or streams, as 1,4,16; results by K are of the smallest.")
     context: Numbers | None = option(None, "Prompt lengths. Default: those of the texts, or 128.", typed=str)
-    max_tokens: int = option(128, "Tokens per text where acceptance is a number.", ge=2, le=1_000_000)
+    max_new_tokens: int = option(128, "Tokens per text where acceptance is a number.", ge=2, le=1_000_000)
     extrapolate: bool = option(False, "Extrapolate beyond the widths and contexts of the profiles.")
     server: Literal["vllm"] | None = option(
         None, "Predict the steps of this server, and with several --batch its table of K. Default: draftlab's engine.",

@@ -40,7 +40,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     prompt_tokens: int | None = option(
         None, "Cut prompts to this length. Default: 64 for a source, whole prompts of a file.", ge=1, advanced=True
     )
-    max_tokens: int = option(128, "Tokens generated after each prompt.", ge=2)
+    max_new_tokens: int = option(128, "Tokens generated after each prompt.", ge=2)
     repeats: int = option(3, "Times that every prompt is decoded in every way.", ge=1, advanced=True)
     seed: int = shared.seed()
     rule: str = option(

@@ -202,7 +202,7 @@ class Comparison:
         if engine.int8 and engine.mode != "native":
             raise UserError(f"--int8 needs mode native, and this runs in mode {engine.mode}")
         models = {"the target": self.target, **self.drafts}
-        with about("--max-tokens"):
+        with about("--max-new-tokens"):
             self.check_context({name: max_model_len(path) for name, path in models.items()}, max(self.ks))
         if self.tasks is not None and self.tasks.apply_chat_template:
             for path in models.values():

@@ -314,7 +314,7 @@ class AutoRun:
             prompt_file=self._prompts("measure" if chosen else "choose"),
             num_prompts=None if chosen else prompts,
             repeats=2 if chosen else 1,
-            max_tokens=MAX_TOKENS,
+            max_new_tokens=MAX_TOKENS,
             batch=streams,
             temperature=self.request.temperature,
             int8="both" if self._int8 else None,

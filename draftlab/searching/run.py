@@ -225,7 +225,7 @@ class Searcher:
             **self.wanted.prompts,
             k=sorted({leader.k for leader in leaders}),
             num_prompts=MEASURED_PROMPTS,
-            max_tokens=MAX_TOKENS,
+            max_new_tokens=MAX_TOKENS,
             repeats=1,
             seed=1,  # other prompts than those replayed
         )

@@ -87,7 +87,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "profile": ("profile", "larger", "--k", "1", "--context", "16,64", *TIMED),
     "score": (
         "score", "--target", "model", "--draft", "made/prune", "--drafter", "prompt-lookup", "--data", "text", "--k",
-        "2", "--num-prompts", "3", "--prompt-tokens", "8", "--max-tokens", "8", *TIMED,
+        "2", "--num-prompts", "3", "--prompt-tokens", "8", "--max-new-tokens", "8", *TIMED,
     ),
     "search": (
         "search", "--target", "larger", "--source", "larger", "--data", "text", "--k", "1-2", "--layers", "1,2",

@@ -81,7 +81,7 @@ def test_the_papers_three_commands_work_as_typed_in_an_empty_folder(hub, tmp_pat
     """No workspace file, no option but sizes: models and text by their default names."""
     prune = "draftlab prune --layers 2 --width 32 --calibration-tokens 512 --seq-len 64"
     distill = "draftlab distill --steps 2 --batch-size 2 --seq-len 32 --eval-steps 2"
-    score = "draftlab score --num-prompts 4 --prompt-tokens 16 --max-tokens 8 --repeats 2 --k 2"
+    score = "draftlab score --num-prompts 4 --prompt-tokens 16 --max-new-tokens 8 --repeats 2 --k 2"
     assert typed(prune + " --dry-run", hub, tmp_path) == []
     assert sorted(typed(prune, hub, tmp_path)) == [f"huggyllama/llama-7b/{file}" for file in SHARDS]
     assert typed(distill + " --dry-run", hub, tmp_path) == []

@@ -62,7 +62,7 @@ def refused(*arguments: str) -> str:
 
 PRUNE = ("prune", "--layers", "2", "--width", "32", "--calibration-tokens", "128", "--seq-len", "32")
 DISTILL = ("distill", "--steps", "2", "--batch-size", "2", "--seq-len", "16", "--training-dtype", "float32")
-SCORE = ("score", "--k", "1,2", "--num-prompts", "2", "--prompt-tokens", "8", "--max-tokens", "6", "--repeats", "1")
+SCORE = ("score", "--k", "1,2", "--num-prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1")
 
 
 def test_the_three_commands_work_as_typed_in_a_workspace(space):
@@ -290,7 +290,7 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
     rows = [{"prompt": "def f(line):\n    return", "category": "code"}, {"turns": ["return 1"], "category": "chat"}]
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
     call(*PRUNE)
-    how = ("--k", "1", "--max-tokens", "4", "--repeats", "1", "--prompt-file", "prompts.jsonl", "--json")
+    how = ("--k", "1", "--max-new-tokens", "4", "--repeats", "1", "--prompt-file", "prompts.jsonl", "--json")
     found = json.loads(call("score", *how).stdout)
     (categories,) = found["categories"].values()
     assert [(row["category"], row["prompts"]) for row in categories] == [("chat", 2), ("code", 2)]
@@ -300,7 +300,7 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
     assert kept.prompts[0].tokens != kept.prompts[1].tokens
     again = ("score", "--draft", str(space / "runs/prune-2x32"), "--prompt-file", "prompts.jsonl", "--out", "x")
     refused(*again, "--num-prompts", "9")
-    refused(*again, "--max-tokens", "300")
+    refused(*again, "--max-new-tokens", "300")
 
 
 def test_a_recorded_command_line_can_be_typed_again():

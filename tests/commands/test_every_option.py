@@ -366,7 +366,7 @@ def profiles() -> Settings:
 
 
 def scoring(w: World, **more: Any) -> Settings:
-    few = {"k": "1,2", "num_prompts": 2, "prompt_tokens": 8, "max_tokens": 6, "repeats": 1, "mode": "eager"}
+    few = {"k": "1,2", "num_prompts": 2, "prompt_tokens": 8, "max_new_tokens": 6, "repeats": 1, "mode": "eager"}
     return few | {"draft": [str(w.draft)], "target": str(w.source), "data": str(w.text)} | more
 
 
@@ -514,7 +514,7 @@ def _(w: World) -> Settings:
 
 @case("score", "servers")
 def _(w: World) -> Settings:
-    few = {"num_prompts": 2, "prompt_tokens": 8, "max_tokens": 9, "repeats": 1, "target": str(w.source)}
+    few = {"num_prompts": 2, "prompt_tokens": 8, "max_new_tokens": 9, "repeats": 1, "target": str(w.source)}
     servers = {"server": w.server, "speculative_server": w.drafting_server}
     return few | servers | {"data": str(w.text), "draft": [str(w.draft)]}
 

@@ -20,7 +20,7 @@ TEMPLATE = (
 SMALL = {  # what keeps a command short here; the walk's own words stay as they are
     "prune": "--calibration-tokens 1024 --seq-len 128",
     "distill": "--steps 2 --batch-size 4 --max-new-tokens 8",
-    "score": "--num-prompts 2 --max-tokens 8 --k 1,2 --repeats 1",
+    "score": "--num-prompts 2 --max-new-tokens 8 --k 1,2 --repeats 1",
     "export": "",
 }
 

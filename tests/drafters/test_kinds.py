@@ -102,7 +102,7 @@ def test_a_dry_run_shows_what_drafters_read(family_dirs, stored, eagle_head, tmp
     model, prompts = str(family_dirs["llama"]), tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def parse(line):"}\n')
     texts = [f"ngram:order=2,outputs={stored}", f"eagle:heads={eagle_head}", "prompt-lookup", f"model:draft={model}"]
-    asked: dict[str, Any] = {"target": model, "prompt_file": prompts, "k": "2", "max_tokens": 8}
+    asked: dict[str, Any] = {"target": model, "prompt_file": prompts, "k": "2", "max_new_tokens": 8}
     shown = COMMANDS["score"](**asked, drafter=texts, out=tmp_path / "out", dry_run=True).data
     wanted = [f"reads {stored}", f"reads {eagle_head}", "reads no files", f"reads {model}"]
     assert [shown[parse_drafter(text).name] for text in texts] == wanted

@@ -36,7 +36,7 @@ def test_a_drafter_from_outside_is_in_the_help_and_in_errors(site):
 def test_a_drafter_from_outside_is_scored(site, family_dirs, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def parse(line):"}\n{"prompt": "return [int(part)"}\n')
     asked = {"--target": str(family_dirs["llama"]), "--prompt-file": "prompts.jsonl", "--out": "out", "--k": "2"}
-    asked |= {"--max-tokens": "24", "--repeats": "1", "--dtype": "float32", "--mode": "eager"}
+    asked |= {"--max-new-tokens": "24", "--repeats": "1", "--dtype": "float32", "--mode": "eager"}
     words = [word for option in asked.items() for word in option]
     ran = draftlab(site, "score", *words, "--drafter", "follower:least=1", "--json")
     assert ran.returncode == 0, ran.stderr

@@ -324,7 +324,7 @@ def test_the_script_for_transformers_decodes_as_the_target_alone(space, family_d
 
 
 def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
-    arguments = ["--num-prompts", "2", "--prompt-tokens", "8", "--max-tokens", "6", "--repeats", "1"]
+    arguments = ["--num-prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1"]
     assert CliRunner().invoke(app, ["score", "--draft", "draft", "--k", "1,2", *arguments]).exit_code == 0
     export("--to", "vllm", "--out", "out")
     text = Path("out/README.md").read_text()
@@ -340,7 +340,7 @@ def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
 
 
 def test_scores_from_elsewhere_choose_k_and_fill_the_card(space):
-    words = "score --draft draft --k 1 --num-prompts 2 --prompt-tokens 8 --max-tokens 6 --repeats 1 --out elsewhere"
+    words = "score --draft draft --k 1 --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1 --out elsewhere"
     assert CliRunner().invoke(app, words.split()).exit_code == 0
     export("--to", "vllm", "--out", "without")
     assert "Not measured yet" in Path("without/README.md").read_text()
@@ -610,7 +610,7 @@ def test_a_program_that_is_no_server_is_refused(tmp_path):
 
 
 def test_a_rounded_draft_is_a_row_of_its_own_in_a_score(space):
-    arguments = ["--num-prompts", "2", "--prompt-tokens", "8", "--max-tokens", "6", "--repeats", "1"]
+    arguments = ["--num-prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1"]
     drafts = ["--draft", "draft", "--draft", "draft@q4_0", "--k", "1", *arguments, "--out", "scored"]
     result = CliRunner().invoke(app, ["score", *drafts])
     assert result.exit_code == 0, (result.output, result.exception)

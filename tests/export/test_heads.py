@@ -74,7 +74,7 @@ def test_scores_of_a_head_choose_k_and_fill_its_card(folder, target, tmp_path):
         words = ["--target", str(target), "--drafter", drafter, "--prompt-file", str(tmp_path / "prompts.jsonl")]
         out = tmp_path / ("with-lookup" if "," in drafter else "alone")
         k = "2" if "," in drafter else "1"
-        few = ["--k", k, "--max-tokens", "6", "--repeats", "1", "--out", str(out)]
+        few = ["--k", k, "--max-new-tokens", "6", "--repeats", "1", "--out", str(out)]
         assert CliRunner().invoke(app, ["score", *words, *few]).exit_code == 0
     out = exported(
         folder, target, "vllm", "--scores", str(tmp_path / "alone"), "--scores", str(tmp_path / "with-lookup")

@@ -130,7 +130,7 @@ def written(folder: Path, *arguments: str) -> Path:
     for name, model in (("d", roofline("d", 0.05, BUSY)), ("t", roofline("t", 1.0, BUSY))):
         write_profile(model.profile, folder / f"{name}.yaml")
     command = ["predict", "--draft-profile", str(folder / "d.yaml"), "--target-profile", str(folder / "t.yaml")]
-    result = CliRunner().invoke(app, [*command, "--max-tokens", "20", "--context", "10", *arguments, "--json"])
+    result = CliRunner().invoke(app, [*command, "--max-new-tokens", "20", "--context", "10", *arguments, "--json"])
     assert result.exit_code == 0, result.output
     (folder / "prediction.json").write_text(result.stdout)
     return folder / "prediction.json"

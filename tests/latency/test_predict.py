@@ -346,7 +346,7 @@ def files(tmp_path, monkeypatch):
 
 
 def test_predicting_as_typed_from_an_assumed_length(files):
-    options = (*files, "--context", "16", "--max-tokens", "60", "--k", "1-6")
+    options = (*files, "--context", "16", "--max-new-tokens", "60", "--k", "1-6")
     found = json.loads(call(*options, "--acceptance", "2.5@4", "--json").stdout)["predictions"][0]
     row = next(row for row in found["rows"] if row["k"] == 4)
     assert row["tokens_per_pass"]["value"] == pytest.approx(2.5, rel=0.02)
@@ -386,7 +386,7 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
 
 
 def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):
-    options = (*files, "--context", "16", "--max-tokens", "60")
+    options = (*files, "--context", "16", "--max-new-tokens", "60")
     for alpha, marked in (("0.9", False), ("0.01", True)):
         shown = call(*options, "--acceptance", alpha, "--k", "3-4").stdout
         assert len(re.findall(r"^\* no draft +1\.00", shown, re.M)) == marked
@@ -401,10 +401,10 @@ def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):
 @pytest.mark.parametrize("options", [("--k", "9"), ("--context", "90"), ("--batch", "2,8")])
 def test_what_lies_outside_the_profiles_is_refused(files, options):
     context = () if "--context" in options else ("--context", "16")
-    result = call(*files, *context, "--acceptance", "0.5", "--max-tokens", "60", *options, code=1)
+    result = call(*files, *context, "--acceptance", "0.5", "--max-new-tokens", "60", *options, code=1)
     assert "is outside the profile of" in result.stderr
 
 
 def test_extrapolating_is_asked_for_and_noted(files):
-    shown = call(*files, "--acceptance", "0.5", "--context", "90", "--max-tokens", "60", "--extrapolate").stdout
+    shown = call(*files, "--acceptance", "0.5", "--context", "90", "--max-new-tokens", "60", "--extrapolate").stdout
     assert "156" in shown

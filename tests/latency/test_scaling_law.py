@@ -139,5 +139,5 @@ def test_a_law_predicts_a_shape_by_name(space):
         write_profile(profile, folder / f"{profile.name}.yaml")
     spec = f"tiny-3x256@{folder}"
     shown = call("predict", "--draft-profile", spec, "--target-profile", f"tiny-16x256@{folder}", "--acceptance", "0.7",
-                 "--k", "1", "--context", "20", "--max-tokens", "16")  # fmt: skip
+                 "--k", "1", "--context", "20", "--max-new-tokens", "16")  # fmt: skip
     assert "latency law" in shown

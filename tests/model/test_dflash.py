@@ -188,7 +188,7 @@ def test_a_head_is_scored_on_every_kind_of_target(family, target, tokenizer_dir,
     written(tmp_path / "head", target, NATIVE)
     Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def add_{i}(a, b):"}) + "\n" for i in range(4)))
     scored = draftlab.score(
-        target=str(target), drafter=["dflash:heads=head"], prompt_file="prompts.jsonl", k="2,4", max_tokens=12,
+        target=str(target), drafter=["dflash:heads=head"], prompt_file="prompts.jsonl", k="2,4", max_new_tokens=12,
         repeats=1, batch="1,2", out="out",
     )  # fmt: skip
     assert all(score.identical for score in scored.scores)
@@ -198,7 +198,7 @@ def test_a_head_is_scored_on_every_kind_of_target(family, target, tokenizer_dir,
 def test_a_k_beyond_the_block_is_refused(target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "head", target, NATIVE)
-    settings = {"target": str(target), "data": "stdlib", "num_prompts": 1, "prompt_tokens": 8, "max_tokens": 8}
+    settings = {"target": str(target), "data": "stdlib", "num_prompts": 1, "prompt_tokens": 8, "max_new_tokens": 8}
     with raises_option("--k", BLOCK - 1):
         draftlab.score(drafter=["dflash:heads=head"], k="5", out="out", **settings)
 

@@ -24,7 +24,7 @@ def test_prompts_in_the_stores_that_a_draft_learnt_from_are_counted(family_dirs,
     store = draftlab.outputs_build(target=target, prompt_file=seen, max_new_tokens=4, out="store").path
     shutil.copytree(target, "draft")
     provenance.write_record(Path("draft"), "distill", {}, [store], time.time())
-    settings = {"target": target, "k": "1", "max_tokens": 4, "repeats": 1}
+    settings = {"target": target, "k": "1", "max_new_tokens": 4, "repeats": 1}
     learnt = draftlab.score(draft=["draft"], prompt_file=mixed, out="learnt", **settings)
     learnt_from = {output.number for output in read_texts(store)}  # the store holds some prompts out
     assert learnt.scores[0].learnt_prompts == len(learnt_from & set(range(8, 12))) > 0

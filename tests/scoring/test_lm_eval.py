@@ -116,7 +116,7 @@ def test_every_kind_of_task_has_lm_evals_own_items(family: str, family_dirs: dic
 
 def test_a_score_passes_lm_evals_options_on(chat: Path, folder: Path, tmp_path: Path):
     settings = {"num_fewshot": 2, "apply_chat_template": True}
-    few = {"k": "1", "num_prompts": 2, "prompt_tokens": 8, "max_tokens": 4, "repeats": 1, "mode": "eager"}
+    few = {"k": "1", "num_prompts": 2, "prompt_tokens": 8, "max_new_tokens": 4, "repeats": 1, "mode": "eager"}
     names = {"tasks": "both", "include_path": folder, "task_limit": 4, "task_batch_size": 2}
     models = {"target": str(chat), "draft": [str(chat)], "data": "stdlib", "dtype": "float32"}
     COMMANDS["score"](**few, **names, **models, **settings, out=tmp_path / "out")
@@ -151,7 +151,7 @@ def served(family_dirs: dict[str, Path]) -> Iterator[dict[str, Any]]:
     model, tokenizer = load_model(place, torch.float32).eval(), load_tokenizer(place)
     plain, drafting = (SmallVLLM(model, tokenizer, frozenset(), draft=draft) for draft in (None, build("llama", 1)))
     with running(plain) as url, running(drafting) as other:
-        few = {"num_prompts": 2, "prompt_tokens": 8, "max_tokens": 9, "repeats": 1, "data": "stdlib"}
+        few = {"num_prompts": 2, "prompt_tokens": 8, "max_new_tokens": 9, "repeats": 1, "data": "stdlib"}
         yield few | {"server": url, "speculative_server": other, "target": str(place)}
 
 

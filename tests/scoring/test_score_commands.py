@@ -102,7 +102,7 @@ TINY = ("score", "--target", "tiny", "--data", "stdlib", "--out", "x")
         (("--draft", "tiny", "--data", "stdlibs"), "--data"),
         (("--draft", "tiny", "--prompt-file", "nope.jsonl"), "--prompt-file"),
         (("--draft", "other"), "--draft"),
-        (("--draft", "tiny", "--max-tokens", "99999"), "--max-tokens"),
+        (("--draft", "tiny", "--max-new-tokens", "99999"), "--max-new-tokens"),
         (("--draft", "tiny", "--batch", "3", "--num-prompts", "4"), "--batch"),
         (("--server", "nope"), "--server"),
         (("--server", "http://127.0.0.1:9", "--speculative-server", "http://127.0.0.1:9"), "--server"),

@@ -54,7 +54,7 @@ def small(space: Path, **options: Any) -> SmallVLLM:
 
 def score(plain: str, other: str, *arguments: str, code: int = 0):
     urls = ("--server", plain, "--speculative-server", other)
-    how = ("--prompt-file", "prompts.jsonl", "--max-tokens", NEW, "--repeats", 2)
+    how = ("--prompt-file", "prompts.jsonl", "--max-new-tokens", NEW, "--repeats", 2)
     result = CliRunner().invoke(app, ["score", *map(str, (*urls, *how, *arguments))])
     assert result.exit_code == code, (result.output, result.exception)
     return result
@@ -109,7 +109,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole_by_the_counters(space, sta
 
 def apart(space: Path, *arguments: str, code: int = 0):
     """Score one server after the other; the first call's answers are under runs/score-served-plain."""
-    how = ("--prompt-file", "prompts.jsonl", "--max-tokens", str(NEW), "--repeats", "2")
+    how = ("--prompt-file", "prompts.jsonl", "--max-new-tokens", str(NEW), "--repeats", "2")
     result = CliRunner().invoke(app, ["score", *how, *arguments])
     assert result.exit_code == code, (result.output, result.exception)
     return result
@@ -223,7 +223,7 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32, t
         serving_vllm(fp32, logs / "speculative.txt", "--speculative-config", speculation) as other,
     ):
         urls = ("--server", plain.http.url, "--speculative-server", other.http.url, "--draft", draft)
-        how = ("--num-prompts", 8, "--prompt-tokens", 32, "--max-tokens", 48, "--repeats", 1, "--json")
+        how = ("--num-prompts", 8, "--prompt-tokens", 32, "--max-new-tokens", 48, "--repeats", 1, "--json")
         result = CliRunner().invoke(app, ["score", *map(str, (*urls, *how))])
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)["scores"]

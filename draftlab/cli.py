@@ -15,14 +15,15 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument, BadParameter, Option
+from typer.core import TyperCommand
 
 from draftlab import __version__
 from draftlab.commands import PANELS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
 from draftlab.console import is_main_process, never_silent, note, print_words, processes
-from draftlab.errors import UsageError, UserError, one_line
+from draftlab.errors import UsageError, UserError, one_line, plain_words
 from draftlab.recipe import run
 from draftlab.trust import printable
 
@@ -194,6 +195,17 @@ def options(version: Annotated[bool, Option("--version", help="Print the version
         raise typer.Exit()
 
 
+class PlainCommand(TyperCommand):
+    """A command that complains about values in draftlab's words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except BadParameter as error:
+            error.message = plain_words(error.message)
+            raise
+
+
 def _add_commands() -> None:
     groups = {"": app} | {name: typer.Typer(help=text, no_args_is_help=True) for name, (text, _) in GROUPS.items()}
     for panel, commands in {**PANELS, "Run saved commands": (run,)}.items():
@@ -201,7 +213,7 @@ def _add_commands() -> None:
             group, _, leaf = command.name.rpartition(" ")
             advanced = any(extra(field)["advanced"] for field in command.config.model_fields.values())
             add = groups[group].command(
-                leaf, epilog=MORE if advanced else None, rich_help_panel=None if group else panel
+                leaf, cls=PlainCommand, epilog=MORE if advanced else None, rich_help_panel=None if group else panel
             )
             add(typer_function(command))
     for name, (_, panel) in GROUPS.items():
@@ -254,6 +266,6 @@ def _print(outcome: Outcome, as_json: bool) -> None:
             for line in item.split("\n"):
                 print_words(console, line)
         else:
-            console.print(item)
+            console.print(item, soft_wrap=not console.is_terminal)  # a terminal breaks captions between words
     if outcome.next:
         note(f"next: {outcome.next}")

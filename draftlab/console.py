@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from draftlab.trust import printable
 
 Advance = Callable[[int, str], None]
 MAX_SILENT_SECONDS = 7.0
+COPIED = re.compile(r"draftlab [a-z]|\w{2,}/\w{2,}|\.sh\b")  # a command or a path
 
 
 def processes() -> int:
@@ -35,7 +37,7 @@ def note(text: str) -> None:
 
 def print_words(console: Console, text: str, style: str | None = None) -> None:
     """Print a line. A terminal breaks it between words, unless it has a path or a command to be copied."""
-    whole = not console.is_terminal or "/" in text or "draftlab " in text
+    whole = not console.is_terminal or COPIED.search(text) is not None
     console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=whole)
 
 
@@ -138,13 +140,22 @@ def progress(label: str, total: int) -> Iterator[Advance]:
 
 def _plain_lines(label: str, total: int) -> Advance:
     tenths, printed_at = 0, time.monotonic()
+    first: tuple[int, float] | None = None
     note(f"{label} 0/{total}")
 
     def advance(done: int, status: str) -> None:
-        nonlocal tenths, printed_at
-        tenth = 10 * done // max(1, total)
-        if tenth > tenths or time.monotonic() - printed_at > MAX_SILENT_SECONDS:
-            tenths, printed_at = tenth, time.monotonic()
-            note(f"{label} {done}/{total}  {status}".rstrip())
+        nonlocal tenths, printed_at, first
+        tenth, now = 10 * done // max(1, total), time.monotonic()
+        first = first or (done, now)
+        if tenth > tenths or now - printed_at > MAX_SILENT_SECONDS:
+            tenths, printed_at = tenth, now
+            left = (total - done) * (now - first[1]) / (done - first[0]) if done > first[0] else 0
+            note(f"{label} {done}/{total}  {status}{_time_left(left)}".rstrip())
 
     return advance
+
+
+def _time_left(seconds: float) -> str:
+    if seconds < 10:
+        return ""
+    return f"  {seconds:.0f} s left" if seconds < 100 else f"  {seconds / 60:.0f} min left"

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 
 
@@ -36,6 +37,16 @@ EXTRAS = {
 }  # package that only some commands need -> extra of pyproject.toml that installs it
 
 
+COMPLAINTS = {
+    r"Input should be a valid integer": "want a whole number",
+    r"Input should be a valid boolean": "want true or false",
+    r"Input should be a valid (\w+)": r"want a \1",
+    r"Input should be greater than or equal to (.+)": r"want at least \1",
+    r"Input should be less than or equal to (.+)": r"want at most \1",
+    r"Input should be (.+)": r"want \1",
+}  # beginning of pydantic's message -> what is wanted
+
+
 class MissingExtra(UserError):
     """A missing package that `pip install draftlab` does not install."""
 
@@ -56,6 +67,14 @@ def one_line(message: object, most: int = 300) -> str:
     words = " ".join(str(message)[: 4 * most].split())
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
     return text if len(text) <= most else text[: most - 4] + " ..."
+
+
+def plain_words(message: str) -> str:
+    """Return pydantic's complaint about a value in draftlab's words, as "want a whole number"."""
+    for pattern, words in COMPLAINTS.items():
+        if match := re.match(pattern, message):
+            return match.expand(words)
+    return message
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from draftlab.errors import UserError, one_line
+from draftlab.errors import UserError, one_line, plain_words
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -130,7 +130,7 @@ def validation_text(error: ValidationError) -> str:
     for item in error.errors()[:3]:
         where = ".".join(str(part) for part in item["loc"])[:80] or "top level"
         value = "" if item["type"] == "missing" else f" (got {reprlib.repr(item['input'])})"
-        complaint = "should be an object" if item["type"].startswith("model_") else item["msg"].lower()
+        complaint = "should be an object" if item["type"].startswith("model_") else plain_words(item["msg"])
         parts.append(f"{where}: {complaint}{value}")
     more = f"; and {error.error_count() - 3} more" if error.error_count() > 3 else ""
     return one_line("; ".join(parts)) + more

@@ -170,7 +170,7 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
     data = {"path": str(output.out), "shape": shape.model_dump(), "params": shape.params(), "layers": layers}
     if (agreement := pruned.agreement) is not None:
         lines.append(
-            f"against the source on {agreement.tokens:,} held-out tokens: acceptance {agreement.acceptance:.3f}, "
+            f"against the source on {agreement.tokens:,} tokens: held-out acceptance {agreement.acceptance:.3f}, "
             f"top-1 {agreement.top1:.3f}, cross-entropy {agreement.cross_entropy:.3f} "
             f"(source {agreement.source_cross_entropy:.3f})"
         )

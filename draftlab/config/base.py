@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 from typing_extensions import Self
 
 from draftlab import workspace
-from draftlab.errors import UsageError, UserError, did_you_mean, one_line
+from draftlab.errors import UsageError, UserError, did_you_mean, one_line, plain_words
 from draftlab.model.shape import parse_numbers
 from draftlab.provenance import RECORD_FILE, read_record
 from draftlab.reading import read_yaml
@@ -217,13 +217,13 @@ class Config(BaseModel):
     @classmethod
     def _complaint(cls, item: dict[str, Any]) -> str:
         """Return the error of one setting, by its option."""
-        message = str(item["msg"]).removeprefix("Value error, ")
+        message = plain_words(str(item["msg"]).removeprefix("Value error, "))
         if not item["loc"] or item["loc"][0] not in cls.model_fields:
             return message
         flag = cls.flag(str(item["loc"][0]))
         if item["type"] == "missing":
             return f"{flag} is required"
-        return message if message.startswith(flag) else f"{flag} {one_line(item['input'], 80)}: {message.lower()}"
+        return message if message.startswith(flag) else f"{flag} {one_line(item['input'], 80)}: {message}"
 
 
 class OutputConfig(Config):

@@ -53,7 +53,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         None, "Accept as this server does, in place of --rule.", panel=shared.SAMPLING, advanced=True
     )
     mode: shared.EngineMode = shared.mode()
-    dtype: shared.WeightsDtype = shared.dtype(advanced=True)
+    dtype: shared.WeightsDtype = shared.dtype()
     device: shared.Device = shared.device()
     device_map: str | None = shared.device_map()
     int8: Literal["draft", "target", "both"] | None = option(

@@ -1,10 +1,13 @@
 """Checkpoints by name: embedded models, directories, the Hugging Face hub; and their weight files. No torch."""
 
 import functools
+import re
+import sys
 from pathlib import Path
 
 import httpx
 
+from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean, one_line
 from draftlab.model.hf_files import (
     INDEX,
@@ -53,7 +56,7 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     if path.is_file():
         refuse_other_layout(path)
         raise UserError(f"{path} is a file, and a checkpoint is a directory")
-    if str(name).count("/") != 1 or path.is_absolute():
+    if not _is_hub_name(str(name)):
         raise UserError(f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}")
     return _from_hub(str(name), weights)
 
@@ -67,8 +70,13 @@ def local(name: str | Path, weights: bool = False) -> Path | None:
         UserError: The errors of locate.
     """
     place = str(name) if Path(name).exists() else str(name).rpartition("@")[0] or str(name)
-    on_hub = not Path(place).exists() and place.count("/") == 1 and not Path(place).is_absolute()
+    on_hub = not Path(place).exists() and _is_hub_name(place)
     return None if on_hub else locate(place, weights)
+
+
+def _is_hub_name(name: str) -> bool:
+    """Return whether a name has the form OWNER/NAME or OWNER/NAME@REVISION."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@.+)?", name) is not None
 
 
 def import_source(name: str) -> Layout:
@@ -78,7 +86,7 @@ def import_source(name: str) -> Layout:
         UserError: there is no such path or nothing to import, or the repository cannot be downloaded.
     """
     path = Path(name)
-    if not path.exists() and name.count("/") == 1 and not path.is_absolute():
+    if not path.exists() and _is_hub_name(name):
         repo, _, revision = name.partition("@")
         path = _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
     layout = other_layout(path) if path.exists() else None
@@ -182,29 +190,43 @@ def _from_hub(name: str, weights: bool) -> Path:
         return directory
     index = directory / INDEX
     files = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE]
-    directory = _fetch(repo, revision, files)
+    directory = _fetch(repo, revision, files, told=True)
     if not all((directory / file).is_file() for file in files):
         raise UserError(f"{name} has no {files[0]}; {IMPORTED}")
     return directory
 
 
-def _fetch(repo: str, revision: str, patterns: list[str], ignored: list[str] | None = None) -> Path:
+def _fetch(
+    repo: str, revision: str, patterns: list[str], ignored: list[str] | None = None, *, told: bool = False
+) -> Path:
     """Return the local directory of a hub repository, with the files of these patterns.
+
+    told: The size of a download and its place are printed, and a terminal shows its progress.
 
     Raises:
         UserError: they are neither in the hub's cache nor can be downloaded.
     """
     from huggingface_hub import constants, errors, snapshot_download
+    from tqdm.auto import tqdm
 
     name, offline = f"{repo}@{revision}" if revision else repo, offline_reason()
+    found = functools.partial(
+        snapshot_download,
+        repo,
+        revision=revision or None,
+        allow_patterns=patterns,
+        ignore_patterns=ignored,
+        local_files_only=bool(offline),
+    )
     try:
-        directory = snapshot_download(
-            repo,
-            revision=revision or None,
-            allow_patterns=patterns,
-            ignore_patterns=ignored,
-            local_files_only=bool(offline),
-        )
+        missing = [file for file in found(dry_run=True) if file.will_download] if told and not offline else []
+        if missing:
+            size = sum(file.file_size or 0 for file in missing) / 1e9
+            note(
+                f"downloading {name}, {size:,.2f} GB, to {constants.HF_HUB_CACHE}; "
+                "draftlab init --target names another model"
+            )
+        directory = found(tqdm_class=tqdm if missing and sys.stderr.isatty() else None)
         return Path(directory)
     except errors.GatedRepoError:
         reason = f"access must be requested at {constants.ENDPOINT}/{repo}; then run hf auth login"

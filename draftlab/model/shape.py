@@ -388,6 +388,8 @@ def parse_numbers(text: str) -> list[int]:
         low, _, high = part.partition("-")
         if not re.fullmatch(r"\s*\d{1,18}\s*(-\s*\d{1,18}\s*)?", part):
             raise UserError(f"{one_line(text, 80)!r} is not a list of numbers; write 1-6 or 2,4,8")
+        if int(high or low) < int(low):
+            raise UserError(f"{one_line(part, 80)!r} ends before it begins; write {int(high)}-{int(low)}")
         if int(high or low) - int(low) + len(numbers) >= MOST_NUMBERS:
             raise UserError(f"{one_line(text, 80)!r} lists more than {MOST_NUMBERS:,} numbers")
         numbers |= set(range(int(low), int(high or low) + 1))

@@ -187,6 +187,7 @@ class Measurement:
         prompts = [prompt.ids for prompt in requests.prompts.rows]
         ways = 1 + (self.other_target is not None) + len(self.drafts) * len(comparison.ks)
         ways += sum(len(run.ks) for run in self.runs.values())
+        note(f"{len(prompts)} prompts, each decoded in {ways} ways, {requests.repeats} times")
         with progress("decode", len(prompts) * requests.repeats) as advance:
             return measure_throughput(
                 self.target,
@@ -200,7 +201,7 @@ class Measurement:
                 drafters={name: (run.drafter, run.ks) for name, run in self.runs.items()},
                 rule=rule_named(comparison.acceptance.rule),
                 draft_temperature=comparison.acceptance.draft_temperature,
-                advance=lambda done: advance(done, f"{ways} ways each"),
+                advance=lambda done: advance(done, "prompts"),
                 clock=steady_step_clock(comparison.engine.device),
             )
 

@@ -26,6 +26,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.scoring.stalls import FACTOR, TimedStep, timed_steps, without_stalls
 
 MANY_STALLED = 0.2  # share of a run's steps; the usual ones, by which stalls are judged, are the other four fifths
+WARM_UP_TOKENS = 48  # new tokens of a text that is decoded to warm up
 TRIES = 2  # more, of a run whose steps stall
 
 AnyArm = TypeVar("AnyArm")
@@ -82,11 +83,13 @@ def measure_throughput(
     decode_arm = _decoder(alone, by_name, sampling, clock, rule, draft_temperature)
     decode_to_the_end = _decoder(alone, by_name, replace(sampling, stop_token_ids=()), clock, rule, draft_temperature)
     groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
-    with note_if_slow(f"warming up {len(arms)} ways of decoding; these passes do not count"):
-        for arm in sorted(arms, key=lambda arm: -arm[1]) if target.replays_passes else []:
+    for arm in sorted(arms, key=lambda arm: -arm[1]) if target.replays_passes else []:
+        with note_if_slow(f"capturing graphs of {_arm_name(arm)}"):
             for group in _first_of_each_length(groups, prompts):  # longest caches first: longer ones replace shorter
                 deque(decode_to_the_end(arm, [prompts[i] for i in group], group), maxlen=0)
-        _warm_up(arms, lambda arm: decode_arm(arm, [prompts[i] for i in groups[0]], groups[0]))
+    few = replace(sampling, max_tokens=min(sampling.max_tokens, WARM_UP_TOKENS))
+    decode_few = _decoder(alone, by_name, few, clock, rule, draft_temperature)
+    _warm_up(arms, lambda arm: decode_few(arm, [prompts[i] for i in groups[0]], groups[0]))
     runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {arm: {} for arm in arms}  # keys: repeat and group
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
 
@@ -139,9 +142,16 @@ def _decoder(
 
 
 def _warm_up(arms: list[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> None:
-    for arm in arms:
-        if not warm_up(lambda arm=arm: _pass_seconds(decode_first(arm))):
-            note(f"{arm[0] or 'plain decoding'} at K = {arm[1]} does not reach a steady state: its times vary")
+    for number, arm in enumerate(arms, 1):
+        with note_if_slow(f"warming up, way {number} of {len(arms)} to decode: {_arm_name(arm)}"):
+            steady = warm_up(lambda arm=arm: _pass_seconds(decode_first(arm)))
+        if not steady:
+            note(f"{_arm_name(arm)} does not reach a steady state: its times vary")
+
+
+def _arm_name(arm: Arm) -> str:
+    name, k = arm
+    return f"{name} at K = {k}" if k else name or "plain decoding"
 
 
 def _by_row(steps: Iterator[Step], count: int) -> list[list[Step]]:

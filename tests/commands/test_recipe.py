@@ -63,7 +63,7 @@ def test_the_paper_is_a_recipe_three_ways(monkeypatch):
         ({"purne": {}}, "step 1: no command 'purne'; did you mean 'prune'"),
         ({"prune": {"layer": 2}}, r"step 1 \(prune\): unknown key 'layer'; did you mean 'layers'"),
         ({"prune": {"layers": "two"}}, r"step 1 \(prune\): --layers two: "),
-        ({"prune": {"layers": 0}}, "--layers 0: .*greater than or equal to 1"),
+        ({"prune": {"layers": 0}}, "--layers 0: .*at least 1"),
         ({"distill": {"optimizer": "adamv"}}, "--optimizer adamv: .*'adamw' or 'muon'"),
         ({"outputs info": {}}, "DIRECTORY is required"),
         ({"prune": {}, "score": {}}, "want one command"),

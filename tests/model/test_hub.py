@@ -91,10 +91,14 @@ def test_of_the_weights_only_what_the_index_names_is_fetched(served, cache, fami
     assert checkpoint.read_shape(place) == checkpoint.read_shape(family_dirs["llama"])
 
 
-def test_what_was_fetched_is_not_fetched_again_and_serves_offline(served, cache, monkeypatch):
+def test_what_was_fetched_is_not_fetched_again_and_serves_offline(served, cache, monkeypatch, capsys):
     place = hub.locate("lab/sharded")
+    announced = capsys.readouterr().err
+    assert "lab/sharded" in announced
+    assert constants.HF_HUB_CACHE in announced
     served.fetched.clear()
     assert hub.locate("lab/sharded") == place
+    assert constants.HF_HUB_CACHE not in capsys.readouterr().err
     assert files(served) == []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.locate("lab/sharded") == place

@@ -156,7 +156,7 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
     show += [draft.schedule.verdict() for draft in drafts if draft.schedule is not None]
     show += [f"note: {text}" for text in dict.fromkeys(text for p in predictions for text in p.notes)]
     data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
-    return Predicted(path=None, show=show, data=data, predictions=drafts, next="draftlab score --draft DRAFT")
+    return Predicted(path=None, show=show, data=data, predictions=drafts, next="draftlab score")
 
 
 def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":

@@ -230,11 +230,12 @@ def design(designed: "tuple[Design, Path | None]") -> Designed:
         name: shape.model_dump() | {"params": shape.params(), "latency_ms": found.latency_ms.get(name)}
         for name, shape in found.shapes.items()
     }
-    file = out / f"{next(iter(found.shapes))}.yaml" if out is not None else "SHAPE"
+    name, first = next(iter(found.shapes.items()))
+    sizes = f"--layers {first.layers} --width {first.hidden} --ffn {first.ffn}"
     return Designed(
         path=out,
         show=[shape_table(found.shapes, found.latency_ms)],
         data={"shapes": rows},
         shapes=found.shapes,
-        next=f"draftlab prune --shape {file}",
+        next="draftlab prune " + (sizes if out is None else f"--shape {out / name}.yaml"),
     )

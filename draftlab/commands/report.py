@@ -1,16 +1,20 @@
 """The command that ranks scores and shows them on a page."""
 
+import json
+import shlex
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draftlab import workspace
 from draftlab.atomic import check_writable, write_atomic
 from draftlab.commands.base import Job, Outcome, command
 from draftlab.config.results import ReportConfig
 from draftlab.errors import UserError, about
 
 if TYPE_CHECKING:
+    from draftlab.results.ranking import Ranked
     from draftlab.results.score import Score
 
 
@@ -44,14 +48,15 @@ def prepare(config: ReportConfig, weights: bool) -> "Job[tuple[ReportConfig, lis
 def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
     """Rank drafts by their scores, test which differences are significant, and write a page about them."""
     from draftlab.results.ranking import missed_thresholds, rank, verdict_lines
-    from draftlab.results.report import accuracy_table, html, markdown, ranking_table
+    from draftlab.results.report import accuracy_table, export_command, html, markdown, ranking_table
     from draftlab.results.warnings import score_warnings
 
     config, scores = chosen
     ranking = rank(scores)
+    served = export_command(ranking[0]) or _serve(ranking[0])
     texts: dict[Path, str] = {}
     if config.html is not None:
-        texts[config.html] = html(scores, config.command_line("report"))
+        texts[config.html] = html(scores, config.command_line("report"), serve=served)
     if config.markdown is not None:
         texts[config.markdown] = markdown(scores)
     for file, text in texts.items():
@@ -66,8 +71,28 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
         data={"path": str(path) if path else None, "ranking": [ranked.as_dict() for ranked in ranking]},
         missed=missed_thresholds(ranking[0].score, config.min_speedup, config.min_acceptance_length),
         scores=scores,
-        next="draftlab export DRAFT --to vllm" if path else "draftlab report --html report.html",
+        next=(served or None) if path else f"{config.command_line('report')} --html report.html",
     )
+
+
+def _serve(fastest: "Ranked") -> str:
+    """Return the command that serves the target in vLLM with prompt lookup if that is fastest, else without a draft.
+
+    It is empty where a measurement is in doubt, or the target is not known by name.
+    """
+    from draftlab.results.report import target_named
+    from draftlab.servers.vllm import speculative_config
+
+    score = fastest.score
+    target = target_named(score) or workspace.load().target
+    if fastest.doubt or score.served or Path(target.partition("@")[0]).name != score.target.name:
+        return ""
+    words = ["vllm", "serve", target]
+    if fastest.speedup.low > 1 and not score.output_differs:
+        if score.name != "prompt-lookup":
+            return ""
+        words += ["--speculative-config", json.dumps(speculative_config("", fastest.k, "prompt lookup"))]
+    return shlex.join(words)
 
 
 def _write(file: Path, text: str) -> None:

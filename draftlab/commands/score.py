@@ -256,5 +256,8 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
     show.append(str(output.out))
     then = f"report {output.out} --html report.html"
     if config.draft and not config.served:
-        then = f"export {config.draft[0].partition('@')[0]} --target {config.target} --to vllm"
+        drafts = [name.partition("@")[0] for name in config.draft]
+        names = [ranked.name.partition("@")[0] for ranked in ranking]
+        fastest = next((draft for name in names for draft in drafts if Path(draft).name == name), drafts[0])
+        then = f"export {fastest}{f' --target {config.target}' if config.is_set('target') else ''} --to vllm"
     return Scored(path=output.out, show=show, data=data, missed=missed, scores=scores, next=f"draftlab {then}")

@@ -137,8 +137,13 @@ def markdown(scores: Sequence[Score]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def html(scores: Sequence[Score], command: str) -> str:
-    """Return one page that loads nothing: styles and plots are inside. command: Command that made the page."""
+def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
+    """Return one page that loads nothing: styles and plots are inside.
+
+    Args:
+        command: Command that made the page.
+        serve: Command that serves the fastest. Default: the export of its draft.
+    """
     from draftlab.results import plots
 
     ranking = rank(scores)
@@ -151,7 +156,7 @@ def html(scores: Sequence[Score], command: str) -> str:
     written = page_template("report.html.j2").render(
         target=ordered[0].target.name,
         answer=answer,
-        serve=export_command(ranking[0]),
+        serve=serve or export_command(ranking[0]),
         lines=lines,
         warnings=score_warnings(scores),
         board=ranking_table(ranking),
@@ -172,11 +177,16 @@ def export_command(fastest: Ranked) -> str:
     score = fastest.score
     if fastest.doubt or score.output_differs or fastest.speedup.low <= 1 or score.draft.sha256 is None or score.served:
         return ""
-    options = list(pairwise(shlex.split(score.command)))
+    options, named = list(pairwise(shlex.split(score.command))), target_named(score)
     drafts = [value for name, value in options if name == "--draft"]
-    target = next((f" --target {shlex.quote(value)}" for name, value in options if name == "--target"), "")
+    target = f" --target {shlex.quote(named)}" if named else ""
     path = next((draft for draft in drafts if draft.endswith(score.draft.name)), None)
     return "" if path is None else f"draftlab export {shlex.quote(path)}{target} --to vllm --k {fastest.k}"
+
+
+def target_named(score: Score) -> str | None:
+    """Return the target as the command of a score names it."""
+    return next((value for name, value in pairwise(shlex.split(score.command)) if name == "--target"), None)
 
 
 def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:

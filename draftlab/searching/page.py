@@ -18,6 +18,8 @@ def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command:
     faster = sum(choice.speedup > 1 and not choice.changed for choice in verdict.ranking)
     rows = list(map(_row, verdict.ranking))
     rows.insert(faster, ["no draft", "–", "1.00", three_digits(verdict.plain_tokens_per_second), "1.00x", "1.00x"])
+    labels = [row[0] for row in rows]
+    chosen = labels.index(verdict.choice) if verdict.use and not verdict.doubt else None
     fewest = streams([min(verdict.speedups)])
     heads = ["candidate", "K", "tokens per target pass", "tokens/s", f"speed-up, {fewest}", "all streams"]
     if len(verdict.speedups) == 1:
@@ -25,13 +27,13 @@ def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command:
     rounds = verdict.training.rounds if verdict.training else []
     steps = [[step.name, step.what, f"{step.minutes:.1f}", f"{seconds(step.name) / 60:.1f}"] for step in plan.steps]
     return page_template("auto.html.j2").render(
-        title=f"A draft for {verdict.target}",
+        title=f"Draft models for {verdict.target}",
         answer=f"{verdict.head()}: {verdict.reason}.",
         serve=verdict.serve,
         changes=verdict.would_change,
         measured=[[str(n), gain.as_speedup()] for n, gain in verdict.speedups.items()],
         precision=verdict.precision,
-        candidates=(heads, rows, 0, faster),
+        candidates=(heads, rows, chosen, faster),
         left_out=not_tried(verdict.left_out),
         report="report/report.html",
         rounds=[[f"{each.tokens:,.0f}", f"{each.length:.2f}"] for each in rounds],

@@ -52,8 +52,9 @@ def add(run: Path, machine: str, gallery: Path) -> None:
 
 
 def page(gallery: Path) -> str:
-    """Return the page of all runs that are there, by target and server."""
+    """Return the page of all runs that are there, by name; runs on a busy machine come last."""
     folders = sorted(path.parent for path in gallery.glob("*/auto.json"))
+    folders.sort(key=lambda folder: bool(read_model(Verdict, folder, "auto.json").doubt))
     return HEAD + "".join(map(row, folders)) + "\n" + "\n\n".join(map(entry, folders)) + "\n"
 
 

@@ -97,6 +97,8 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         default = hub.locate_model(str(shared.newest_draft()), weights)
         note(f"draft of the drafters: {default}")
     with note_if_slow("loading torch and transformers"):
+        import torch
+
         from draftlab.model import checkpoint
         from draftlab.model.modes import resolve_mode
         from draftlab.model.tokenizer import common_vocabulary
@@ -141,6 +143,8 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         tasks=tasks,
     )
     comparison.check()
+    if config.dtype == "auto" and device.type == "cpu" and checkpoint.is_fast(torch.bfloat16, device):
+        note("weights are float32; this processor multiplies bfloat16, too: add --dtype bfloat16 if you serve that")
     return comparison
 
 

@@ -29,7 +29,8 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         flag="--for",
     )
     prompt_file: Path | None = option(
-        None, "JSON-lines file of your users' prompts. Default: prompts for chat models that draftlab brings, or the "
+        None, "JSON-lines file of your users' prompts; 96 or more where drafts are trained. Default: "
+        "prompts for chat models that draftlab brings, or the "
         "text of --data for models without a chat template.", flag="--prompts",
     )  # fmt: skip
     data: str | None = option(

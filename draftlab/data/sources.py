@@ -73,9 +73,15 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
     Raises:
         UserError: unknown source, unreadable file, or an empty split.
     """
-    selected = [d for d in _read(source) if split is None or in_split(d.name, split)]
+    found = list(_read(source))
+    selected = [d for d in found if split is None or in_split(d.name, split)]
+    if not found:
+        raise UserError(f"data {source!r} is empty")
     if not selected:
-        raise UserError(f"data {source!r}: no documents" + (f" in its {split} split" if split else ""))
+        raise UserError(
+            f"data {source!r}: none of its {len(found)} documents is in the {split} split; {HELDOUT_SHARE:.0%} of the "
+            "documents are held out, so add some"
+        )
     return sorted(selected, key=lambda d: unit_hash("order:" + d.name))
 
 

@@ -186,7 +186,8 @@ class Shape(BaseModel):
         return [2**i for i in range(7) if common % 2**i == 0]
 
     def describe(self) -> str:
-        head = f"{self.heads} heads" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads} heads"
+        count = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        head = f"{count} head{'s' * (self.heads > 1)}"
         trimmed = "" if self.draft_vocab is None else f", a head of {self.draft_vocab:,} ids"
         return (
             f"{self.layers} x {self.hidden}, {head} of {self.head_dim}, ffn {self.ffn}, "

@@ -72,7 +72,7 @@ def ranking_table(ranking: Sequence[Ranked]) -> Table:
     caption = CAPTION + (f" accuracy: {shown[1]} of {shown[0]}." if shown else "")
     caption += f" Decoding: {decoding}. How both sides ran: {precision(scores)}."
     first = ranking[0]
-    praised = first.doubt is None or first.speedup.value <= 1 or first.score.output_differs
+    praised = first.doubt is None or first.score.output_differs
     return Table.of([row for *_, row in rows], title="Ranking", caption=caption, best=0 if praised else None, wide=WIDE)
 
 

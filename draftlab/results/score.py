@@ -132,7 +132,7 @@ class Conditions(FileModel):
 
 DRAFTERS = {
     "prompt-lookup": "prompt lookup",
-    "fallback": "prompt lookup, then the draft",
+    "fallback": "prompt lookup followed by the draft",
     "ngram": "n-gram model",
     "eagle": "EAGLE-3 head",
 }
@@ -177,7 +177,7 @@ class Score(FileModel):
 
     @property
     def label(self) -> str:
-        """The name in words: "prompt lookup, then the draft (draft=X)" for the drafter fallback:draft=X."""
+        """The name in words: "prompt lookup followed by the draft (draft=X)" for the drafter fallback:draft=X."""
         drafter = re.match(r"([a-z-]+?)(@int8)?(-b\d+)?(?::(.*))?$", self.name)
         if drafter is None or drafter[1] not in DRAFTERS:
             return self.name

@@ -35,8 +35,8 @@ LABELS = {  # kinds of candidates in words, with the searched shape
     "trimmed": "draft model {} with a trimmed head",
     "eagle": "EAGLE-3 head {}",
     "prompt-lookup": "prompt lookup",
-    "fallback": "prompt lookup, then draft model {}",
-    "fallback-eagle": "prompt lookup, then the EAGLE-3 head",
+    "fallback": "prompt lookup followed by draft model {}",
+    "fallback-eagle": "prompt lookup followed by the EAGLE-3 head",
 }
 SERVED = {"draft": "model", "parallel": "parallel", "eagle": "eagle", "prompt-lookup": "prompt-lookup"}  # drafters
 CUT = ("draft", "parallel", "trimmed", "fallback")  # candidates that are cut from the target

@@ -62,7 +62,7 @@ def test_candidates_have_the_names_of_their_scores():
     drafter = FallbackSpec.of(draft="runs/a/2x64", draft_tokens=2)
     assert drafter.text == "fallback:draft=runs/a/2x64,draft_tokens=2"
     assert Arm(kind="fallback", drafter=drafter).name == drafter.name == parse_drafter(drafter.text).name
-    assert Arm(kind="fallback", drafter=drafter, shape="2x64").label == "prompt lookup, then draft model 2x64"
+    assert Arm(kind="fallback", drafter=drafter, shape="2x64").label == "prompt lookup followed by draft model 2x64"
 
 
 def test_every_kind_of_candidate_has_words():

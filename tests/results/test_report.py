@@ -443,8 +443,8 @@ def test_a_draft_that_gains_is_exported_by_the_command_on_the_page():
 @pytest.mark.parametrize(
     ("name", "label"),
     [
-        ("fallback:draft=runs/x", "prompt lookup, then the draft (draft=runs/x)"),
-        ("fallback@int8-b4", "prompt lookup, then the draft@int8-b4"),
+        ("fallback:draft=runs/x", "prompt lookup followed by the draft (draft=runs/x)"),
+        ("fallback@int8-b4", "prompt lookup followed by the draft@int8-b4"),
         ("prompt-lookup", "prompt lookup"),
         ("runs-12", "runs-12"),
     ],

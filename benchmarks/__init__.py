@@ -29,7 +29,13 @@ def cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     name = re.search(r"model name\s*:\s*(.+)", text)
-    flags = sorted({flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{flag}\b", text)})
+    flags = sorted(
+        {
+            flag
+            for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+            if re.search(rf"\b{flag}\b", text)
+        }
+    )
     return f"{name.group(1) if name else platform.machine()} ({', '.join(flags)})"
 
 
@@ -62,4 +68,7 @@ def mean(estimate: Interval | None) -> float | None:
 
 def speedups(row: dict[str, Any]) -> dict[str, list[Any]]:
     """Return the speed-ups of a row of score --json, of whole requests and TPOT, as [value, low, high]."""
-    return {name: [row[name], row[f"{name}_low"], row[f"{name}_high"]] for name in ("speedup", "tpot_speedup")}
+    return {
+        name: [row[name], row[f"{name}_low"], row[f"{name}_high"]]
+        for name in ("speedup", "tpot_speedup")
+    }

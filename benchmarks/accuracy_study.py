@@ -20,7 +20,9 @@ DRAWS = 4000
 
 
 def main(
-    scores: Annotated[Path, typer.Argument(help="Folder of scores that share target, prompts and tasks.")],
+    scores: Annotated[
+        Path, typer.Argument(help="Folder of scores that share target, prompts and tasks.")
+    ],
     k: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 2,
     plot: Annotated[Path | None, typer.Option(help="Figure to write, .svg or .png.")] = None,
 ) -> None:
@@ -29,11 +31,15 @@ def main(
     names = list(next(iter(drafts.values())))
     columns = {name: np.array([figures[name] for figures in drafts.values()]) for name in names}
     metrics = names[3:]
-    pairs = [(metric, of) for metric in metrics for of in names[:2]] + [("draft pass over target's", "speed-up")]
+    pairs = [(metric, of) for metric in metrics for of in names[:2]] + [
+        ("draft pass over target's", "speed-up")
+    ]
     found = {f"{of} ~ {metric}": correlation(columns[metric], columns[of]) for metric, of in pairs}
     if plot is not None:
         save_figure(plot, [panel(columns, metric, names[0]) for metric in metrics])
-    print(json.dumps({"benchmark": "accuracy_study", "k": k, "drafts": drafts, "correlations": found}))
+    print(
+        json.dumps({"benchmark": "accuracy_study", "k": k, "drafts": drafts, "correlations": found})
+    )
 
 
 def _figures(score: Score, k: int) -> dict[str, float]:

@@ -40,7 +40,9 @@ from draftlab.target_outputs.store import read_store
 ROOT = Path(__file__).parents[1]
 COST = "about 25 minutes on one quiet core, 7 GB of memory, 9 GB of disk for a while; --quick takes a few minutes"
 LONGEST = 300  # characters of a prompt: a prefill of 3B parameters takes seconds here
-SIZES: dict[str, dict[str, Any]] = {  # four times the source's width: all scales are powers of two, exact in bf16
+SIZES: dict[
+    str, dict[str, Any]
+] = {  # four times the source's width: all scales are powers of two, exact in bf16
     "1.3b": {"layers": 30, "width": 2304, "params": "1.3b"},
     "3b": {"layers": 36, "width": 2304, "params": "3b"},
 }
@@ -63,8 +65,12 @@ class Study:
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Models and scores are written here.")] = Path("runs/at-size"),
-    study: Annotated[Path, typer.Option(help="Folder of benchmarks.smollm2.")] = Path("runs/smollm2-study"),
+    folder: Annotated[Path, typer.Option(help="Models and scores are written here.")] = Path(
+        "runs/at-size"
+    ),
+    study: Annotated[Path, typer.Option(help="Folder of benchmarks.smollm2.")] = Path(
+        "runs/smollm2-study"
+    ),
     prompts: Annotated[int, typer.Option(help="Prompts to decode.")] = 8,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 48,
     k: Annotated[str, typer.Option(help="Drafted tokens, as 4,7.")] = "4,7",
@@ -94,7 +100,14 @@ def of_tiny(folder: Path, prompts: int) -> Study:
     wide = made("prune", folder / "4x192", layers=4, width=192, **cut)
     deep = made("prune", folder / "12x128", layers=12, width=128, **cut)
     prompt = {"data": "stdlib", "num_prompts": prompts, "prompt_tokens": 32}
-    return Study(target=hub.locate("tiny"), drafts=[], trained=(wide, deep), to_expand=wide, deeper=8, prompts=prompt)
+    return Study(
+        target=hub.locate("tiny"),
+        drafts=[],
+        trained=(wide, deep),
+        to_expand=wide,
+        deeper=8,
+        prompts=prompt,
+    )
 
 
 def of_smollm2(folder: Path, study: Path, prompts: int) -> Study:
@@ -110,7 +123,9 @@ def of_smollm2(folder: Path, study: Path, prompts: int) -> Study:
         "prune", folder / "24", source=str(target), outputs=runs / "answers", layers=24, vocab="16k",
         calibration_tokens=16384,
     )  # fmt: skip
-    depths = [path for name in ("5x576", "12x256", "8x384") if (path := runs / "depth" / name).is_dir()]
+    depths = [
+        path for name in ("5x576", "12x256", "8x384") if (path := runs / "depth" / name).is_dir()
+    ]
     distilled = sorted(path for path in (runs / "distilled").iterdir() if path.is_dir())
     trained = (depths[0], depths[1]) if len(depths) > 1 and depths[0].name == "5x576" else None
     questions = shortest_prompts(study / "questions.jsonl", folder / "questions.jsonl", prompts)
@@ -124,9 +139,14 @@ def shortest_prompts(source: Path, out: Path, count: int) -> Path:
     """Write short prompts of one turn, of each category in turn."""
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     short = [row for row in rows if len(row["prompt"]) <= LONGEST]
-    by_category = [[row for row in short if row["category"] == name] for name in sorted({r["category"] for r in short})]
+    by_category = [
+        [row for row in short if row["category"] == name]
+        for name in sorted({r["category"] for r in short})
+    ]
     mixed = [row for each in zip_longest(*by_category) for row in each if row is not None][:count]
-    out.write_text("".join(json.dumps({n: row[n] for n in ("prompt", "category")}) + "\n" for row in mixed))
+    out.write_text(
+        "".join(json.dumps({n: row[n] for n in ("prompt", "category")}) + "\n" for row in mixed)
+    )
     return out
 
 
@@ -151,7 +171,9 @@ def result(folder: Path, study: Study, running: dict[str, Any], quick: bool) -> 
             shutil.rmtree(target)
         exact[size] = json.loads((folder / f"equal-{size}.json").read_text())
         rows += compared(folder, size, running["k"])
-    best = max((row for row in rows if row["size"] == "3b" and row["best"]), key=lambda row: row["speedup"])
+    best = max(
+        (row for row in rows if row["size"] == "3b" and row["best"]), key=lambda row: row["speedup"]
+    )
     errors = [abs(row["error"]) for row in rows if row["error"] is not None]
     return {
         "benchmark": "at_size",
@@ -179,7 +201,9 @@ def expanded_drafts(folder: Path, study: Study) -> tuple[Path, Path]:
 @torch.inference_mode()
 def equality(source: Path, expanded: Path, answers: Path, dtype: torch.dtype) -> dict[str, Any]:
     """Return the largest error of a logit over the largest logit, and the share of equal greedy tokens."""
-    texts = [[*map(int, output.prompt), *map(int, output.ids)] for output in read_store(answers).outputs]
+    texts = [
+        [*map(int, output.prompt), *map(int, output.ids)] for output in read_store(answers).outputs
+    ]
     logits = [list(forward(path, texts, dtype)) for path in (source, expanded)]
     pairs = list(zip(*logits, strict=True))
     same = np.concatenate([(a.argmax(-1) == b.argmax(-1)).numpy() for a, b in pairs])
@@ -192,14 +216,21 @@ def equality(source: Path, expanded: Path, answers: Path, dtype: torch.dtype) ->
     }
 
 
-def forward(path: Path, texts: Sequence[Sequence[int]], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def forward(
+    path: Path, texts: Sequence[Sequence[int]], dtype: torch.dtype
+) -> Iterator[torch.Tensor]:
     model = llama.load(path, dtype)
     for text in texts:
         yield model.forward_uncached(torch.tensor([text]), len(text))[0].float()
 
 
 def measured(
-    folder: Path, size: str, drafts: list[Path], answers: Path, prompts: dict[str, Any], running: dict[str, Any]
+    folder: Path,
+    size: str,
+    drafts: list[Path],
+    answers: Path,
+    prompts: dict[str, Any],
+    running: dict[str, Any],
 ) -> None:
     """Profile, replay and score an expansion with its drafts."""
     target, ks = folder / size, running["k"]
@@ -210,7 +241,13 @@ def measured(
         "profile", folder / f"profiles-{size}", models=[str(path) for path in (target, *drafts)], k=most,
         context=context, repeats=5, dtype="bfloat16", threads=running["threads"],
     )  # fmt: skip
-    made("replay", folder / f"replays-{size}", directory=answers, draft=[str(path) for path in drafts], k=ks)
+    made(
+        "replay",
+        folder / f"replays-{size}",
+        directory=answers,
+        draft=[str(path) for path in drafts],
+        k=ks,
+    )
     drafters = [f"fallback:draft={drafts[0]}"] if "prompt_file" in prompts and size == "3b" else []
     made(
         "score", folder / f"score-{size}", target=str(target), draft=[str(path) for path in drafts], drafter=drafters,
@@ -223,7 +260,9 @@ def compared(folder: Path, size: str, ks: list[int]) -> list[dict[str, Any]]:
     rows = []
     for file in sorted((folder / f"score-{size}").glob("*/score.json")):
         score = read_score(file)
-        expected = predicted(folder / f"profiles-{size}", folder / f"replays-{size}", size, score.name, ks)
+        expected = predicted(
+            folder / f"profiles-{size}", folder / f"replays-{size}", size, score.name, ks
+        )
         for k in sorted(score.speculative):
             gain = score.best_k_tpot_speedup if k == score.best_k else score.tpot_speedup(k)
             measured = score.tpot_speedup_value(k)
@@ -242,7 +281,9 @@ def compared(folder: Path, size: str, ks: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def predicted(profiles: Path, replays: Path, size: str, draft: str, ks: list[int]) -> dict[int, float]:
+def predicted(
+    profiles: Path, replays: Path, size: str, draft: str, ks: list[int]
+) -> dict[int, float]:
     """Return the predicted speed-up by K, none for drafters without a model of their own."""
     if not (profiles / f"{draft}.yaml").is_file():
         return {}
@@ -261,7 +302,9 @@ def ratio(scored: Path, wide: Path, deep: Path) -> list[float]:
 
 def expansion(source: Path, out: Path, **sizes: Any) -> Path:
     """Return an expansion, which is there already if an earlier run was killed."""
-    return out if out.exists() else expand(source, out, larger(checkpoint.read_shape(source), **sizes))
+    return (
+        out if out.exists() else expand(source, out, larger(checkpoint.read_shape(source), **sizes))
+    )
 
 
 def made(command: str, out: Path, **settings: Any) -> Path:

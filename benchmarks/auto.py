@@ -25,17 +25,25 @@ from draftlab.results.score import read_score, score_files
 from draftlab.searching.verdict import Verdict
 
 BY_HAND = Path("runs/quickstart")
-STREAMS, RULES = (Path(__file__).parent / "results" / name for name in ("streams.json", "server_rules.json"))
+STREAMS, RULES = (
+    Path(__file__).parent / "results" / name for name in ("streams.json", "server_rules.json")
+)
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Everything is written here.")] = Path("runs/auto-tiny"),
+    folder: Annotated[Path, typer.Option(help="Everything is written here.")] = Path(
+        "runs/auto-tiny"
+    ),
     minutes: Annotated[float, typer.Option(help="Time for tiny.")] = 10.0,
     smollm2: Annotated[
         list[Path] | None, typer.Option(help="Finished output of draftlab auto on SmolLM2; repeat.")
     ] = None,
-    by_hand: Annotated[bool, typer.Option(help="Compare with the drafts of recipes/quickstart.yaml.")] = True,
-    vllm: Annotated[Path | None, typer.Option(help="Program of vllm, to compare what it accepts.")] = None,
+    by_hand: Annotated[
+        bool, typer.Option(help="Compare with the drafts of recipes/quickstart.yaml.")
+    ] = True,
+    vllm: Annotated[
+        Path | None, typer.Option(help="Program of vllm, to compare what it accepts.")
+    ] = None,
 ) -> None:
     start, cpu = time.time(), _cpu_seconds()
     auto(target="tiny", minutes=minutes, threads=1, out=folder)
@@ -51,10 +59,15 @@ def main(
         "auto_over_best_by_hand": by_hand_ratio and by_hand_ratio["value"],
         "by_hand": by_hand_ratio,
         "server_rule_gap": -served["gap"] if served else rules["server_rule_gap"],
-        "server_rule_half_width": (served["high"] - served["low"]) / 2 if served else rules["half_width"],
+        "server_rule_half_width": (served["high"] - served["low"]) / 2
+        if served
+        else rules["half_width"],
         "served": served,
         "streams_prediction_error": read_object(STREAMS)["streams_prediction_error"],
-        "verdicts": {path.name: read_model(Verdict, path, "auto.json").model_dump(mode="json") for path in done},
+        "verdicts": {
+            path.name: read_model(Verdict, path, "auto.json").model_dump(mode="json")
+            for path in done
+        },
     }
     print(json.dumps(result | environment(1)))
 
@@ -68,7 +81,10 @@ def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
     if not all(Path(draft, "draftlab.json").is_file() for draft in drafts):
         run(recipe=Path("recipes/quickstart.yaml"))
     drafters = ["prompt-lookup", *(f"fallback:draft={draft}" for draft in drafts)]
-    by_hand = {*(Path(draft).name for draft in drafts), *(drafter.replace("/", "_") for drafter in drafters)}
+    by_hand = {
+        *(Path(draft).name for draft in drafts),
+        *(drafter.replace("/", "_") for drafter in drafters),
+    }
     ours = [verdict.draft] if verdict.use and not verdict.drafter else []
     out = folder / "by-hand"
     COMMANDS["score"](
@@ -76,7 +92,9 @@ def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
         prompt_file=folder / "prompts/measure.jsonl", k=[2, 3, 5], max_new_tokens=64, int8="both",
         threads=1, repeats=2, out=out, force=True,
     )  # fmt: skip
-    scores = {score.name.removesuffix("@int8"): score for score in map(read_score, score_files([out]))}
+    scores = {
+        score.name.removesuffix("@int8"): score for score in map(read_score, score_files([out]))
+    }
     best = max((scores[name] for name in by_hand), key=lambda score: score.best_k_speedup.value)
     speedups = {name: score.best_k_speedup.as_speedup() for name, score in scores.items()}
     gain = best.best_k_speedup
@@ -94,7 +112,11 @@ def gap(folder: Path, vllm: Path, minutes: float) -> Any:
     """
     out = folder.with_name(f"{folder.name}-vllm")
     auto(target="tiny", minutes=minutes, threads=1, server="vllm", verify_with=vllm, out=out)
-    record = json.loads((out / "export/draftlab.json").read_text()) if (out / "export/draftlab.json").exists() else None
+    record = (
+        json.loads((out / "export/draftlab.json").read_text())
+        if (out / "export/draftlab.json").exists()
+        else None
+    )
     return record and record["notes"].get("acceptance")
 
 

@@ -19,9 +19,17 @@ def main(
     first = next(iter(read.values()))
     drafts = {name: _figures(score) for name, score in read.items()}
     if plot is not None:
-        series = {name: [(float(k), v) for k, v in of["speedup"].items()] for name, of in drafts.items()}
-        save_figure(plot, [Panel(x="drafted tokens, K", y="speed-up over plain decoding", series=series)])
-    same = {"conditions": first.conditions.model_dump(), "versions": first.versions, "created": first.created}
+        series = {
+            name: [(float(k), v) for k, v in of["speedup"].items()] for name, of in drafts.items()
+        }
+        save_figure(
+            plot, [Panel(x="drafted tokens, K", y="speed-up over plain decoding", series=series)]
+        )
+    same = {
+        "conditions": first.conditions.model_dump(),
+        "versions": first.versions,
+        "created": first.created,
+    }
     print(json.dumps({"benchmark": "category_study", "drafts": drafts} | same))
 
 

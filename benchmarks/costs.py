@@ -12,7 +12,13 @@ from draftlab.latency.roofline import read_device
 from draftlab.model.families import presets, shipped, widths_folder
 from draftlab.model.shape import Shape, resolve
 
-CALIBRATION_TOKENS, TRAINING_TOKENS, STORED_TOKENS, SEQ_LEN, ROWS = 32_768, 50_000_000, 10_000_000, 1024, 32
+CALIBRATION_TOKENS, TRAINING_TOKENS, STORED_TOKENS, SEQ_LEN, ROWS = (
+    32_768,
+    50_000_000,
+    10_000_000,
+    1024,
+    32,
+)
 TRAINED_SHARE = 0.4
 
 
@@ -31,12 +37,16 @@ PAIRS = [
 ]
 
 
-def costs(pair: Pair, shapes: dict[str, Shape], peak_tflops: float, bandwidth_gbs: float) -> dict[str, object]:
+def costs(
+    pair: Pair, shapes: dict[str, Shape], peak_tflops: float, bandwidth_gbs: float
+) -> dict[str, object]:
     """Return operations, memory and disk of making a draft, and hours on one such device."""
     target, source = shapes[pair.target], shapes[pair.source]
     draft = resolve(source, layers=pair.layers, hidden=pair.hidden)
     calibration = 2 * CALIBRATION_TOKENS * source.flops_per_token(SEQ_LEN // 2)
-    training = TRAINING_TOKENS * (3 * draft.flops_per_token(SEQ_LEN // 2) + target.flops_per_token(SEQ_LEN // 2))
+    training = TRAINING_TOKENS * (
+        3 * draft.flops_per_token(SEQ_LEN // 2) + target.flops_per_token(SEQ_LEN // 2)
+    )
     writing_seconds = TRAINING_TOKENS / ROWS * target.weight_bytes() / (bandwidth_gbs * 1e9)
     return {
         "draft": draft.describe(),

@@ -17,7 +17,9 @@ from draftlab.results.score import read_score
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--read", type=Path)
     parser.add_argument("--figure", type=Path)
@@ -31,7 +33,11 @@ def main() -> None:
 def measured(folder: Path) -> dict[str, Any]:
     """Return the numbers of a finished demo."""
     scores = [read_score(file) for file in sorted((folder / "score").glob("*/score.json"))]
-    folders = [*sorted(folder.glob("pruned/*")), *sorted(folder.glob("distilled/*")), folder / "score"]
+    folders = [
+        *sorted(folder.glob("pruned/*")),
+        *sorted(folder.glob("distilled/*")),
+        folder / "score",
+    ]
     records = {str(path.relative_to(folder)): provenance.read_record(path) for path in folders}
     first = scores[0]
     assert first.conditions.threads is not None  # as for a server
@@ -41,7 +47,11 @@ def measured(folder: Path) -> dict[str, Any]:
         "dtype": first.conditions.dtype,
         "seconds": {name: record.seconds for name, record in records.items() if record is not None},
         "drafts": {score.name: drafting_row(score) for score in scores},
-        "acceptance": {name: _learnt(record) for name, record in records.items() if record and "distilled" in name},
+        "acceptance": {
+            name: _learnt(record)
+            for name, record in records.items()
+            if record and "distilled" in name
+        },
     } | environment(first.conditions.threads)
 
 
@@ -56,11 +66,27 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for place, (_, row) in enumerate(rows):
         value, low, high = row["speedup"]
         axes.barh(place, value, color="#4c78a8", height=0.6)
-        axes.errorbar(value, place, xerr=[[value - low], [high - value]], color="black", capsize=3, linewidth=1)
-        axes.text(0.03, place, f"{value:.2f} x   {row['tokens_per_second']:.0f} tokens/s", va="center", color="white")
+        axes.errorbar(
+            value,
+            place,
+            xerr=[[value - low], [high - value]],
+            color="black",
+            capsize=3,
+            linewidth=1,
+        )
+        axes.text(
+            0.03,
+            place,
+            f"{value:.2f} x   {row['tokens_per_second']:.0f} tokens/s",
+            va="center",
+            color="white",
+        )
     plain = rows[0][1]["plain_tokens_per_second"]
     axes.axvline(1, color="black", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(rows)), [NAMES.get(name, f"draft model {name.replace('x', ' x ')}") for name, _ in rows])
+    axes.set_yticks(
+        range(len(rows)),
+        [NAMES.get(name, f"draft model {name.replace('x', ' x ')}") for name, _ in rows],
+    )
     axes.set_xlabel(
         f"speed-up of whole requests, 95 % interval\n(plain decoding: {plain:.0f} tokens/s on one thread of "
         f"{result['cpu'].partition(' (')[0]})"
@@ -74,7 +100,11 @@ def _learnt(record: provenance.Record) -> dict[str, object]:
     before, after = record.notes["before"], record.notes["after"]
     assert isinstance(before, dict)
     assert isinstance(after, dict)
-    return {"before": before["acceptance"], "after": after["acceptance"], "tokens": record.notes["tokens"]}
+    return {
+        "before": before["acceptance"],
+        "after": after["acceptance"],
+        "tokens": record.notes["tokens"],
+    }
 
 
 if __name__ == "__main__":

@@ -42,21 +42,39 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     place, clock = torch.device(device), time.process_time if device == "cpu" else None
-    shapes = family(prunable_shape(source)[1], parse_numbers(layers), Budget(amount=parse_count(params), kind="total"))
+    shapes = family(
+        prunable_shape(source)[1],
+        parse_numbers(layers),
+        Budget(amount=parse_count(params), kind="total"),
+    )
     ceiling = bandwidth_gbs(parse_count(params), checkpoint.DTYPES[dtype], place)
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes.split(",")}
     for shape in shapes:
         for mode, rows in found.items():
             rows.append(_measured(shape, mode, dtype, place, context, passes, clock, ceiling))  # type: ignore[arg-type]
-        note(f"{shape.describe()}: " + ", ".join(f"{mode} {rows[-1]['ms']:.3g} ms" for mode, rows in found.items()))
+        note(
+            f"{shape.describe()}: "
+            + ", ".join(f"{mode} {rows[-1]['ms']:.3g} ms" for mode, rows in found.items())
+        )
     if plot is not None:
         _draw(plot, found)
-    about = {"params": params, "dtype": dtype, "device": device_name(place), "context": context, "passes": passes}
+    about = {
+        "params": params,
+        "dtype": dtype,
+        "device": device_name(place),
+        "context": context,
+        "passes": passes,
+    }
     fits = {mode: _line(rows, "layers", "ms") for mode, rows in found.items()}
     of_bytes = {mode: _line(rows, "read_gb", "ms") for mode, rows in found.items()}
     clocked = {"clock": "CPU seconds of one thread" if device == "cpu" else "wall, synchronised"}
     about |= {**clocked, "bandwidth_gbs": ceiling}
-    result = {"benchmark": "depth_sweep", **about, "against_layers": fits, "against_bytes": of_bytes}
+    result = {
+        "benchmark": "depth_sweep",
+        **about,
+        "against_layers": fits,
+        "against_bytes": of_bytes,
+    }
     print(json.dumps(result | {"rows": found} | environment(1)))
 
 
@@ -66,7 +84,9 @@ def _measured(
 ) -> dict[str, float]:  # fmt: skip
     model = random_model(shape, checkpoint.DTYPES[dtype], device, context + 8)
     name = f"{shape.layers}x{shape.hidden}"
-    one = measure_latency({name: model}, widths=[1], context=context, passes=passes, mode=mode, clock=clock)[name][0]
+    one = measure_latency(
+        {name: model}, widths=[1], context=context, passes=passes, mode=mode, clock=clock
+    )[name][0]
     size = active_params(shape) * BYTES[dtype] / 1e9
     return {
         "layers": shape.layers, "hidden": shape.hidden, "ffn": shape.ffn, "params": shape.params(), "read_gb": size,
@@ -80,7 +100,11 @@ def _line(rows: list[dict[str, float]], of: str, what: str) -> dict[str, float]:
     x, y = (np.array([row[name] for row in rows]) for name in (of, what))
     slope, intercept = np.polyfit(x, y, 1)
     left = y - slope * x - intercept
-    return {"slope": float(slope), "intercept": float(intercept), "r_squared": float(1 - left.var() / y.var())}
+    return {
+        "slope": float(slope),
+        "intercept": float(intercept),
+        "r_squared": float(1 - left.var() / y.var()),
+    }
 
 
 def _draw(path: Path, found: dict[str, list[dict[str, float]]]) -> None:
@@ -90,7 +114,9 @@ def _draw(path: Path, found: dict[str, list[dict[str, float]]]) -> None:
         line = _line(rows, "layers", "ms")
         ends = (rows[0]["layers"], rows[-1]["layers"])
         lines[mode] = [(x, line["slope"] * x + line["intercept"]) for x in ends]
-    save_figure(path, [Panel(x="layers", y="ms per pass over one token", series=points, lines=lines)])
+    save_figure(
+        path, [Panel(x="layers", y="ms per pass over one token", series=points, lines=lines)]
+    )
 
 
 if __name__ == "__main__":

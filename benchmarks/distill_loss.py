@@ -77,16 +77,24 @@ def main(
     vocab: Annotated[int, typer.Option(help="Vocabulary, V.")] = 65536,
     hidden: Annotated[int, typer.Option(help="Draft's hidden size.")] = 1024,
     teacher_hidden: Annotated[int, typer.Option(help="Target's hidden size.")] = 2048,
-    top_k: Annotated[int, typer.Option(help="Tokens that stored outputs list; 0: no teacher from them.")] = 64,
+    top_k: Annotated[
+        int, typer.Option(help="Tokens that stored outputs list; 0: no teacher from them.")
+    ] = 64,
     repeats: Annotated[int, typer.Option(help="Timed runs of each.")] = 3,
-    budget: Annotated[int | None, typer.Option(help="Bytes of the fused loss's logits. Default: the device's.")] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="Bytes of the fused loss's logits. Default: the device's.")
+    ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
     case = Case(
         loss="", dtype="", top_k=0, tokens=tokens, vocab=vocab, hidden=hidden, teacher_hidden=teacher_hidden,
         budget=budget, repeats=repeats, threads=threads,
     )  # fmt: skip
-    peers = {name: metadata.version(name) for name in ("trl", "liger_kernel") if importlib.util.find_spec(name)}
+    peers = {
+        name: metadata.version(name)
+        for name in ("trl", "liger_kernel")
+        if importlib.util.find_spec(name)
+    }
     if len(peers) < 2:
         note("left out, as not installed: " + ", ".join({"trl", "liger_kernel"} - peers.keys()))
     result: dict[str, object] = {}
@@ -96,7 +104,14 @@ def main(
         if top_k:
             found["listed"] = _report([replace(c, top_k=top_k) for c in whole])
         result |= found if dtype == "float32" else {dtype: found}
-    sizes = {"N": tokens, "V": vocab, "D": hidden, "teacher_D": teacher_hidden, "k": top_k, "repeats": repeats}
+    sizes = {
+        "N": tokens,
+        "V": vocab,
+        "D": hidden,
+        "teacher_D": teacher_hidden,
+        "k": top_k,
+        "repeats": repeats,
+    }
     about = {"benchmark": "distill_loss", "sizes": sizes, "device": str(_device()), "peers": peers}
     print(json.dumps(about | result | environment(threads)))
 
@@ -113,7 +128,9 @@ def _report(cases: list[Case]) -> dict[str, object]:
             for name in found.keys() - {"fused"}:
                 for key, value in ours.over(found[name]).items():
                     ratios.setdefault(name, {}).setdefault(key, {})[case.loss] = value
-            note(f"{case.dtype} {case.loss} {case.top_k or 'all'}: {ours.over(found['naive'])} of naive")
+            note(
+                f"{case.dtype} {case.loss} {case.top_k or 'all'}: {ours.over(found['naive'])} of naive"
+            )
     naive = {f"{key}_ratio": values for key, values in ratios.pop("naive").items()}
     peers = {f"over_{name}": values for name, values in sorted(ratios.items())}
     return {**naive, "growth_at_twice_the_tokens": growth, **peers, "arms": arms}
@@ -124,7 +141,11 @@ def _measure(case: Case) -> dict[str, Found]:
     inputs = _Inputs(case, case.tokens)
     arms = {"fused": inputs.fused, "naive": inputs.naive}
     if case.loss in BETAS and not case.top_k:
-        arms |= {name: arm for name, arm in inputs.peers().items() if importlib.util.find_spec(PEERS[name])}
+        arms |= {
+            name: arm
+            for name, arm in inputs.peers().items()
+            if importlib.util.find_spec(PEERS[name])
+        }
     runs: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in arms}
     for number in range(case.repeats + 1):
         for name in arms if number % 2 else reversed(arms):
@@ -132,9 +153,13 @@ def _measure(case: Case) -> dict[str, Found]:
             runs[name] += [run] if number else []  # the first warms up
     twice = _Inputs(case, 2 * case.tokens)
     runs["twice"] = [twice.run(twice.fused) for _ in range(2)]
-    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()}
+    medians = {
+        name: [statistics.median(column) for column in zip(*rows, strict=True)]
+        for name, rows in runs.items()
+    }
     return {
-        name: Found(None if inputs.device.type == "cuda" else cpu, *others) for name, (cpu, *others) in medians.items()
+        name: Found(None if inputs.device.type == "cuda" else cpu, *others)
+        for name, (cpu, *others) in medians.items()
     }
 
 
@@ -143,7 +168,9 @@ class _Inputs:
 
     def __init__(self, case: Case, tokens: int) -> None:
         device = _device()
-        rng = torch.Generator(device).manual_seed(0)  # what is drawn on a CPU takes minutes to reach a GPU
+        rng = torch.Generator(device).manual_seed(
+            0
+        )  # what is drawn on a CPU takes minutes to reach a GPU
 
         def draw(*size: int, spread: float = 1.0) -> Tensor:
             return torch.randn(*size, generator=rng, device=device).mul_(spread)
@@ -162,7 +189,9 @@ class _Inputs:
         if case.top_k:
             # distinct ids of each token, anywhere in the vocabulary: an even stride from a random start
             start = torch.randint(0, case.vocab, (tokens, 1), generator=rng, device=device)
-            ids = (start + torch.arange(case.top_k, device=device) * (case.vocab // case.top_k)) % case.vocab
+            ids = (
+                start + torch.arange(case.top_k, device=device) * (case.vocab // case.top_k)
+            ) % case.vocab
             log_p = torch.log_softmax(draw(tokens, case.top_k + 1), -1)
             self.listed = TopK(ids, log_p[:, :-1], log_p[:, -1])
 
@@ -170,7 +199,9 @@ class _Inputs:
         """CPU seconds, wall seconds, GiB, loss."""
         before = _held(self.device)
         began = _clock(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.case.dtype == "bfloat16"):
+        with torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.case.dtype == "bfloat16"
+        ):
             loss = arm()
         torch.autograd.grad(loss, [self.hidden, self.head])
         cpu, wall = (end - start for start, end in zip(began, _clock(self.device), strict=True))
@@ -179,12 +210,16 @@ class _Inputs:
 
     def fused(self) -> Tensor:
         given = self.hidden, self.head, self.labels, self.weights
-        return fused_loss(*given, self.listed or self.teacher, self.loss, 1.0, self.case.budget).objective
+        return fused_loss(
+            *given, self.listed or self.teacher, self.loss, 1.0, self.case.budget
+        ).objective
 
     def naive(self) -> Tensor:
         log_q = functional.log_softmax((self.hidden @ self.head.T).float(), -1)
         if self.listed is None:
-            return TEXTBOOK[self.case.loss](functional.log_softmax(self._teacher_logits(), -1), log_q).mean()
+            return TEXTBOOK[self.case.loss](
+                functional.log_softmax(self._teacher_logits(), -1), log_q
+            ).mean()
         listed = log_q.gather(1, self.listed.ids)
         rest = torch.log1p(-listed.exp().sum(-1, keepdim=True).clamp_max(1 - 1e-7))
         log_p = torch.cat([self.listed.log_p, self.listed.tail.unsqueeze(1)], 1)
@@ -207,13 +242,18 @@ class _Inputs:
     def _trl_gkd(self) -> Tensor:
         from trl.experimental.gkd import GKDTrainer  # type: ignore[import-not-found]
 
-        logits = (self.hidden @ self.head.T).float(), self._teacher_logits()  # as accelerate hands them on
+        logits = (
+            (self.hidden @ self.head.T).float(),
+            self._teacher_logits(),
+        )  # as accelerate hands them on
         return GKDTrainer.generalized_jsd_loss(*logits, beta=BETAS[self.case.loss])
 
     def _liger(self) -> Tensor:
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss  # type: ignore[import-not-found]
 
-        loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETAS[self.case.loss])
+        loss = LigerFusedLinearJSDLoss(
+            weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETAS[self.case.loss]
+        )
         return loss(self.hidden, self.head, self.teacher.hidden, self.teacher.head, self.labels)
 
 
@@ -277,7 +317,9 @@ def _most(device: torch.device) -> int:
 
 
 def _resident(which: str) -> int:
-    line = next(li for li in Path("/proc/self/status").read_text().splitlines() if li.startswith(which))
+    line = next(
+        li for li in Path("/proc/self/status").read_text().splitlines() if li.startswith(which)
+    )
     return int(line.split()[1]) * 1024
 
 

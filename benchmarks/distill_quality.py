@@ -27,7 +27,17 @@ from draftlab.training.evaluate import LengthComparison, TargetTextEvaluator
 from draftlab.training.texts import Author
 from draftlab.training.trainer import EvalRecord, StepRecord, train
 
-LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)", "fkl@0.2 -> lk(3)", "fkl@0.5 -> tvd", "ce")
+LOSSES = (
+    "fkl",
+    "rkl",
+    "jsd(0.5)",
+    "tvd",
+    "nla",
+    "lk(3)",
+    "fkl@0.2 -> lk(3)",
+    "fkl@0.5 -> tvd",
+    "ce",
+)
 TEXTS = ("target", "draft", "data=0.5,draft=0.5", "target=0.5,draft=0.5")
 ROWS, SEQ_LEN, PROMPT = 8, 256, 32
 CPU = torch.device("cpu")
@@ -47,17 +57,27 @@ def main(
     draft: Annotated[Path, typer.Argument(help="Pruned draft to start from.")],
     target: Annotated[str, typer.Option(help="Target.")] = "tiny",
     data: Annotated[str, typer.Option(help="Text.")] = "stdlib",
-    steps: Annotated[int, typer.Option(help="Steps of 8 rows of 256 tokens of data; others until as many count.")] = 60,
+    steps: Annotated[
+        int, typer.Option(help="Steps of 8 rows of 256 tokens of data; others until as many count.")
+    ] = 60,
     lr: Annotated[float, typer.Option(help="Peak rate of Muon.")] = 4e-3,
     seeds: Annotated[str, typer.Option(help="Seeds, by comma.")] = "0,1,2",
-    arms: Annotated[str, typer.Option(help="Losses and texts, by semicolon; all if left out.")] = "",
-    state: Annotated[Path, typer.Option(help="Folder for what is done.")] = Path("runs/distill_quality"),
+    arms: Annotated[
+        str, typer.Option(help="Losses and texts, by semicolon; all if left out.")
+    ] = "",
+    state: Annotated[Path, typer.Option(help="Folder for what is done.")] = Path(
+        "runs/distill_quality"
+    ),
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
 ) -> None:
     torch.set_num_threads(threads)
     every = [Arm(loss=loss) for loss in LOSSES] + [Arm(text=text) for text in TEXTS]
     wanted = {name.strip() for name in arms.split(";")} if arms else set()
-    chosen = [arm for arm in every if not wanted or (arm.loss in wanted and arm.text == "data") or arm.text in wanted]
+    chosen = [
+        arm
+        for arm in every
+        if not wanted or (arm.loss in wanted and arm.text == "data") or arm.text in wanted
+    ]
     state.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in chosen}
     for seed in map(int, seeds.split(",")):
@@ -68,7 +88,12 @@ def main(
                 file.write_text(json.dumps(result))
             found[arm.name].append(json.loads(file.read_text()))
             note(f"{arm.name}, seed {seed}: {found[arm.name][-1]}")
-    print(json.dumps({"arms": _summary(found), "draft": draft.name, "steps": steps, "lr": lr} | environment(threads)))
+    print(
+        json.dumps(
+            {"arms": _summary(found), "draft": draft.name, "steps": steps, "lr": lr}
+            | environment(threads)
+        )
+    )
 
 
 def _measure(
@@ -76,7 +101,10 @@ def _measure(
 ) -> dict[str, float]:
     texts, scratch = parse_mixture(arm.text), state / f"work-{time.time_ns()}"
     scratch.mkdir()
-    counted = sum(share * (1 if name == "data" else (SEQ_LEN - PROMPT + 1) / SEQ_LEN) for name, share in texts.items())
+    counted = sum(
+        share * (1 if name == "data" else (SEQ_LEN - PROMPT + 1) / SEQ_LEN)
+        for name, share in texts.items()
+    )
     settings = {
         "loss": arm.loss,
         "text": arm.text,
@@ -85,15 +113,26 @@ def _measure(
         "lr": lr,
         "seed": seed,
     }
-    settings |= {"batch_size": ROWS, "seq_len": SEQ_LEN, "training_dtype": "bfloat16", "device": "cpu"}
-    settings |= {"eval_steps": 10**9, "save_steps": 10**9, "prompt_tokens": 32 if arm.text == "data" else PROMPT}
+    settings |= {
+        "batch_size": ROWS,
+        "seq_len": SEQ_LEN,
+        "training_dtype": "bfloat16",
+        "device": "cpu",
+    }
+    settings |= {
+        "eval_steps": 10**9,
+        "save_steps": 10**9,
+        "prompt_tokens": 32 if arm.text == "data" else PROMPT,
+    }
     config = DistillConfig.build(settings | {"draft": str(draft), "target": str(target)})
     job = cast(Any, prepare(config, True).run).args[0]
     opened = open_draft(job, None, scratch)
     student, setup = opened.module, opened.setup
     assert isinstance(setup.teacher, PreTrainedModel)
     author = Author.of(target, job.hardware, job.loop, draft)
-    sampled = TargetTextEvaluator.of(author, draft, setup.heldout, _folder(scratch), temperature=1.0)
+    sampled = TargetTextEvaluator.of(
+        author, draft, setup.heldout, _folder(scratch), temperature=1.0
+    )
     assert sampled is not None
     sampled(student, 0)
     began = time.process_time()
@@ -133,7 +172,10 @@ def _summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, di
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         return {"mean": statistics.mean(values), "spread": spread, "n": len(values)}
 
-    return {name: {key: one([run[key] for run in runs]) for key in runs[0]} for name, runs in found.items()}
+    return {
+        name: {key: one([run[key] for run in runs]) for key in runs[0]}
+        for name, runs in found.items()
+    }
 
 
 if __name__ == "__main__":

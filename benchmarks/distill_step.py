@@ -33,16 +33,23 @@ from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import MAX_GRAD_NORM, StepRecord, TrainingSetup, train
 
 TARGET, BATCHES, WARM_UP, ENDLESS = "tiny", 64, 3, 10**6
-WIDE, SMALL = (3, 256), (2, 192)  # layers and width: a good draft; one with an eighth of the target's operations
+WIDE, SMALL = (
+    (3, 256),
+    (2, 192),
+)  # layers and width: a good draft; one with an eighth of the target's operations
 BETAS = {"fkl": 0.0, "rkl": 1.0, "jsd(0.5)": 0.5}  # what TRL calls them
 Dtype = Literal["float32", "bfloat16"]
 Step = Callable[[], object]  # one optimiser step
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Where drafts and cache are kept.")] = Path("runs/distill_step"),
+    folder: Annotated[Path, typer.Option(help="Where drafts and cache are kept.")] = Path(
+        "runs/distill_step"
+    ),
     loss: Annotated[str, typer.Option(help=f"One of {', '.join(BETAS)}.")] = "fkl",
-    dtype: Annotated[Dtype, typer.Option(help="bfloat16: autocast, and a target in bf16.")] = "bfloat16",
+    dtype: Annotated[
+        Dtype, typer.Option(help="bfloat16: autocast, and a target in bf16.")
+    ] = "bfloat16",
     rows: Annotated[int, typer.Option(help="Rows of a step.")] = 16,
     seq_len: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
     steps: Annotated[int, typer.Option(help="Timed steps of each arm.")] = 20,
@@ -55,31 +62,68 @@ def main(
         steps=ENDLESS, optimizer="adamw", lr=1e-4, weight_decay=0.1, dtype=dtype, eval_steps=ENDLESS,
         save_steps=ENDLESS,
     )  # fmt: skip
-    text = open_batches("stdlib", checkpoint.load_tokenizer(wide), rows=rows, seq_len=seq_len, steps=BATCHES, seed=0)
+    text = open_batches(
+        "stdlib", checkpoint.load_tokenizer(wide), rows=rows, seq_len=seq_len, steps=BATCHES, seed=0
+    )
     setup = TrainingSetup(
-        teacher=_target(settings), batches=text, heldout=HeldOut([text.batch(0)], 1.0), loss=parse_loss(loss)
+        teacher=_target(settings),
+        batches=text,
+        heldout=HeldOut([text.batch(0)], 1.0),
+        loss=parse_loss(loss),
     )
     stored = _cache(folder, BATCHES * rows, seq_len)
     cached = stored_setup(stored, small, loss, 1.0, rows=rows, seed=0)
-    seconds = _taking_turns({"cached": _ours(small, cached, settings), "local": _ours(small, setup, settings)}, steps)
+    seconds = _taking_turns(
+        {"cached": _ours(small, cached, settings), "local": _ours(small, setup, settings)}, steps
+    )
     report: dict[str, object] = {"cached_over_local": _ratio(seconds, "cached", "local")}
     if importlib.util.find_spec("trl"):
-        arms = {"draftlab": _ours(wide, setup, settings), "trl": _theirs(wide, text, settings, loss)}
+        arms = {
+            "draftlab": _ours(wide, setup, settings),
+            "trl": _theirs(wide, text, settings, loss),
+        }
         seconds |= _taking_turns(arms, steps)
-        report |= {"step_time_over_trl": _ratio(seconds, "draftlab", "trl"), "trl": metadata.version("trl")}
+        report |= {
+            "step_time_over_trl": _ratio(seconds, "draftlab", "trl"),
+            "trl": metadata.version("trl"),
+        }
     else:
         note("trl is not installed here: no comparison with its trainer")
-    report["cpu_seconds"] = {arm: [round(s, 4) for s in sorted(taken)] for arm, taken in seconds.items()}
-    report["tokens_per_second"] = {arm: rows * seq_len / statistics.median(taken) for arm, taken in seconds.items()}
-    report["target_operations_over_draft"] = {path.name: _operations_over(path, seq_len) for path in (wide, small)}
-    report["setting"] = {"loss": loss, "dtype": dtype, "rows": rows, "seq_len": seq_len, "steps": steps}
+    report["cpu_seconds"] = {
+        arm: [round(s, 4) for s in sorted(taken)] for arm, taken in seconds.items()
+    }
+    report["tokens_per_second"] = {
+        arm: rows * seq_len / statistics.median(taken) for arm, taken in seconds.items()
+    }
+    report["target_operations_over_draft"] = {
+        path.name: _operations_over(path, seq_len) for path in (wide, small)
+    }
+    report["setting"] = {
+        "loss": loss,
+        "dtype": dtype,
+        "rows": rows,
+        "seq_len": seq_len,
+        "steps": steps,
+    }
     print(json.dumps({"benchmark": "distill_step"} | report | environment(threads)))
 
 
 def _draft(folder: Path, layers: int, width: int) -> Path:
     out = folder / f"{layers}x{width}"
     if not out.exists():
-        _draftlab("prune", "--source", TARGET, "--layers", layers, "--width", width, "--data", "stdlib", "--out", out)
+        _draftlab(
+            "prune",
+            "--source",
+            TARGET,
+            "--layers",
+            layers,
+            "--width",
+            width,
+            "--data",
+            "stdlib",
+            "--out",
+            out,
+        )
     return out
 
 
@@ -92,7 +136,9 @@ def _cache(folder: Path, sequences: int, seq_len: int) -> Path:
 
 
 def _draftlab(*words: object) -> None:
-    subprocess.run([sys.executable, "-m", "draftlab", *map(str, words)], check=True, stdout=sys.stderr)
+    subprocess.run(
+        [sys.executable, "-m", "draftlab", *map(str, words)], check=True, stdout=sys.stderr
+    )
 
 
 def _operations_over(draft: Path, seq_len: int) -> float:
@@ -121,7 +167,9 @@ def _target(settings: Loop) -> PreTrainedModel:
 
 
 def _ours(draft: Path, setup: TrainingSetup, settings: Loop) -> Step:
-    records = train(checkpoint.load_model(draft, torch.float32), setup, settings, Path(tempfile.mkdtemp()))
+    records = train(
+        checkpoint.load_model(draft, torch.float32), setup, settings, Path(tempfile.mkdtemp())
+    )
     return lambda: next(record for record in records if isinstance(record, StepRecord))
 
 
@@ -157,7 +205,9 @@ def _theirs(draft: Path, text: TokenBatches, settings: Loop, loss: str) -> Step:
         teacher_model=_target(settings),
         args=arguments,
         data_collator=collate,
-        train_dataset=Dataset.from_dict({"input_ids": [row for i in range(BATCHES) for row in text.batch(i).ids]}),
+        train_dataset=Dataset.from_dict(
+            {"input_ids": [row for i in range(BATCHES) for row in text.batch(i).ids]}
+        ),
         processing_class=checkpoint.load_tokenizer(draft),
         callbacks=[turns],
     )

@@ -21,7 +21,10 @@ SPEC_BENCH = ("summarization", "math_reasoning")
 def main(
     draft: Annotated[Path, typer.Argument(help="A draft of tiny.")],
     texts: Annotated[
-        Path, typer.Argument(help="Folder with wikitext2_test.txt, gsm8k_train.jsonl, specbench_open.jsonl.")
+        Path,
+        typer.Argument(
+            help="Folder with wikitext2_test.txt, gsm8k_train.jsonl, specbench_open.jsonl."
+        ),
     ],
     folder: Annotated[Path, typer.Option(help="Scores are written here.")] = Path("runs/drafters"),
     prompts: Annotated[
@@ -32,7 +35,9 @@ def main(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    questions = {kind: _category(texts / "specbench_open.jsonl", kind, folder) for kind in SPEC_BENCH}
+    questions = {
+        kind: _category(texts / "specbench_open.jsonl", kind, folder) for kind in SPEC_BENCH
+    }
     prose = str(_articles(texts / "wikitext2_test.txt", folder / "prose-text"))
     asked: dict[str, tuple[str, Path | None]] = {
         "code": ("stdlib", None),
@@ -57,7 +62,9 @@ def main(
 
 
 def _category(file: Path, category: str, folder: Path) -> Path:
-    rows = [line for line in file.read_text().splitlines() if json.loads(line)["category"] == category]
+    rows = [
+        line for line in file.read_text().splitlines() if json.loads(line)["category"] == category
+    ]
     out = folder / f"{category}.jsonl"
     out.write_text("\n".join(rows) + "\n")
     return out

@@ -24,28 +24,50 @@ DATA, TARGET, TOKENS, SEQ_LEN = "stdlib", "tiny", 64, 256
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="The head and its scores are written here.")] = Path("runs/eagle"),
+    folder: Annotated[Path, typer.Option(help="The head and its scores are written here.")] = Path(
+        "runs/eagle"
+    ),
     steps: Annotated[int, typer.Option(help="Training steps, of 8 texts.")] = 200,
     k: Annotated[int, typer.Option(help="Most drafted tokens.")] = 6,
     prompts: Annotated[int, typer.Option(help="Prompts to score on.")] = 16,
     served_k: Annotated[int, typer.Option(help="Drafted tokens in servers.")] = 3,
-    vllm: Annotated[Path | None, typer.Option(help="vllm's program. Default: that of the PATH.")] = None,
-    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's server. Default: that of the PATH.")] = None,
-    smollm2: Annotated[Path, typer.Option(help="Folder where recipes/smollm2.yaml has run.")] = Path(
-        "runs/smollm2-study"
-    ),
+    vllm: Annotated[
+        Path | None, typer.Option(help="vllm's program. Default: that of the PATH.")
+    ] = None,
+    llama_server: Annotated[
+        Path | None, typer.Option(help="llama.cpp's server. Default: that of the PATH.")
+    ] = None,
+    smollm2: Annotated[
+        Path, typer.Option(help="Folder where recipes/smollm2.yaml has run.")
+    ] = Path("runs/smollm2-study"),
 ) -> None:
     head = folder / f"head-{steps}"
     if not (head / "draftlab.json").exists():
-        training: dict[str, Any] = {"steps": steps, "batch_size": 8, "seq_len": SEQ_LEN, "eval_steps": steps}
+        training: dict[str, Any] = {
+            "steps": steps,
+            "batch_size": 8,
+            "seq_len": SEQ_LEN,
+            "eval_steps": steps,
+        }
         COMMANDS["distill"](student="eagle", target=TARGET, data=DATA, **training, out=head)
     record = read_record(head)
     assert record is not None
     notes: Any = record.notes
     scores = {t: scored(folder / f"score-{t}", head, t, k, prompts) for t in (0.0, 1.0)}
-    programs = {"vllm": vllm or on_path("vllm"), "llama.cpp": llama_server or on_path("llama-server")}
-    servers = {to: served(folder / f"export-{to}", head, to, program, served_k) for to, program in programs.items()}
-    written: dict[str, Any] = {"target": TARGET, "data": DATA, "num_prompts": 16, "prompt_tokens": 32}
+    programs = {
+        "vllm": vllm or on_path("vllm"),
+        "llama.cpp": llama_server or on_path("llama-server"),
+    }
+    servers = {
+        to: served(folder / f"export-{to}", head, to, program, served_k)
+        for to, program in programs.items()
+    }
+    written: dict[str, Any] = {
+        "target": TARGET,
+        "data": DATA,
+        "num_prompts": 16,
+        "prompt_tokens": 32,
+    }
     beyond = by_context(folder, [head], SEQ_LEN, written)[head.name]
     gaps = {to: row and row["gap"] for to, row in servers.items()}
     best = scores[0.0]
@@ -86,7 +108,11 @@ def of_study(study: Path, folder: Path) -> dict[str, list[dict[str, float]]] | N
     if not all((draft / "draftlab.json").exists() for draft in drafts):
         note(f"recipes/smollm2.yaml has not run in {study}: contexts of tiny alone")
         return None
-    written = {"target": str(study / TARGET_MODEL), "prompt_file": study / "questions.jsonl", "num_prompts": 22}
+    written = {
+        "target": str(study / TARGET_MODEL),
+        "prompt_file": study / "questions.jsonl",
+        "num_prompts": 22,
+    }
     return by_context(folder, drafts, SEQ_LEN, written)
 
 
@@ -100,14 +126,23 @@ def by_context(
     store, longest = folder / "long", min(4 * trained, 1000) - 32
     if not store.exists():
         COMMANDS["outputs build"](**written, use="replay", max_new_tokens=longest, out=store)
-    replay: dict[str, Any] = {"draft": [str(draft) for draft in drafts], "target": written["target"], "k": "3"}
+    replay: dict[str, Any] = {
+        "draft": [str(draft) for draft in drafts],
+        "target": written["target"],
+        "k": "3",
+    }
     COMMANDS["replay"](directory=store, **replay, out=folder / "replay", force=True)
-    return {draft.name: rows_by_context(read_replay(folder / "replay" / draft.name), trained) for draft in drafts}
+    return {
+        draft.name: rows_by_context(read_replay(folder / "replay" / draft.name), trained)
+        for draft in drafts
+    }
 
 
 def rows_by_context(found: Replay, trained: int) -> list[dict[str, float]]:
     """Return one row for each range of contexts. A plain draft's tokens have one chance at every place of a step."""
-    contexts = np.concatenate([text.prompt_tokens + np.arange(1, len(text.chances)) for text in found.texts])
+    contexts = np.concatenate(
+        [text.prompt_tokens + np.arange(1, len(text.chances)) for text in found.texts]
+    )
     chances = np.concatenate(found.chances()).reshape(len(contexts), -1)[:, :3]
     edges = [trained // 2, trained, 2 * trained, 4 * trained]
     rows = []
@@ -115,7 +150,15 @@ def rows_by_context(found: Replay, trained: int) -> list[dict[str, float]]:
         inside = (contexts >= low) & (contexts < high)
         if inside.any():
             first, third = chances[inside][:, 0].mean(), chances[inside][:, -1].mean()
-            rows.append({"from": low, "to": high, "n": int(inside.sum()), "first": float(first), "third": float(third)})
+            rows.append(
+                {
+                    "from": low,
+                    "to": high,
+                    "n": int(inside.sum()),
+                    "first": float(first),
+                    "third": float(third),
+                }
+            )
     return rows
 
 

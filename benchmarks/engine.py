@@ -50,14 +50,23 @@ def main(
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 12,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda, where mode graphs replaces native.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda, where mode graphs replaces native.")
+    ] = "cpu",
 ) -> None:
     torch.set_num_threads(threads)
     place = checkpoint.resolve_device(device)
     directories = hub.locate(target), hub.locate(draft)
-    texts = heldout_prompts("stdlib", checkpoint.load_tokenizer(directories[0]), count=prompts + 1, length=64, seed=0)
-    found = {name: _measure(directories, name, texts, k, new_tokens, place) for name in ("float32", "bfloat16")}
-    each = {key: {dtype: figures[key] for dtype, figures in found.items()} for key in found["float32"]}
+    texts = heldout_prompts(
+        "stdlib", checkpoint.load_tokenizer(directories[0]), count=prompts + 1, length=64, seed=0
+    )
+    found = {
+        name: _measure(directories, name, texts, k, new_tokens, place)
+        for name in ("float32", "bfloat16")
+    }
+    each = {
+        key: {dtype: figures[key] for dtype, figures in found.items()} for key in found["float32"]
+    }
     print(
         json.dumps(
             {"benchmark": "engine", **each, "k": k, "prompts": prompts, "new_tokens": new_tokens}
@@ -68,7 +77,12 @@ def main(
 
 
 def _measure(
-    directories: tuple[Path, Path], dtype: str, texts: list[list[int]], k: int, new_tokens: int, device: torch.device
+    directories: tuple[Path, Path],
+    dtype: str,
+    texts: list[list[int]],
+    k: int,
+    new_tokens: int,
+    device: torch.device,
 ) -> dict[str, object]:
     target, draft = (llama.load(path, getattr(torch, dtype), device) for path in directories)
     mode, clock = ("native" if device.type == "cpu" else "graphs"), steady_clock(device)
@@ -93,7 +107,9 @@ def _measure(
                     arm.accepted += accepted
             advance(number, "")
     per_second = {name: sum(map(len, arm.tokens)) / arm.seconds for name, arm in arms.items()}
-    accepted = {name: sum(arm.accepted) / len(arm.accepted) for name, arm in arms.items() if arm.accepted}
+    accepted = {
+        name: sum(arm.accepted) / len(arm.accepted) for name, arm in arms.items() if arm.accepted
+    }
     ours, theirs = accepted["fast_speculative"], accepted["transformers_assisted"]
     return {
         "mode": mode,  # of the fast arms
@@ -111,17 +127,26 @@ def _measure(
 
 
 def _ours(target: Llama, draft: Llama | None, k: int, new_tokens: int) -> Arm:
-    drafter, sampling = ModelDrafter(draft) if draft else None, SamplingParams(max_tokens=new_tokens)
+    drafter, sampling = (
+        ModelDrafter(draft) if draft else None,
+        SamplingParams(max_tokens=new_tokens),
+    )
 
     def decode(prompt: list[int]) -> Spoken:
         steps = list(speculative_decode(target, drafter, [prompt], k if drafter else 0, sampling))
-        return [t for step in steps for t in step.tokens], [step.accepted for step in steps if step.drafted]
+        return [t for step in steps for t in step.tokens], [
+            step.accepted for step in steps if step.drafted
+        ]
 
     return Arm(decode)
 
 
 def _theirs(
-    directories: tuple[Path, Path], dtype: torch.dtype, k: int, new_tokens: int, device: torch.device
+    directories: tuple[Path, Path],
+    dtype: torch.dtype,
+    k: int,
+    new_tokens: int,
+    device: torch.device,
 ) -> dict[str, Arm]:
     target, draft = (checkpoint.load_model(path, dtype, device).eval() for path in directories)
     assert draft.generation_config is not None
@@ -131,7 +156,9 @@ def _theirs(
     draft.generation_config.assistant_confidence_threshold = 0.0
     return {
         "transformers_plain": Arm(lambda prompt: _generate(target, prompt, new_tokens)),
-        "transformers_assisted": Arm(lambda prompt: _generate(target, prompt, new_tokens, assistant_model=draft)),
+        "transformers_assisted": Arm(
+            lambda prompt: _generate(target, prompt, new_tokens, assistant_model=draft)
+        ),
     }
 
 
@@ -180,14 +207,23 @@ def _same(arm: Arm, other: Arm) -> float:
 def _over_floor(model: Llama, context: int, rounds: int = 200) -> float:
     """Median CPU time of a single-token step over that of reading its weights, in turns."""
     size = int(active_params(model.shape))
-    matrix, vector = model.embed.new_ones(size // COLUMNS, COLUMNS), model.embed.new_ones(1, COLUMNS)
-    cache, ids = model.new_cache(1, context + 1), torch.ones(1, 1, dtype=torch.long, device=model.device)
+    matrix, vector = (
+        model.embed.new_ones(size // COLUMNS, COLUMNS),
+        model.embed.new_ones(1, COLUMNS),
+    )
+    cache, ids = (
+        model.new_cache(1, context + 1),
+        torch.ones(1, 1, dtype=torch.long, device=model.device),
+    )
 
     def step() -> None:
         cache.used = [context]
         model.forward(ids, cache)
 
-    tasks = {"step": (lambda: None, step), "floor": (lambda: None, lambda: F.linear(vector, matrix))}
+    tasks = {
+        "step": (lambda: None, step),
+        "floor": (lambda: None, lambda: F.linear(vector, matrix)),
+    }
     times = time_interleaved(tasks, repeats=rounds, clock=steady_clock(model.device))
     middle = {name: sorted(each)[rounds // 2] for name, each in times.items()}
     return middle["step"] / middle["floor"]

@@ -21,10 +21,23 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.hf_files import HEAD_IDS, MODEL_TYPES
-from draftlab.model.shape import Axis, Shape, check, fewest_kv_heads, format_count, parse_count, round_up, solve_ffn
+from draftlab.model.shape import (
+    Axis,
+    Shape,
+    check,
+    fewest_kv_heads,
+    format_count,
+    parse_count,
+    round_up,
+    solve_ffn,
+)
 from draftlab.pruning.cut import TensorView, Untied
 
-WRITES = ("embed_tokens", "o_proj", "down_proj")  # into the residual stream: zero but for the source's own values
+WRITES = (
+    "embed_tokens",
+    "o_proj",
+    "down_proj",
+)  # into the residual stream: zero but for the source's own values
 FFN_STEP = 16
 
 
@@ -36,7 +49,9 @@ class Expanded(TensorView):
     so q_proj and k_proj before them are scaled as well. Added layers, heads and neurons write zeros.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], source: Shape, shape: Shape, seed: int) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], source: Shape, shape: Shape, seed: int
+    ) -> None:
         if source.tied and not shape.tied:
             weights = Untied(weights, source.model_copy(update={"tied": False}))
         super().__init__(weights, shape)
@@ -46,17 +61,24 @@ class Expanded(TensorView):
     def __getitem__(self, name: str) -> Tensor:
         layer = checkpoint.layer_of(name)
         added = layer is not None and layer >= self.source.layers
-        origin = self.weights[name.replace(f".{layer}.", f".{layer % self.source.layers}.", 1) if layer else name]
+        origin = self.weights[
+            name.replace(f".{layer}.", f".{layer % self.source.layers}.", 1) if layer else name
+        ]
         origin = self._scaled(name, origin)
         tensor = self._filled(name, origin)
         if added and "norm" not in name:
             return tensor
-        places = [self._places(axis, size) for axis, size in zip(self.axes[name], origin.shape, strict=True)]
+        places = [
+            self._places(axis, size)
+            for axis, size in zip(self.axes[name], origin.shape, strict=True)
+        ]
         tensor[tuple(into for into, _ in places)] = origin[tuple(source for _, source in places)]
         return tensor
 
     def _scaled(self, name: str, origin: Tensor) -> Tensor:
-        normed = (self.shape.qk_norm or self.shape.qk_layernorm) and ("q_proj" in name or "k_proj" in name)
+        normed = (self.shape.qk_norm or self.shape.qk_layernorm) and (
+            "q_proj" in name or "k_proj" in name
+        )
         norm = "norm" in name and self.axes[name] == ("hidden",)
         return (origin.float() * self.scale).to(origin.dtype) if norm or normed else origin
 
@@ -67,7 +89,9 @@ class Expanded(TensorView):
         if "norm" in name:
             return tensor.fill_(self.scale)
         rng = torch.Generator(tensor.device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
-        spread = math.sqrt(3) * float(origin.float().std())  # uniform values are drawn much faster than normal ones
+        spread = math.sqrt(3) * float(
+            origin.float().std()
+        )  # uniform values are drawn much faster than normal ones
         return tensor.uniform_(-spread, spread, generator=rng)
 
     def _places(self, axis: Axis, size: int) -> tuple[slice | Tensor, slice | Tensor]:
@@ -76,9 +100,14 @@ class Expanded(TensorView):
             return slice(size), slice(size)
         have, group = self.source, self.shape.heads // self.shape.kv_heads
         heads = torch.arange(have.heads)
-        kv_head, within = heads // (have.heads // have.kv_heads), heads % (have.heads // have.kv_heads)
+        kv_head, within = (
+            heads // (have.heads // have.kv_heads),
+            heads % (have.heads // have.kv_heads),
+        )
         kv_place = kv_head * kv_copies(have, self.shape) + within // group
-        into, copied = (kv_place * group + within % group, heads) if axis == "q" else (kv_place, kv_head)
+        into, copied = (
+            (kv_place * group + within % group, heads) if axis == "q" else (kv_place, kv_head)
+        )
         return _values(into, have.head_dim), _values(copied, have.head_dim)
 
 
@@ -90,7 +119,9 @@ def expand(source: Path, out: Path, shape: Shape, seed: int = 0) -> Path:
     """
     config, have = checkpoint.read_config(source), checkpoint.read_shape(source)
     if (kind := config.get("model_type")) not in MODEL_TYPES:
-        raise UserError(f"{source} is a {kind} model; expand takes {', '.join(MODEL_TYPES)}, whose norms scale plainly")
+        raise UserError(
+            f"{source} is a {kind} model; expand takes {', '.join(MODEL_TYPES)}, whose norms scale plainly"
+        )
     check_contains(shape, have)
     check(shape, llama=kind == "llama")
     work = out.with_name(f"{out.name}.partial")
@@ -125,10 +156,21 @@ def check_contains(shape: Shape, have: Shape) -> None:
         size, least = getattr(shape, field), getattr(have, field)
         if size < least:
             raise UserError(f"{field} {size} is less than the source has; at least {least}")
-    for field in ("head_dim", "vocab", "tied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm"):
+    for field in (
+        "head_dim",
+        "vocab",
+        "tied",
+        "qkv_bias",
+        "o_bias",
+        "mlp_bias",
+        "qk_norm",
+        "qk_layernorm",
+    ):
         size, own = getattr(shape, field), getattr(have, field)
         if size != own and not (field == "tied" and own):  # a tied head can be written out
-            raise UserError(f"{field} {size} differs from the source's {own}, and expansion does not change it")
+            raise UserError(
+                f"{field} {size} differs from the source's {own}, and expansion does not change it"
+            )
     fewest = have.kv_heads * kv_copies(have, shape)
     if shape.heads % shape.kv_heads == 0 and shape.kv_heads < fewest:
         raise UserError(
@@ -148,7 +190,9 @@ def larger(
     """Return a shape of other sizes with the proportions of a source; params, as in 1.3b, solves for the FFN."""
     hidden = width or have.hidden
     natural = max(have.heads, have.heads * hidden // have.hidden)
-    heads = next(n for n in range(natural, max(natural, hidden) + 1) if hidden % n == 0 or n >= hidden)
+    heads = next(
+        n for n in range(natural, max(natural, hidden) + 1) if hidden % n == 0 or n >= hidden
+    )
     sizes = {
         "layers": layers or have.layers,
         "hidden": hidden,
@@ -160,7 +204,9 @@ def larger(
     if params is None:
         return shape
     total = parse_count(params)
-    return solve_ffn(shape, total, most=round_up(total // hidden + 1, FFN_STEP), multiple_of=FFN_STEP)
+    return solve_ffn(
+        shape, total, most=round_up(total // hidden + 1, FFN_STEP), multiple_of=FFN_STEP
+    )
 
 
 def _values(heads: Tensor, head_dim: int) -> Tensor:
@@ -185,8 +231,12 @@ def main(
     source: Annotated[str, typer.Argument(help="Checkpoint to expand.")],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     layers: Annotated[int | None, typer.Option(help="Layers. Default: the source's.")] = None,
-    width: Annotated[int | None, typer.Option(help="Hidden dimensions. Default: the source's.")] = None,
-    params: Annotated[str | None, typer.Option(help="Total parameters, as in 1.3b: solves for the FFN.")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Hidden dimensions. Default: the source's.")
+    ] = None,
+    params: Annotated[
+        str | None, typer.Option(help="Total parameters, as in 1.3b: solves for the FFN.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the values that are added.")] = 0,
 ) -> None:
     directory = hub.locate(source)

@@ -75,9 +75,15 @@ def main(
         rows[name] = []
         for count in ks:
             found, text = bench.run(drafter, count)
-            same = sum(a == b for one, other in zip(said, text, strict=True) for a, b in zip(one, other, strict=False))
+            same = sum(
+                a == b
+                for one, other in zip(said, text, strict=True)
+                for a, b in zip(one, other, strict=False)
+            )
             found |= {"k": count, "same_tokens": same / sum(map(len, said))}
-            rows[name].append(found | {"speedup": found["tokens_per_second"] / alone["tokens_per_second"]})
+            rows[name].append(
+                found | {"speedup": found["tokens_per_second"] / alone["tokens_per_second"]}
+            )
         del drafter
         gc.collect()
         note(f"{name}: {max(row['speedup'] for row in rows[name]):.2f} times plain decoding")
@@ -97,8 +103,14 @@ def main(
 class Bench:
     """A target and prompts, of which the first warms up."""
 
-    def __init__(self, target: Llama, prompts: list[list[int]], new_tokens: int, device: torch.device) -> None:
-        self.target, self.prompts, self.sampling = target, prompts, SamplingParams(max_tokens=new_tokens)
+    def __init__(
+        self, target: Llama, prompts: list[list[int]], new_tokens: int, device: torch.device
+    ) -> None:
+        self.target, self.prompts, self.sampling = (
+            target,
+            prompts,
+            SamplingParams(max_tokens=new_tokens),
+        )
         self.clock, self.step_clock = steady_clock(device), steady_step_clock(device)
 
     def run(self, drafter: ModelDrafter | None, k: int) -> tuple[dict[str, float], list[list[int]]]:
@@ -108,7 +120,9 @@ class Bench:
             if drafter is None:
                 steps = decode(self.target, [prompt], self.sampling, self.step_clock)
             else:
-                steps = speculative_decode(self.target, drafter, [prompt], k, self.sampling, self.step_clock)
+                steps = speculative_decode(
+                    self.target, drafter, [prompt], k, self.sampling, self.step_clock
+                )
             first: list[Step] = [next(steps)]  # the prefill
             began = self.clock()
             rest = list(steps)
@@ -117,17 +131,24 @@ class Bench:
                 rates.append(made / seconds)
                 passes.append(made / max(1, len(rest)))
                 texts.append(output_tokens(first + rest)[0])
-        return {"tokens_per_second": median(rates), "tokens_per_pass": sum(passes) / len(passes)}, texts
+        return {
+            "tokens_per_second": median(rates),
+            "tokens_per_pass": sum(passes) / len(passes),
+        }, texts
 
 
 def like(shape: Shape, source: Shape) -> Shape:
     """Return a shape with the heads' size, ids and options of a source, and as many values in all heads as before."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     heads = {"heads": q // source.head_dim, "kv_heads": kv // source.head_dim}
-    return source.model_copy(update={"layers": shape.layers, "hidden": shape.hidden, "ffn": shape.ffn} | heads)
+    return source.model_copy(
+        update={"layers": shape.layers, "hidden": shape.hidden, "ffn": shape.ffn} | heads
+    )
 
 
-def expanded(directory: Path, shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Llama:
+def expanded(
+    directory: Path, shape: Shape, dtype: torch.dtype, device: torch.device, context: int
+) -> Llama:
     """Return a checkpoint expanded to a shape; its weights are made on the device, each when it is asked for.
 
     Raises:
@@ -137,7 +158,14 @@ def expanded(directory: Path, shape: Shape, dtype: torch.dtype, device: torch.de
     check_contains(shape, have)
     frequencies, scale = rotary(config, have.head_dim, directory)
     weights = Expanded(checkpoint.Weights(directory, dtype, device), have, shape, seed=0)
-    return Llama(shape, weights, frequencies, scale, config.rms_norm_eps * have.hidden / shape.hidden, context)
+    return Llama(
+        shape,
+        weights,
+        frequencies,
+        scale,
+        config.rms_norm_eps * have.hidden / shape.hidden,
+        context,
+    )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ class Value(float):
 
     def __str__(self) -> str:
         if not self.is_integer():
-            raise ValueError(f"{self.key} is {float(self)}; say how to print it: {{{{ {self.key}|fixed }}}}")
+            raise ValueError(
+                f"{self.key} is {float(self)}; say how to print it: {{{{ {self.key}|fixed }}}}"
+            )
         return f"{self:,.0f}"
 
 

@@ -13,7 +13,14 @@ from draftlab.searching.plan import Plan
 from draftlab.searching.verdict import Verdict
 
 GALLERY = Path("docs/gallery")
-FILES = ("index.html", "auto.json", "plan.json", "draftlab.json", "recipe.yaml", "report/report.html")
+FILES = (
+    "index.html",
+    "auto.json",
+    "plan.json",
+    "draftlab.json",
+    "recipe.yaml",
+    "report/report.html",
+)
 HEAD = """# Gallery
 
 What `draftlab auto` chose, for each target, machine and server that it was really run for: the draft or none, its page
@@ -27,7 +34,9 @@ finished runs and writes this page.
 
 
 def main(
-    runs: Annotated[list[Path] | None, typer.Argument(help="Finished outputs of draftlab auto.")] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Finished outputs of draftlab auto.")
+    ] = None,
     machine: Annotated[str, typer.Option(help="Where the runs were. Default: this machine.")] = "",
     out: Annotated[Path, typer.Option(help="The gallery.")] = GALLERY,
 ) -> None:
@@ -41,7 +50,11 @@ def add(run: Path, machine: str, gallery: Path) -> None:
     if not (run / "auto.json").is_file():
         sys.exit(f"{run}: not a finished output of draftlab auto")
     record = read_model(Record, run, "draftlab.json")
-    local = [path for path in map(str, (*record.config.values(), *record.inputs)) if Path(path).is_absolute()]
+    local = [
+        path
+        for path in map(str, (*record.config.values(), *record.inputs))
+        if Path(path).is_absolute()
+    ]
     for name in FILES:
         text = (run / name).read_text()
         for path in local:
@@ -74,10 +87,19 @@ def row(folder: Path) -> str:
 
 def entry(folder: Path) -> str:
     """Return the command of a run, and its verdict without the last lines, which name places of its machine."""
-    verdict, record = read_model(Verdict, folder, "auto.json"), read_model(Record, folder, "draftlab.json")
+    verdict, record = (
+        read_model(Verdict, folder, "auto.json"),
+        read_model(Record, folder, "draftlab.json"),
+    )
     local = (verdict.page, f"run it: {verdict.serve}")
     said = [line for line in verdict.lines() if line not in local]
-    return "\n".join([f"**{folder.name}**: `{record.notes['command_line']}`", "", *(f"- {line}" for line in said)])
+    return "\n".join(
+        [
+            f"**{folder.name}**: `{record.notes['command_line']}`",
+            "",
+            *(f"- {line}" for line in said),
+        ]
+    )
 
 
 if __name__ == "__main__":

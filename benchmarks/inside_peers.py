@@ -28,12 +28,18 @@ def transformers(asked: dict) -> tuple[dict, str]:
     if asked["way"] == "draft":
         assistant = opened(asked["draft"])
         settings = assistant.generation_config
-        settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = asked["k"], "constant"
+        settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = (
+            asked["k"],
+            "constant",
+        )
         settings.assistant_confidence_threshold = 0.0
         options = {"assistant_model": assistant}
     if asked["way"] == "ngram":
         options = {"prompt_lookup_num_tokens": asked["k"], "max_matching_ngram_size": NGRAM}
-    counted, prefills = [0, 0], int(asked["way"] == "plain")  # the others draft before their first pass, too
+    counted, prefills = (
+        [0, 0],
+        int(asked["way"] == "plain"),
+    )  # the others draft before their first pass, too
 
     def count(*_: object) -> None:
         counted[1] += 1
@@ -71,9 +77,15 @@ def vllm(asked: dict) -> tuple[dict, str]:
     )  # fmt: skip
 
     def decode(prompt: list[int], new_tokens: int) -> list[int]:
-        how = engine.SamplingParams(temperature=0, max_tokens=new_tokens, stop_token_ids=asked["eos"], detokenize=False)
+        how = engine.SamplingParams(
+            temperature=0, max_tokens=new_tokens, stop_token_ids=asked["eos"], detokenize=False
+        )
         before = drafted()
-        tokens = list(model.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)[0].outputs[0].token_ids)
+        tokens = list(
+            model.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)[0]
+            .outputs[0]
+            .token_ids
+        )
         drafts, accepted = (now - then for now, then in zip(drafted(), before, strict=True))
         counted[0] += len(tokens) - 1
         counted[1] += (
@@ -83,7 +95,9 @@ def vllm(asked: dict) -> tuple[dict, str]:
 
     def drafted() -> tuple[int, int]:
         found = {m.name: m.value for m in model.get_metrics() if hasattr(m, "value")}
-        return found.get("vllm:spec_decode_num_drafts", 0), found.get("vllm:spec_decode_num_accepted_tokens", 0)
+        return found.get("vllm:spec_decode_num_drafts", 0), found.get(
+            "vllm:spec_decode_num_accepted_tokens", 0
+        )
 
     counted = [0, 0]
     return timed(decode, asked, counted), engine.__version__

@@ -41,7 +41,9 @@ def main(
     target: Annotated[str, typer.Option(help="Shape of the target.")] = "llama-65b",
     drafts: Annotated[str, typer.Option(help="Shapes of drafts, by comma.")] = DRAFTS,
     k: Annotated[str, typer.Option(help="Drafted tokens, as 1,2,4.")] = "1,2,4,6,8",
-    alphas: Annotated[str, typer.Option(help="Chances of a drafted token, by comma.")] = "0.5,0.6,0.7,0.8,0.9",
+    alphas: Annotated[
+        str, typer.Option(help="Chances of a drafted token, by comma.")
+    ] = "0.5,0.6,0.7,0.8,0.9",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens after it.")] = 64,
     mode: Annotated[str, typer.Option(help="eager, native or graphs.")] = "graphs",
@@ -55,7 +57,9 @@ def main(
     bench = Bench(place, mode, dtype, prompt, new_tokens, max(ks))  # type: ignore[arg-type]
     whole = shape_of(target)
     shape = as_fits(whole, memory.free_bytes(place) - room, bench.dtype.itemsize)
-    note(f"{target}: {shape.layers} of {whole.layers} layers, {shape.weight_bytes(bench.dtype.itemsize) / 1e9:.1f} GB")
+    note(
+        f"{target}: {shape.layers} of {whole.layers} layers, {shape.weight_bytes(bench.dtype.itemsize) / 1e9:.1f} GB"
+    )
     ceiling = bandwidth_gbs(shape.params(), bench.dtype, place)
     model, chances = bench.load(shape), [float(alpha) for alpha in alphas.split(",")]
     plain, rows = [bench.plain(model)], {}
@@ -69,8 +73,13 @@ def main(
             f"{name}: {fastest['tokens_per_second']:.1f} tokens/s at {max(chances):g}, {plain[-1]:.1f} without a draft"
         )
     alone = median(plain)
-    leaders = {alpha: {name: best(found, alpha) for name, found in rows.items()} for alpha in chances}
-    gains = {a: {n: row["tokens_per_second"] / alone for n, row in each.items()} for a, each in leaders.items()}
+    leaders = {
+        alpha: {name: best(found, alpha) for name, found in rows.items()} for alpha in chances
+    }
+    gains = {
+        a: {n: row["tokens_per_second"] / alone for n, row in each.items()}
+        for a, each in leaders.items()
+    }
     result = {
         "benchmark": "large_target", "target": target, "layers": shape.layers, "of_layers": whole.layers,
         "dtype": dtype, "mode": mode, "device": device_name(place), "prompt_tokens": prompt_tokens,
@@ -90,7 +99,15 @@ def main(
 class Bench:
     """One prompt of random tokens, decoded with and without a draft."""
 
-    def __init__(self, device: torch.device, mode: Mode, dtype: str, prompt: list[int], new_tokens: int, k: int):
+    def __init__(
+        self,
+        device: torch.device,
+        mode: Mode,
+        dtype: str,
+        prompt: list[int],
+        new_tokens: int,
+        k: int,
+    ):
         """k: the largest."""
         self.device, self.dtype, self.prompt = device, checkpoint.DTYPES[dtype], prompt
         self.mode: Mode = mode
@@ -103,15 +120,26 @@ class Bench:
 
     def plain(self, target: Llama) -> float:
         """Return tokens per second after the prefill."""
-        self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))  # captures graphs
+        self._timed(
+            decode(target, [self.prompt], self.sampling, self.step_clock)
+        )  # captures graphs
         return self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))[0]
 
-    def rows(self, target: Llama, drafter: Drafter, ks: list[int], alphas: list[float]) -> Iterator[dict[str, float]]:
+    def rows(
+        self, target: Llama, drafter: Drafter, ks: list[int], alphas: list[float]
+    ) -> Iterator[dict[str, float]]:
         for k in ks:
-            self._timed(self._steps(target, drafter, k, max(alphas)))  # captures graphs of every width
+            self._timed(
+                self._steps(target, drafter, k, max(alphas))
+            )  # captures graphs of every width
             for alpha in alphas:
                 per_second, per_pass = self._timed(self._steps(target, drafter, k, alpha))
-                yield {"k": k, "alpha": alpha, "tokens_per_second": per_second, "tokens_per_pass": per_pass}
+                yield {
+                    "k": k,
+                    "alpha": alpha,
+                    "tokens_per_second": per_second,
+                    "tokens_per_pass": per_pass,
+                }
 
     def _steps(self, target: Llama, drafter: Drafter, k: int, alpha: float) -> Iterator[Any]:
         return speculative_decode(
@@ -131,7 +159,9 @@ def by_coin(alpha: float) -> Rule:
 
     def rule(p: Tensor, tokens: Tokens, chance: Any) -> Verdict:
         assert isinstance(chance, Uniforms)
-        draws = torch.stack([*chance.draws])[: len(tokens.ids)].tolist() if tokens.ids else []  # one wait
+        draws = (
+            torch.stack([*chance.draws])[: len(tokens.ids)].tolist() if tokens.ids else []
+        )  # one wait
         accepted = next((i for i, draw in enumerate(draws) if draw >= alpha), len(draws))
         return list(range(accepted)), p[accepted]
 
@@ -148,11 +178,15 @@ def as_fits(shape: Shape, free: float, itemsize: int) -> Shape:
     """Return the shape with as many of its layers as fit, at least one."""
     layer = shape.body_params() / shape.layers * itemsize
     beside = (shape.params() - shape.body_params()) * itemsize
-    return shape.model_copy(update={"layers": max(1, min(shape.layers, int((free - beside) / layer)))})
+    return shape.model_copy(
+        update={"layers": max(1, min(shape.layers, int((free - beside) / layer)))}
+    )
 
 
 def best(rows: list[dict[str, float]], alpha: float) -> dict[str, float]:
-    return max((row for row in rows if row["alpha"] == alpha), key=lambda row: row["tokens_per_second"])
+    return max(
+        (row for row in rows if row["alpha"] == alpha), key=lambda row: row["tokens_per_second"]
+    )
 
 
 def over(speedup: dict[str, float], one: str, other: str) -> float | None:

@@ -34,7 +34,9 @@ KS = range(1, 17)
 PROMPT, NEW = 128, 200
 
 
-def main(figure: Annotated[Path | None, typer.Option(help="Also draw it, as SVG or PNG.")] = None) -> None:
+def main(
+    figure: Annotated[Path | None, typer.Option(help="Also draw it, as SVG or PNG.")] = None,
+) -> None:
     curves = {mode: {name: _cost(f"{name}@{ON},{mode}") for name in DRAFTS} for mode in MODES}
     targets = {mode: _cost(f"{TARGET}@{TARGET_ON},{mode}") for mode in MODES}
 
@@ -42,7 +44,9 @@ def main(figure: Annotated[Path | None, typer.Option(help="Also draw it, as SVG 
         """Tokens per second by K; K = 0 is no draft."""
         work = constant_workload(alpha, tokens=NEW, prompt_tokens=PROMPT)
         found = predict(curves[mode][name], targets[mode], work, KS)
-        return {0: found.plain_tokens_per_second} | {row.k: row.tokens_per_second for row in found.rows}
+        return {0: found.plain_tokens_per_second} | {
+            row.k: row.tokens_per_second for row in found.rows
+        }
 
     def needed(mode: str, name: str, rate: float) -> float | None:
         """The least alpha at which its best K gives rate; None: not even alpha 1 does."""
@@ -62,26 +66,41 @@ def main(figure: Annotated[Path | None, typer.Option(help="Also draw it, as SVG 
     tables: dict[str, Any] = {}
     for mode in MODES:
         found = {name: {alpha: rates(mode, name, alpha) for alpha in ALPHAS} for name in DRAFTS}
-        best = {alpha: max(DRAFTS, key=lambda name: max(found[name][alpha].values())) for alpha in ALPHAS}
+        best = {
+            alpha: max(DRAFTS, key=lambda name: max(found[name][alpha].values()))
+            for alpha in ALPHAS
+        }
         rival = {alpha: max(found["wide-796m"][alpha].values()) for alpha in ALPHAS}
         tables[mode] = {
             "plain_tokens_per_second": found["wide-1.3b"][0.5][0],
-            "draft_ms": {name: float(curves[mode][name].steady_ms(1, _middle())) for name in DRAFTS},
+            "draft_ms": {
+                name: float(curves[mode][name].steady_ms(1, _middle())) for name in DRAFTS
+            },
             "target_ms": float(targets[mode].steady_ms(1, _middle())),
             "tokens_per_second": found,
             "fastest": best,
             "alpha_to_equal_796m": {
-                name: {alpha: needed(mode, name, rival[alpha]) for alpha in ALPHAS} for name in DRAFTS
+                name: {alpha: needed(mode, name, rival[alpha]) for alpha in ALPHAS}
+                for name in DRAFTS
             },
         }
     if figure is not None:
         _draw(tables, figure)
-    about = {"measured": False, "date": date.today().isoformat(), "prompt_tokens": PROMPT, "new_tokens": NEW}
+    about = {
+        "measured": False,
+        "date": date.today().isoformat(),
+        "prompt_tokens": PROMPT,
+        "new_tokens": NEW,
+    }
     print(json.dumps(about | {"modes": tables}))
 
 
 def _cost(spec: str) -> CostModel:
-    return CostModel.of(parse_profile(spec, widths=range(1, max(KS) + 2), batches=[1], longest=PROMPT + NEW + max(KS)))
+    return CostModel.of(
+        parse_profile(
+            spec, widths=range(1, max(KS) + 2), batches=[1], longest=PROMPT + NEW + max(KS)
+        )
+    )
 
 
 def _middle() -> Any:

@@ -42,14 +42,22 @@ print(json.dumps(resident("VmHWM") - before))
 
 
 def main(
-    directory: Annotated[Path | None, typer.Option(help="Checkpoint to load, instead of a random one.")] = None,
-    stored: Annotated[str, typer.Option(help="dtype that the random one is stored in.")] = "bfloat16",
+    directory: Annotated[
+        Path | None, typer.Option(help="Checkpoint to load, instead of a random one.")
+    ] = None,
+    stored: Annotated[
+        str, typer.Option(help="dtype that the random one is stored in.")
+    ] = "bfloat16",
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = directory or Path(folder) / "1b"
         if directory is None:
             write_random(SHAPE, place, checkpoint.DTYPES[stored])
-        peaks = {f"{way} {dtype}": peak(way, place, dtype) for way in WAYS for dtype in ("bfloat16", "float32")}
+        peaks = {
+            f"{way} {dtype}": peak(way, place, dtype)
+            for way in WAYS
+            for dtype in ("bfloat16", "float32")
+        }
     found = {"peak_over_weights": peaks, "load_peak_ratio": max(peaks.values()), "stored": stored}
     print(json.dumps({"benchmark": "load_peak", **found} | environment(1)))
 
@@ -62,7 +70,10 @@ def load_peak_ratio(directory: Path, dtype: str = "float32") -> float:
 def peak(way: str, directory: Path, dtype: str) -> float:
     """Of one way, in a child process."""
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, way, str(directory), dtype], capture_output=True, text=True, check=False
+        [sys.executable, "-c", CHILD, way, str(directory), dtype],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise UserError(f"loading {directory} by {way} failed: {done.stderr.strip()[-300:]}")
@@ -85,7 +96,12 @@ def write_random(shape: Shape, directory: Path, dtype: torch.dtype) -> None:
     directory.mkdir(parents=True)
     config = checkpoint.llama_config(shape, context=8192, bos=1, eos=2, pad=None)
     weights = (
-        (name, torch.ones(shape.dims(axes), dtype=dtype) if len(axes) == 1 else _matrix(shape.dims(axes), dtype))
+        (
+            name,
+            torch.ones(shape.dims(axes), dtype=dtype)
+            if len(axes) == 1
+            else _matrix(shape.dims(axes), dtype),
+        )
         for name, axes in shape.axes().items()
     )
     saving.write_checkpoint(directory, config, weights, None)
@@ -97,7 +113,9 @@ def _matrix(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def resident(what: str) -> int:
     """Bytes of VmRSS, resident now, or VmHWM, most since reset."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)
+    )
     return 1024 * int(line.split()[1])
 
 

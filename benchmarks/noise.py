@@ -38,13 +38,23 @@ def main() -> None:
     options = parsed()
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps({name: str(value) for name, value in vars(options).items() if name not in ("folder", "runs")})
+    settings = json.dumps(
+        {
+            name: str(value)
+            for name, value in vars(options).items()
+            if name not in ("folder", "runs")
+        }
+    )
     asked = folder / "settings.json"
     if asked.exists() and asked.read_text() != settings:
-        raise SystemExit(f"{folder} has scores with other settings: {asked.read_text()}; name another --folder")
+        raise SystemExit(
+            f"{folder} has scores with other settings: {asked.read_text()}; name another --folder"
+        )
     asked.write_text(settings)
     if options.draft is None:
-        make(folder, "pruned", "prune", "--source", "tiny", "--layers", "3", "--width", "128", *TEXT)
+        make(
+            folder, "pruned", "prune", "--source", "tiny", "--layers", "3", "--width", "128", *TEXT
+        )
         training = ("--steps", str(options.steps), "--batch-size", "8", *TEXT)
         make(folder, "draft", "distill", "--draft", "pruned", "--target", "tiny", *training)
     quiet = score(options, "quiet")
@@ -59,18 +69,27 @@ def main() -> None:
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/noise"))
     parser.add_argument("--target", default="tiny")
-    parser.add_argument("--draft", help="of the target; by default one is cut and distilled, for the embedded target")
-    parser.add_argument("--prompt-file", type=Path, help="by default prompts of the standard library")
+    parser.add_argument(
+        "--draft",
+        help="of the target; by default one is cut and distilled, for the embedded target",
+    )
+    parser.add_argument(
+        "--prompt-file", type=Path, help="by default prompts of the standard library"
+    )
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--steps", type=int, default=120, help="of distillation")
-    parser.add_argument("--threads", type=int, default=1, help="with more than one, seconds are the wall clock's")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="with more than one, seconds are the wall clock's"
+    )
     parser.add_argument("--quick", action="store_true", help="two runs over four prompts")
     options = parser.parse_args(words)
     if options.draft is None and options.target != "tiny":
@@ -135,8 +154,12 @@ def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, 
     truth = {name: score.best_k_speedup.value for name, score in quiet.items()}
     best = [max(score.best_k_speedup.value for score in scores.values()) for scores in noisy]
     pairs = [(truth[name], score) for scores in noisy for name, score in scores.items()]
-    covered = [score.best_k_speedup.low <= value <= score.best_k_speedup.high for value, score in pairs]
-    answers = [(value > 1, faster) for value, score in pairs if (faster := answer(score)) is not None]
+    covered = [
+        score.best_k_speedup.low <= value <= score.best_k_speedup.high for value, score in pairs
+    ]
+    answers = [
+        (value > 1, faster) for value, score in pairs if (faster := answer(score)) is not None
+    ]
     return {
         "relative_spread": stdev(best) / mean(best),
         "coverage": mean(covered),
@@ -148,7 +171,8 @@ def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, 
         "reference": truth,
         "reference_in_doubt": [name for name, score in quiet.items() if score.doubt is not None],
         "best": best,
-        "stalled_steps": sum(score.stalls[0] for _, score in pairs) / sum(score.stalls[1] for _, score in pairs),
+        "stalled_steps": sum(score.stalls[0] for _, score in pairs)
+        / sum(score.stalls[1] for _, score in pairs),
         "relative_spreads": {
             name: stdev(values) / mean(values)
             for name in truth

@@ -79,10 +79,16 @@ class Pages:
         """Refuse numbers and texts that are typed: a constant is a key, or an argument of a format."""
         tree = self.environment.parse(f"{{{{ {expression} }}}}")
         places = [id(item.arg) for item in tree.find_all(nodes.Getitem)]
-        places += [id(argument) for node in tree.find_all((nodes.Filter, nodes.Call)) for argument in node.args]
+        places += [
+            id(argument)
+            for node in tree.find_all((nodes.Filter, nodes.Call))
+            for argument in node.args
+        ]
         typed = [constant for constant in tree.find_all(nodes.Const) if id(constant) not in places]
         if typed:
-            raise ValueError(f"{{{{{expression}}}}} types {typed[0].value!r}: name a key of benchmarks/results")
+            raise ValueError(
+                f"{{{{{expression}}}}} types {typed[0].value!r}: name a key of benchmarks/results"
+            )
 
     def text(self, source: Path) -> str:
         return "".join(f"{line.text}\n" for line in self.lines(source.read_text()))

@@ -75,28 +75,48 @@ class Pair:
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Models and scores are written here.")] = Path("runs/parallel"),
-    k: Annotated[int, typer.Option(help="Tokens that the parallel draft learns to draft.")] = 4,
-    cod_share: Annotated[float, typer.Option(help="See draftlab distill. PARD's 0.7 learns more slowly.")] = 0.3,
-    cod_floor: Annotated[float, typer.Option(help="See draftlab distill.")] = 0.0,
-    steps: Annotated[int, typer.Option(help="Steps of the ordinary draft, beyond what both have in common.")] = 300,
-    common: Annotated[int, typer.Option(help="Steps in common.")] = 300,
-    head_steps: Annotated[int, typer.Option(help="Of the EAGLE-3 head, as long as both of the plain draft.")] = 270,
-    shape: Annotated[Path, typer.Option(help="Of tiny's draft.")] = Path("configs/widths/tiny-3x256.yaml"),
-    smollm2: Annotated[Path, typer.Option(help="Folder where recipes/smollm2.yaml has run.")] = Path(
-        "runs/smollm2-study"
+    folder: Annotated[Path, typer.Option(help="Models and scores are written here.")] = Path(
+        "runs/parallel"
     ),
-    vllm: Annotated[Path | None, typer.Option(help="vllm's program, to compare its counters on tiny.")] = None,
-    losses: Annotated[str, typer.Option(help="Losses of the parallel draft, by comma; the first is scored.")] = "fkl",
+    k: Annotated[int, typer.Option(help="Tokens that the parallel draft learns to draft.")] = 4,
+    cod_share: Annotated[
+        float, typer.Option(help="See draftlab distill. PARD's 0.7 learns more slowly.")
+    ] = 0.3,
+    cod_floor: Annotated[float, typer.Option(help="See draftlab distill.")] = 0.0,
+    steps: Annotated[
+        int, typer.Option(help="Steps of the ordinary draft, beyond what both have in common.")
+    ] = 300,
+    common: Annotated[int, typer.Option(help="Steps in common.")] = 300,
+    head_steps: Annotated[
+        int, typer.Option(help="Of the EAGLE-3 head, as long as both of the plain draft.")
+    ] = 270,
+    shape: Annotated[Path, typer.Option(help="Of tiny's draft.")] = Path(
+        "configs/widths/tiny-3x256.yaml"
+    ),
+    smollm2: Annotated[
+        Path, typer.Option(help="Folder where recipes/smollm2.yaml has run.")
+    ] = Path("runs/smollm2-study"),
+    vllm: Annotated[
+        Path | None, typer.Option(help="vllm's program, to compare its counters on tiny.")
+    ] = None,
+    losses: Annotated[
+        str, typer.Option(help="Losses of the parallel draft, by comma; the first is scored.")
+    ] = "fkl",
     quick: Annotated[bool, typer.Option(help="A few steps and prompts.")] = False,
     costs_of: Annotated[
-        list[str] | None, typer.Option(help="Train nothing: only time passes of these shapes beside --target.")
+        list[str] | None,
+        typer.Option(help="Train nothing: only time passes of these shapes beside --target."),
     ] = None,
     target: Annotated[str, typer.Option(help="With --costs-of.")] = "tiny",
 ) -> None:
     if costs_of:
         whole = checkpoint.planned_shape(hub.locate(target, weights=False))
-        print(json.dumps({name: costs(whole, prunable_shape(name)[1], k, 30) for name in costs_of} | environment(1)))
+        print(
+            json.dumps(
+                {name: costs(whole, prunable_shape(name)[1], k, 30) for name in costs_of}
+                | environment(1)
+            )
+        )
         return
     if quick:
         steps, common, head_steps = min(steps, 24), min(common, 24), min(head_steps, 24)
@@ -104,25 +124,46 @@ def main(
         k=k, steps=steps, common=common, head_steps=head_steps, cod_share=cod_share, cod_floor=cod_floor,
         losses=losses.split(","), quick=quick,
     )  # fmt: skip
-    measured = {"tiny": measure(tiny_pair(folder / "tiny", shape, settings), folder / "tiny", settings)}
+    measured = {
+        "tiny": measure(tiny_pair(folder / "tiny", shape, settings), folder / "tiny", settings)
+    }
     if (smollm2 / "runs" / "score-sampled" / "draftlab.json").exists():
         measured["smollm2"] = studied(smollm2, folder / "smollm2")
     else:
         note(f"recipes/smollm2.yaml has not run in {smollm2}: on tiny alone")
-    gap = vllm_gap(folder / "tiny", f"parallel-{settings.losses[0]}", vllm) if vllm is not None else None
+    gap = (
+        vllm_gap(folder / "tiny", f"parallel-{settings.losses[0]}", vllm)
+        if vllm is not None
+        else None
+    )
     names = ("parallel_over_plain_draft", "tokens_per_pass", "as_plain_draft_loss")
     summary = {name: {pair: row[name] for pair, row in measured.items()} for name in names}
-    print(json.dumps({**summary, "vllm_gap": gap, "targets": measured, **asdict(settings), **environment(1)}))
+    print(
+        json.dumps(
+            {**summary, "vllm_gap": gap, "targets": measured, **asdict(settings), **environment(1)}
+        )
+    )
 
 
 def tiny_pair(folder: Path, shape: Path, settings: Settings) -> Pair:
     """Cut a draft of tiny, store what tiny says about its training text, and distil the draft from that."""
     common, batch = settings.common, settings.batch
-    cut = made("prune", folder / "cut", source="tiny", shape=shape, data="stdlib", calibration_tokens=16384)
+    cut = made(
+        "prune", folder / "cut", source="tiny", shape=shape, data="stdlib", calibration_tokens=16384
+    )
     rows = {"target": "tiny", "data": "stdlib", "num_sequences": common * batch, "seq_len": 256}
     outputs = made("outputs build", folder / "outputs", **rows)
-    answers = made("outputs build", folder / "answers", use="replay", target="tiny", data="stdlib", num_prompts=32)
-    start = made("distill", folder / "start", draft=str(cut), outputs=outputs, steps=common, batch_size=batch)
+    answers = made(
+        "outputs build",
+        folder / "answers",
+        use="replay",
+        target="tiny",
+        data="stdlib",
+        num_prompts=32,
+    )
+    start = made(
+        "distill", folder / "start", draft=str(cut), outputs=outputs, steps=common, batch_size=batch
+    )
     return Pair(start=start, outputs=outputs, answers=answers)
 
 
@@ -132,7 +173,14 @@ def measure(pair: Pair, folder: Path, settings: Settings) -> dict[str, Any]:
     training = {"draft": str(pair.start), "outputs": pair.outputs, "batch_size": batch}
     plain = made("distill", folder / "plain", **training, steps=steps, eval_steps=steps)
     parallel = [
-        made("distill", folder / f"parallel-{loss}", **training, **settings.parallel, loss=loss, eval_steps=steps)
+        made(
+            "distill",
+            folder / f"parallel-{loss}",
+            **training,
+            **settings.parallel,
+            loss=loss,
+            eval_steps=steps,
+        )
         for loss in settings.losses
     ]
     of_head = {
@@ -150,12 +198,19 @@ def measure(pair: Pair, folder: Path, settings: Settings) -> dict[str, Any]:
         "parallel as plain": replayed(folder, pair.answers, parallel[0], 2 * k, False),
     }
     drafters = [f"model:draft={parallel[0]}", f"eagle:heads={head}", *OTHERS]
-    rows = {str(t): scored(folder, [plain, parallel[0]], drafters, 2 * k, t, quick) for t in TEMPERATURES}
+    rows = {
+        str(t): scored(folder, [plain, parallel[0]], drafters, 2 * k, t, quick)
+        for t in TEMPERATURES
+    }
     target, draft = (checkpoint.planned_shape(path) for path in (hub.locate("tiny"), pair.start))
     return compared(rows, replays, parallel[0].name) | {
         "shape": draft.describe(),
         "costs": costs(target, draft, k, 5 if quick else 30),
-        "training_steps": {"plain": steps, "parallel": settings.parallel["steps"], "eagle": settings.head_steps},
+        "training_steps": {
+            "plain": steps,
+            "parallel": settings.parallel["steps"],
+            "eagle": settings.head_steps,
+        },
         "seconds": {path.name: seconds(path) for path in (pair.start, plain, *parallel, head)},
         "heldout": {path.name: heldout(path) for path in (plain, *parallel, head)},
     }
@@ -166,7 +221,9 @@ def studied(study: Path, folder: Path) -> dict[str, Any]:
     runs = study / "runs"
     plain, parallel = (runs / "distilled" / name for name in ("plain", "parallel"))
     questions = {"prompt_file": study / "questions.jsonl", "num_prompts": 44, "max_new_tokens": 96}
-    answers = made("outputs build", runs / "greedy", use="replay", target=str(study / TARGET), **questions)
+    answers = made(
+        "outputs build", runs / "greedy", use="replay", target=str(study / TARGET), **questions
+    )
     k = trained_offsets(parallel)
     assert k is not None
     replays = {
@@ -176,33 +233,46 @@ def studied(study: Path, folder: Path) -> dict[str, Any]:
     }
     found = {"0.0": scores(runs / "score"), "1.0": scores(runs / "score-sampled")}
     records = {path.name: read_record(path) for path in (plain, parallel)}
-    return compared({t: best_rows(json_rows(each)) for t, each in found.items()}, replays, "parallel") | {
+    return compared(
+        {t: best_rows(json_rows(each)) for t, each in found.items()}, replays, "parallel"
+    ) | {
         "shape": checkpoint.planned_shape(plain).describe(),
         "by_category": {
-            t: {each.name: by_category(each) for each in of if each.name in MODELS} for t, of in found.items()
+            t: {each.name: by_category(each) for each in of if each.name in MODELS}
+            for t, of in found.items()
         },
-        "training_steps": {name: record.config["steps"] for name, record in records.items() if record is not None},
+        "training_steps": {
+            name: record.config["steps"] for name, record in records.items() if record is not None
+        },
         "seconds": {path.name: seconds(path) for path in (plain, parallel)},
         "heldout": {path.name: heldout(path) for path in (plain, parallel)},
     }
 
 
 def by_category(score: Score) -> dict[str, Any]:
-    return {name: category(score.subset(rows), len(rows)) for name, rows in score.prompts_by_category.items()}
+    return {
+        name: category(score.subset(rows), len(rows))
+        for name, rows in score.prompts_by_category.items()
+    }
 
 
-def compared(rows: dict[str, Rows], replays: dict[str, dict[int, float]], parallel: str) -> dict[str, Any]:
+def compared(
+    rows: dict[str, Rows], replays: dict[str, dict[int, float]], parallel: str
+) -> dict[str, Any]:
     """Return a parallel draft against the plain one, each at its best K.
 
     The loss of its weights as an ordinary draft is in replayed tokens per pass, at the plain draft's best K.
     """
-    best = {t: {row["draft"].removesuffix("@int8"): row for row in each} for t, each in rows.items()}
+    best = {
+        t: {row["draft"].removesuffix("@int8"): row for row in each} for t, each in rows.items()
+    }
     over = {t: row[parallel]["output_tps"] / row["plain"]["output_tps"] for t, row in best.items()}
     k = best["0.0"]["plain"]["num_speculative_tokens"]
     return {
         "parallel_over_plain_draft": over["0.0"],
         "tokens_per_pass": {
-            name: best["0.0"][of]["tokens_per_target_pass"] for name, of in (("plain", "plain"), ("parallel", parallel))
+            name: best["0.0"][of]["tokens_per_target_pass"]
+            for name, of in (("plain", "plain"), ("parallel", parallel))
         },
         "as_plain_draft_loss": 1 - replays["parallel as plain"][k] / replays["plain"][k],
         "at_temperature_1": over["1.0"],
@@ -222,7 +292,9 @@ def replayed(folder: Path, answers: Path, draft: Path, k: int, parallel: bool) -
     return {n: float(c.tokens.sum() / c.passes.sum()) for n, c in counts.items()}
 
 
-def scored(folder: Path, drafts: list[Path], drafters: list[str], k: int, temperature: float, quick: bool) -> Rows:
+def scored(
+    folder: Path, drafts: list[Path], drafters: list[str], k: int, temperature: float, quick: bool
+) -> Rows:
     """Return the best row of each way to draft for tiny."""
     row = COMMANDS["score"](
         draft=[str(path) for path in drafts], drafter=drafters, target="tiny", data="stdlib", k=f"1-{k}",
@@ -246,13 +318,24 @@ def costs(target: Shape, draft: Shape, k: int, passes: int) -> dict[str, Any]:
     parallel one could be: if all its offsets were accepted as often as the first, by that acceptance.
     """
     shapes = {"target": target, "draft": draft} | {
-        f"draft, 1/{part} of the ids": draft.model_copy(update={"draft_vocab": draft.vocab // part}) for part in (4, 8)
+        f"draft, 1/{part} of the ids": draft.model_copy(update={"draft_vocab": draft.vocab // part})
+        for part in (4, 8)
     }
-    models = {name: random_model(shape, dtype(), checkpoint.CPU, 512) for name, shape in shapes.items()}
-    measured = measure_latency(models, widths=list(range(1, 2 * k + 1)), context=128, passes=passes, mode="native")
-    ms = {name: {latency.width: latency.low_ms for latency in row} for name, row in measured.items()}
+    models = {
+        name: random_model(shape, dtype(), checkpoint.CPU, 512) for name, shape in shapes.items()
+    }
+    measured = measure_latency(
+        models, widths=list(range(1, 2 * k + 1)), context=128, passes=passes, mode="native"
+    )
+    ms = {
+        name: {latency.width: latency.low_ms for latency in row} for name, row in measured.items()
+    }
     most = {alpha: ceiling(ms["target"], ms["draft"], alpha, k) for alpha in ACCEPTANCE}
-    return {"dtype": checkpoint.dtype_name(dtype()), "pass_ms": ms, "parallel_over_plain_at_most": most}
+    return {
+        "dtype": checkpoint.dtype_name(dtype()),
+        "pass_ms": ms,
+        "parallel_over_plain_at_most": most,
+    }
 
 
 def dtype() -> torch.dtype:
@@ -265,7 +348,9 @@ def ceiling(target_ms: dict[int, float], draft_ms: dict[int, float], alpha: floa
     is accepted with chance alpha. A parallel draft reads the tokens emitted last and a mask token for each but one.
     """
     tokens = {n: expected_tokens([alpha] * n) for n in range(1, k + 1)}
-    wide_ms = {n: np.interp(tokens[n] + n - 1, list(draft_ms), list(draft_ms.values())) for n in tokens}
+    wide_ms = {
+        n: np.interp(tokens[n] + n - 1, list(draft_ms), list(draft_ms.values())) for n in tokens
+    }
     plain = max(tokens[n] / (n * draft_ms[1] + target_ms[n + 1]) for n in tokens)
     return float(max(tokens[n] / (wide_ms[n] + target_ms[n + 1]) for n in tokens) / plain)
 
@@ -296,7 +381,10 @@ def made(command: str, out: Path, **settings: Any) -> Path:
 def heldout(draft: Path) -> list[dict[str, Any]]:
     """Return the evaluations of a training on held-out text, by offset."""
     records = [each for each in read_log(draft / "log.jsonl") if isinstance(each, EvalRecord)]
-    return [{"step": each.step, "acceptance": each.acceptance, "offsets": each.offsets} for each in records]
+    return [
+        {"step": each.step, "acceptance": each.acceptance, "offsets": each.offsets}
+        for each in records
+    ]
 
 
 def seconds(out: Path) -> float:

@@ -25,8 +25,12 @@ Pass = tuple[str, int, int]  # arm, rows, width
 
 def main(
     model: Annotated[str, typer.Argument(help="Checkpoint or embedded model.")],
-    widths: Annotated[str, typer.Option(help="Tokens of one text per pass, by comma.")] = "1,2,4,5,6,8,9,12,16",
-    rows: Annotated[str, typer.Option(help="Texts per pass of one token each, by comma.")] = "16,32,64",
+    widths: Annotated[
+        str, typer.Option(help="Tokens of one text per pass, by comma.")
+    ] = "1,2,4,5,6,8,9,12,16",
+    rows: Annotated[
+        str, typer.Option(help="Texts per pass of one token each, by comma.")
+    ] = "16,32,64",
     context: Annotated[int, typer.Option(help="Cached tokens of each text.")] = 128,
     rounds: Annotated[int, typer.Option(help="Times that each pass is run.")] = 25,
 ) -> None:
@@ -58,18 +62,27 @@ def main(
     print(json.dumps(result | environment(1)))
 
 
-def _measure(arms: dict[str, Llama], sizes: list[tuple[int, int]], context: int, rounds: int) -> dict[Pass, float]:
-    tasks = {(name, *size): _pass(arm, *size, context) for name, arm in arms.items() for size in sizes}
+def _measure(
+    arms: dict[str, Llama], sizes: list[tuple[int, int]], context: int, rounds: int
+) -> dict[Pass, float]:
+    tasks = {
+        (name, *size): _pass(arm, *size, context) for name, arm in arms.items() for size in sizes
+    }
     with progress("passes", rounds) as advance:
         times = time_interleaved(
-            tasks, repeats=rounds, clock=steady_clock(checkpoint.CPU), advance=lambda number: advance(number, "")
+            tasks,
+            repeats=rounds,
+            clock=steady_clock(checkpoint.CPU),
+            advance=lambda number: advance(number, ""),
         )
     return {key: _typical(each) for key, each in times.items()}
 
 
 def _pass(model: Llama, rows: int, width: int, context: int) -> tuple[Task, Task]:
     cache = model.new_cache(rows, context + width)
-    ids = torch.randint(3, model.shape.vocab, (rows, width), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        3, model.shape.vocab, (rows, width), generator=torch.Generator().manual_seed(0)
+    )
     cache.keys.normal_()
     cache.values.normal_()
 

@@ -91,7 +91,9 @@ class Answer:
     version: str
 
     def requests(self) -> list[Timing]:
-        return [(len(text), seconds) for text, seconds in zip(self.texts, self.seconds, strict=True)]
+        return [
+            (len(text), seconds) for text, seconds in zip(self.texts, self.seconds, strict=True)
+        ]
 
     def decoding(self) -> list[Timing]:
         times = zip(self.texts, self.seconds, self.prefill_seconds, strict=True)
@@ -100,7 +102,10 @@ class Answer:
     def and_then(self, other: "Answer") -> "Answer":
         """Return the answers to these prompts and to those of another part."""
         mine, theirs = asdict(self), asdict(other)
-        return Answer(**{name: mine[name] + theirs[name] for name in mine if name != "version"}, version=self.version)
+        return Answer(
+            **{name: mine[name] + theirs[name] for name in mine if name != "version"},
+            version=self.version,
+        )
 
 
 Groups = dict[tuple[str, str, str], dict[int, Answer]]  # by engine, precision and way, then by K
@@ -130,42 +135,71 @@ class Job:
 
 def main(
     draft: Annotated[Path, typer.Option(help="Draft checkpoint.")],
-    work: Annotated[Path, typer.Option(help="Folder for the answers of every arm; a stopped run resumes in it.")],
+    work: Annotated[
+        Path, typer.Option(help="Folder for the answers of every arm; a stopped run resumes in it.")
+    ],
     target: Annotated[str, typer.Option(help="Target checkpoint.")] = "tiny",
-    prompt_file: Annotated[Path | None, typer.Option(help="JSON lines; as conversations for a chat model.")] = None,
-    data: Annotated[str, typer.Option(help="Prompts without a prompt file: starts of this source's texts.")] = "stdlib",
-    prompts: Annotated[int, typer.Option(help="Number of prompts, evenly spaced in the file.")] = 24,
-    parts: Annotated[int, typer.Option(help="Parts of the prompts; the arms take turns once for each.")] = 2,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="JSON lines; as conversations for a chat model.")
+    ] = None,
+    data: Annotated[
+        str, typer.Option(help="Prompts without a prompt file: starts of this source's texts.")
+    ] = "stdlib",
+    prompts: Annotated[
+        int, typer.Option(help="Number of prompts, evenly spaced in the file.")
+    ] = 24,
+    parts: Annotated[
+        int, typer.Option(help="Parts of the prompts; the arms take turns once for each.")
+    ] = 2,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt, at most.")] = 64,
     chat: Annotated[ChatMode, typer.Option(help="auto, on or off.")] = "auto",
-    k: Annotated[str, typer.Option(help="Numbers of tokens to draft with the draft model.")] = "1,2,3",
+    k: Annotated[
+        str, typer.Option(help="Numbers of tokens to draft with the draft model.")
+    ] = "1,2,3",
     ngram_k: Annotated[str, typer.Option(help="Numbers of tokens to draft with n-grams.")] = "2,5",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
     vllm: Annotated[Path | None, typer.Option(help="A Python that has vLLM's CPU build.")] = None,
-    transformers: Annotated[Path | None, typer.Option(help="A Python that has transformers.")] = Path(sys.executable),
+    transformers: Annotated[
+        Path | None, typer.Option(help="A Python that has transformers.")
+    ] = Path(sys.executable),
     out: Annotated[Path | None, typer.Option(help="Also write the result here.")] = None,
 ) -> None:
     torch.set_num_threads(1)
     programs = {"transformers": transformers, "llama.cpp": llama_server, "vllm": vllm}
-    here = {name: program for name, program in programs.items() if program is not None and program.exists()}
+    here = {
+        name: program
+        for name, program in programs.items()
+        if program is not None and program.exists()
+    }
     for name in programs.keys() - here.keys():
         note(f"{name}: not here, skipped")
     locations = hub.locate(target), hub.locate(str(draft))
     tokenizer = checkpoint.load_tokenizer(locations[0])
-    chosen = load_prompts(prompt_file, data, tokenizer, count=prompts + 1, tokens=None, seed=0, chat=chat)
+    chosen = load_prompts(
+        prompt_file, data, tokenizer, count=prompts + 1, tokens=None, seed=0, chat=chat
+    )
     ks = {"plain": [0], "draft": _numbers(k), "ngram": _numbers(ngram_k)}
     arms = list(arms_of([OURS, *here], ks, dtype))
     work.mkdir(parents=True, exist_ok=True)
     jobs = _jobs(
-        locations, work, chosen, parts, new_tokens, dtype, max(*ks["draft"], *ks["ngram"]), "llama.cpp" in here
+        locations,
+        work,
+        chosen,
+        parts,
+        new_tokens,
+        dtype,
+        max(*ks["draft"], *ks["ngram"]),
+        "llama.cpp" in here,
     )
     for part, job in enumerate(jobs):
         for number, arm in enumerate(arms if part % 2 == 0 else reversed(arms), 1):
             file = work / f"{arm.name}-{part}.json"
             if not file.exists():
                 note(f"part {part + 1} of {parts}, arm {number} of {len(arms)}: {arm.name}")
-                answer = _ours(job, arm) if arm.engine == OURS else _theirs(here[arm.engine], job, arm)
+                answer = (
+                    _ours(job, arm) if arm.engine == OURS else _theirs(here[arm.engine], job, arm)
+                )
                 file.write_text(json.dumps(asdict(answer)))
     answers = {arm: _answer(work, arm, parts) for arm in arms}
     about = {
@@ -222,7 +256,10 @@ def _jobs(
 
 
 def _answer(work: Path, arm: Arm, parts: int) -> Answer:
-    answers = [Answer(**json.loads((work / f"{arm.name}-{part}.json").read_text())) for part in range(parts)]
+    answers = [
+        Answer(**json.loads((work / f"{arm.name}-{part}.json").read_text()))
+        for part in range(parts)
+    ]
     whole = answers[0]
     for answer in answers[1:]:
         whole = whole.and_then(answer)
@@ -242,7 +279,9 @@ def _ours(job: Job, arm: Arm) -> Answer:
 
     def decode(prompt: list[int], new_tokens: int) -> list[int]:
         sampling = SamplingParams(max_tokens=new_tokens, stop_token_ids=tuple(job.eos))
-        steps = list(speculative_decode(target, drafter, [prompt], arm.k if drafter else 0, sampling))
+        steps = list(
+            speculative_decode(target, drafter, [prompt], arm.k if drafter else 0, sampling)
+        )
         counted[0] += sum(len(step.tokens) for step in steps[1:])
         counted[1] += len(steps) - 1
         return [token for step in steps for token in step.tokens]
@@ -253,9 +292,15 @@ def _ours(job: Job, arm: Arm) -> Answer:
 def _theirs(program: Path, job: Job, arm: Arm) -> Answer:
     if arm.engine == "llama.cpp":
         return _ask_llama_server(program, job, arm)
-    asked = job.asked(arm) | {"peer": arm.engine, "target": str(job.target), "draft": str(job.peer_draft)}
+    asked = job.asked(arm) | {
+        "peer": arm.engine,
+        "target": str(job.target),
+        "draft": str(job.peer_draft),
+    }
     environ = os.environ | VLLM | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([program, INSIDE], input=json.dumps(asked), capture_output=True, text=True, env=environ)
+    done = subprocess.run(
+        [program, INSIDE], input=json.dumps(asked), capture_output=True, text=True, env=environ
+    )
     if done.returncode:
         raise UserError(f"{program}: {done.stderr.strip()[-600:]}")
     return Answer(**json.loads(done.stdout))
@@ -264,7 +309,10 @@ def _theirs(program: Path, job: Job, arm: Arm) -> Answer:
 def _ask_llama_server(program: Path, job: Job, arm: Arm) -> Answer:
     """Time llama.cpp's own loop: CPU seconds are the server's, HTTP included; its answers count what was accepted."""
     counted = [0, 0]
-    with running(_server_command(program, job, arm), os.environ | {"OMP_NUM_THREADS": "1"}) as (server, child):
+    with running(_server_command(program, job, arm), os.environ | {"OMP_NUM_THREADS": "1"}) as (
+        server,
+        child,
+    ):
         client, process = server.http.client, psutil.Process(child.pid)
 
         def decode(prompt: list[int], new_tokens: int) -> list[int]:
@@ -293,17 +341,38 @@ def _server_command(program: Path, job: Job, arm: Arm) -> list[object]:
     ngram-simple drafts nothing shorter than the n-gram that it looks up, which is therefore at most K long; with
     DEFAULTS its lengths are its own.
     """
-    one = ["--threads", 1, "--threads-batch", 1, "--spec-draft-threads", 1, "--spec-draft-threads-batch", 1]
+    one = [
+        "--threads",
+        1,
+        "--threads-batch",
+        1,
+        "--spec-draft-threads",
+        1,
+        "--spec-draft-threads-batch",
+        1,
+    ]
     size = ["--ctx-size", job.context, "--parallel", 1, "--cache-ram", 0]
     target, draft = job.files[arm.precision]
     speculative: list[object] = []
     if arm.way == "draft":
-        speculative = ["--model-draft", draft, "--spec-type", "draft-simple", "--spec-draft-n-max", arm.k]
+        speculative = [
+            "--model-draft",
+            draft,
+            "--spec-type",
+            "draft-simple",
+            "--spec-draft-n-max",
+            arm.k,
+        ]
         speculative += ["--spec-draft-p-min", 0]
     if arm.way == "ngram":
         speculative = ["--spec-type", "ngram-simple"]
         if arm.k != DEFAULTS:
-            lengths = ["--spec-ngram-simple-size-n", min(NGRAM, arm.k), "--spec-ngram-simple-size-m", arm.k]
+            lengths = [
+                "--spec-ngram-simple-size-n",
+                min(NGRAM, arm.k),
+                "--spec-ngram-simple-size-m",
+                arm.k,
+            ]
             speculative += lengths
     return [program, "--model", target, *one, *size, *speculative]
 
@@ -348,8 +417,12 @@ def _rate(answers: list[Answer], timings: Any) -> Interval:
 
 def _over(first: dict[int, Answer], second: dict[int, Answer]) -> Interval:
     """Return the speed of whole requests over another's, both at a K chosen on other prompts, paired by prompt."""
-    shared = next(iter(second.values())).requests()  # both speeds are taken over it, and it cancels out
-    timings = [([answer.requests() for answer in by_k.values()], shared) for by_k in (first, second)]
+    shared = next(
+        iter(second.values())
+    ).requests()  # both speeds are taken over it, and it cancels out
+    timings = [
+        ([answer.requests() for answer in by_k.values()], shared) for by_k in (first, second)
+    ]
     return intervals.speedup_ratio(timings[0], timings[1], paired=True)
 
 
@@ -371,7 +444,9 @@ def _leads(groups: Groups) -> Iterator[dict[str, Any]]:
 def _same(answer: Answer, plain: Answer) -> float:
     """Return the share of texts that are those of plain decoding; an engine may leave out the end of a text."""
     pairs = zip(answer.texts, plain.texts, strict=True)
-    return sum(a == b or ([*a, *b[len(a) :]] == b and len(b) - len(a) == 1) for a, b in pairs) / len(plain.texts)
+    return sum(
+        a == b or ([*a, *b[len(a) :]] == b and len(b) - len(a) == 1) for a, b in pairs
+    ) / len(plain.texts)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,26 @@ from draftlab.errors import UserError
 
 SHAPES = ("2x192", "4x192", "12x128")
 KS = "1-6"
-TEXTS = ("--num-prompts", "10", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
-SCORE_TEXTS = ("--num-prompts", "10", "--prompt-tokens", "64", "--max-new-tokens", "96", "--data", "stdlib")
+TEXTS = (
+    "--num-prompts",
+    "10",
+    "--prompt-tokens",
+    "64",
+    "--max-new-tokens",
+    "96",
+    "--data",
+    "stdlib",
+)
+SCORE_TEXTS = (
+    "--num-prompts",
+    "10",
+    "--prompt-tokens",
+    "64",
+    "--max-new-tokens",
+    "96",
+    "--data",
+    "stdlib",
+)
 
 FEW = ("--batch-size", "16", "--seq-len", "128", "--training-dtype", "float32")
 
@@ -38,9 +56,31 @@ def main(
             layers, width = shape.split("x")
             cut = ("prune", "--layers", layers, "--width", width, "--calibration-tokens", "4096")
             _type(work, *cut, "--out", f"cut-{shape}")
-            _type(work, "distill", "--draft", f"cut-{shape}", "--steps", str(steps), *FEW, "--out", shape)
+            _type(
+                work,
+                "distill",
+                "--draft",
+                f"cut-{shape}",
+                "--steps",
+                str(steps),
+                *FEW,
+                "--out",
+                shape,
+            )
         running = ("--mode", mode, "--threads", "1")
-        _type(work, "profile", "tiny", *SHAPES, "--k", "6", "--context", "64,112,168", *running, "--out", "profiles")
+        _type(
+            work,
+            "profile",
+            "tiny",
+            *SHAPES,
+            "--k",
+            "6",
+            "--context",
+            "64,112,168",
+            *running,
+            "--out",
+            "profiles",
+        )
         _type(work, "outputs", "build", "--use", "replay", *TEXTS, "--out", "texts")
         drafts = [word for shape in SHAPES for word in ("--draft", shape)]
         _type(work, "replay", "texts", *drafts, "--k", "6", "--out", "replays")
@@ -51,7 +91,9 @@ def main(
                 work, "score", "--draft", shape, "--k", KS, *SCORE_TEXTS, *running, "--repeats", str(repeats),
                 "--out", f"score-{shape}", "--json",
             )  # fmt: skip
-            found += [_row(shape, row, rows[row["num_speculative_tokens"]]) for row in scored["scores"]]
+            found += [
+                _row(shape, row, rows[row["num_speculative_tokens"]]) for row in scored["scores"]
+            ]
     errors = [abs(row["error"]) for row in found]
     print(
         json.dumps(
@@ -89,7 +131,9 @@ def _best(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """The fastest K of each draft, predicted and measured."""
     return {
         shape: {
-            side: max((row for row in rows if row["draft"] == shape), key=lambda row: row[side])["k"]
+            side: max((row for row in rows if row["draft"] == shape), key=lambda row: row[side])[
+                "k"
+            ]
             for side in ("predicted", "measured")
         }
         for shape in SHAPES
@@ -100,10 +144,16 @@ def _type(work: Path, *words: str) -> dict[str, Any]:
     """Run a command; what it prints for programs, if it was asked to."""
     note("draftlab " + " ".join(words))
     done = subprocess.run(
-        [sys.executable, "-m", "draftlab", *words], cwd=work, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "draftlab", *words],
+        cwd=work,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
-        raise UserError(f"draftlab {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+        raise UserError(
+            f"draftlab {' '.join(words)} ended with {done.returncode}: {done.stderr.strip()[-300:]}"
+        )
     return json.loads(done.stdout) if "--json" in words else {}
 
 

@@ -39,14 +39,22 @@ from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import PLAIN, Arm, measure_throughput
 
 TARGET = "tiny"
-DRAFTS = {"12x128": 60, "3x256": 60, "6x192": 60, "2x256": 0, "4x192": 0}  # layers x width -> steps of distillation
+DRAFTS = {
+    "12x128": 60,
+    "3x256": 60,
+    "6x192": 60,
+    "2x256": 0,
+    "4x192": 0,
+}  # layers x width -> steps of distillation
 KS = (1, 2, 3, 4, 6)
 PROMPT = 64
 Timing = TypeVar("Timing", bound=Latency)
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Drafts are made here, or found.")] = Path("runs/prediction"),
+    folder: Annotated[Path, typer.Option(help="Drafts are made here, or found.")] = Path(
+        "runs/prediction"
+    ),
     rounds: Annotated[int, typer.Option(help="Rounds of profiling and decoding.")] = 12,
     prompts: Annotated[int, typer.Option(help="Prompts of a round.")] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
@@ -59,12 +67,16 @@ def main(
     texts = heldout_prompts("stdlib", tokenizer, count=rounds * prompts, length=PROMPT, seed=0)
     contexts = [PROMPT, PROMPT + new_tokens + max(KS)]
     widths = sorted({1, 2, *(k + 1 for k in KS)})
-    grid = Grid(widths=widths, batches=[1], contexts=contexts, prompts=[PROMPT, PROMPT + 1], repeats=repeats)
+    grid = Grid(
+        widths=widths, batches=[1], contexts=contexts, prompts=[PROMPT, PROMPT + 1], repeats=repeats
+    )
     curves: list[dict[str, LatencyCurves]] = []
     runs: dict[Arm, list[Generation]] = {}
     wrote: list[list[int]] = []
     for number in range(rounds):
-        curves.append(measure({TARGET: target, **drafts}, grid, mode="eager", clock=time.process_time))
+        curves.append(
+            measure({TARGET: target, **drafts}, grid, mode="eager", clock=time.process_time)
+        )
         measured = measure_throughput(
             target, drafts, texts[number * prompts : (number + 1) * prompts], ks=list(KS),
             sampling=SamplingParams(max_tokens=new_tokens), repeats=1, advance=lambda done: None,
@@ -75,7 +87,9 @@ def main(
             placed = [g.model_copy(update={"prompt": number * prompts + g.prompt}) for g in found]
             runs.setdefault(arm, []).extend(placed)
         note(f"round {number + 1} of {rounds}")
-    costs = {n: _cost(n, m, [each[n] for each in curves]) for n, m in {TARGET: target, **drafts}.items()}
+    costs = {
+        n: _cost(n, m, [each[n] for each in curves]) for n, m in {TARGET: target, **drafts}.items()
+    }
     rows = [row for name in drafts for row in _rows(name, drafts[name], costs, texts, wrote, runs)]
     print(json.dumps(_result(rows, rounds * prompts, new_tokens, rounds, repeats) | environment(1)))
 
@@ -147,7 +161,9 @@ def _row(
     counted = sum(len(g.drafted) for g in runs[name, row.k])
     less = {
         "without_turns": _without_turns(paid),
-        "without_catching_up": replace(paid, step_cost=lambda passes, k, _: passes.step(k, unread=1), tables={}),
+        "without_catching_up": replace(
+            paid, step_cost=lambda passes, k, _: passes.step(k, unread=1), tables={}
+        ),
         "without_host": replace(paid, host=0 * paid.host),
         "without_growth": _at_middle(paid, work),
     }
@@ -165,7 +181,10 @@ def _row(
         "others": {
             "closed_form": row.closed_form_speedup / measured.value - 1,
             "closed_form_independent": row.closed_form_speedup * independent / measured.value - 1,
-            **{what: _speedup(prices, work, row.k) / measured.value - 1 for what, prices in less.items()},
+            **{
+                what: _speedup(prices, work, row.k) / measured.value - 1
+                for what, prices in less.items()
+            },
         },
     }
 
@@ -191,7 +210,9 @@ def _at_middle(paid: StepCosts, work: Workload) -> StepCosts:
 
 
 def _speedup(paid: StepCosts, work: Workload, k: int) -> float:
-    plain, drafted = (float(expected_time(paid, work.prompt_tokens, steps(work, n)).total.sum()) for n in (0, k))
+    plain, drafted = (
+        float(expected_time(paid, work.prompt_tokens, steps(work, n)).total.sum()) for n in (0, k)
+    )
     return plain / drafted
 
 
@@ -208,7 +229,9 @@ def _result(
         "median_abs_error": median(errors),
         "mean_error": statistics.mean(errors),
         "worst_abs_error": max(map(abs, errors)),
-        "median_abs_error_of_simpler_models": {name: median([each[name] for each in others]) for name in others[0]},
+        "median_abs_error_of_simpler_models": {
+            name: median([each[name] for each in others]) for name in others[0]
+        },
         "rows": rows,
         "target": TARGET,
         "prompts": prompts,

@@ -37,15 +37,25 @@ Make = Callable[[int, Path], object]  # seed, directory
 
 
 def main(
-    shape: Annotated[Path, typer.Option(help="Shape file to cut to.")] = Path("configs/widths/tiny-6x192.yaml"),
+    shape: Annotated[Path, typer.Option(help="Shape file to cut to.")] = Path(
+        "configs/widths/tiny-6x192.yaml"
+    ),
     source: Annotated[str, typer.Option(help="Source and target.")] = "tiny",
     data: Annotated[str, typer.Option(help="Text.")] = "stdlib",
     seeds: Annotated[str, typer.Option(help="Seeds, by comma.")] = "0,1,2",
-    mask_steps: Annotated[int, typer.Option(help="Steps of mask training, 8 rows of 256 tokens.")] = 300,
-    mask_lr: Annotated[float, typer.Option(help="Peak rate of the weights that joint masks train.")] = 2e-3,
-    budgets: Annotated[str, typer.Option(help="Steps of distillation, 8 rows of 256 tokens, by comma.")] = "60,240",
+    mask_steps: Annotated[
+        int, typer.Option(help="Steps of mask training, 8 rows of 256 tokens.")
+    ] = 300,
+    mask_lr: Annotated[
+        float, typer.Option(help="Peak rate of the weights that joint masks train.")
+    ] = 2e-3,
+    budgets: Annotated[
+        str, typer.Option(help="Steps of distillation, 8 rows of 256 tokens, by comma.")
+    ] = "60,240",
     arms: Annotated[str, typer.Option(help="Arms, by comma; all if left out.")] = "",
-    state: Annotated[Path, typer.Option(help="Folder for what is done.")] = Path("runs/prune_quality"),
+    state: Annotated[Path, typer.Option(help="Folder for what is done.")] = Path(
+        "runs/prune_quality"
+    ),
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
 ) -> None:
     torch.set_num_threads(threads)
@@ -60,7 +70,11 @@ def main(
             found[name].append(_measured(makers[name], directory, data, seed, steps, work))
             note(f"{name}, seed {seed}: {found[name][-1]}")
     masks = {"mask_steps": mask_steps, "mask_lr": mask_lr}
-    print(json.dumps(_report(found, wanted, checkpoint.read_shape(directory)) | masks | environment(threads)))
+    print(
+        json.dumps(
+            _report(found, wanted, checkpoint.read_shape(directory)) | masks | environment(threads)
+        )
+    )
 
 
 def _arms(source: Path, shape: Path, data: str, mask_steps: int, mask_lr: float) -> dict[str, Make]:
@@ -68,8 +82,19 @@ def _arms(source: Path, shape: Path, data: str, mask_steps: int, mask_lr: float)
 
     def cut(*, refit: str = "none", rotate: bool = False, **settings: Any) -> Make:
         def make(seed: int, out: Path) -> None:
-            common = {"source": str(source), "shape": shape, "data": data, "device": "cpu", "refit": refit, "out": out}
-            seeded = {} if settings.get("method") in ("first", "magnitude") and refit == "none" else {"seed": seed}
+            common = {
+                "source": str(source),
+                "shape": shape,
+                "data": data,
+                "device": "cpu",
+                "refit": refit,
+                "out": out,
+            }
+            seeded = (
+                {}
+                if settings.get("method") in ("first", "magnitude") and refit == "none"
+                else {"seed": seed}
+            )
             config = PruneConfig.build(common | seeded | settings)
             output = Output(command="prune", config=config, out=out, force=True)
             values = cast(Any, prepare(config, True).run).keywords
@@ -100,11 +125,15 @@ def _arms(source: Path, shape: Path, data: str, mask_steps: int, mask_lr: float)
 def _random(source: Path, shape: Shape, seed: int, out: Path) -> None:
     config = checkpoint.config_for(shape, checkpoint.read_config(source), list(range(shape.layers)))
     with atomic.new_directory(out, force=True) as work:
-        weights = saving.model_weights(checkpoint.new_model(config, seed), checkpoint.stored_dtype(source))
+        weights = saving.model_weights(
+            checkpoint.new_model(config, seed), checkpoint.stored_dtype(source)
+        )
         saving.write_checkpoint(work, config, weights, source)
 
 
-def _measured(make: Make, target: Path, data: str, seed: int, budgets: list[int], work: Path) -> dict[str, float]:
+def _measured(
+    make: Make, target: Path, data: str, seed: int, budgets: list[int], work: Path
+) -> dict[str, float]:
     """CPU seconds to make the draft, and held-out acceptance by tokens of distillation; what is missing is measured."""
     file, draft = work / "found.json", work / "draft"
     found: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
@@ -124,11 +153,17 @@ def _tokens(steps: int) -> str:
     return str(steps * ROWS * SEQ_LEN)
 
 
-def _distilled(draft: Path, target: Path, data: str, seed: int, steps: int, state: Path) -> dict[str, float]:
+def _distilled(
+    draft: Path, target: Path, data: str, seed: int, steps: int, state: Path
+) -> dict[str, float]:
     tokenizer = checkpoint.load_tokenizer(target)
-    batches = open_batches(data, tokenizer, rows=ROWS, seq_len=SEQ_LEN, steps=steps, seed=seed + 100)
+    batches = open_batches(
+        data, tokenizer, rows=ROWS, seq_len=SEQ_LEN, steps=steps, seed=seed + 100
+    )
     heldout = open_heldout(data, tokenizer, rows=16, seq_len=SEQ_LEN, most_rows=64)
-    settings = Loop(steps=steps, lr=PROVEN_LR["muon"], dtype="bfloat16", eval_steps=steps, save_steps=10**9)
+    settings = Loop(
+        steps=steps, lr=PROVEN_LR["muon"], dtype="bfloat16", eval_steps=steps, save_steps=10**9
+    )
     student = checkpoint.load_model(draft, torch.float32)
     teacher = checkpoint.load_model(target, torch.bfloat16)
     setup = TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=parse_loss("fkl"))
@@ -137,20 +172,27 @@ def _distilled(draft: Path, target: Path, data: str, seed: int, steps: int, stat
     return {_tokens(r.step): r.acceptance or 0.0 for r in evals}
 
 
-def _report(found: dict[str, list[dict[str, float]]], shape: Shape, source: Shape) -> dict[str, object]:
+def _report(
+    found: dict[str, list[dict[str, float]]], shape: Shape, source: Shape
+) -> dict[str, object]:
     def summary(values: list[float]) -> dict[str, float]:
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         return {"mean": statistics.mean(values), "spread": spread, "n": len(values)}
 
     budgets = [key for key in next(iter(found.values()))[0] if key != "seconds"]
-    alpha = {name: {b: summary([run[b] for run in runs]) for b in budgets} for name, runs in found.items()}
+    alpha = {
+        name: {b: summary([run[b] for run in runs]) for b in budgets}
+        for name, runs in found.items()
+    }
     seconds = {name: summary([run["seconds"] for run in runs]) for name, runs in found.items()}
     result: dict[str, object] = {"alpha": alpha, "seconds": seconds, "shape": shape.describe()}
     result["ratio"] = 1 - shape.params() / source.params()
     default, joint = "activation + pca + refit", "masks joint"
     if default in found and joint in found:
         last = budgets[-1]
-        result["default_minus_joint_masks"] = alpha[default][last]["mean"] - alpha[joint][last]["mean"]
+        result["default_minus_joint_masks"] = (
+            alpha[default][last]["mean"] - alpha[joint][last]["mean"]
+        )
         result["cost_ratio"] = seconds[default]["mean"] / seconds[joint]["mean"]
     return result
 

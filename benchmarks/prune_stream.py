@@ -36,7 +36,9 @@ from draftlab.training.trainer import StepRecord, TrainingSetup, train
 
 ROOT = Path(__file__).parents[1]
 DRAFTLAB = [sys.executable, "-m", "draftlab"]
-LLAMA_7B = Shape(layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
+LLAMA_7B = Shape(
+    layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000
+)
 
 
 def main(
@@ -44,7 +46,9 @@ def main(
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 8192,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
     seven_b: Annotated[bool, typer.Option(help="The 7B run.")] = True,
-    mask_steps: Annotated[int, typer.Option(help="Pairs of steps that are compared; 0: none.")] = 12,
+    mask_steps: Annotated[
+        int, typer.Option(help="Pairs of steps that are compared; 0: none.")
+    ] = 12,
 ) -> None:
     torch.set_num_threads(threads)
     result: dict[str, object] = _mask_cost(mask_steps) if mask_steps else {}
@@ -67,10 +71,15 @@ def _write_source(out: Path) -> None:
         for name, axes in LLAMA_7B.axes().items():
             size = LLAMA_7B.dims(axes)
             spread = 0.02 if "embed" in name else size[-1] ** -0.5
-            tensor = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=rng) * spread
+            tensor = (
+                torch.ones(size) if len(size) == 1 else torch.randn(size, generator=rng) * spread
+            )
             yield name, tensor.half()
         for layer in range(LLAMA_7B.layers):
-            yield f"model.layers.{layer}.self_attn.rotary_emb.inv_freq", 1e4 ** -(torch.arange(0, 128, 2) / 128)
+            yield (
+                f"model.layers.{layer}.self_attn.rotary_emb.inv_freq",
+                1e4 ** -(torch.arange(0, 128, 2) / 128),
+            )
 
     config = checkpoint.llama_config(LLAMA_7B, context=4096, bos=0, eos=1, pad=2)
     with atomic.new_directory(out, force=False) as work:
@@ -83,7 +92,17 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     began = time.perf_counter()
-    words = ["prune", "--source", str(source), "--layers", "12", "--width", "2560", "--data", "stdlib"]
+    words = [
+        "prune",
+        "--source",
+        str(source),
+        "--layers",
+        "12",
+        "--width",
+        "2560",
+        "--data",
+        "stdlib",
+    ]
     words += ["--calibration-tokens", str(tokens), "--out", "draft"]
     _draftlab(words, work, threads)
     seconds = time.perf_counter() - began
@@ -123,21 +142,43 @@ def _float16_cost(threads: int) -> dict[str, object]:
             weights = checkpoint.Weights(hub.locate("tiny"))
             cast = ((name, weights[name].to(checkpoint.DTYPES[dtype])) for name in weights)
             source.mkdir()
-            saving.write_checkpoint(source, checkpoint.read_config(weights.directory), cast, weights.directory)
-            words = ["prune", "--source", str(source), "--layers", "4", "--width", "192", "--data", "stdlib"]
+            saving.write_checkpoint(
+                source, checkpoint.read_config(weights.directory), cast, weights.directory
+            )
+            words = [
+                "prune",
+                "--source",
+                str(source),
+                "--layers",
+                "4",
+                "--width",
+                "192",
+                "--data",
+                "stdlib",
+            ]
             words += ["--calibration-tokens", "16384", "--out", "draft"]
             before = os.times()
             _draftlab([*words, "--force"], Path(folder), threads)
             after = os.times()
-            seconds[dtype] = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"prune_cpu_seconds": seconds, "float16_over_bfloat16": seconds["float16"] / seconds["bfloat16"]}
+            seconds[dtype] = (
+                after.children_user
+                + after.children_system
+                - before.children_user
+                - before.children_system
+            )
+    return {
+        "prune_cpu_seconds": seconds,
+        "float16_over_bfloat16": seconds["float16"] / seconds["bfloat16"],
+    }
 
 
 def _mask_cost(pairs: int) -> dict[str, object]:
     """CPU seconds of cross-entropy steps of the embedded target, all weights trained, with masks and without in turn"""
     source = hub.locate("tiny")
     have = checkpoint.read_shape(source)
-    shape = have.model_copy(update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 512})
+    shape = have.model_copy(
+        update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 512}
+    )
     settings = Loop(
         steps=pairs + 3, optimizer="adamw", lr=1e-4, weight_decay=0.1, dtype="bfloat16", eval_steps=10**9,
         save_steps=10**9,
@@ -146,7 +187,10 @@ def _mask_cost(pairs: int) -> dict[str, object]:
     seconds: dict[str, list[float]] = {"plain": [], "masked": []}
     state = Path(tempfile.mkdtemp())
     setup = TrainingSetup(
-        teacher=None, batches=_Rows(), heldout=HeldOut([_Rows().batch(0)], 1.0), loss=parse_loss("ce")
+        teacher=None,
+        batches=_Rows(),
+        heldout=HeldOut([_Rows().batch(0)], 1.0),
+        loss=parse_loss("ce"),
     )
     masks, clock = Masks(have, shape, 0), time.process_time
     if torch.cuda.is_available():  # where CPU seconds say nothing

@@ -56,7 +56,9 @@ print(resident("VmHWM"))
 
 
 def main(
-    folder: Annotated[Path | None, typer.Option(help="Where the models are kept; a temporary one if left out.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the models are kept; a temporary one if left out.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each loop.")] = 4,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
 ) -> None:
@@ -74,7 +76,9 @@ def main(
         one_b = Path(scratch) / "1b"
         load_peak.write_random(load_peak.SHAPE, one_b, torch.bfloat16)
         note("load peak")
-        found["load_peak_ratio"] = max(load_peak.peak(way, one_b, "bfloat16") for way in ("llama", "transformers"))
+        found["load_peak_ratio"] = max(
+            load_peak.peak(way, one_b, "bfloat16") for way in ("llama", "transformers")
+        )
     print(json.dumps({"benchmark": "real_size", **found} | environment(threads)))
 
 
@@ -113,7 +117,11 @@ def _cut(target: Path, out: Path) -> Path:
         for name in weights:
             layer = checkpoint.layer_of(name)
             if layer is None or layer in KEPT:
-                new = name if layer is None else name.replace(f".{layer}.", f".{KEPT.index(layer)}.", 1)
+                new = (
+                    name
+                    if layer is None
+                    else name.replace(f".{layer}.", f".{KEPT.index(layer)}.", 1)
+                )
                 yield new, weights[name]
 
     small = shape.model_copy(update={"layers": len(KEPT)})
@@ -124,7 +132,19 @@ def _cut(target: Path, out: Path) -> Path:
 
 def _first_step(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, object]:
     out = scratch / "out"
-    words = ["distill", "--draft", draft, "--target", target, "--data", "stdlib", "--steps", RUN, "--out", out]
+    words = [
+        "distill",
+        "--draft",
+        draft,
+        "--target",
+        target,
+        "--data",
+        "stdlib",
+        "--steps",
+        RUN,
+        "--out",
+        out,
+    ]
     log, began = out.with_name(f".{out.name}.state") / "log.jsonl", time.perf_counter()
     scratch.mkdir()
     with (scratch / "stderr").open("w") as said:
@@ -139,7 +159,11 @@ def _first_step(target: Path, draft: Path, scratch: Path, steps: int) -> dict[st
         seconds, used = time.perf_counter() - began, _cpu_seconds(child.pid)
         child.kill()
         child.wait()
-    return {"seconds_to_first_step": seconds, "cpu_seconds_to_first_step": used, "seconds_to_first_word": silent}
+    return {
+        "seconds_to_first_step": seconds,
+        "cpu_seconds_to_first_step": used,
+        "seconds_to_first_word": silent,
+    }
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -165,7 +189,10 @@ def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str,
     writing = time.process_time() - began
     assert isinstance(setup.teacher, PreTrainedModel)
     seconds: dict[str, list[float]] = {"draftlab": [], "bare": []}
-    records, theirs = train(student, setup, job.loop, scratch / "run"), _bare(bare, setup.teacher, setup)
+    records, theirs = (
+        train(student, setup, job.loop, scratch / "run"),
+        _bare(bare, setup.teacher, setup),
+    )
     began = time.process_time()
     next(records)
     evaluation = time.process_time() - began
@@ -191,9 +218,13 @@ def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str,
     }
 
 
-def _bare(student: PreTrainedModel, teacher: PreTrainedModel, setup: TrainingSetup) -> Iterator[float]:
+def _bare(
+    student: PreTrainedModel, teacher: PreTrainedModel, setup: TrainingSetup
+) -> Iterator[float]:
     """A distillation loop as one writes it down: whole logits, KL, AdamW."""
-    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        student.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0
+    )
     student.train()
     for step in range(RUN):
         batch: Batch = setup.batches.batch(step)
@@ -215,7 +246,11 @@ def _bare(student: PreTrainedModel, teacher: PreTrainedModel, setup: TrainingSet
 
 def _peaks(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, object]:
     scratch.mkdir()
-    base = int(subprocess.run([sys.executable, "-c", BASELINE], capture_output=True, text=True, check=True).stdout)
+    base = int(
+        subprocess.run(
+            [sys.executable, "-c", BASELINE], capture_output=True, text=True, check=True
+        ).stdout
+    )
     build = [
         "outputs", "build", "--target", target, "--data", "stdlib", "--num-sequences", 16, "--out", scratch / "outputs",
     ]  # fmt: skip
@@ -235,7 +270,9 @@ def _peaks(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, ob
 
 def _peak_bytes(words: list[object]) -> int:
     """Of a command, all its memory counted; by the kernel's high-water mark, as rusage counts what was forked."""
-    child = subprocess.Popen([sys.executable, "-m", "draftlab", *map(str, words)], stdout=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "draftlab", *map(str, words)], stdout=subprocess.DEVNULL
+    )
     highest = 0
     while child.poll() is None:
         lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()

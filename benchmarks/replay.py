@@ -86,7 +86,10 @@ def _written(target: Path, count: int, prompt_tokens: int, new_tokens: int) -> T
     tokenizer = checkpoint.load_tokenizer(target)
     given = heldout_prompts("stdlib", tokenizer, count=count, length=prompt_tokens, seed=0)
     found = generate_batch(
-        llama.load(target, torch.float32), given, SamplingParams(max_tokens=new_tokens), Batching(batch_size=16)
+        llama.load(target, torch.float32),
+        given,
+        SamplingParams(max_tokens=new_tokens),
+        Batching(batch_size=16),
     )
     return [(prompt, one.ids.tolist()) for prompt, one in zip(given, found, strict=True)]
 
@@ -107,10 +110,15 @@ def _replay(model: Llama, texts: Texts) -> Accepted:
 
 
 def _sequential(model: Llama, texts: Texts, keep_cache: bool) -> Accepted:
-    return {k: [_drafted_again(model, prompt, text, k, keep_cache) for prompt, text in texts] for k in KS}
+    return {
+        k: [_drafted_again(model, prompt, text, k, keep_cache) for prompt, text in texts]
+        for k in KS
+    }
 
 
-def _drafted_again(model: Llama, prompt: list[int], text: list[int], k: int, keep_cache: bool) -> list[int]:
+def _drafted_again(
+    model: Llama, prompt: list[int], text: list[int], k: int, keep_cache: bool
+) -> list[int]:
     drafter, at, found = ModelDrafter(model), 1, []
     drafter.reset(1, len(prompt) + len(text) + k)
     while at < len(text):
@@ -120,7 +128,11 @@ def _drafted_again(model: Llama, prompt: list[int], text: list[int], k: int, kee
         accepted = 0
         if count:
             drafted = (
-                drafter.propose([[*prompt, *text[:at]]], count, SamplingParams(), torch.zeros(1, count)).ids[0].tolist()
+                drafter.propose(
+                    [[*prompt, *text[:at]]], count, SamplingParams(), torch.zeros(1, count)
+                )
+                .ids[0]
+                .tolist()
             )
             while accepted < count and drafted[accepted] == text[at + accepted]:
                 accepted += 1

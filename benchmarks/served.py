@@ -22,7 +22,9 @@ def main(
     prompt_file: Annotated[Path, typer.Option(help="Prompts to verify with.")],
     k: Annotated[int, typer.Option(help="Drafted tokens.")] = 3,
     temperatures: Annotated[str, typer.Option(help="Temperatures, by comma.")] = "0",
-    folder: Annotated[Path, typer.Option(help="The exports are written here.")] = Path("runs/served"),
+    folder: Annotated[Path, typer.Option(help="The exports are written here.")] = Path(
+        "runs/served"
+    ),
     vllm: Annotated[Path | None, typer.Option(help="vllm's program.")] = None,
     llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
 ) -> None:
@@ -34,24 +36,46 @@ def main(
             for to, program, more in (("vllm", vllm, {}), ("llama.cpp", llama_server, outtype)):
                 if program is not None:
                     out = folder / f"{draft.name}-{to}-{temperature:g}"
-                    options = {"to": to, "verify_with": program, "temperature": temperature, **asked, **more}
+                    options = {
+                        "to": to,
+                        "verify_with": program,
+                        "temperature": temperature,
+                        **asked,
+                        **more,
+                    }
                     rows.append(
-                        {"draft": draft.name, "to": to, "temperature": temperature, **served(draft, out, options)}
+                        {
+                            "draft": draft.name,
+                            "to": to,
+                            "temperature": temperature,
+                            **served(draft, out, options),
+                        }
                     )
-    print(json.dumps({"benchmark": "served", "target": Path(target).name, "served": rows} | environment(1)))
+    print(
+        json.dumps(
+            {"benchmark": "served", "target": Path(target).name, "served": rows} | environment(1)
+        )
+    )
 
 
 def served(draft: Path, out: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Return what a server accepted of an export, and draftlab of the same texts."""
     record = read_record(out)
-    if record is None or any(str(record.config[name]) != str(options[name]) for name in record.config.keys() & options):
+    if record is None or any(
+        str(record.config[name]) != str(options[name]) for name in record.config.keys() & options
+    ):
         COMMANDS["export"](draft=str(draft), out=out, force=True, **options)
         record = read_record(out)
     assert record is not None
     notes: Any = record.notes
     acceptance = notes["acceptance"]
     half_width = (acceptance["high"] - acceptance["low"]) / 2
-    return {**acceptance, "half_width": half_width, "prompts": notes["prompts"]["sha256"], "created": record.created}
+    return {
+        **acceptance,
+        "half_width": half_width,
+        "prompts": notes["prompts"]["sha256"],
+        "created": record.created,
+    }
 
 
 if __name__ == "__main__":

@@ -55,33 +55,55 @@ def main(
     methods: Annotated[
         str, typer.Option(help="Of vLLM: probabilistic, greedy, block; by comma.")
     ] = "probabilistic,greedy",
-    folder: Annotated[Path, typer.Option(help="Exports and results are written here.")] = Path("runs/server-rules"),
-    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of the memory for vLLM.")] = None,
+    folder: Annotated[Path, typer.Option(help="Exports and results are written here.")] = Path(
+        "runs/server-rules"
+    ),
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of the memory for vLLM.")
+    ] = None,
 ) -> None:
     place = hub.locate(target).absolute()
-    asked = load_prompts(prompt_file, "", checkpoint.load_tokenizer(place), count=prompts, tokens=None, seed=0)
+    asked = load_prompts(
+        prompt_file, "", checkpoint.load_tokenizer(place), count=prompts, tokens=None, seed=0
+    )
     texts = verify.to_sample([prompt.ids for prompt in asked.rows], new_tokens, k, 1.0)
     asked_at = [float(text) for text in temperatures.split(",")]
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for draft in drafts:
-        settings = [] if llama_server is None else [in_llama_cpp(folder, draft, place, texts, llama_server)]
+        settings = (
+            []
+            if llama_server is None
+            else [in_llama_cpp(folder, draft, place, texts, llama_server)]
+        )
         if vllm is not None:
-            settings += in_vllm(folder, draft, place, texts, vllm, methods.split(","), gpu_memory_utilization)
+            settings += in_vllm(
+                folder, draft, place, texts, vllm, methods.split(","), gpu_memory_utilization
+            )
         for setting in settings:
             file = folder / f"{draft.name}-{setting.name}.json"
             if not file.exists():
-                found = measured(setting, exported(folder, draft, place, "vllm"), place, texts, asked_at)
+                found = measured(
+                    setting, exported(folder, draft, place, "vllm"), place, texts, asked_at
+                )
                 file.write_text(json.dumps([{"draft": draft.name, **row} for row in found]))
             rows += json.loads(file.read_text())
     worst = max(rows, key=lambda row: abs(row["server_rule_gap"]) / row["half_width"])
     about = {"benchmark": "server_rules", "target": place.name, "prompts": asked.sha256}
-    facts = {name: worst[name] for name in ("server_rule_gap", "half_width")}  # of the row where it is largest
+    facts = {
+        name: worst[name] for name in ("server_rule_gap", "half_width")
+    }  # of the row where it is largest
     print(json.dumps(about | facts | {"rows": rows} | environment(torch.get_num_threads())))
 
 
 def in_vllm(
-    folder: Path, draft: Path, target: Path, texts: TargetTexts, program: Path, methods: list[str], share: float | None
+    folder: Path,
+    draft: Path,
+    target: Path,
+    texts: TargetTexts,
+    program: Path,
+    methods: list[str],
+    share: float | None,
 ) -> Iterator[Setting]:
     out, server = exported(folder, draft, target, "vllm"), SERVERS.get("vllm", "--vllm")
     kind = open_artifact(out, target).kind
@@ -95,12 +117,16 @@ def in_vllm(
         yield Setting(name=f"vllm-{name}", server=server, method=method, command=command)
 
 
-def in_llama_cpp(folder: Path, draft: Path, target: Path, texts: TargetTexts, program: Path) -> Setting:
+def in_llama_cpp(
+    folder: Path, draft: Path, target: Path, texts: TargetTexts, program: Path
+) -> Setting:
     file, out = folder / f"{target.name}.gguf", exported(folder, draft, target, "llama.cpp")
     if not file.exists():
         gguf.write(target, file, "f32")
     server, kind = SERVERS.get("llama.cpp", "--llama-server"), open_artifact(draft, target).kind
-    trial = ServerTrial(target=file, draft=next(out.glob("*.gguf")), kind=kind, k=texts.k, longest=texts.longest)
+    trial = ServerTrial(
+        target=file, draft=next(out.glob("*.gguf")), kind=kind, k=texts.k, longest=texts.longest
+    )
     command = server.command(program, trial, "greedy")
     return Setting(name="llama.cpp", server=server, method="greedy", command=command, workers=1)
 
@@ -122,14 +148,26 @@ def measured(
     with running(setting.command, verify.VLLM_ON_CPU | os.environ) as (server, _):
         asked = replace(server, workers=setting.workers)
         for temperature in temperatures:
-            answers.append((temperature, *setting.server.served(asked, texts.prompts, texts.tokens, temperature)))
+            answers.append(
+                (
+                    temperature,
+                    *setting.server.served(asked, texts.prompts, texts.tokens, temperature),
+                )
+            )
             note(f"temperature {temperature:g}: {answers[-1][2]:.3f} tokens per target pass")
     for temperature, completions, length in answers:
         served, details = verify.as_served(replace(texts, temperature=temperature), completions)
         counts = verify.counts_in(setting.server, counted(draft, target, served), served)
         found = verify.compare(setting.name, served, counts, length, details, setting.method)
-        about = {"server": f"{server.kind} {server.version}", "setting": setting.name, "tokens": sum(served.tokens)}
-        gap, half_width = found.expected.value - length, (found.expected.high - found.expected.low) / 2
+        about = {
+            "server": f"{server.kind} {server.version}",
+            "setting": setting.name,
+            "tokens": sum(served.tokens),
+        }
+        gap, half_width = (
+            found.expected.value - length,
+            (found.expected.high - found.expected.low) / 2,
+        )
         yield about | found.facts() | {"server_rule_gap": gap, "half_width": half_width}
 
 
@@ -138,7 +176,9 @@ def counted(draft: Path, target: Path, texts: TargetTexts) -> verify.Counts:
     form = Form(to="vllm", server=SERVERS.get("vllm", "--vllm"))
     sampling = SamplingParams(temperature=texts.temperature)
     scores = artifact.scores(draft, form, texts.pairs, sampling, texts.k, device)
-    return verify.counts_of(scores, texts, lambda: modes.load(target, torch.float32, device), artifact.target_vocab)
+    return verify.counts_of(
+        scores, texts, lambda: modes.load(target, torch.float32, device), artifact.target_vocab
+    )
 
 
 if __name__ == "__main__":

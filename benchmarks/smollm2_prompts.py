@@ -15,8 +15,22 @@ from pathlib import Path
 
 from draftlab.data.instructions import code, instructions, questions
 
-COUNTS = {"math": 1200, "instruction": 1700, "question": 700, "translation": 400, "summary": 700, "code": 400}
-MORE = {"math": 3400, "instruction": 2600, "question": 700, "translation": 600, "summary": 1900, "code": 400}
+COUNTS = {
+    "math": 1200,
+    "instruction": 1700,
+    "question": 700,
+    "translation": 400,
+    "summary": 700,
+    "code": 400,
+}
+MORE = {
+    "math": 3400,
+    "instruction": 2600,
+    "question": 700,
+    "translation": 600,
+    "summary": 1900,
+    "code": 400,
+}
 
 
 WHO = "Der Minister|Die Lehrerin|Mein Bruder|Die Firma|Der Verein|Unsere Nachbarin|Die Polizei|Der Bürgermeister"
@@ -25,7 +39,9 @@ THAT = """dass der Bahnhof bis zum Sommer umgebaut wird|dass die Ausstellung am 
 dass das Konzert wegen des Regens verschoben wurde|dass mehr Geld für Schulen nötig ist
 dass die Straße drei Wochen lang gesperrt bleibt|dass niemand bei dem Unfall verletzt wurde
 dass die Zahl der Besucher gestiegen ist|dass das neue Gesetz im Januar in Kraft tritt
-dass der Vertrag im nächsten Jahr endet|dass viele Menschen in der Stadt keine Wohnung finden""".replace("\n", "|")
+dass der Vertrag im nächsten Jahr endet|dass viele Menschen in der Stadt keine Wohnung finden""".replace(
+    "\n", "|"
+)
 
 
 def translations(rng: random.Random) -> Iterator[str]:
@@ -43,7 +59,9 @@ def math(file: Path | None, rng: random.Random) -> Iterator[str]:
 def summaries(files: Sequence[Path], rng: random.Random) -> Iterator[str]:
     """Yield paragraphs of WikiText with a task: a summary, or an answer from the text."""
     text = "".join(file.read_text() for file in files)
-    paragraphs = [p.strip() for p in text.splitlines() if 400 < len(p) < 1600 and not p.startswith(" =")]
+    paragraphs = [
+        p.strip() for p in text.splitlines() if 400 < len(p) < 1600 and not p.startswith(" =")
+    ]
     rng.shuffle(paragraphs)
     tasks = (
         "Summarize: {}",
@@ -51,7 +69,9 @@ def summaries(files: Sequence[Path], rng: random.Random) -> Iterator[str]:
         "Continue this article:\n{}",
         "Summarize in one sentence:\n{}",
     )
-    yield from (rng.choice(tasks).format(paragraph.replace(" @-@ ", "-")) for paragraph in paragraphs)
+    yield from (
+        rng.choice(tasks).format(paragraph.replace(" @-@ ", "-")) for paragraph in paragraphs
+    )
 
 
 def prompts(
@@ -66,7 +86,10 @@ def prompts(
     rows = []
     for category, source in sources.items():
         distinct = dict.fromkeys(itertools.islice(source, 3 * counts[category]))
-        rows += [{"prompt": text, "category": category} for text in itertools.islice(distinct, counts[category])]
+        rows += [
+            {"prompt": text, "category": category}
+            for text in itertools.islice(distinct, counts[category])
+        ]
     rng.shuffle(rows)
     return rows
 

@@ -41,12 +41,14 @@ DRAFTERS = {"plain@int8": "plain draft", "prompt-lookup": "prompt lookup"}
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where the recipes ran, or what an earlier run printed.")] = Path(
-        "runs/smollm2-study"
-    ),
+    folder: Annotated[
+        Path, typer.Argument(help="Where the recipes ran, or what an earlier run printed.")
+    ] = Path("runs/smollm2-study"),
     figures: Annotated[Path | None, typer.Option(help="Folder for the figures.")] = None,
 ) -> None:
-    found = json.loads(folder.read_text() if folder.is_file() else json.dumps(studies(folder / "runs")))
+    found = json.loads(
+        folder.read_text() if folder.is_file() else json.dumps(studies(folder / "runs"))
+    )
     if figures is not None:
         draw(figures, found)
     print(json.dumps(found))
@@ -62,11 +64,18 @@ def studies(runs: Path) -> dict[str, Any]:
             "live": live(runs / "depth" / "score"),
             "passes": {mode: passes(runs / "depth" / mode) for mode in ("eager", "native")},
         },
-        "losses": by_seed({name: row for name, row in losses.items() if not name.startswith("texts/")}) or None,
-        "texts": by_seed({name: row for name, row in losses.items() if name.startswith("texts/")}) or None,
+        "losses": by_seed(
+            {name: row for name, row in losses.items() if not name.startswith("texts/")}
+        )
+        or None,
+        "texts": by_seed({name: row for name, row in losses.items() if name.startswith("texts/")})
+        or None,
         "pruning": pruning or None,
         "search": {kind: searched(runs / "search" / kind) for kind in ("plain", "parallel")},
-        "shape": {"live": live(runs / "score-shapes"), "trainings": trainings(runs / "distilled", "6x256*")},
+        "shape": {
+            "live": live(runs / "score-shapes"),
+            "trainings": trainings(runs / "distilled", "6x256*"),
+        },
         "batches": live(runs / "batch"),
         "passes": passes(runs / "cache"),
         "accuracy": accuracy(runs / "accuracy", {**depth, **pruning}),
@@ -79,7 +88,11 @@ def drafts(folder: Path) -> Rows:
     rows: Rows = {}
     for file in sorted(folder.glob("replay/*/replay.json")):
         replay = read_replay(file.parent)
-        place = next(path for path in (folder / replay.draft, folder.parent / "texts" / replay.draft) if path.exists())
+        place = next(
+            path
+            for path in (folder / replay.draft, folder.parent / "texts" / replay.draft)
+            if path.exists()
+        )
         record = read_record(place)
         assert record is not None
         notes: Any = record.notes
@@ -95,7 +108,8 @@ def drafts(folder: Path) -> Rows:
             "mask_steps": cut and cut.config.get("steps"),
             "tokens_per_pass": {k: interval(each) for k, each in pairs.items()},
             "by_category": {
-                name: interval(pairs[K][replay.categories == name]) for name in sorted(set(replay.categories))
+                name: interval(pairs[K][replay.categories == name])
+                for name in sorted(set(replay.categories))
             },
         }
     return rows
@@ -103,10 +117,19 @@ def drafts(folder: Path) -> Rows:
 
 def trainings(folder: Path, names: str) -> dict[str, dict[str, Any]]:
     """Return what each of some trainings read, how long it took, and its held-out acceptance."""
-    records = {path.parent.name: read_record(path.parent) for path in sorted(folder.glob(f"{names}/draftlab.json"))}
-    notes: dict[str, Any] = {name: record.notes for name, record in records.items() if record is not None}
+    records = {
+        path.parent.name: read_record(path.parent)
+        for path in sorted(folder.glob(f"{names}/draftlab.json"))
+    }
+    notes: dict[str, Any] = {
+        name: record.notes for name, record in records.items() if record is not None
+    }
     return {
-        name: {"tokens": each["tokens"], "seconds": each["seconds"], "acceptance": each["after"]["acceptance"]}
+        name: {
+            "tokens": each["tokens"],
+            "seconds": each["seconds"],
+            "acceptance": each["after"]["acceptance"],
+        }
         for name, each in notes.items()
     }
 
@@ -142,7 +165,10 @@ def searched(folder: Path) -> dict[str, Any] | None:
     search = read_search(folder)
     return {
         "seconds": search.spent_seconds,
-        "rungs": [{"steps": rung.steps, "trials": [t.model_dump() for t in rung.trials]} for rung in search.rungs],
+        "rungs": [
+            {"steps": rung.steps, "trials": [t.model_dump() for t in rung.trials]}
+            for rung in search.rungs
+        ],
         "measured": [each.model_dump() for each in search.measured],
     }
 
@@ -198,7 +224,9 @@ def accuracy(folder: Path, rows: Rows) -> dict[str, Any] | None:
         for name, row in rows.items()
     }
     metrics = [name for name in next(iter(drafts.values())) if name != LENGTH]
-    column = {name: np.array([each[name] for each in drafts.values()]) for name in (*metrics, LENGTH)}
+    column = {
+        name: np.array([each[name] for each in drafts.values()]) for name in (*metrics, LENGTH)
+    }
     found = {metric: correlation(column[metric], column[LENGTH]) for metric in metrics}
     return {"k": K, "drafts": drafts, "correlations": found}
 
@@ -225,15 +253,24 @@ def depth_panels(depth: dict[str, Any] | None) -> list[Panel]:
     kinds = {"16M in blocks": EQUAL, "whole width, 576": [name for name in timed if "x576" in name]}
 
     def series(value: Callable[[str], float]) -> dict[str, list[tuple[float, float]]]:
-        return {kind: sorted((timed[n]["layers"], value(n)) for n in names) for kind, names in kinds.items()}
+        return {
+            kind: sorted((timed[n]["layers"], value(n)) for n in names)
+            for kind, names in kinds.items()
+        }
 
     ms = {
-        f"{mode}, {kind}": sorted((rows[name]["layers"], rows[name]["ms"]["1 x 256"]) for name in names)
+        f"{mode}, {kind}": sorted(
+            (rows[name]["layers"], rows[name]["ms"]["1 x 256"]) for name in names
+        )
         for mode, rows in depth["passes"].items()
         for kind, names in kinds.items()
     }
     return [
-        Panel(x="layers", y=f"{LENGTH}, K = {K}", series=series(lambda n: drafts[n]["tokens_per_pass"][str(K)][0])),
+        Panel(
+            x="layers",
+            y=f"{LENGTH}, K = {K}",
+            series=series(lambda n: drafts[n]["tokens_per_pass"][str(K)][0]),
+        ),
         Panel(x="layers", y="ms of a pass behind 256 tokens", series=ms),
         Panel(x="layers", y="speed-up", series=series(lambda n: timed[n]["speedup"][0])),
     ]
@@ -253,8 +290,16 @@ def pruning_panels(rows: Rows | None) -> list[Panel]:
     bars = {"drafts": error_bars([(low, high) for _, low, high in tokens])}
     labels = [CUTS[name] for name in names]
     return [
-        Panel(x="", y="held-out acceptance", series=accepted, names=labels, lines={name: [] for name in accepted}),
-        Panel(x="", y=f"tokens per pass, K = {K}", series=points, names=labels, lines=bars, bottom=1),
+        Panel(
+            x="",
+            y="held-out acceptance",
+            series=accepted,
+            names=labels,
+            lines={name: [] for name in accepted},
+        ),
+        Panel(
+            x="", y=f"tokens per pass, K = {K}", series=points, names=labels, lines=bars, bottom=1
+        ),
     ]
 
 
@@ -264,7 +309,9 @@ def loss_panels(losses: Rows | None, texts: Rows | None) -> list[Panel]:
     for name, row in sorted((losses or {}).items()):
         loss, _, rate = name.rpartition("-")
         by_rate[f"rate {rate}"][loss] = row
-    written = {"texts": {name.replace("texts/", "text: "): row for name, row in (texts or {}).items()}}
+    written = {
+        "texts": {name.replace("texts/", "text: "): row for name, row in (texts or {}).items()}
+    }
     per_pass = f"tokens per greedy pass, K = {K}"
     return [
         spread_panel("acceptance", "held-out acceptance", by_rate),
@@ -277,10 +324,15 @@ def spread_panel(value: str, label: str, groups: dict[str, Rows], bottom: float 
     names = list(dict.fromkeys(name for rows in groups.values() for name in rows))
     spreads = {group: [rows[name][value] for name in names] for group, rows in groups.items()}
     ends = {
-        group: [(each["mean"] - (each["sd"] or 0.0), each["mean"] + (each["sd"] or 0.0)) for each in row]
+        group: [
+            (each["mean"] - (each["sd"] or 0.0), each["mean"] + (each["sd"] or 0.0)) for each in row
+        ]
         for group, row in spreads.items()
     }
-    series = {group: [(float(x), each["mean"]) for x, each in enumerate(row)] for group, row in spreads.items()}
+    series = {
+        group: [(float(x), each["mean"]) for x, each in enumerate(row)]
+        for group, row in spreads.items()
+    }
     bars = {group: error_bars(row) for group, row in ends.items()}
     return Panel(x="", y=label, series=series, names=names, lines=bars, bottom=bottom)
 
@@ -300,8 +352,13 @@ def batch_panels(timed: Rows | None, passes: Rows | None) -> list[Panel]:
     for name, row in (passes or {}).items():
         for at, value in row["ms"].items():
             rows, context = at.split(" x ")
-            ms[f"{'draft' if name == 'plain' else 'target'}, rows: {rows}"].append((float(context), value))
-    shown = [("prompts at once", "speed-up", gains), ("tokens in the cache", "ms of a pass over one token", ms)]
+            ms[f"{'draft' if name == 'plain' else 'target'}, rows: {rows}"].append(
+                (float(context), value)
+            )
+    shown = [
+        ("prompts at once", "speed-up", gains),
+        ("tokens in the cache", "ms of a pass over one token", ms),
+    ]
     return [
         Panel(x=x, y=y, series={name: sorted(points) for name, points in sorted(series.items())})
         for x, y, series in shown

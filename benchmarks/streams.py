@@ -47,13 +47,21 @@ Speculative = dict[str, object] | None
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="That of python -m benchmarks.smollm2.")] = Path("runs/smollm2-study"),
+    folder: Annotated[Path, typer.Option(help="That of python -m benchmarks.smollm2.")] = Path(
+        "runs/smollm2-study"
+    ),
     target: Annotated[Path | None, typer.Option(help="Default: that of the folder.")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Default: the folder's distilled draft.")] = None,
-    vllm: Annotated[Path, typer.Option(help="vllm's program (docs/servers.md).")] = Path("vllm/bin/vllm"),
+    draft: Annotated[
+        Path | None, typer.Option(help="Default: the folder's distilled draft.")
+    ] = None,
+    vllm: Annotated[Path, typer.Option(help="vllm's program (docs/servers.md).")] = Path(
+        "vllm/bin/vllm"
+    ),
     out: Annotated[Path, typer.Option(help="Stored outputs and profiles.")] = Path("runs/streams"),
     streams: Annotated[str, typer.Option(help="Requests at once, by comma.")] = "1,2,4,8",
-    ks: Annotated[str, typer.Option(help="K, by comma; the largest is the one that is profiled.")] = "1,2,4",
+    ks: Annotated[
+        str, typer.Option(help="K, by comma; the largest is the one that is profiled.")
+    ] = "1,2,4",
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 40,
     new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 64,
     repeats: Annotated[int, typer.Option(help="Repeats of every timing of the profile.")] = 3,
@@ -74,18 +82,35 @@ def main(
     }
     made("outputs build", out / "answers", target=str(target), **stored)
     made("replay", out / "replay", draft=[str(draft)], directory=out / "answers")
-    made("export", out / "draft", draft=str(draft), target=str(target), to="vllm", dtype="bfloat16", k=max(drafted))
+    made(
+        "export",
+        out / "draft",
+        draft=str(draft),
+        target=str(target),
+        to="vllm",
+        dtype="bfloat16",
+        k=max(drafted),
+    )
     work = workload_of_replay(read_replay(out / "replay" / draft.name))
     file = out / BENCH
 
     def served(speculative: Speculative) -> Any:
-        command = [vllm.absolute(), "serve", target.absolute(), "--dtype", "bfloat16", "--enforce-eager"]
+        command = [
+            vllm.absolute(),
+            "serve",
+            target.absolute(),
+            "--dtype",
+            "bfloat16",
+            "--enforce-eager",
+        ]
         command += ["--no-enable-prefix-caching", "--max-model-len", 2048, "--max-num-seqs", 64]
         command += [] if speculative is None else ["--speculative-config", json.dumps(speculative)]
         return running(command, os.environ | VLLM_ON_CPU)
 
     def drafting(k: int, by_batch: Ranges | None = None) -> dict[str, object]:
-        return speculative_config(str((out / "draft").absolute()), k, "draft model", k_by_batch=by_batch)
+        return speculative_config(
+            str((out / "draft").absolute()), k, "draft model", k_by_batch=by_batch
+        )
 
     loads, measured = [psutil.getloadavg()[0]], {}
     with served(None) as (plain, _), served(drafting(max(drafted))) as (speculative, _):
@@ -114,7 +139,9 @@ def main(
 def made(command: str, out: Path, **settings: Any) -> None:
     """Run a command unless its output is there with the same settings."""
     record = read_record(out)
-    if record is None or any(str(record.config[name]) != str(value) for name, value in settings.items()):
+    if record is None or any(
+        str(record.config[name]) != str(value) for name, value in settings.items()
+    ):
         COMMANDS[command](out=out, force=True, **settings)
 
 
@@ -128,7 +155,9 @@ def short_prompts(out: Path, target: Path, questions: Path, count: int, new_toke
     short = [i for i, prompt in enumerate(found) if len(prompt.ids) <= LONGEST]
     chosen = [short[int(at)] for at in np.linspace(0, len(short) - 1, count)]
     out_file.write_text("".join(json.dumps(rows[i]) + "\n" for i in chosen))
-    texts = [{"prompt": tokenizer.decode(found[i].ids), "output_tokens": new_tokens} for i in chosen]
+    texts = [
+        {"prompt": tokenizer.decode(found[i].ids), "output_tokens": new_tokens} for i in chosen
+    ]
     (out / BENCH).write_text("".join(json.dumps(text) + "\n" for text in texts))
     return out_file
 
@@ -137,33 +166,76 @@ def bench(vllm: Path, url: str, target: Path, file: Path, streams: int, prompts:
     """Return what vllm bench serve measured with so many requests at once."""
     note(f"vllm bench serve: {streams} streams")
     with tempfile.TemporaryDirectory() as folder:
-        words = ["bench", "serve", "--base-url", url, "--model", target.absolute(), "--dataset-name", "custom"]
-        words += ["--dataset-path", file.absolute(), "--custom-output-len", -1, "--skip-chat-template"]
-        words += ["--disable-shuffle", "--num-prompts", prompts, "--max-concurrency", streams, "--num-warmups", 1]
+        words = [
+            "bench",
+            "serve",
+            "--base-url",
+            url,
+            "--model",
+            target.absolute(),
+            "--dataset-name",
+            "custom",
+        ]
+        words += [
+            "--dataset-path",
+            file.absolute(),
+            "--custom-output-len",
+            -1,
+            "--skip-chat-template",
+        ]
+        words += [
+            "--disable-shuffle",
+            "--num-prompts",
+            prompts,
+            "--max-concurrency",
+            streams,
+            "--num-warmups",
+            1,
+        ]
         words += ["--temperature", 0, "--disable-tqdm", "--save-result", "--result-dir", folder]
         words += ["--result-filename", "found.json"]
         done = subprocess.run(
-            [vllm.absolute(), *map(str, words)], capture_output=True, text=True, env=os.environ | VLLM_ON_CPU
+            [vllm.absolute(), *map(str, words)],
+            capture_output=True,
+            text=True,
+            env=os.environ | VLLM_ON_CPU,
         )
         if done.returncode:
             raise UserError(f"vllm bench serve: {done.stderr.strip()[-400:]}")
         found = json.loads((Path(folder) / "found.json").read_text())
-    names = ("completed", "duration", "total_output_tokens", "output_throughput", "mean_tpot_ms", "mean_ttft_ms")
+    names = (
+        "completed",
+        "duration",
+        "total_output_tokens",
+        "output_throughput",
+        "mean_tpot_ms",
+        "mean_ttft_ms",
+    )
     if found["completed"] != prompts:
-        raise UserError(f"vllm bench serve: {found['completed']} of {prompts} requests were answered")
+        raise UserError(
+            f"vllm bench serve: {found['completed']} of {prompts} requests were answered"
+        )
     return {name: found[name] for name in names}
 
 
-def row(pair: tuple[CostModel, CostModel], work: Workload, k: int, streams: int, measured: Row) -> Row:
+def row(
+    pair: tuple[CostModel, CostModel], work: Workload, k: int, streams: int, measured: Row
+) -> Row:
     """Return predicted and measured tokens per second."""
     draft, target = pair
     each = steps(work, k).starts.sum(1)
     by_busy = []
     for busy in range(1, streams + 1):
         costs = step_costs(draft, target, work, max(k, 1), busy, "vllm")
-        total = expected_time(costs, work.prompt_tokens, steps(work, k)).total if k else plain_ms(costs, work)
+        total = (
+            expected_time(costs, work.prompt_tokens, steps(work, k)).total
+            if k
+            else plain_ms(costs, work)
+        )
         by_busy.append(total / each)
-    prefill = target.prefill_ms(work.prompt_tokens) + (draft.prefill_ms(work.prompt_tokens) if k else 0)
+    prefill = target.prefill_ms(work.prompt_tokens) + (
+        draft.prefill_ms(work.prompt_tokens) if k else 0
+    )
     seconds = closed_loop(prefill, each, by_busy) / 1e3
     predicted = float((work.texts.lengths + 1).sum()) / seconds
     return {
@@ -189,14 +261,18 @@ def closed_loop(prefill_ms: np.ndarray, number: np.ndarray, step_ms: Sequence[np
     return now
 
 
-def result(rows: list[Row], scheduled: Mapping[int, Row], written: dict[str, Any], profiled: int) -> Row:
+def result(
+    rows: list[Row], scheduled: Mapping[int, Row], written: dict[str, Any], profiled: int
+) -> Row:
     """Return the errors, and what the predicted K lose to the best measured ones."""
     by_streams: dict[int, list[Row]] = {}
     for each in rows:
         by_streams.setdefault(each["streams"], []).append(each)
     chosen = {}
     for n, same in by_streams.items():
-        predicted, measured = (max(same, key=lambda r: r[name]) for name in ("predicted", "measured"))
+        predicted, measured = (
+            max(same, key=lambda r: r[name]) for name in ("predicted", "measured")
+        )
         kept = predicted["measured"] / measured["measured"]
         chosen[n] = {
             "predicted_k": predicted["k"], "measured_k": measured["k"], "predicted_over_best": kept,

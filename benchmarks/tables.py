@@ -60,7 +60,9 @@ class Tables:
     def __init__(self, results: dict[str, Any]) -> None:
         self.results = results
         self.studies = results["smollm2_studies"]
-        self.studied_k = f"{self.studies['accuracy']['k']:.0f}"  # of the studies' tokens per target pass
+        self.studied_k = (
+            f"{self.studies['accuracy']['k']:.0f}"  # of the studies' tokens per target pass
+        )
 
     def smollm2(self, record: str = "") -> Iterator[str]:
         """Yield SmolLM2's drafters by what a whole request gains."""
@@ -68,7 +70,9 @@ class Tables:
         greedy, sampled = about["greedy"], about.get("sampled", {})
         names = ["whole request", "TPOT", "TTFT, ms", "tokens per target pass"]
         if sampled:
-            names.append(f"temperature {about['settings']['sampled']['temperature']:g}, whole request")
+            names.append(
+                f"temperature {about['settings']['sampled']['temperature']:g}, whole request"
+            )
         yield from header("drafter", "K", *names)
         for name, row in ordered(greedy, request_gain):
             first, length = fixed(row["ttft_ms"], 0), fixed(row["tokens_per_pass"])
@@ -83,7 +87,9 @@ class Tables:
         text = f"{label(best)} gains most in a whole request with {request(row)}"
         rivals: dict[str, list[str]] = {}
         for name in sorted(name for name in greedy if name.startswith("fallback:")):
-            rivals.setdefault(relation(lookup, greedy[name]), []).append(f"{label(name)} with {request(greedy[name])}")
+            rivals.setdefault(relation(lookup, greedy[name]), []).append(
+                f"{label(name)} with {request(greedy[name])}"
+            )
         compared = [f"{words} {' and '.join(names)}" for words, names in rivals.items()]
         if row is not lookup:
             compared = [f"{relation(lookup, row)} it", *compared]
@@ -106,19 +112,23 @@ class Tables:
         row = self.results[record or "smollm2"]["greedy"]["prompt-lookup"]
         if "plain_tokens_per_second_by_weights" in row:
             rates = [
-                f"{rate:.0f} tokens/s in {name}" for name, rate in row["plain_tokens_per_second_by_weights"].items()
+                f"{rate:.0f} tokens/s in {name}"
+                for name, rate in row["plain_tokens_per_second_by_weights"].items()
             ]
             return f"Without a draft the target makes {', '.join(rates)}, and speed-ups are over the fastest."
         passes = self.results["passes"]["milliseconds"]
         share = fixed(passes["native_int8"]["1"] / passes["native"]["1"])
         text = (
-            f"The target was not run in int8, whose pass takes {share} of the time of a bf16 pass (`passes.json`), so "
+            f"The target was not run in int8, whose pass takes {share} of the "
+            "time of a bf16 pass (`passes.json`), so "
         )
         return f"{text}what a draft adds to the fastest plain decoding is not known."
 
     def of(self, name: str) -> dict[str, Any]:
         """Return the row of the drafter that a table calls by a name."""
-        (row,) = [row for key, row in self.results["smollm2"]["greedy"].items() if label(key) == name]
+        (row,) = [
+            row for key, row in self.results["smollm2"]["greedy"].items() if label(key) == name
+        ]
         return row
 
     def category_of(self, name: str, category: str) -> str:
@@ -144,10 +154,15 @@ class Tables:
     def smollm2_categories(self) -> Iterator[str]:
         """Yield the TPOT speed-up of the categories that have the most requests."""
         greedy = self.results["smollm2"]["greedy"]
-        names = sorted((name for name in greedy if label(name) in DRAWN), key=lambda name: DRAWN.index(label(name)))
+        names = sorted(
+            (name for name in greedy if label(name) in DRAWN),
+            key=lambda name: DRAWN.index(label(name)),
+        )
         categories = greedy["prompt-lookup"]["by_category"]
         most = max(row["prompts"] for row in categories.values())
-        yield from header("category", "requests", *(f"{label(name)}, {measure(greedy[name])}" for name in names))
+        yield from header(
+            "category", "requests", *(f"{label(name)}, {measure(greedy[name])}" for name in names)
+        )
         for category in [name for name, row in categories.items() if row["prompts"] == most]:
             gains = [interval(greedy[name]["by_category"][category]["speedup"]) for name in names]
             yield cells(category.replace("_", " "), categories[category]["prompts"], *gains)
@@ -160,7 +175,10 @@ class Tables:
 
     def peers_setting(self) -> str:
         peers = self.results["peers"]
-        modes = {row["engine"]: f"{row['engine']} {row['version']}: {row['mode']}" for row in peers["engines"]}
+        modes = {
+            row["engine"]: f"{row['engine']} {row['version']}: {row['mode']}"
+            for row in peers["engines"]
+        }
         text = f"`python -m benchmarks.peers` (`peers.json`; {measured(peers)}): {peers['prompts']} prompts, "
         text += f"{peers['new_tokens']} new tokens, greedy, batch {peers['batch']}. Each engine runs at the K that is "
         return f"{text}best on other prompts. Tokens per CPU second. {'; '.join(modes.values())}."
@@ -168,8 +186,15 @@ class Tables:
     def peers(self) -> Iterator[str]:
         """Yield engines by the tokens per second of whole requests, for each way to draft."""
         peers = self.results["peers"]
-        names = "tokens/s, whole request", "tokens/s after the first", "over its own plain", "tokens per target pass"
-        yield from header("engine, target's weights", "drafter", "K", *names, "texts of plain decoding")
+        names = (
+            "tokens/s, whole request",
+            "tokens/s after the first",
+            "over its own plain",
+            "tokens per target pass",
+        )
+        yield from header(
+            "engine, target's weights", "drafter", "K", *names, "texts of plain decoding"
+        )
         for way in WAYS:
             rows = [row for row in peers["engines"] if row["way"] == way]
             for row in sorted(rows, key=lambda row: -row["request_tps"]["value"]):
@@ -199,8 +224,12 @@ class Tables:
     def depth(self) -> Iterator[str]:
         study = self.studies["depth"]
         names = "ms a pass, native", "ms a pass, eager", "K", "TPOT"
-        yield from header("draft", "held-out acceptance", f"tokens per target pass, K = {self.studied_k}", *names)
-        for name, row in sorted(study["drafts"].items(), key=lambda row: int(row[0].partition("x")[0])):
+        yield from header(
+            "draft", "held-out acceptance", f"tokens per target pass, K = {self.studied_k}", *names
+        )
+        for name, row in sorted(
+            study["drafts"].items(), key=lambda row: int(row[0].partition("x")[0])
+        ):
             live, eager = study["live"][name], study["passes"]["eager"][name]["ms"]["1 x 256"]
             length = interval(row["tokens_per_pass"][self.studied_k])
             passes = fixed(live["pass_ms"]), fixed(eager)
@@ -217,7 +246,9 @@ class Tables:
 
     def losses(self) -> Iterator[str]:
         """Yield each loss at the rate that ran with several seeds."""
-        yield from header("loss, rate", "seeds", "held-out acceptance", f"tokens per pass, K = {self.studied_k}")
+        yield from header(
+            "loss, rate", "seeds", "held-out acceptance", f"tokens per pass, K = {self.studied_k}"
+        )
         rows = {name: row for name, row in self.studies["losses"].items() if row["seeds"] > 1}
         for name, row in ordered(rows, lambda row: row["acceptance"]["mean"]):
             learnt = mean(row["acceptance"]), mean(row["tokens_per_pass"])
@@ -226,37 +257,51 @@ class Tables:
     def batches(self) -> Iterator[str]:
         yield from header("drafter", "batch", "K", "TPOT", "the score says")
         for name, row in self.studies["batches"].items():
-            says = "cannot tell" if row["doubt"] else against_plain(row.get("tpot_speedup", row["speedup"]))
+            says = (
+                "cannot tell"
+                if row["doubt"]
+                else against_plain(row.get("tpot_speedup", row["speedup"]))
+            )
             drafter = label(name.rpartition("-b")[0])
             yield cells(drafter, row["batch"], row["k"], tpot(row), says)
 
     def shape_tokens(self) -> str:
         """Return the tokens of all trainings of the searched draft."""
         trainings = self.studies["shape"]["trainings"]
-        return str(total(row["tokens"] for name, row in trainings.items() if "parallel" not in name))
+        return str(
+            total(row["tokens"] for name, row in trainings.items() if "parallel" not in name)
+        )
 
     def contexts(self) -> Iterator[str]:
         """Yield the share of first tokens that are right, by the number of tokens before them."""
         drafts = self.results["eagle_tiny"]["smollm2_by_context"]
         yield from header("tokens before", *drafts)
         for rows in zip(*drafts.values(), strict=True):
-            yield cells(f"{rows[0]['from']} to {rows[0]['to']}", *(fixed(row["first"], 3) for row in rows))
+            yield cells(
+                f"{rows[0]['from']} to {rows[0]['to']}", *(fixed(row["first"], 3) for row in rows)
+            )
 
     def at_size(self) -> Iterator[str]:
         names = "K", "tokens per target pass", "live TPOT", "predicted", "other work ran"
         yield from header("target, ms of its pass", "draft, ms of its pass", *names)
         rows = [row for row in self.results["at_size"]["rows"] if row["best"] and row["predicted"]]
-        rows = [row for row in rows if not row["draft"].endswith("one-text")]  # cost the same by construction
+        rows = [
+            row for row in rows if not row["draft"].endswith("one-text")
+        ]  # cost the same by construction
         for row in sorted(rows, key=lambda row: -row["speedup"]):
             target = f"{row['size']}, {row['target_pass_ms']:.1f}"
             draft = f"{AT_SIZE.get(row['draft'], '{}').format(row['draft'])}, {row['pass_ms']:.2f}"
             live, predicted = interval([row["speedup"], *row["interval"]]), fixed(row["predicted"])
             busy = "yes" if row["doubt"] else "no"
-            yield cells(target, draft, row["k"], fixed(row["tokens_per_pass"]), live, predicted, busy)
+            yield cells(
+                target, draft, row["k"], fixed(row["tokens_per_pass"]), live, predicted, busy
+            )
 
     def served(self) -> Iterator[str]:
         """Yield what exported drafts and heads are accepted for, by the server's counters and by draftlab."""
-        yield from header("served", "in", "temperature", "K", "texts", "server counts", "draftlab counts")
+        yield from header(
+            "served", "in", "temperature", "K", "texts", "server counts", "draftlab counts"
+        )
         for name, row in self.results["eagle_served"]["served"].items():
             if name in ("vllm", "vllm, speculators", "llama.cpp"):
                 yield served("tiny, head", row)
@@ -278,7 +323,9 @@ class Tables:
         yield from header("streams", *(f"K = {k:.0f}" if k else "no draft" for k in ks))
         for streams in sorted({row["streams"] for row in rows}):
             by_k = {row["k"]: row for row in rows if row["streams"] == streams}
-            yield cells(streams, *(f"{by_k[k]['predicted']:.1f}, {by_k[k]['measured']:.1f}" for k in ks))
+            yield cells(
+                streams, *(f"{by_k[k]['predicted']:.1f}, {by_k[k]['measured']:.1f}" for k in ks)
+            )
 
     def demo(self) -> Iterator[str]:
         rows = ordered(self.results["demo"]["drafts"], lambda row: row["speedup"][0])
@@ -287,7 +334,9 @@ class Tables:
         for name, row in rows:
             model = name not in DRAFTERS
             yield cells(
-                f"{name}, {row['parameters'].scaled(1e-6):.2f}M parameters" if model else label(name),
+                f"{name}, {row['parameters'].scaled(1e-6):.2f}M parameters"
+                if model
+                else label(name),
                 row["k"],
                 fixed(row["pass_ms"]) if model else "",
                 fixed(row["tokens_per_pass"]),
@@ -304,7 +353,11 @@ class Tables:
 
     def demo_reading(self) -> str:
         """Return what the intervals and the training of the demo's two draft models say."""
-        rows = {name: row for name, row in self.results["demo"]["drafts"].items() if name not in DRAFTERS}
+        rows = {
+            name: row
+            for name, row in self.results["demo"]["drafts"].items()
+            if name not in DRAFTERS
+        }
         (name, row), (other, less) = ordered(rows, lambda row: row["speedup"][0])
         trained = self.results["demo"]["acceptance"]
         tokens = [trained[f"distilled/{each}"]["tokens"] for each in (name, other)]
@@ -329,7 +382,11 @@ class Tables:
 
     def batch_of_65b(self) -> str:
         """Return how the predicted speed-up of one draft falls with the batch, at the shorter prompts."""
-        rows = [row for row in self.results["study_rows"]["rows"] if row["draft"].startswith("wide-796m")]
+        rows = [
+            row
+            for row in self.results["study_rows"]["rows"]
+            if row["draft"].startswith("wide-796m")
+        ]
         shortest = min(row["prompt_tokens"] for row in rows)
         at = {row["batch"]: row["speedup"] for row in rows if row["prompt_tokens"] == shortest}
         first, last = min(at), max(at)
@@ -347,18 +404,36 @@ class Tables:
 
     def trimmed_heads(self) -> Iterator[str]:
         """Yield the acceptance that drafts keep with an output layer for fewer ids."""
-        heads = {name: row for name, row in self.results["trimmed_head"]["heads"].items() if name != "all"}
+        heads = {
+            name: row
+            for name, row in self.results["trimmed_head"]["heads"].items()
+            if name != "all"
+        }
         yield from header("ids", "of the answers' tokens", "a pruned draft", "a distilled draft")
         for name, row in heads.items():
-            kept = [[value.scaled(100) for value in draft["share_of_whole"]] for draft in row["drafts"].values()]
-            yield cells(name, percent(row["coverage"], 1), *(f"{interval(shares, 1)} %" for shares in kept))
+            kept = [
+                [value.scaled(100) for value in draft["share_of_whole"]]
+                for draft in row["drafts"].values()
+            ]
+            yield cells(
+                name, percent(row["coverage"], 1), *(f"{interval(shares, 1)} %" for shares in kept)
+            )
 
     def costs(self) -> Iterator[str]:
-        names = "target writes the text", "distil", "memory", "memory, stored outputs", "disk of stored outputs"
+        names = (
+            "target writes the text",
+            "distil",
+            "memory",
+            "memory, stored outputs",
+            "disk of stored outputs",
+        )
         yield from header("target", "draft", *names)
         for name, row in self.results["costs"]["targets"].items():
             hours = [f"{row[key]:.1f} h" for key in ("write_text_hours", "distill_hours")]
-            sizes = [f"{row[key]:.1f} GB" for key in ("distill_gb", "distill_from_outputs_gb", "outputs_gb")]
+            sizes = [
+                f"{row[key]:.1f} GB"
+                for key in ("distill_gb", "distill_from_outputs_gb", "outputs_gb")
+            ]
             yield cells(name, f"{row['draft_parameters_millions']:.0f}M parameters", *hours, *sizes)
 
 
@@ -370,7 +445,9 @@ def label(name: str) -> str:
 
 def served(name: str, row: dict[str, Any]) -> str:
     counted = fixed(row["measured"], 3), interval([row["draftlab"], row["low"], row["high"]], 3)
-    return cells(name, row["runtime"], f"{row.get('temperature', 0):g}", row["k"], row["texts"], *counted)
+    return cells(
+        name, row["runtime"], f"{row.get('temperature', 0):g}", row["k"], row["texts"], *counted
+    )
 
 
 def request_gain(row: dict[str, Any]) -> Value:

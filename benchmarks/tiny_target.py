@@ -41,7 +41,11 @@ def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
     )
     bos, eos, pad = SPECIAL_TOKENS
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        clean_up_tokenization_spaces=False,
     )
     wrapped.save_pretrained(out)
 
@@ -65,7 +69,9 @@ def write_model(shape: Shape, out: Path, *, context: int, seed: int) -> None:
 
 def main(
     out: Annotated[Path, typer.Argument(help="Directory to write.")] = Path("runs/tiny-target/new"),
-    shape: Annotated[Path, typer.Option(help="Shape file.")] = Path("configs/widths/tiny-16x256.yaml"),
+    shape: Annotated[Path, typer.Option(help="Shape file.")] = Path(
+        "configs/widths/tiny-16x256.yaml"
+    ),
     data: Annotated[str, typer.Option(help="Text.")] = "stdlib=0.45,stdlib-tests=0.15,packages=0.4",
     megabytes: Annotated[float, typer.Option(help="Size of the text.")] = 24.0,
     context: Annotated[int, typer.Option(help="Longest context.")] = 2048,

@@ -28,7 +28,9 @@ from draftlab.target_outputs.store import read_store
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("store", type=Path)
     parser.add_argument("drafts", type=Path, nargs="+")
     parser.add_argument("--sizes", default="4k,8k,16k,32k")
@@ -36,7 +38,10 @@ def main() -> None:
     options = parser.parse_args()
     store = read_store(options.store)
     half = len(store.outputs) // 2
-    counted, replayed = [o.ids for o in store.outputs[:half]], [o for o in store.outputs[half:] if len(o.ids) > 1]
+    counted, replayed = (
+        [o.ids for o in store.outputs[:half]],
+        [o for o in store.outputs[half:] if len(o.ids) > 1],
+    )
     replayed = replayed[:: max(1, len(replayed) // options.texts)][: options.texts]
     special = template_ids(checkpoint.load_tokenizer(store.vocabulary)) | set(
         checkpoint.eos_token_ids(store.vocabulary)
@@ -47,7 +52,10 @@ def main() -> None:
         heads[size] = torch.tensor(ids)
     written = np.concatenate([o.ids for o in replayed])
     rows = {
-        size: {"coverage": 1.0 if ids is None else float(np.isin(written, ids.numpy()).mean()), "drafts": {}}
+        size: {
+            "coverage": 1.0 if ids is None else float(np.isin(written, ids.numpy()).mean()),
+            "drafts": {},
+        }
         for size, ids in heads.items()
     }
     for draft in options.drafts:
@@ -58,7 +66,12 @@ def main() -> None:
                 "acceptance": float(by_text.sum() / sum(len(o.ids) for o in replayed)),
                 "share_of_whole": [change.value, change.low, change.high],
             }
-    facts = {"counted_tokens": sum(map(len, counted)), "texts": len(replayed), "tokens": len(written), "heads": rows}
+    facts = {
+        "counted_tokens": sum(map(len, counted)),
+        "texts": len(replayed),
+        "tokens": len(written),
+        "heads": rows,
+    }
     print(json.dumps(facts | {"benchmark": "trimmed_head"} | environment(torch.get_num_threads())))
 
 

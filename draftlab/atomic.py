@@ -131,7 +131,9 @@ def locked(out: Path) -> Iterator[None]:
         try:
             lock.acquire()
         except Timeout:
-            raise UserError(f"{out} is being made by another draftlab; wait for it, or choose another --out") from None
+            raise UserError(
+                f"{out} is being made by another draftlab; wait for it, or choose another --out"
+            ) from None
     try:
         _recover(out)
         _recover(state)
@@ -140,7 +142,9 @@ def locked(out: Path) -> Iterator[None]:
         _recover(out)
         if [file.name for file in state.glob("*")] == [STATE_RECORD]:
             remove_state(state)
-        file.unlink(missing_ok=True)  # before the release: a process that has opened it sees another inode and retries
+        file.unlink(
+            missing_ok=True
+        )  # before the release: a process that has opened it sees another inode and retries
         lock.release()
         for folder in made:
             with contextlib.suppress(OSError):  # it has an output
@@ -153,7 +157,11 @@ def state_directory(out: Path) -> Path:
 
 
 def claim_state(
-    state: Path, identity: Mapping[str, object], *, defaults: Mapping[str, object] = EMPTY, force: bool = False
+    state: Path,
+    identity: Mapping[str, object],
+    *,
+    defaults: Mapping[str, object] = EMPTY,
+    force: bool = False,
 ) -> None:
     """Make the state directory of a run, or check that the existing one belongs to the same run.
 
@@ -168,7 +176,9 @@ def claim_state(
         UserError: the directory belongs to another run or is damaged, and force is off; or it cannot be written.
     """
     record = state / STATE_RECORD
-    this_run, assumed = (json.loads(json.dumps(dict(values), default=str)) for values in (identity, defaults))
+    this_run, assumed = (
+        json.loads(json.dumps(dict(values), default=str)) for values in (identity, defaults)
+    )
     _recover(state)
     before = None
     with contextlib.suppress(UserError):
@@ -229,7 +239,9 @@ def _difference(state: Path, before: dict[str, object] | None, this_run: dict[st
     if before is None:
         return f"{state} has an unfinished run, and its {STATE_RECORD} is missing or damaged; --force starts again"
     both = before.keys() & this_run.keys()
-    key = min((before.keys() | this_run.keys()) - {key for key in both if before[key] == this_run[key]})
+    key = min(
+        (before.keys() | this_run.keys()) - {key for key in both if before[key] == this_run[key]}
+    )
     was, now = (one_line(repr(settings.get(key)), 100) for settings in (before, this_run))
     return (
         f"{state} has an unfinished run with {one_line(key, 60)} = {was}, and this run has {now}; "

@@ -30,9 +30,18 @@ from draftlab.trust import printable
 BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LAUNCHED = ("distill", "prune")  # a launcher may run these in several processes
-SIZES = ("micro_batch_tokens", "batch_size", "batch", "seq_len", "context")  # sizes of the tensors in memory
+SIZES = (
+    "micro_batch_tokens",
+    "batch_size",
+    "batch",
+    "seq_len",
+    "context",
+)  # sizes of the tensors in memory
 GROUPS = {  # name -> help, panel
-    "outputs": ("Store what a target writes, to distil from it and to replay drafts on it.", "Make a draft")
+    "outputs": (
+        "Store what a target writes, to distil from it and to replay drafts on it.",
+        "Make a draft",
+    )
 }
 
 app = typer.Typer(
@@ -50,8 +59,16 @@ def typer_function(command: Command) -> Callable[..., None]:
     def call(ctx: typer.Context, **values: Any) -> None:
         # compared by name: typer >= 0.27 has its own copy of click, whose enum is another
         sources = {name: ctx.get_parameter_source(name) for name in values}
-        typed = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-        wiring = {name: values.pop(name) for name in list(values) if name not in command.config.model_fields}
+        typed = {
+            name
+            for name, source in sources.items()
+            if source is not None and source.name == "COMMANDLINE"
+        }
+        wiring = {
+            name: values.pop(name)
+            for name in list(values)
+            if name not in command.config.model_fields
+        }
         given = {name: value for name, value in values.items() if name in typed}
 
         def outcome() -> Outcome:
@@ -60,8 +77,13 @@ def typer_function(command: Command) -> Callable[..., None]:
 
         _exit_with(outcome, wiring["json_output"], command.config)
 
-    parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
-    parameters += [_parameter(command.config, name, field) for name, field in command.config.model_fields.items()]
+    parameters = [
+        inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    ]
+    parameters += [
+        _parameter(command.config, name, field)
+        for name, field in command.config.model_fields.items()
+    ]
     parameters += [*_flags_of_arguments(command.config), *_wiring(command)]
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -82,7 +104,9 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
     except UsageError as error:
         raise UsageError(f"{error}; see draftlab {command.name} --help") from None
     _check_processes(command.name)
-    return command.run(config, force=wiring.get("force", False), dry_run=wiring.get("dry_run", False))
+    return command.run(
+        config, force=wiring.get("force", False), dry_run=wiring.get("dry_run", False)
+    )
 
 
 def _check_processes(command: str) -> None:
@@ -106,7 +130,9 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        print(f"error: {one_line(str(error).partition(' GPU ')[0])} {_cures(config)}", file=sys.stderr)
+        print(
+            f"error: {one_line(str(error).partition(' GPU ')[0])} {_cures(config)}", file=sys.stderr
+        )
         raise typer.Exit(EXIT_USER_ERROR) from None
     if not is_main_process():
         return
@@ -143,14 +169,19 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
     shown = details["shown_default"] or (default is not None and default != [])
     bounds = {"min": bound(field, "ge"), "max": bound(field, "le")}
     common: dict[str, Any] = {
-        "help": field.description, "show_default": shown, "hidden": details["advanced"],
-        "rich_help_panel": details["panel"], **{key: value for key, value in bounds.items() if value is not None},
-    }  # fmt: skip
+        "help": field.description,
+        "show_default": shown,
+        "hidden": details["advanced"],
+        "rich_help_panel": details["panel"],
+        **{key: value for key, value in bounds.items() if value is not None},
+    }
     flags = [] if default is True else [config.flag(name)]
     info = Argument(**common) if details["argument"] else Option(*flags, **common)
     optional = kind if default is not None else kind | None
     annotation = Annotated[optional, info]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
@@ -158,11 +189,14 @@ def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
     flags = {name: extra(field) for name, field in config.model_fields.items()}
     return [
         inspect.Parameter(
-            name + BY_FLAG, inspect.Parameter.KEYWORD_ONLY, default=None,
+            name + BY_FLAG,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
             annotation=Annotated[str | None, Option(details["flag"], hidden=True)],
         )
-        for name, details in flags.items() if details["argument"] and details["flag"]
-    ]  # fmt: skip
+        for name, details in flags.items()
+        if details["argument"] and details["flag"]
+    ]
 
 
 def _wiring(command: Command) -> list[inspect.Parameter]:
@@ -170,25 +204,42 @@ def _wiring(command: Command) -> list[inspect.Parameter]:
     options: dict[str, tuple[Any, Any]] = {
         "config_file": (
             Path | None,
-            Option("--config", help="YAML file of settings, or an output directory to repeat.", rich_help_panel=OUTPUT),
+            Option(
+                "--config",
+                help="YAML file of settings, or an output directory to repeat.",
+                rich_help_panel=OUTPUT,
+            ),
         )
     }
     if command.has_force:
-        options["force"] = bool, Option("--force", help="Replace an existing output.", rich_help_panel=OUTPUT)
+        options["force"] = (
+            bool,
+            Option("--force", help="Replace an existing output.", rich_help_panel=OUTPUT),
+        )
     if command.dry_run:
-        options["dry_run"] = bool, Option("--dry-run", help="Show the plan and do nothing.", rich_help_panel=OUTPUT)
-    options["json_output"] = bool, Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT)
+        options["dry_run"] = (
+            bool,
+            Option("--dry-run", help="Show the plan and do nothing.", rich_help_panel=OUTPUT),
+        )
+    options["json_output"] = (
+        bool,
+        Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT),
+    )
     return [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None if name == "config_file" else False,
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if name == "config_file" else False,
             annotation=Annotated[kind, info],
         )
         for name, (kind, info) in options.items()
-    ]  # fmt: skip
+    ]
 
 
 @app.callback(invoke_without_command=True)
-def options(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
+def options(
+    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
+) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if version:
         print(__version__)
@@ -207,13 +258,20 @@ class PlainCommand(TyperCommand):
 
 
 def _add_commands() -> None:
-    groups = {"": app} | {name: typer.Typer(help=text, no_args_is_help=True) for name, (text, _) in GROUPS.items()}
+    groups = {"": app} | {
+        name: typer.Typer(help=text, no_args_is_help=True) for name, (text, _) in GROUPS.items()
+    }
     for panel, commands in {**PANELS, "Run saved commands": (run,)}.items():
         for command in commands:
             group, _, leaf = command.name.rpartition(" ")
-            advanced = any(extra(field)["advanced"] for field in command.config.model_fields.values())
+            advanced = any(
+                extra(field)["advanced"] for field in command.config.model_fields.values()
+            )
             add = groups[group].command(
-                leaf, cls=PlainCommand, epilog=MORE if advanced else None, rich_help_panel=None if group else panel
+                leaf,
+                cls=PlainCommand,
+                epilog=MORE if advanced else None,
+                rich_help_panel=None if group else panel,
             )
             add(typer_function(command))
     for name, (_, panel) in GROUPS.items():
@@ -266,6 +324,8 @@ def _print(outcome: Outcome, as_json: bool) -> None:
             for line in item.split("\n"):
                 print_words(console, line)
         else:
-            console.print(item, soft_wrap=not console.is_terminal)  # a terminal breaks captions between words
+            console.print(
+                item, soft_wrap=not console.is_terminal
+            )  # a terminal breaks captions between words
     if outcome.next:
         note(f"next: {outcome.next}")

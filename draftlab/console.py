@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from draftlab.trust import printable
 
@@ -68,7 +75,12 @@ def never_silent(label: str, seconds: float = MAX_SILENT_SECONDS) -> Iterator[No
         while not done.wait(seconds / 10):
             if time.monotonic() - stream.written_at > seconds:
                 elapsed = f"{time.monotonic() - started:.0f} s"
-                console.print(f"{label} is still working, {elapsed}", style="dim", highlight=False, markup=False)
+                console.print(
+                    f"{label} is still working, {elapsed}",
+                    style="dim",
+                    highlight=False,
+                    markup=False,
+                )
 
     threading.Thread(target=report, daemon=True).start()
     try:
@@ -84,7 +96,12 @@ def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None
 
     Reports go to the stderr of the start, even while the block redirects it.
     """
-    console, done, status, started = Console(file=sys.stderr, soft_wrap=True), threading.Event(), "", time.monotonic()
+    console, done, status, started = (
+        Console(file=sys.stderr, soft_wrap=True),
+        threading.Event(),
+        "",
+        time.monotonic(),
+    )
 
     def report() -> None:
         while not done.wait(seconds):

@@ -51,7 +51,9 @@ class MissingExtra(UserError):
     """A missing package that `pip install draftlab` does not install."""
 
     def __init__(self, package: str) -> None:
-        super().__init__(f"the package {package} is missing; pip install 'draftlab[{EXTRAS[package]}]'")
+        super().__init__(
+            f"the package {package} is missing; pip install 'draftlab[{EXTRAS[package]}]'"
+        )
 
 
 class Interrupted(KeyboardInterrupt):
@@ -80,7 +82,11 @@ def plain_words(message: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error: '; did you mean X?' with the nearest known name, or the list of known names."""
     names = sorted(known)
-    near = [n for n in difflib.get_close_matches(name, names, n=3, cutoff=0.65) if _same_numbers(name, n)]
+    near = [
+        n
+        for n in difflib.get_close_matches(name, names, n=3, cutoff=0.65)
+        if _same_numbers(name, n)
+    ]
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
 
 

@@ -16,7 +16,9 @@ BLOCK = 100  # number of samples in memory at a time
 SPLITS = 20
 
 Timing = tuple[int, float]  # tokens, seconds
-Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]  # [K, R] with drafts, [R] without drafts
+Timings = tuple[
+    Sequence[Sequence[Timing]], Sequence[Timing]
+]  # [K, R] with drafts, [R] without drafts
 
 
 class Interval(FileModel):
@@ -32,10 +34,14 @@ class Interval(FileModel):
 
     def as_speedup(self) -> str:
         """Return the text "1.52x (1.40 to 1.63)"; an estimate from one prompt has no interval."""
-        return f"{self.value:.2f}x " + (f"({self.low:.2f} to {self.high:.2f})" if self.n > 1 else "(n = 1)")
+        return f"{self.value:.2f}x " + (
+            f"({self.low:.2f} to {self.high:.2f})" if self.n > 1 else "(n = 1)"
+        )
 
 
-def bootstrap(statistic: "Callable[[np.ndarray], np.ndarray]", rows: int, seed: int = 0) -> "np.ndarray":
+def bootstrap(
+    statistic: "Callable[[np.ndarray], np.ndarray]", rows: int, seed: int = 0
+) -> "np.ndarray":
     """Return a statistic of all rows, then of each bootstrap sample, [1 + S, ...].
 
     The same seed draws the same samples, so that two statistics of the same prompts can be paired.
@@ -106,7 +112,9 @@ def speedup(timings: Timings, *, chosen_by: Sequence[Sequence[Timing]] | None = 
 
 def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
     """Return the first speed-up over the second. paired: Whether both have the same prompts, to be drawn together."""
-    ratios = _speedups(first, first[0], seed=0) / _speedups(second, second[0], seed=0 if paired else 1)
+    ratios = _speedups(first, first[0], seed=0) / _speedups(
+        second, second[0], seed=0 if paired else 1
+    )
     return interval(ratios, min(_timed_prompts(first), _timed_prompts(second)))
 
 
@@ -114,18 +122,26 @@ def _speedups(timings: Timings, chosen_by: Sequence[Sequence[Timing]], seed: int
     """Return the speed-up over all prompts, then of each sample, [1 + S]; nan for a sample without timed prompts."""
     import numpy as np
 
-    drafted, plain = np.array(timings[0], dtype=float), np.array(timings[1], dtype=float)  # [K, R, 2], [R, 2]
+    drafted, plain = (
+        np.array(timings[0], dtype=float),
+        np.array(timings[1], dtype=float),
+    )  # [K, R, 2], [R, 2]
     judged = np.array(chosen_by, dtype=float)  # [K, R, 2]
 
     def ratios(counts: np.ndarray) -> np.ndarray:
-        chosen, baseline = _at_cross_validated_k(drafted, judged, counts), counts @ plain  # [S, 2] each
+        chosen, baseline = (
+            _at_cross_validated_k(drafted, judged, counts),
+            counts @ plain,
+        )  # [S, 2] each
         with np.errstate(divide="ignore", invalid="ignore"):
             return chosen[:, 0] / chosen[:, 1] / (baseline[:, 0] / baseline[:, 1])
 
     return bootstrap(ratios, len(plain), seed)
 
 
-def _at_cross_validated_k(drafted: "np.ndarray", judged: "np.ndarray", counts: "np.ndarray") -> "np.ndarray":
+def _at_cross_validated_k(
+    drafted: "np.ndarray", judged: "np.ndarray", counts: "np.ndarray"
+) -> "np.ndarray":
     """Return tokens and seconds of each sample, [S, 2]; each half of the prompts is at the K fastest on the other."""
     import numpy as np
 
@@ -133,7 +149,8 @@ def _at_cross_validated_k(drafted: "np.ndarray", judged: "np.ndarray", counts: "
     first = np.stack([rng.permutation(n) < n // 2 for _ in range(SPLITS)])
     halves = np.stack([first, ~first]) * counts[:, None, None]  # [S, 2, SPLITS, R]
     sums, judging = (
-        np.einsum("shpr,krx->shpkx", halves, timings, optimize=True) for timings in (drafted, judged)
+        np.einsum("shpr,krx->shpkx", halves, timings, optimize=True)
+        for timings in (drafted, judged)
     )  # [S, 2, SPLITS, K, 2]
     others = np.where(
         judging[:, ::-1, :, :, 1:] > 0, judging[:, ::-1], judging.sum(1, keepdims=True)

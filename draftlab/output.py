@@ -9,11 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftlab import provenance
-from draftlab.atomic import check_free, check_space, claim_state, locked, new_directory, state_directory
+from draftlab.atomic import (
+    check_free,
+    check_space,
+    claim_state,
+    locked,
+    new_directory,
+    state_directory,
+)
 from draftlab.config.base import Config
 from draftlab.errors import Interrupted, UserError
 
-FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]  # disk, quota, largest file
+FULL = [
+    os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+]  # disk, quota, largest file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +97,13 @@ class Output:
         Raises:
             UserError: it belongs to another run and force is off, or it cannot be written.
         """
-        settings = {name: value for name, value in self.config.settings().items() if name not in but}
-        settings |= {"command": self.command, "inputs": [provenance.fingerprint(path) for path in inputs]}
+        settings = {
+            name: value for name, value in self.config.settings().items() if name not in but
+        }
+        settings |= {
+            "command": self.command,
+            "inputs": [provenance.fingerprint(path) for path in inputs],
+        }
         defaults = {name: field.default for name, field in type(self.config).model_fields.items()}
         claim_state(self.state, settings, defaults=defaults, force=self.force)
 
@@ -102,4 +116,6 @@ class Output:
     def record(self, directory: Path, inputs: Sequence[Path], **notes: object) -> None:
         """Write draftlab.json: the settings, hashes of the inputs, versions, time and memory."""
         notes |= {"command_line": self.command_line}
-        provenance.write_record(directory, self.command, self.config.settings(), inputs, self.started_at, **notes)
+        provenance.write_record(
+            directory, self.command, self.config.settings(), inputs, self.started_at, **notes
+        )

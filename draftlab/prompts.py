@@ -46,7 +46,9 @@ class Prompts:
     source: str
     sha256: str
     tokens: int | None  # each prompt was cut to this length
-    chat: bool = False  # whether the ids have the form of a chat template, ready for the assistant's answer
+    chat: bool = (
+        False  # whether the ids have the form of a chat template, ready for the assistant's answer
+    )
 
     @property
     def categories(self) -> tuple[str, ...]:
@@ -94,12 +96,18 @@ def load_prompts(
     of its held-out lines, by default at most 16.
     """
     if file is not None:
-        return file_prompts(file, tokenizer, tokens=tokens, chat=chat, system_prompt=system_prompt).spread(count)
+        return file_prompts(
+            file, tokenizer, tokens=tokens, chat=chat, system_prompt=system_prompt
+        ).spread(count)
     if tokens is None and tokenizer.chat_template and data.is_chat_file(source):
         heldout = file_prompts(Path(source), tokenizer, chat=chat, split="heldout")
-        note(f"{source}: its held-out conversations, which training leaves out, give {len(heldout.rows)} prompts")
+        note(
+            f"{source}: its held-out conversations, which training leaves out, give {len(heldout.rows)} prompts"
+        )
         return heldout.spread(count or min(FROM_DATA, len(heldout.rows)))
-    return data_prompts(source, tokenizer, count=count or FROM_DATA, tokens=tokens or FROM_DATA_TOKENS, seed=seed)
+    return data_prompts(
+        source, tokenizer, count=count or FROM_DATA, tokens=tokens or FROM_DATA_TOKENS, seed=seed
+    )
 
 
 def file_prompts(
@@ -129,9 +137,17 @@ def file_prompts(
     """
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
     numbered = list(islice(rows_of(file, prompt_of), count))  # each row has at least one prompt
-    chosen = [each for each in numbered if split is None or data.in_split(data.line_name(file, each[0]), split)]
+    chosen = [
+        each
+        for each in numbered
+        if split is None or data.in_split(data.line_name(file, each[0]), split)
+    ]
     if not chosen:
-        few = f"; its {len(numbered)} lines have none in the {split} split, so add lines" if numbered else ""
+        few = (
+            f"; its {len(numbered)} lines have none in the {split} split, so add lines"
+            if numbered
+            else ""
+        )
         raise UserError(f"{file} has no prompts{few}")
     rows: list[Prompt] = []
     for conversation, (number, row) in enumerate(chosen):
@@ -141,20 +157,30 @@ def file_prompts(
         else:
             rows.append(Prompt(_ids(row, where, tokenizer, tokens), row.category, conversation))
     if not on and (several := sum(bool(row.later) for _, row in chosen)):
-        note(f"{file.name}: {several} of {len(chosen)} prompts have several turns; without a chat the first is used")
+        note(
+            f"{file.name}: {several} of {len(chosen)} prompts have several turns; without a chat the first is used"
+        )
     rows = rows[:count]
     sha256 = digest(rows) if on else provenance.file_sha256(file)
     return Prompts(rows=rows, source=file.name, sha256=sha256, tokens=tokens, chat=on)
 
 
-def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int) -> Prompts:
+def data_prompts(
+    spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int
+) -> Prompts:
     """Return starts of held-out documents of a data source."""
-    rows = [Prompt(ids) for ids in data.heldout_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)]
+    rows = [
+        Prompt(ids)
+        for ids in data.heldout_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)
+    ]
     return Prompts(rows=rows, source=spec, sha256=digest(rows), tokens=tokens)
 
 
 def _has_chat(
-    chat: ChatMode, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, tokens: int | None
+    chat: ChatMode,
+    tokenizer: PreTrainedTokenizerBase,
+    system_prompt: str | None,
+    tokens: int | None,
 ) -> bool:
     """Raises UserError: the tokenizer has no chat template, or prompts in its form cannot be cut."""
     if chat == "off":
@@ -162,37 +188,61 @@ def _has_chat(
     if not tokenizer.chat_template:
         if chat == "on" or system_prompt is not None:
             option = "--chat on" if chat == "on" else "--system-prompt"
-            raise UserError(f"{option}: the tokenizer has no chat template; take a chat model, or leave it out")
+            raise UserError(
+                f"{option}: the tokenizer has no chat template; take a chat model, or leave it out"
+            )
         return False
     if tokens is not None:
-        raise UserError(f"--prompt-tokens {tokens} would cut off the end of a conversation; add --chat off")
+        raise UserError(
+            f"--prompt-tokens {tokens} would cut off the end of a conversation; add --chat off"
+        )
     return True
 
 
-def _ids(row: TextRow, where: str, tokenizer: PreTrainedTokenizerBase, tokens: int | None) -> list[int]:
+def _ids(
+    row: TextRow, where: str, tokenizer: PreTrainedTokenizerBase, tokens: int | None
+) -> list[int]:
     if row.messages:
-        reason = "--chat is off" if tokenizer.chat_template else "the tokenizer has no chat template"
+        reason = (
+            "--chat is off" if tokenizer.chat_template else "the tokenizer has no chat template"
+        )
         raise UserError(f"{where}: messages are for a chat, and {reason}")
     ids: list[int] = tokenizer(row.text, verbose=False)["input_ids"]
     if not ids:
         raise UserError(f"{where}: the prompt is empty")
     if tokens is not None and len(ids) < tokens:
-        raise UserError(f"{where}: the prompt has {len(ids)} tokens, fewer than --prompt-tokens {tokens}")
+        raise UserError(
+            f"{where}: the prompt has {len(ids)} tokens, fewer than --prompt-tokens {tokens}"
+        )
     return ids[:tokens]
 
 
 def _chat_prompts(
-    row: TextRow, where: str, conversation: int, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
+    row: TextRow,
+    where: str,
+    conversation: int,
+    tokenizer: PreTrainedTokenizerBase,
+    system_prompt: str | None,
 ) -> list[Prompt]:
     system: tuple[Message, ...] = ()
     if system_prompt is not None:
         system = ({"role": "system", "content": system_prompt},)
         if row.messages and row.messages[0]["role"] == "system":
-            raise UserError(f"{where}: the conversation has a system prompt of its own; drop --system-prompt")
+            raise UserError(
+                f"{where}: the conversation has a system prompt of its own; drop --system-prompt"
+            )
     prompts: list[Prompt] = []
     for asked in row.asked or [({"role": "user", "content": row.text},)]:
         messages = (*system, *asked)
-        prompts.append(Prompt(chat_ids(messages, tokenizer, where), row.category, conversation, messages, row.later))
+        prompts.append(
+            Prompt(
+                chat_ids(messages, tokenizer, where),
+                row.category,
+                conversation,
+                messages,
+                row.later,
+            )
+        )
     return prompts
 
 

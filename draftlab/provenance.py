@@ -79,7 +79,12 @@ class Stage(FileModel):
 
 
 def write_record(
-    directory: Path, command: str, config: dict[str, object], inputs: Sequence[Path], started_at: float, **notes: object
+    directory: Path,
+    command: str,
+    config: dict[str, object],
+    inputs: Sequence[Path],
+    started_at: float,
+    **notes: object,
 ) -> Record:
     """Write draftlab.json. started_at: time.time() at the start of the command."""
     record = Record(
@@ -116,7 +121,12 @@ def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before
     record = None
     with contextlib.suppress(UserError):  # a record of another version
         record = read_record(directory)
-    if record is None or directory in (*stages, target) or record.command == "import" or record.created > before:
+    if (
+        record is None
+        or directory in (*stages, target)
+        or record.command == "import"
+        or record.created > before
+    ):
         return
     for path in record.inputs:
         _add_stages(Path(path).resolve(), target, stages, record.created)
@@ -136,7 +146,9 @@ def _curve(log: Path) -> list[CurvePoint]:
         return []
     try:
         lines = [line for _, line in read_json_lines(log)]
-        points = [CurvePoint.model_validate(line | {"heldout": "grad_norm" not in line}) for line in lines]
+        points = [
+            CurvePoint.model_validate(line | {"heldout": "grad_norm" not in line}) for line in lines
+        ]
     except (TypeError, ValueError, UserError):
         note(f"{log} is damaged, so that reports will lack this run's curve")
         return []
@@ -159,7 +171,14 @@ def fingerprint(path: Path) -> str:
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
     digest = hashlib.sha256()
-    names = ("config.json", "tokenizer.json", "score.json", "manifest.json", "head_ids.json", "adapter_config.json")
+    names = (
+        "config.json",
+        "tokenizer.json",
+        "score.json",
+        "manifest.json",
+        "head_ids.json",
+        "adapter_config.json",
+    )
     if path.is_dir():
         suffix = ".safetensors" if any(path.glob("*.safetensors")) else ".bin"
         files = [f for f in sorted(path.iterdir()) if f.suffix == suffix or f.name in names]
@@ -199,7 +218,9 @@ def _commit(folder: Path) -> str | None:
     git = shutil.which("git")
     if git is None or not (folder / ".git").exists():
         return None
-    done = subprocess.run([git, "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    done = subprocess.run(
+        [git, "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
     return done.stdout.strip() if done.returncode == 0 else None
 
 

@@ -115,7 +115,9 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}{hint}") from None
     with reading(f"{file} is not a {kind.__name__.lower()}"):
-        return kind.model_validate(yaml.safe_load(data) if file.suffix in (".yaml", ".yml") else parse_json(data))
+        return kind.model_validate(
+            yaml.safe_load(data) if file.suffix in (".yaml", ".yml") else parse_json(data)
+        )
 
 
 def read_yaml(path: Path, label: str) -> Any:
@@ -130,7 +132,9 @@ def validation_text(error: ValidationError) -> str:
     for item in error.errors()[:3]:
         where = ".".join(str(part) for part in item["loc"])[:80] or "top level"
         value = "" if item["type"] == "missing" else f" (got {reprlib.repr(item['input'])})"
-        complaint = "should be an object" if item["type"].startswith("model_") else plain_words(item["msg"])
+        complaint = (
+            "should be an object" if item["type"].startswith("model_") else plain_words(item["msg"])
+        )
         parts.append(f"{where}: {complaint}{value}")
     more = f"; and {error.error_count() - 3} more" if error.error_count() > 3 else ""
     return one_line("; ".join(parts)) + more

@@ -11,7 +11,9 @@ from draftlab.reading import read_yaml
 
 class RunConfig(Config):
     recipe: Path = option(help="Recipe file: a YAML list of commands.", argument=True)
-    plan_only: bool = option(False, "Show which steps are done and which are to do.", flag="--dry-run")
+    plan_only: bool = option(
+        False, "Show which steps are done and which are to do.", flag="--dry-run"
+    )
 
 
 def read_recipe(path: Path) -> list[CommandStep]:
@@ -21,9 +23,15 @@ def read_recipe(path: Path) -> list[CommandStep]:
         UserError: names the step and the setting.
     """
     content = read_yaml(path, f"recipe {path}")
-    if not isinstance(content, dict) or set(content) != {"steps"} or not isinstance(content["steps"], list):
+    if (
+        not isinstance(content, dict)
+        or set(content) != {"steps"}
+        or not isinstance(content["steps"], list)
+    ):
         raise UserError(f"recipe {path}: want one key, steps, with a list of commands")
-    return [read_step(step, f"{path}: step {number}") for number, step in enumerate(content["steps"], 1)]
+    return [
+        read_step(step, f"{path}: step {number}") for number, step in enumerate(content["steps"], 1)
+    ]
 
 
 @command(RunConfig)
@@ -32,7 +40,11 @@ def run(config: RunConfig) -> Outcome:
     steps = read_recipe(config.recipe)
     if config.plan_only:
         plan = {str(step): "done" if step.is_done() else "to do" for step in steps}
-        return Outcome(path=None, show=[f"{name}: {state}" for name, state in plan.items()], data={"steps": plan})
+        return Outcome(
+            path=None,
+            show=[f"{name}: {state}" for name, state in plan.items()],
+            data={"steps": plan},
+        )
     outcome = Outcome(path=None, show=[], data={})
     for number, step in enumerate(steps, 1):
         outcome = step.run(f"[{number}/{len(steps)}] {step}")

@@ -64,8 +64,12 @@ class Registry(Generic[Kind]):
         """
         offered = self.plugins.get(name, [])
         if len(offered) + (name in self.builtin) > 1:
-            packages = [_package(entry) for entry in offered] + ["draftlab"] * (name in self.builtin)
-            raise UserError(f"{where}: the {self.what} {name!r} is in several packages: {', '.join(packages)}")
+            packages = [_package(entry) for entry in offered] + ["draftlab"] * (
+                name in self.builtin
+            )
+            raise UserError(
+                f"{where}: the {self.what} {name!r} is in several packages: {', '.join(packages)}"
+            )
         if name not in self.kinds and name in self.builtin:
             import_module(self.builtin[name])
         elif name not in self.kinds and offered:
@@ -78,9 +82,13 @@ class Registry(Generic[Kind]):
         try:
             entry.load()
         except Exception as error:  # whatever the import of another package raises
-            raise UserError(f"{where}: the package {_package(entry)} cannot be loaded: {one_line(error)}") from error
+            raise UserError(
+                f"{where}: the package {_package(entry)} cannot be loaded: {one_line(error)}"
+            ) from error
         if entry.name not in self.kinds:
-            raise UserError(f"{where}: the package {_package(entry)} has no {self.what} {entry.name!r}")
+            raise UserError(
+                f"{where}: the package {_package(entry)} has no {self.what} {entry.name!r}"
+            )
 
 
 def _package(entry: EntryPoint) -> str:
@@ -88,10 +96,14 @@ def _package(entry: EntryPoint) -> str:
 
 
 RULES: Registry[Any] = Registry(
-    "draftlab.rules", "verify rule", dict.fromkeys(("match", "block"), "draftlab.engine.rejection_rules")
+    "draftlab.rules",
+    "verify rule",
+    dict.fromkeys(("match", "block"), "draftlab.engine.rejection_rules"),
 )
 LOSSES: Registry[Any] = Registry(
-    "draftlab.losses", "loss", dict.fromkeys(("fkl", "jsd", "lk", "nla", "rkl", "tvd"), "draftlab.training.losses")
+    "draftlab.losses",
+    "loss",
+    dict.fromkeys(("fkl", "jsd", "lk", "nla", "rkl", "tvd"), "draftlab.training.losses"),
 )
 CROSS_ENTROPY = "ce"  # not registered: it compares with the text, not with the target
 REJECTION = "rejection"  # not registered: the engine computes it for all rows of a batch at once

@@ -39,7 +39,14 @@ class SamplingParams:
         """Return the parameters in words, as "greedy" or "temperature 0.7, top-p 0.9"."""
         if self.temperature == 0:
             return "greedy"
-        cuts = {"top-k": self.top_k, "top-p": self.top_p if self.top_p < 1 else 0, "min-p": self.min_p}
+        cuts = {
+            "top-k": self.top_k,
+            "top-p": self.top_p if self.top_p < 1 else 0,
+            "min-p": self.min_p,
+        }
         return ", ".join(
-            [f"temperature {self.temperature:g}", *(f"{name} {value:g}" for name, value in cuts.items() if value)]
+            [
+                f"temperature {self.temperature:g}",
+                *(f"{name} {value:g}" for name, value in cuts.items() if value),
+            ]
         )

@@ -29,7 +29,9 @@ def trusts_remote_code() -> bool:
 
 def printable(text: str, keep: str = "") -> str:
     """Return a text with control characters, line breaks and marks of direction escaped, except those to keep."""
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def is_name(text: object) -> bool:
@@ -66,8 +68,15 @@ def check_address(url: str | None) -> None:
         return
     try:
         parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
-        good = good and "@" not in parts.path + parts.query + parts.fragment  # the end of a password with / ? or #
+        good = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and url.isprintable()
+        )
+        good = (
+            good and "@" not in parts.path + parts.query + parts.fragment
+        )  # the end of a password with / ? or #
     except ValueError:
         good = False
     if not good:

@@ -26,7 +26,12 @@ Answer = Callable[[list[Prompt], list[int]], Sequence[Sequence[int]]]
 
 
 def answered(
-    prompts: Prompts, tokenizer: PreTrainedTokenizerBase, *, target: str, sampling: SamplingParams, answer: Answer
+    prompts: Prompts,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    target: str,
+    sampling: SamplingParams,
+    answer: Answer,
 ) -> Prompts:
     """Return a prompt for every turn; those with one turn are unchanged.
 
@@ -49,9 +54,16 @@ def answered(
         raise UserError(f"cannot write {file}: {error.strerror}") from None
     if len(rows) != prompts.requests:
         raise UserError(f"{file} has {len(rows)} requests, not {prompts.requests}; remove it")
-    first = list(chain.from_iterable(repeat(prompt, 1 + len(prompt.later)) for prompt in prompts.rows))
+    first = list(
+        chain.from_iterable(repeat(prompt, 1 + len(prompt.later)) for prompt in prompts.rows)
+    )
     rows = [
-        replace(prompt, ids=chat_ids(messages, tokenizer, f"{file}:{number}"), messages=messages, later=())
+        replace(
+            prompt,
+            ids=chat_ids(messages, tokenizer, f"{file}:{number}"),
+            messages=messages,
+            later=(),
+        )
         for number, (messages, prompt) in enumerate(zip(rows, first, strict=True), 1)
     ]
     note(
@@ -71,7 +83,9 @@ def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | Non
     return workspace.load().runs / FOLDER / f"{Path(prompts.source).stem}-{key[:12]}.jsonl"
 
 
-def _write(file: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer) -> list[Messages]:
+def _write(
+    file: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer
+) -> list[Messages]:
     """Let the target answer some conversations at a time, and go on where a killed run stopped."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
@@ -90,16 +104,23 @@ def _write(file: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
     return rows
 
 
-def _asked(prompts: list[Prompt], first: int, tokenizer: PreTrainedTokenizerBase, answer: Answer) -> list[Prompt]:
+def _asked(
+    prompts: list[Prompt], first: int, tokenizer: PreTrainedTokenizerBase, answer: Answer
+) -> list[Prompt]:
     """Return the requests of conversations, turn by turn of each. They are numbered from `first` on."""
     sizes = [1 + len(prompt.later) for prompt in prompts]
     talks = [[prompt] for prompt in prompts]
     numbers = [first + sum(sizes[:i]) for i in range(len(prompts))]
     while waiting := [i for i, talk in enumerate(talks) if talk[-1].later]:
-        texts = answer([talks[i][-1] for i in waiting], [numbers[i] + len(talks[i]) - 1 for i in waiting])
+        texts = answer(
+            [talks[i][-1] for i in waiting], [numbers[i] + len(talks[i]) - 1 for i in waiting]
+        )
         for i, ids in zip(waiting, texts, strict=True):
             prompt, said = talks[i][-1], tokenizer.decode(list(ids), skip_special_tokens=True)
-            turn = ({"role": "assistant", "content": said}, {"role": "user", "content": prompt.later[0]})
+            turn = (
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": prompt.later[0]},
+            )
             messages = (*prompt.messages, *turn)
             ids = chat_ids(messages, tokenizer, f"turn {len(talks[i]) + 1} after {said[:40]!r}")
             talks[i].append(replace(prompt, ids=ids, messages=messages, later=prompt.later[1:]))
@@ -110,7 +131,8 @@ def _read(file: Path) -> list[Messages]:
     """Raises UserError: the file was changed after it was written."""
     try:
         rows: list[Messages] = [
-            tuple(read_messages(row["messages"], f"{file}:{number}")) for number, row in read_json_lines(file)
+            tuple(read_messages(row["messages"], f"{file}:{number}"))
+            for number, row in read_json_lines(file)
         ]
     except (UserError, KeyError, TypeError):
         rows = []

@@ -33,10 +33,16 @@ class Workspace(FileModel):
 # the paper's models are the default without draftlab.yaml
 PRESETS: dict[str, Workspace] = {
     "tiny": Workspace(target="tiny", source="tiny", data="stdlib"),
-    "smollm2": Workspace(target="models/smollm2-135m-instruct", source="models/smollm2-135m-instruct", data="stdlib"),
-    "llama-65b": Workspace(target="huggyllama/llama-65b", source="huggyllama/llama-7b", data="hf:DKYoon/SlimPajama-6B"),
+    "smollm2": Workspace(
+        target="models/smollm2-135m-instruct", source="models/smollm2-135m-instruct", data="stdlib"
+    ),
+    "llama-65b": Workspace(
+        target="huggyllama/llama-65b", source="huggyllama/llama-7b", data="hf:DKYoon/SlimPajama-6B"
+    ),
     "llama-2-70b": Workspace(
-        target="meta-llama/Llama-2-70b-hf", source="meta-llama/Llama-2-7b-hf", data="hf:DKYoon/SlimPajama-6B"
+        target="meta-llama/Llama-2-70b-hf",
+        source="meta-llama/Llama-2-7b-hf",
+        data="hf:DKYoon/SlimPajama-6B",
     ),
     "llama-3.1-70b": Workspace(
         target="meta-llama/Llama-3.1-70B",
@@ -45,7 +51,10 @@ PRESETS: dict[str, Workspace] = {
         draft="meta-llama/Llama-3.2-1B",
     ),
     "qwen3-30b-a3b": Workspace(
-        target="Qwen/Qwen3-30B-A3B", source="Qwen/Qwen3-0.6B", data="hf:DKYoon/SlimPajama-6B", draft="Qwen/Qwen3-0.6B"
+        target="Qwen/Qwen3-30B-A3B",
+        source="Qwen/Qwen3-0.6B",
+        data="hf:DKYoon/SlimPajama-6B",
+        draft="Qwen/Qwen3-0.6B",
     ),
 }
 DEFAULT = PRESETS["llama-65b"]
@@ -56,7 +65,9 @@ def preset(name: str) -> Workspace:
     if name in PRESETS:
         return PRESETS[name]
     if Path(name).is_dir():
-        raise UserError(f"{name} is not a preset but a directory; use draftlab init --target {name}")
+        raise UserError(
+            f"{name} is not a preset but a directory; use draftlab init --target {name}"
+        )
     raise UserError(
         f"no preset {name!r}{did_you_mean(name, PRESETS)}; for another checkpoint use draftlab init --target DIRECTORY "
         "or --target ORGANISATION/NAME of the hub"
@@ -93,7 +104,9 @@ def write(workspace: Workspace, folder: Path = Path(), comment: str | None = Non
     fields = workspace.model_dump(mode="json", exclude_none=True)
     lines = ["defaults of draftlab's commands", *([comment] if comment else [])]
     try:
-        write_atomic(file, "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(fields, sort_keys=False))
+        write_atomic(
+            file, "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(fields, sort_keys=False)
+        )
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}") from None
     return file

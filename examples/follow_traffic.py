@@ -19,7 +19,9 @@ def follow(traffic: Path, draft: Path, out: Path, **training: Any) -> Path:
     *_, seen, newest = sorted(file.parent for file in traffic.glob("*/manifest.json"))
     COMMANDS["distill"](draft=str(draft), outputs=seen, out=out, **training)
     judged = out.with_name(f"{out.name}-judged")
-    result: Any = COMMANDS["replay"](directory=newest, draft=[str(draft), str(out)], k=JUDGED_K, out=judged).data
+    result: Any = COMMANDS["replay"](
+        directory=newest, draft=[str(draft), str(out)], k=JUDGED_K, out=judged
+    ).data
     before, after = (replay["rows"][0]["tokens_per_pass"] for replay in result["replays"])
     print(f"tokens per target pass on {newest.name}: {before['value']:.3f} -> {after['value']:.3f}")
     return out if after["low"] > before["value"] else draft

@@ -67,7 +67,9 @@ FAMILIES = {
     "llama3_tied": lambda: LlamaForCausalLM(
         LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE)
     ),
-    "llama_biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+    "llama_biases": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
+    ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
     "qwen2_tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
@@ -78,7 +80,9 @@ GRANITE = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 OTHER_BLOCKS = {  # the engine computes them; a refit does not, or not in every way
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})),
+    "olmo2": lambda: Olmo2ForCausalLM(
+        Olmo2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})
+    ),
     "granite": lambda: GraniteForCausalLM(
         GraniteConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}, **GRANITE)
     ),
@@ -106,8 +110,14 @@ def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
 
 def save_neox(out: Path, tokenizer: Path, layers: int = 1) -> Path:
     """Save a random model that has other tensors than LLaMA's, with a tokenizer of so many ids."""
-    sizes: dict[str, Any] = {"vocab_size": SIZES["vocab_size"], "hidden_size": 32, "intermediate_size": 64}
-    config = GPTNeoXConfig(**sizes, num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=512)
+    sizes: dict[str, Any] = {
+        "vocab_size": SIZES["vocab_size"],
+        "hidden_size": 32,
+        "intermediate_size": 64,
+    }
+    config = GPTNeoXConfig(
+        **sizes, num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=512
+    )
     torch.manual_seed(0)
     GPTNeoXForCausalLM(config).save_pretrained(out)
     for file in tokenizer.iterdir():
@@ -117,7 +127,9 @@ def save_neox(out: Path, tokenizer: Path, layers: int = 1) -> Path:
 
 def logits_by_transformers(directory: Path, ids: Tensor) -> Tensor:
     """Return a checkpoint's logits in float32, of which transformers misses and needs no tensor."""
-    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     with torch.inference_mode():
@@ -132,8 +144,12 @@ def rounding(dtype: torch.dtype, terms: int, magnitude: float, factor: float = 4
     return factor * torch.finfo(dtype).eps * math.sqrt(terms) * magnitude
 
 
-def setup(teacher: TeacherModel, batches: Batches, heldout: list[Batch], loss: str = "fkl") -> TrainingSetup:
-    return TrainingSetup(teacher=teacher, batches=batches, heldout=HeldOut(heldout, 1.0), loss=parse_loss(loss))
+def setup(
+    teacher: TeacherModel, batches: Batches, heldout: list[Batch], loss: str = "fkl"
+) -> TrainingSetup:
+    return TrainingSetup(
+        teacher=teacher, batches=batches, heldout=HeldOut(heldout, 1.0), loss=parse_loss(loss)
+    )
 
 
 def until(stop: int | None, records: Iterable[Record]) -> Iterator[Record]:
@@ -166,7 +182,9 @@ def recording(drafter: type[Drafter], *arguments: Any) -> Any:
             super().reset(rows, capacity)
             self.seen: list[tuple[list[list[int]], Draft]] = []
 
-        def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        def propose(
+            self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        ) -> Draft:
             draft = super().propose(texts, count, sampling, uniform)
             self.seen.append(([list(text) for text in texts], draft))
             return draft

@@ -10,7 +10,9 @@ from builders import FAMILIES, OTHER_BLOCKS, SIZES, TOKENIZER_TEXT, build
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.model import checkpoint, hub, saving
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # one: tests run beside each other
+torch.set_num_threads(
+    int(os.environ.get("OMP_NUM_THREADS", "1"))
+)  # one: tests run beside each other
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +21,9 @@ def fp32(tmp_path_factory) -> Path:
     out, target = tmp_path_factory.mktemp("tiny") / "tiny", hub.locate("tiny")
     out.mkdir()
     weights = ((name, tensor.float()) for name, tensor in checkpoint.Weights(target).items())
-    saving.write_checkpoint(out, checkpoint.read_config(target) | {"dtype": "float32"}, weights, target)
+    saving.write_checkpoint(
+        out, checkpoint.read_config(target) | {"dtype": "float32"}, weights, target
+    )
     return out
 
 

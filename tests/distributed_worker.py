@@ -44,9 +44,21 @@ class Rows:
 
 def trained(out: Path) -> dict[str, Tensor]:
     """Weights and masks after a few steps of the loop."""
-    model, masks, teacher = build("mistral", seed=1), Masks(HAVE, smaller(HAVE), 0), build("mistral", seed=2)
+    model, masks, teacher = (
+        build("mistral", seed=1),
+        Masks(HAVE, smaller(HAVE), 0),
+        build("mistral", seed=2),
+    )
     with masked(model, masks, 1e-6):
-        list(train(model, setup(teacher, Rows(), [Rows().batch(9)]), SETTINGS, out.with_suffix(".state"), masks))
+        list(
+            train(
+                model,
+                setup(teacher, Rows(), [Rows().batch(9)]),
+                SETTINGS,
+                out.with_suffix(".state"),
+                masks,
+            )
+        )
     return {name: p.detach() for name, p in [*model.named_parameters(), *masks.named_parameters()]}
 
 
@@ -56,13 +68,19 @@ def distilled(out: Path) -> dict[str, Tensor]:
         steps=4, optimizer="adamw", lr=1e-3, dtype="float32", eval_steps=4, save_steps=2,
         micro_batch_tokens=16, warmup_ratio=0.5, weight_decay=0.1,
     )  # fmt: skip
-    learnt, state = setup(build("llama", seed=2), Rows(), [Rows().batch(9)]), out.with_suffix(".state")
+    learnt, state = (
+        setup(build("llama", seed=2), Rows(), [Rows().batch(9)]),
+        out.with_suffix(".state"),
+    )
     for stop in (3, 5) if process_state().num_processes > 1 else (5,):
         with remote_code(True):  # DeepSpeed's checkpoints have pickles
             steps = takewhile(
-                lambda r, stop=stop: r.step < stop, train(build("llama", seed=1), learnt, settings, state)
+                lambda r, stop=stop: r.step < stop,
+                train(build("llama", seed=1), learnt, settings, state),
             )
-            metrics = [record.selection_metric for record in steps if isinstance(record, EvalRecord)]
+            metrics = [
+                record.selection_metric for record in steps if isinstance(record, EvalRecord)
+            ]
     assert metrics.index(max(metrics)) == len(metrics) - 1
     process_state().wait_for_everyone()
     return best_weights(state, "student")
@@ -108,9 +126,13 @@ def written(sharded: bool) -> dict[str, Tensor]:
     if sharded:
         shard(model, step)
         register_fsdp_forward_method(step, "around")
-    together = DistributedDataParallel(step) if process_state().num_processes > 1 and not sharded else step
+    together = (
+        DistributedDataParallel(step) if process_state().num_processes > 1 and not sharded else step
+    )
     passed, here = list[int](), process_state()
-    model.register_forward_pre_hook(lambda *all: passed.append(len(all[2]["input_ids"])), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda *all: passed.append(len(all[2]["input_ids"])), with_kwargs=True
+    )
     own = StudentBatches(model, Starts(), 4, 1.0, tuple(range(100)), 307, 0)
     optimizer, texts = torch.optim.SGD(model.parameters(), lr=0.1), list[Batch]()
     for number in range(3):
@@ -144,7 +166,10 @@ def whole(tensor: Tensor) -> Tensor:
 def main(out: Path, *chosen: str) -> None:
     sharded = "RANK" in os.environ
     kinds = {"train": trained, "distil": distilled, "step": lambda _: gradients(sharded)}
-    kinds |= {"write": lambda _: written(sharded=False), "write-sharded": lambda _: written(sharded)}
+    kinds |= {
+        "write": lambda _: written(sharded=False),
+        "write-sharded": lambda _: written(sharded),
+    }
     for kind in chosen:
         tensors = {name: whole(tensor) for name, tensor in kinds[kind](out).items()}
         if os.environ.get("RANK", "0") == "0":

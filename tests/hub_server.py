@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.+?))?)?/?$")
+API = re.compile(
+    r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.+?))?)?/?$"
+)
 RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 LFS = (".safetensors", ".bin", ".model", ".gguf")
 
@@ -28,7 +30,12 @@ class Hub:
 
     def environment(self, home: Path) -> dict[str, str]:
         """What a process needs to take this for the hub, with a cache of its own under home."""
-        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_OFFLINE": "0",
+        }
 
     def weights(self) -> list[str]:
         return [name for name in self.fetched if name.endswith((".safetensors", ".bin"))]
@@ -36,7 +43,9 @@ class Hub:
     def folder(self, repo: str, revision: str) -> tuple[Path, str] | None:
         """The folder of a revision, by its name or its commit, and its commit."""
         named = self.repos[repo]
-        shas = {name: hashlib.sha1(str(place).encode()).hexdigest() for name, place in named.items()}
+        shas = {
+            name: hashlib.sha1(str(place).encode()).hexdigest() for name, place in named.items()
+        }
         return next(((named[n], sha) for n, sha in shas.items() if revision in (n, sha)), None)
 
 
@@ -44,7 +53,11 @@ def entry(root: Path, file: Path) -> dict[str, Any]:
     content = file.read_bytes()
     oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     told = {"type": "file", "path": str(file.relative_to(root)), "size": len(content), "oid": oid}
-    lfs = {"lfs": {"oid": etag(file), "size": len(content), "pointerSize": 134}} if file.suffix in LFS else {}
+    lfs = (
+        {"lfs": {"oid": etag(file), "size": len(content), "pointerSize": 134}}
+        if file.suffix in LFS
+        else {}
+    )
     return told | lfs
 
 
@@ -56,7 +69,9 @@ def etag(file: Path) -> str:
 
 
 @contextmanager
-def running_hub(repos: dict[str, dict[str, Path]], gated: frozenset[str] = frozenset()) -> Iterator[Hub]:
+def running_hub(
+    repos: dict[str, dict[str, Path]], gated: frozenset[str] = frozenset()
+) -> Iterator[Hub]:
     hub = Hub(repos, gated)
 
     class Handler(BaseHTTPRequestHandler):
@@ -75,7 +90,14 @@ def running_hub(repos: dict[str, dict[str, Path]], gated: frozenset[str] = froze
         do_HEAD = do_POST = do_GET
 
         def api(
-            self, kind: str, name: str, what: str | None, revision: str | None, below: str | None, *, body: bytes
+            self,
+            kind: str,
+            name: str,
+            what: str | None,
+            revision: str | None,
+            below: str | None,
+            *,
+            body: bytes,
         ) -> None:
             place = self.place(f"{kind}/{name}", revision or "main")
             if place is None:
@@ -97,7 +119,14 @@ def running_hub(repos: dict[str, dict[str, Path]], gated: frozenset[str] = froze
                 self.json([entry(folder, f) for f in files if str(f.relative_to(folder)) in wanted])
             else:
                 siblings = [{"rfilename": str(f.relative_to(folder))} for f in files]
-                told = {"_id": name, "id": name, "sha": sha, "siblings": siblings, "private": False, "tags": []}
+                told = {
+                    "_id": name,
+                    "id": name,
+                    "sha": sha,
+                    "siblings": siblings,
+                    "private": False,
+                    "tags": [],
+                }
                 self.json(told | {"downloads": 0, "likes": 0, "gated": False, "disabled": False})
 
         def file(self, datasets: str | None, name: str, revision: str, path: str) -> None:
@@ -115,7 +144,9 @@ def running_hub(repos: dict[str, dict[str, Path]], gated: frozenset[str] = froze
             head |= {"ETag": f'"{etag(file)}"', "Accept-Ranges": "bytes"}
             if asked := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("range", "")):
                 first, last = int(asked[1]), int(asked[2] or len(content) - 1)
-                head["Content-Range"] = f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}"
+                head["Content-Range"] = (
+                    f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}"
+                )
                 content, status = content[first : last + 1], 206
             if self.command == "GET":
                 hub.fetched.append(f"{name}/{path}")
@@ -125,11 +156,22 @@ def running_hub(repos: dict[str, dict[str, Path]], gated: frozenset[str] = froze
             """As Hub.folder; None where an error was answered."""
             name = repo.split("/", 1)[1]
             if repo not in hub.repos:  # as the hub says it to those who did not log in
-                self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+                self.answer(
+                    401,
+                    b"{}",
+                    {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
+                )
             elif name in hub.gated:
-                self.answer(403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+                self.answer(
+                    403,
+                    b"{}",
+                    {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"},
+                )
             elif (place := hub.folder(repo, revision)) is None:
-                said = {"X-Error-Code": "RevisionNotFound", "X-Error-Message": f"Invalid rev id: {revision}"}
+                said = {
+                    "X-Error-Code": "RevisionNotFound",
+                    "X-Error-Message": f"Invalid rev id: {revision}",
+                }
                 self.answer(404, b"{}", said)
             else:
                 return place

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-RECORDED = json.loads((Path(__file__).parent / "data" / "vllm_tiny.json").read_text())  # vLLM 0.32.0, CPU, fp32
+RECORDED = json.loads(
+    (Path(__file__).parent / "data" / "vllm_tiny.json").read_text()
+)  # vLLM 0.32.0, CPU, fp32
 Answering = Callable[[str, str, Any], tuple[int, Any]]  # method, path, body -> status, answer
 DROP = -1  # a status: close the connection without an answer
 
@@ -58,8 +60,16 @@ def replay(which: str) -> Answering:
     """What a real vLLM answered to the very same requests."""
 
     def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
-        found = [r for r in RECORDED[which] if (r["method"], r["path"], r["body"]) == (method, path, body)]
-        return (found[0]["status"], found[0]["answer"]) if found else (500, f"{method} {path} was not recorded")
+        found = [
+            r
+            for r in RECORDED[which]
+            if (r["method"], r["path"], r["body"]) == (method, path, body)
+        ]
+        return (
+            (found[0]["status"], found[0]["answer"])
+            if found
+            else (500, f"{method} {path} was not recorded")
+        )
 
     return answer
 
@@ -105,16 +115,24 @@ class SmallVLLM:
 
     def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         if path == "/metrics":
-            return 200, "".join(f"vllm:spec_decode_{name} {value}\n" for name, value in self.grown.items())
+            return 200, "".join(
+                f"vllm:spec_decode_{name} {value}\n" for name, value in self.grown.items()
+            )
         if path == "/v1/models":
-            return 200, {"data": [{"id": "small", "owned_by": "vllm", "max_model_len": self.longest}]}
+            return 200, {
+                "data": [{"id": "small", "owned_by": "vllm", "max_model_len": self.longest}]
+            }
         if path == "/version":
             return 200, {"version": "0.32.0"}
         if path == "/tokenize":
-            return 200, {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+            return 200, {
+                "tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+            }
         if isinstance(body["prompt"][0], list):
             return 200, {"choices": [self._of_batch(body, *body["prompt"])]}
-        return 200, {"choices": [self._scored(body) if "prompt_logprobs" in body else self._written(body)]}
+        return 200, {
+            "choices": [self._scored(body) if "prompt_logprobs" in body else self._written(body)]
+        }
 
     def _of_batch(self, body: Any, ids: list[int]) -> dict[str, Any]:
         """A batch of one prompt, as lm-eval asks: greedy text, or with echo the log-probabilities of the prompt."""
@@ -122,11 +140,17 @@ class SmallVLLM:
             text = list(ids)
             for _ in range(body["max_tokens"]):
                 text.append(int(self._log_probs(text)[-1].argmax()))
-            return {"index": 0, "text": self.tokenizer.decode(text[len(ids) :], skip_special_tokens=True)}
+            return {
+                "index": 0,
+                "text": self.tokenizer.decode(text[len(ids) :], skip_special_tokens=True),
+            }
         log_p = self._log_probs(ids)
         values = [float(row[i]) for row, i in zip(log_p, ids[1:], strict=False)]
         tops = [{str(int(row.argmax())): float(row.max())} for row in log_p]
-        logprobs = {"token_logprobs": [None, *values, float(log_p[-1].max())], "top_logprobs": [None, *tops]}
+        logprobs = {
+            "token_logprobs": [None, *values, float(log_p[-1].max())],
+            "top_logprobs": [None, *tops],
+        }
         return {"index": 0, "logprobs": logprobs}
 
     @torch.no_grad()
@@ -138,7 +162,9 @@ class SmallVLLM:
         rows: list[dict[str, Any] | None] = [None]
         for log_p, came in zip(self._log_probs(ids), ids[1:], strict=False):
             listed = [came, *log_p.topk(body["prompt_logprobs"]).indices.tolist()]
-            rows.append({str(i): {"logprob": float(log_p[i]), "decoded_token": "?"} for i in listed})
+            rows.append(
+                {str(i): {"logprob": float(log_p[i]), "decoded_token": "?"} for i in listed}
+            )
         return {"prompt_logprobs": rows}
 
     def _written(self, body: Any) -> dict[str, Any]:
@@ -146,7 +172,11 @@ class SmallVLLM:
         while len(ids) < body["max_tokens"]:
             log_p = self._log_probs(body["prompt"] + ids)[-1]
             heat = body["temperature"]
-            new = torch.multinomial((log_p / heat).softmax(-1), 1, generator=rng) if heat else log_p.argmax(-1)
+            new = (
+                torch.multinomial((log_p / heat).softmax(-1), 1, generator=rng)
+                if heat
+                else log_p.argmax(-1)
+            )
             ids.append(int(new))
             values.append(float(log_p[ids[-1]]))
             listed = [ids[-1], *log_p.topk(body.get("logprobs", 0)).indices.tolist()]
@@ -166,9 +196,16 @@ class SmallVLLM:
             for _ in range(self.k):
                 text.append(int(self.draft(input_ids=torch.tensor([text])).logits[0, -1].argmax()))
             pairs = zip(text[len(prompt) + at :], ids[at:], strict=False)
-            stood = next((i for i, (a, b) in enumerate(pairs) if a != b), min(self.k, len(ids) - at))
+            stood = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b), min(self.k, len(ids) - at)
+            )
             self._grow({"num_drafts_total": 1, "num_draft_tokens_total": self.k})
-            self._grow({f'num_accepted_tokens_per_pos_total{{position="{i}"}}': i < stood for i in range(self.k)})
+            self._grow(
+                {
+                    f'num_accepted_tokens_per_pos_total{{position="{i}"}}': i < stood
+                    for i in range(self.k)
+                }
+            )
             at += stood + 1
 
     def _grow(self, by: dict[str, float]) -> None:
@@ -176,8 +213,14 @@ class SmallVLLM:
             self.grown[name] = self.grown.get(name, 0.0) + value
 
     @staticmethod
-    def _choice(ids: list[int], values: list[float], tops: list[Any], reason: str) -> dict[str, Any]:
-        return {"token_ids": ids, "logprobs": {"token_logprobs": values, "top_logprobs": tops}, "finish_reason": reason}
+    def _choice(
+        ids: list[int], values: list[float], tops: list[Any], reason: str
+    ) -> dict[str, Any]:
+        return {
+            "token_ids": ids,
+            "logprobs": {"token_logprobs": values, "top_logprobs": tops},
+            "finish_reason": reason,
+        }
 
 
 @dataclass(frozen=True)
@@ -192,17 +235,23 @@ class PacedVLLM:
 
     def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         if path == "/metrics":
-            return 200, "".join(f"vllm:spec_decode_{name}_total {value}\n" for name, value in self.grown.items())
+            return 200, "".join(
+                f"vllm:spec_decode_{name}_total {value}\n" for name, value in self.grown.items()
+            )
         if path == "/v1/models":
             return 200, {"data": [{"id": "small", "owned_by": "vllm", "max_model_len": 128}]}
         if path == "/version":
             return 200, {"version": "0.32.0"}
         if path == "/tokenize":
-            return 200, {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+            return 200, {
+                "tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+            }
         steps = body["max_tokens"] - 1
         time.sleep(steps * self.step_seconds)
         with self.lock:
             for name, value in (("num_drafts", steps), ("num_draft_tokens", steps * self.k)):
                 if self.k:
                     self.grown[name] = self.grown.get(name, 0.0) + value
-        return 200, {"choices": [{"token_ids": [5] * body["max_tokens"], "finish_reason": "length"}]}
+        return 200, {
+            "choices": [{"token_ids": [5] * body["max_tokens"], "finish_reason": "length"}]
+        }

@@ -33,5 +33,9 @@ def draftlab(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", ""), *sys.path])
     environ = os.environ | {"PYTHONPATH": path, "COLUMNS": "400"}
     return subprocess.run(
-        [sys.executable, "-m", "draftlab", *arguments], cwd=site.parent, env=environ, capture_output=True, text=True
+        [sys.executable, "-m", "draftlab", *arguments],
+        cwd=site.parent,
+        env=environ,
+        capture_output=True,
+        text=True,
     )

@@ -7,7 +7,10 @@ from test_layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-START, END = "<!-- tree: made by `make docs` from the modules' first lines -->", "<!-- end of tree -->"
+START, END = (
+    "<!-- tree: made by `make docs` from the modules' first lines -->",
+    "<!-- end of tree -->",
+)
 ORDER = [name for layer in LAYERS for name in layer if name != "__main__"]
 
 
@@ -18,7 +21,9 @@ def tree() -> str:
         place = ROOT / "draftlab" / name
         room = place.is_dir()
         file = place / "__init__.py" if room else place.with_suffix(".py")
-        lines.append(f"{name}/".ljust(16) + purpose(file) if room else file.name.ljust(16) + purpose(file))
+        lines.append(
+            f"{name}/".ljust(16) + purpose(file) if room else file.name.ljust(16) + purpose(file)
+        )
     return "\n".join(["```", *lines, "```"])
 
 

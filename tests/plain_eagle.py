@@ -24,14 +24,22 @@ def rotated(x: Tensor, position: int, theta: float) -> Tensor:
     for i in range(half):
         angle = position * theta ** (-2 * i / len(x))
         a, b = x[i], x[i + half]
-        out[i], out[i + half] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
+        out[i], out[i + half] = (
+            a * math.cos(angle) - b * math.sin(angle),
+            b * math.cos(angle) + a * math.sin(angle),
+        )
     return out
 
 
 VARIANTS: dict[str, dict[str, Any]] = {  # of a head
     "plain": {},
     "residual": {"norm_before_residual": True},
-    "speculators": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "sliding_window": 3},
+    "speculators": {
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "norm_output": True,
+        "sliding_window": 3,
+    },
     "fc_norm": {"fc_norm": True, "qk_norm": True, "sliding_window": 4},
 }
 
@@ -51,21 +59,42 @@ class PlainHead:
 
         The norms before fc and of queries and keys are there if their weights are.
         """
-        self.sizes, self.weights, self.ids, self.embedding, self.residual = sizes, weights, ids, embedding, residual
+        self.sizes, self.weights, self.ids, self.embedding, self.residual = (
+            sizes,
+            weights,
+            ids,
+            embedding,
+            residual,
+        )
         self.norm_output, self.window = norm_output, window
 
     @classmethod
     def of(cls, folder: Path, embedding: Tensor) -> "PlainHead":
         config = json.loads((folder / "config.json").read_text())
-        weights = {name: w.to(embedding) for name, w in load_file(folder / "model.safetensors").items()}
+        weights = {
+            name: w.to(embedding) for name, w in load_file(folder / "model.safetensors").items()
+        }
         ids = torch.arange(config["draft_vocab_size"]) + weights.pop("d2t").long()
         known = weights.pop("t2d").bool()
         assert known.nonzero().squeeze(1).tolist() == sorted(ids.tolist())
-        plain = {name.removeprefix("midlayer.").removeprefix("layers.0."): w for name, w in weights.items()}
+        plain = {
+            name.removeprefix("midlayer.").removeprefix("layers.0."): w
+            for name, w in weights.items()
+        }
         sizes = config.get("transformer_layer_config", config)
-        window = sizes["sliding_window"] if sizes.get("layer_types") == ["sliding_attention"] else None
+        window = (
+            sizes["sliding_window"] if sizes.get("layer_types") == ["sliding_attention"] else None
+        )
         own = plain.pop("embed_tokens.weight", embedding)
-        return cls(sizes, plain, ids, own, config["norm_before_residual"], config.get("norm_output", False), window)
+        return cls(
+            sizes,
+            plain,
+            ids,
+            own,
+            config["norm_before_residual"],
+            config.get("norm_output", False),
+            window,
+        )
 
     def chain(self, text: list[int], states: Tensor, start: int, steps: int) -> list[Tensor]:
         """Logits [W] of each step of the chain that begins at position start; text is given in all steps.
@@ -93,7 +122,9 @@ class PlainHead:
         if "fc_norm.0.weight" in w:
             size = len(w["fc_norm.0.weight"])
             parts = [state[i : i + size] for i in range(0, len(state), size)]
-            return torch.cat([rms(part, w[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)])
+            return torch.cat(
+                [rms(part, w[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)]
+            )
         return state
 
     def layer(self, inputs: list[tuple[int, Tensor, int]]) -> Tensor:
@@ -117,19 +148,29 @@ class PlainHead:
             g = h * kv_heads // heads
             turned = rotated(q[h], position, theta)
             scores = torch.stack([turned @ key[g] for key in keys]) / math.sqrt(c)
-            out.append(sum(p * value[g] for p, value in zip(torch.softmax(scores, 0), values, strict=True)))
+            out.append(
+                sum(p * value[g] for p, value in zip(torch.softmax(scores, 0), values, strict=True))
+            )
         x = (normed if self.residual else state) + w["self_attn.o_proj.weight"] @ torch.cat(out)
         normed = rms(x, w["post_attention_layernorm.weight"], eps)
         gate = w["mlp.gate_proj.weight"] @ normed
-        return x + w["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * (w["mlp.up_proj.weight"] @ normed))
+        return x + w["mlp.down_proj.weight"] @ (
+            gate * torch.sigmoid(gate) * (w["mlp.up_proj.weight"] @ normed)
+        )
 
     def of_head(self, name: str, rows: Tensor) -> Tensor:
         """Queries or keys [H, C], with their norm if there is one."""
         weight = self.weights.get(f"self_attn.{name}_norm.weight")
-        return rows if weight is None else torch.stack([rms(r, weight, self.sizes["rms_norm_eps"]) for r in rows])
+        return (
+            rows
+            if weight is None
+            else torch.stack([rms(r, weight, self.sizes["rms_norm_eps"]) for r in rows])
+        )
 
 
-def target_and_head(folder: Path, device: torch.device = checkpoint.CPU) -> tuple[llama.Llama, EagleLlama]:
+def target_and_head(
+    folder: Path, device: torch.device = checkpoint.CPU
+) -> tuple[llama.Llama, EagleLlama]:
     """Return a target whose last token decides nearly alone, written to folder, and a head that half knows its ways."""
     model: Any = build("llama", 1)
     generator = torch.Generator().manual_seed(0)
@@ -141,16 +182,27 @@ def target_and_head(folder: Path, device: torch.device = checkpoint.CPU) -> tupl
     model.save_pretrained(folder)
     target = llama.load(folder, torch.float32, device)
     config = eagle.head_config(folder, None, 307)
-    weights = {name: 0.02 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    weights = {
+        name: 0.02 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+    }
     weights["lm_head.weight"] = target.head.cpu().clone()
-    for name in ("norm", "layers.0.input_layernorm", "layers.0.hidden_norm", "layers.0.post_attention_layernorm"):
+    for name in (
+        "norm",
+        "layers.0.input_layernorm",
+        "layers.0.hidden_norm",
+        "layers.0.post_attention_layernorm",
+    ):
         weights[f"{name}.weight"] = torch.ones(64)
     size, width = config.head_dim, config.kv_heads * config.head_dim
-    value, key = (torch.linalg.qr(torch.randn(64, n, generator=generator)).Q.T for n in (width, size))
+    value, key = (
+        torch.linalg.qr(torch.randn(64, n, generator=generator)).Q.T for n in (width, size)
+    )
     weights["layers.0.self_attn.v_proj.weight"][:, :64] = 3 * value
     shared = value.T.unflatten(1, (-1, size)).repeat_interleave(config.heads // config.kv_heads, 1)
     weights["layers.0.self_attn.o_proj.weight"] += shared.flatten(1)
-    weights["layers.0.self_attn.q_proj.weight"][:, :64] += 2 * key.repeat(config.heads, 1)  # attends to its own token
+    weights["layers.0.self_attn.q_proj.weight"][:, :64] += 2 * key.repeat(
+        config.heads, 1
+    )  # attends to its own token
     weights["layers.0.self_attn.k_proj.weight"][:, :64] += 2 * key.repeat(config.kv_heads, 1)
     weights = {name: weight.to(device) for name, weight in weights.items()}
     head = eagle.Head(config=config, weights=weights, ids=torch.arange(307), embedding=None)

@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    return_and_correct_aliasing,
+)
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("meta")  # the one besides the CPU that autograd needs no driver for
@@ -62,15 +66,24 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         away = isinstance(own, Elsewhere)
     placed = {tensor.device for tensor in tensors if tensor.dim()}
     if name not in CROSSES and len(placed) > 1:
-        raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {placed}")
+        raise RuntimeError(
+            f"{name}: expected all tensors to be on the same device, but found {placed}"
+        )
     if name == "aten::_local_scalar_dense":
-        return args[0].tolist() if isinstance(args[0], Elsewhere) else func(*args)  # a wait, like .tolist()
+        return (
+            args[0].tolist() if isinstance(args[0], Elsewhere) else func(*args)
+        )  # a wait, like .tolist()
     asked = kwargs.get("device")
     if asked is not None:
-        away, kwargs = torch.device(asked).type == DEVICE.type, kwargs | {"device": torch.device("cpu")}
+        away, kwargs = (
+            torch.device(asked).type == DEVICE.type,
+            kwargs | {"device": torch.device("cpu")},
+        )
     if name == "aten::copy_":
         away = isinstance(args[0], Elsewhere)
-    inner = tree_map(lambda leaf: leaf.local if isinstance(leaf, Elsewhere) else leaf, (args, kwargs))
+    inner = tree_map(
+        lambda leaf: leaf.local if isinstance(leaf, Elsewhere) else leaf, (args, kwargs)
+    )
     out = func(*inner[0], **inner[1])
     if not away:
         return out

@@ -147,7 +147,8 @@ def test_files_have_the_modes_of_the_umask(tmp_path):
     finally:
         os.umask(before)
     modes = [
-        oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out", tmp_path / "out/weights", tmp_path / "file")
+        oct(path.stat().st_mode & 0o777)
+        for path in (tmp_path / "out", tmp_path / "out/weights", tmp_path / "file")
     ]
     assert modes == ["0o750", "0o640", "0o640"]
 
@@ -189,7 +190,9 @@ def test_a_state_without_a_readable_claim_is_not_resumed(tmp_path, damage):
     state = tmp_path / ".out.state"
     atomic.claim_state(state, {"lr": 1.0})
     (state / "step-1").mkdir()
-    (state / atomic.STATE_RECORD).unlink() if damage is None else (state / atomic.STATE_RECORD).write_text(damage)
+    (state / atomic.STATE_RECORD).unlink() if damage is None else (
+        state / atomic.STATE_RECORD
+    ).write_text(damage)
     with raises_option("--force"):
         atomic.claim_state(state, {"lr": 1.0})
     atomic.claim_state(state, {"lr": 1.0}, force=True)
@@ -232,7 +235,9 @@ def test_the_newest_output_is_a_finished_one(tmp_path):
     }  # fmt: skip
     for name in ("done", ".half.new"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "draftlab.json").write_text(json.dumps(record | {"created": f"2026 {name}"}))
+        (tmp_path / name / "draftlab.json").write_text(
+            json.dumps(record | {"created": f"2026 {name}"})
+        )
     assert workspace.newest(tmp_path, ("prune",)) == tmp_path / "done"
 
 
@@ -241,7 +246,8 @@ LARGE = Exception("File too large (os error 27)")  # as tokenizers raises it
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(n, os.strerror(n)) for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)] + [TORN, LARGE]
+    "error",
+    [OSError(n, os.strerror(n)) for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)] + [TORN, LARGE],
 )
 def test_a_disk_that_fills_up_is_said_with_what_is_kept(tmp_path, error):
     output = Output(command="report", config=ReportConfig(), out=tmp_path / "out")

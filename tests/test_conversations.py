@@ -41,21 +41,27 @@ def talk(number: int, turns: int = 2) -> list[dict[str, str]]:
     return messages
 
 
-def searched(text: str, messages: list[dict[str, str]], ends: str, offsets: list[tuple[int, int]]) -> np.ndarray:
+def searched(
+    text: str, messages: list[dict[str, str]], ends: str, offsets: list[tuple[int, int]]
+) -> np.ndarray:
     """Which tokens lie within what the assistant says, by looking for it in the rendered text."""
     said, at = np.zeros(len(offsets), dtype=bool), 0
     for message in messages:
         at = text.index(message["content"], at)
         end = at + len(message["content"]) + len(ends)
         if message["role"] == "assistant":
-            said |= np.array([at <= first and last <= end and last > first for first, last in offsets])
+            said |= np.array(
+                [at <= first and last <= end and last > first for first, last in offsets]
+            )
         at = end
     return said
 
 
 @pytest.mark.parametrize(("template", "ends"), [(CHATML, "<|im_end|>"), (MARKED, "<eos>")])
 def test_what_counts_is_what_a_search_of_the_assistants_text_finds(chatty, template, ends):  # noqa: F811
-    chatty.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<eos>"]})
+    chatty.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<eos>"]}
+    )
     chatty.chat_template = template
     for number in range(8):
         messages = talk(number, turns=1 + number % 3)
@@ -64,7 +70,9 @@ def test_what_counts_is_what_a_search_of_the_assistants_text_finds(chatty, templ
         found = render(messages, chatty, "l:1", "assistant")
         assert found.ids.tolist() == encoded["input_ids"]
         wanted = searched(text, messages, ends, encoded["offset_mapping"])
-        assert (found.counted == wanted).all() or (template == MARKED and found.counted.sum() >= wanted.sum())
+        assert (found.counted == wanted).all() or (
+            template == MARKED and found.counted.sum() >= wanted.sum()
+        )
         assert render(messages, chatty, "l:1", "all").counted.all()
 
 
@@ -78,11 +86,16 @@ def test_a_template_that_changes_earlier_turns_is_refused(chatty):  # noqa: F811
 
 def conversations(folder: Path, count: int = 60) -> Path:
     file = folder / "chat.jsonl"
-    file.write_text("".join(json.dumps({"messages": talk(i, 1 + i % 2)}) + "\n" for i in range(count)))
+    file.write_text(
+        "".join(json.dumps({"messages": talk(i, 1 + i % 2)}) + "\n" for i in range(count))
+    )
     return file
 
 
-def test_every_conversation_is_a_row_once_an_epoch_and_a_function_of_seed_and_step(tmp_path, chatty):  # noqa: F811
+def test_every_conversation_is_a_row_once_an_epoch_and_a_function_of_seed_and_step(
+    tmp_path,
+    chatty,  # noqa: F811
+):
     file = str(conversations(tmp_path))
     how: dict[str, Any] = {"rows": 5, "seq_len": 200, "steps": 3, "loss_on": "assistant"}
     batches, same, other = (open_batches(file, chatty, seed=seed, **how) for seed in (1, 1, 2))
@@ -94,10 +107,15 @@ def test_every_conversation_is_a_row_once_an_epoch_and_a_function_of_seed_and_st
     for ids, mask in zip(seen, batches.conversations[file].mask, strict=True):
         assert 0 < mask.sum() < np.count_nonzero(ids)
     every = open_batches(file, chatty, seed=1, **how | {"loss_on": "all"}).batch(0)
-    assert (every.mask.sum(1) == np.count_nonzero(every.ids, axis=1) - 1 + (every.ids[:, :1] == 0).sum(1)).all()
+    assert (
+        every.mask.sum(1)
+        == np.count_nonzero(every.ids, axis=1) - 1 + (every.ids[:, :1] == 0).sum(1)
+    ).all()
     heldout = open_heldout(file, chatty, rows=2, seq_len=200, most_rows=4, loss_on="assistant")
     assert 0 < heldout.batches[0].mask.mean() < 0.6
-    for start, ids, mask in zip(heldout.starts(4, 8), heldout.ids, heldout.subset(4).batches[0].mask, strict=False):
+    for start, ids, mask in zip(
+        heldout.starts(4, 8), heldout.ids, heldout.subset(4).batches[0].mask, strict=False
+    ):
         assert (start == ids[: len(start)]).all()
         assert mask[len(start) - 1] == 1
         assert mask[: len(start) - 1].sum() == 0
@@ -111,7 +129,9 @@ def test_sources_without_conversations_take_no_loss_on(tmp_path, chatty):  # noq
         loss_on_of(str(text), "all")
     assert loss_on_of(f"{text},{conversations(tmp_path)}", None) == "assistant"
     mixed = tmp_path / "mixed.jsonl"
-    mixed.write_text((tmp_path / "chat.jsonl").read_text() + (json.dumps({"text": "return 1"}) + "\n") * 30)
+    mixed.write_text(
+        (tmp_path / "chat.jsonl").read_text() + (json.dumps({"text": "return 1"}) + "\n") * 30
+    )
     with raises_option("mixed.jsonl"):
         open_batches(str(mixed), chatty, rows=1, seq_len=9, steps=1, seed=0, loss_on="all")
 
@@ -121,8 +141,28 @@ def test_a_head_learns_what_the_assistant_says(space):  # noqa: F811
     conversations(space)
     few = ("--data", "chat.jsonl", "--seq-len", 120)
     call("outputs", "build", *few, "--num-sequences", 12, "--top-logprobs", 4, "--out", "stored")
-    head = ("--student", "eagle:ttt_steps=2,layer_ids=1+2", "--vocab", 100, "--steps", 2, "--training-dtype", "float32")
-    call("distill", "--outputs", "stored", *head, "--seq-len", 120, "--batch-size", 12, "--out", "from-store")
+    head = (
+        "--student",
+        "eagle:ttt_steps=2,layer_ids=1+2",
+        "--vocab",
+        100,
+        "--steps",
+        2,
+        "--training-dtype",
+        "float32",
+    )
+    call(
+        "distill",
+        "--outputs",
+        "stored",
+        *head,
+        "--seq-len",
+        120,
+        "--batch-size",
+        12,
+        "--out",
+        "from-store",
+    )
     call("distill", *few, *head, "--batch-size", 4, "--out", "from-data")
     call("distill", *few, *head, "--batch-size", 4, "--loss-on", "all", "--out", "of-all")
 
@@ -137,7 +177,9 @@ def test_a_head_learns_what_the_assistant_says(space):  # noqa: F811
     assert tokens("from-store") == [every, every]
     tokenizer = load_tokenizer(space / "target")
     for name, loss_on in (("from-data", "assistant"), ("of-all", "all")):
-        batches = open_batches("chat.jsonl", tokenizer, rows=4, seq_len=120, steps=2, seed=0, loss_on=loss_on)
+        batches = open_batches(
+            "chat.jsonl", tokenizer, rows=4, seq_len=120, steps=2, seed=0, loss_on=loss_on
+        )
         assert tokens(name) == [counted(batches.batch(step).mask) for step in range(2)]
     assert tokens("of-all")[0] > tokens("from-data")[0]
     assert "--text" in call("distill", *few, *head, "--text", "data=0.5,target=0.5", code=1).stderr
@@ -156,10 +198,31 @@ def test_a_store_keeps_the_mask_and_training_from_it_is_training_with_the_target
     batch = StoredBatches(space / "stored", 12).batch(0)
     assert (batch.top_logprobs.tail[batch.mask == 0] == 0).all()
     call("outputs", "info", "stored", "--verify", "--target", "target")
-    steps = ("--steps", 1, "--batch-size", 12, "--training-dtype", "float32", "--lr", 1e-5)  # whatever the order
+    steps = (
+        "--steps",
+        1,
+        "--batch-size",
+        12,
+        "--training-dtype",
+        "float32",
+        "--lr",
+        1e-5,
+    )  # whatever the order
     call("distill", "--draft", "draft", "--outputs", "stored", *steps, "--out", "from-store")
     call("distill", "--draft", "draft", *few, *steps, "--out", "with-target")
-    call("distill", "--loss", "ce", "--draft", "draft", *few, *steps, "--loss-on", "all", "--out", "trained")
+    call(
+        "distill",
+        "--loss",
+        "ce",
+        "--draft",
+        "draft",
+        *few,
+        *steps,
+        "--loss-on",
+        "all",
+        "--out",
+        "trained",
+    )
     stored, live, trained = (
         [json.loads(line) for line in (Path(name) / "log.jsonl").read_text().splitlines()]
         for name in ("from-store", "with-target", "trained")
@@ -171,7 +234,21 @@ def test_a_store_keeps_the_mask_and_training_from_it_is_training_with_the_target
         if "grad_norm" in one:
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-2)
     assert "counted" in load_file(space / "stored/shard-00000.safetensors")
-    answered = call("distill", "--draft", "draft", *few[:-2], *steps, "--text", "target", "--dry-run", "--out", "x")
+    answered = call(
+        "distill",
+        "--draft",
+        "draft",
+        *few[:-2],
+        *steps,
+        "--text",
+        "target",
+        "--dry-run",
+        "--out",
+        "x",
+    )
     assert "answers to" in answered.stdout
     mixed = ("--text", "data=0.5,target=0.5")
-    assert "--text" in call("distill", "--draft", "draft", *few, *steps, *mixed, "--out", "x", code=1).stderr
+    assert (
+        "--text"
+        in call("distill", "--draft", "draft", *few, *steps, *mixed, "--out", "x", code=1).stderr
+    )

@@ -21,7 +21,10 @@ def tokenizer(tokenizer_dir):
 
 
 def batches(rows=6, seed=0, **weights):
-    streams = {name: np.arange(1000 * i, 1000 * i + 401, dtype=np.uint32) for i, name in enumerate(weights, 1)}
+    streams = {
+        name: np.arange(1000 * i, 1000 * i + 401, dtype=np.uint32)
+        for i, name in enumerate(weights, 1)
+    }
     total = sum(weights.values())
     return data.TokenBatches(streams, {n: w / total for n, w in weights.items()}, rows, 20, seed)
 
@@ -32,7 +35,9 @@ def test_a_step_is_a_pure_function_of_seed_and_index():
 
 
 def test_an_epoch_shows_every_chunk_once():
-    starts = [int(row[0]) for step in range(5) for row in batches(a=1, rows=4).batch(step).ids]  # 20 chunks
+    starts = [
+        int(row[0]) for step in range(5) for row in batches(a=1, rows=4).batch(step).ids
+    ]  # 20 chunks
     assert sorted(starts) == [1000 + 20 * i for i in range(20)]
     assert starts != sorted(starts)
 
@@ -62,7 +67,9 @@ def test_mixture_weights_sum_to_one():
 
 
 def test_splits_are_disjoint_complete_and_hold_no_tests():
-    train, heldout = ({d.name for d in data.documents("stdlib", split)} for split in ("train", "heldout"))
+    train, heldout = (
+        {d.name for d in data.documents("stdlib", split)} for split in ("train", "heldout")
+    )
     assert not train & heldout
     assert train | heldout == {d.name for d in data.documents("stdlib")}
     assert 0.03 < len(heldout) / len(train | heldout) < 0.15
@@ -70,14 +77,20 @@ def test_splits_are_disjoint_complete_and_hold_no_tests():
 
 
 def test_copies_of_heldout_text_are_dropped():
-    heldout = [data.Document("a", "\n".join(f"this is a long enough line number {i}" for i in range(50)))]
+    heldout = [
+        data.Document("a", "\n".join(f"this is a long enough line number {i}" for i in range(50)))
+    ]
     copy = data.Document("vendored", "import os\n" + heldout[0].text)
-    other = data.Document("other", "\n".join(f"another sufficiently long line, number {i}" for i in range(50)))
+    other = data.Document(
+        "other", "\n".join(f"another sufficiently long line, number {i}" for i in range(50))
+    )
     assert data.without_heldout_lines([copy, other], heldout) == [other]
 
 
 def test_tokens_begin_and_end_every_document(tokenizer):
-    stream = data.tokenize([data.Document("a", "def f():\n"), data.Document("b", "x = 1\n")], tokenizer)
+    stream = data.tokenize(
+        [data.Document("a", "def f():\n"), data.Document("b", "x = 1\n")], tokenizer
+    )
     assert (stream == tokenizer.bos_token_id).sum() == 2
     assert stream[-1] == tokenizer.eos_token_id
     text = tokenizer.decode(stream, skip_special_tokens=True)
@@ -96,7 +109,9 @@ def test_heldout_windows_predict_every_token_but_one(tokenizer, tmp_path):
 
 
 def test_prompts_have_the_length_asked_for_and_differ_by_seed(tokenizer):
-    first, again, other = (data.heldout_prompts("stdlib", tokenizer, count=5, length=24, seed=s) for s in (0, 0, 1))
+    first, again, other = (
+        data.heldout_prompts("stdlib", tokenizer, count=5, length=24, seed=s) for s in (0, 0, 1)
+    )
     assert first == again != other
     assert {len(p) for p in first} == {24}
 
@@ -136,8 +151,20 @@ SAID, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
         {"prompt": "q", "completion": "a"},
         {"prompt": [SAID], "completion": [ANSWER]},
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image"}]}, ANSWER]},
-        {"messages": [SAID, {"role": "assistant", "content": None}, {"role": "tool", "content": "1"}, ANSWER]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image"}]},
+                ANSWER,
+            ]
+        },
+        {
+            "messages": [
+                SAID,
+                {"role": "assistant", "content": None},
+                {"role": "tool", "content": "1"},
+                ANSWER,
+            ]
+        },
     ],
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
@@ -145,11 +172,16 @@ def test_one_conversation_is_read_from_every_form(row, suffix, tmp_path):
     """As text to train on with its answer, and as a prompt without it."""
     file = tmp_path / f"chats{suffix}"
     if suffix == ".parquet":
-        if any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in row.get("messages", [])):
+        if any(
+            isinstance(m, dict) and isinstance(m.get("content"), list)
+            for m in row.get("messages", [])
+        ):
             pytest.skip("a column of Parquet has one type")
         Dataset.from_list([row, row]).to_parquet(file)
     else:
-        file.write_text(json.dumps([row, row]) if suffix == ".json" else 2 * (json.dumps(row) + "\n"))
+        file.write_text(
+            json.dumps([row, row]) if suffix == ".json" else 2 * (json.dumps(row) + "\n")
+        )
     assert [d.messages for d in data.documents(str(file))] == [(SAID, ANSWER)] * 2
     prompts = [prompt for _, prompt in rows_of(file, prompt_of)]
     assert all(prompt.asked == [(SAID,)] or prompt.text == "q" for prompt in prompts)
@@ -166,7 +198,9 @@ def test_few_bad_rows_are_left_out_and_named(tmp_path, capsys):
         list(rows_of(tmp_path / "x.jsonl", prompt_of))
 
 
-@pytest.mark.parametrize("wrong", [{"prompt": "q", "completion": None}, {"prompt": 3, "completion": "a"}])
+@pytest.mark.parametrize(
+    "wrong", [{"prompt": "q", "completion": None}, {"prompt": 3, "completion": "a"}]
+)
 def test_a_completion_that_is_no_text_is_refused(wrong, tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps(wrong) + "\n")
     with raises_option("x.jsonl:1"):
@@ -174,7 +208,9 @@ def test_a_completion_that_is_no_text_is_refused(wrong, tmp_path):
 
 
 def dynamic(rows: int = 8) -> DynamicBatches:
-    streams = {name: np.arange(2000, dtype=np.uint32) + start for name, start in (("a", 0), ("b", 10_000))}
+    streams = {
+        name: np.arange(2000, dtype=np.uint32) + start for name, start in (("a", 0), ("b", 10_000))
+    }
     base = TokenBatches(streams, {"a": 0.5, "b": 0.5}, rows=rows, seq_len=10, seed=0)
     return DynamicBatches.start(base, {}, {"a": 1.0, "b": 1.0}, every=2)
 

@@ -41,7 +41,11 @@ def test_a_signature_names_every_option(name):
     assert set(options) <= set(parameters)
     assert set(parameters) - set(options) <= {"force", "dry_run"}
     for option, field in options.items():
-        if field.default_factory is None and not field.is_required() and extra(field)["typed"] is None:
+        if (
+            field.default_factory is None
+            and not field.is_required()
+            and extra(field)["typed"] is None
+        ):
             assert parameters[option].default == field.default
 
 
@@ -69,7 +73,10 @@ def test_no_other_names():
 def test_paths_and_single_values_are_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = draftlab.score(
-        target="tiny", draft=Path(draftlab.__file__).parent / "embedded" / "tiny", data="stdlib", dry_run=True
+        target="tiny",
+        draft=Path(draftlab.__file__).parent / "embedded" / "tiny",
+        data="stdlib",
+        dry_run=True,
     )
     assert plan.path is None
     assert not list(tmp_path.iterdir())

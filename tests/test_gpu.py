@@ -41,7 +41,9 @@ def test_a_prefill_with_shared_heads_runs_by_flash_attention():
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
         model.forward(ids, model.new_cache(1, 256))
     ran = {event.key for event in watched.key_averages()}
-    assert any("_flash_attention_forward" in name for name in ran), sorted(name for name in ran if "attention" in name)
+    assert any("_flash_attention_forward" in name for name in ran), sorted(
+        name for name in ran if "attention" in name
+    )
     assert not any("_scaled_dot_product_attention_math" in name for name in ran)
 
 
@@ -69,10 +71,15 @@ def test_a_fused_step_never_has_whole_logits(loss: str):
 
     hidden, head = (drawn(rows, width).requires_grad_() for rows in (tokens, vocab))
     teacher = Dense(drawn(tokens, width), drawn(vocab, width))
-    labels, weights = torch.randint(vocab, (tokens,), device=GPU), torch.full((tokens,), 1 / tokens, device=GPU)
+    labels, weights = (
+        torch.randint(vocab, (tokens,), device=GPU),
+        torch.full((tokens,), 1 / tokens, device=GPU),
+    )
     torch.cuda.reset_peak_memory_stats(GPU)
     before = torch.cuda.memory_allocated(GPU)
-    objective = fused_loss(hidden, head, labels, weights, teacher, parse_loss(loss), 1.0, budget).objective
+    objective = fused_loss(
+        hidden, head, labels, weights, teacher, parse_loss(loss), 1.0, budget
+    ).objective
     objective.backward()
     assert torch.isfinite(objective)
     assert head.grad is not None

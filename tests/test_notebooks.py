@@ -8,7 +8,13 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_five():
-    names = ["acceptance_and_k", "depth_against_width", "distillation_losses", "first_hour", "parallel_drafts"]
+    names = [
+        "acceptance_and_k",
+        "depth_against_width",
+        "distillation_losses",
+        "first_hour",
+        "parallel_drafts",
+    ]
     assert [file.stem for file in NOTEBOOKS] == names
 
 

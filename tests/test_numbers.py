@@ -28,14 +28,26 @@ NAMES = re.compile(
     )(?![\w.]*\d)""",
     re.VERBOSE,
 )
-COMMAND = re.compile(r"([A-Z_]+=\S+ )*(\S*/)?(draftlab|python3?|pip|make|bash|pytest|vllm|llama-server|exit)( |$)")
-FILE = re.compile(r"[\w.-]*[a-zA-Z][\w.-]*(/[\w.-]+)+/?|[\w-]*[a-zA-Z][\w-]*\.(json|jsonl|md|py|yaml|svg|gguf)")
+COMMAND = re.compile(
+    r"([A-Z_]+=\S+ )*(\S*/)?(draftlab|python3?|pip|make|bash|pytest|vllm|llama-server|exit)( |$)"
+)
+FILE = re.compile(
+    r"[\w.-]*[a-zA-Z][\w.-]*(/[\w.-]+)+/?|[\w-]*[a-zA-Z][\w-]*\.(json|jsonl|md|py|yaml|svg|gguf)"
+)
 OPTION = re.compile(
     r"--[a-z][\w-]*|[a-z][\w-]*:[a-z_]+=[\w=,.-]+|[a-z_]+=[\w.]+|[\w.-]+@[\w=,.-]+|[a-z_]\w*(\.[a-z_]\w*)+"
 )
 WORD_OF_DIGITS = re.compile(r"[\d.,x-]*\d[\d.,x-]*")
 
-PROSE = ["architecture", "distilling", "extending", "measuring", "servers", "troubleshooting", "tutorial"]
+PROSE = [
+    "architecture",
+    "distilling",
+    "extending",
+    "measuring",
+    "servers",
+    "troubleshooting",
+    "tutorial",
+]
 VERSIONS_AND_SIZES = re.compile(
     r"(?:vLLM|SGLang|transformers|torch|llama-cpp-python|speculators) \d+(?:\.\d+)+|\d+(?:\.\d+)?(?:[MB]\b| [GM]i?B\b)"
 )
@@ -51,7 +63,11 @@ def uncited(source: str) -> list[tuple[int, str]]:
             language = (fence[1] or "shell") if language is None else None
             continue
         if language is None:
-            prose = re.sub(r"`([^`]*)`", lambda code: " " if is_code(code[1]) else code[1], EXPRESSION.sub(" ", line))
+            prose = re.sub(
+                r"`([^`]*)`",
+                lambda code: " " if is_code(code[1]) else code[1],
+                EXPRESSION.sub(" ", line),
+            )
             prose = re.sub(r"\]\([^)]*\)|<!--.*?-->", " ", prose)
         elif language == "shell":
             command, _, comment = line.partition(" #")
@@ -81,7 +97,11 @@ def is_code(text: str) -> bool:
     if not (COMMAND.match(text) or words[0].startswith("--")):
         return len(words) == 1 and bool(FILE.fullmatch(text) or OPTION.fullmatch(text))
     pairs = zip(["", *words], words, strict=False)
-    return all(before.startswith("-") or before == "exit" for before, word in pairs if WORD_OF_DIGITS.fullmatch(word))
+    return all(
+        before.startswith("-") or before == "exit"
+        for before, word in pairs
+        if WORD_OF_DIGITS.fullmatch(word)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +134,39 @@ def test_pages_that_are_not_rendered_state_nothing_measured(page):
 
 
 def test_what_is_measured_is_found_on_a_page_that_is_not_rendered():
-    assert len(measured("A draft gains 1.37 (1.26 to 1.47), `0.94` in 12 ms or 38 % at 97 tokens/s.")) == 7
-    assert measured("SmolLM2 of 1.3B takes 2.6 GB in vLLM 0.32 with `--lr 0.004`, K = 4 and 64 tokens.") == []
+    assert (
+        len(measured("A draft gains 1.37 (1.26 to 1.47), `0.94` in 12 ms or 38 % at 97 tokens/s."))
+        == 7
+    )
+    assert (
+        measured(
+            "SmolLM2 of 1.3B takes 2.6 GB in vLLM 0.32 with `--lr 0.004`, K = 4 and 64 tokens."
+        )
+        == []
+    )
 
 
 def test_tables_have_no_number_of_their_own():
     """Keys of the results may have digits; what is printed may not."""
     tree = ast.parse(Path(tables.__file__).read_text())
     keys = [node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
-    keys += [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if key is not None]
-    keys += [node.format_spec for node in ast.walk(tree) if isinstance(node, ast.FormattedValue) and node.format_spec]
+    keys += [
+        key
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+        if key is not None
+    ]
+    keys += [
+        node.format_spec
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FormattedValue) and node.format_spec
+    ]
     exempt = {id(inner) for key in keys for inner in ast.walk(key)}
     texts: list[Any] = [
-        n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in exempt
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in exempt
     ]
     assert [(text.lineno, bad) for text in texts for bad in uncited(text.value)] == []
 
@@ -181,7 +221,9 @@ def test_names_commands_and_paths_may_have_digits(source):
     assert uncited(source) == []
 
 
-@pytest.mark.parametrize("expression", ["24", "1.5|fixed", "'24'", '"1.72"', "demo.threads * 24", "demo.threads + 1"])
+@pytest.mark.parametrize(
+    "expression", ["24", "1.5|fixed", "'24'", '"1.72"', "demo.threads * 24", "demo.threads + 1"]
+)
 def test_an_expression_types_no_number(expression):
     with pytest.raises(ValueError, match=re.escape(expression)):
         list(pages.Pages().lines(f"It has {{{{ {expression} }}}} prompts."))
@@ -204,22 +246,27 @@ def test_words_follow_from_intervals():
     assert separates([1.0, 0.9, 1.1], [1.3, 1.2, 1.4])
     assert separates({"value": 1.3, "low": 1.2, "high": 1.4}, [1.0, 0.9, 1.1])
     assert not separates([1.0, 0.9, 1.2], [1.3, 1.2, 1.4])
-    assert [against_plain(each) for each in ([1.2, 1.1, 1.3], [0.8, 0.7, 0.9], [1.2, 1.0, 1.3])] == [
-        "faster than no draft",
-        "slower than no draft",
-        "not told apart from no draft",
-    ]
+    assert [
+        against_plain(each) for each in ([1.2, 1.1, 1.3], [0.8, 0.7, 0.9], [1.2, 1.0, 1.3])
+    ] == ["faster than no draft", "slower than no draft", "not told apart from no draft"]
 
 
 def test_requests_are_compared_by_their_intervals_where_a_record_has_them():
     printed: list[tuple[str, str]] = []
-    old = tagged({"plain_request_ms": 30.0, "request_ms": 20.0, "speedup": [1.8, 1.7, 1.9]}, "old", printed)
-    less = tagged({"plain_request_ms": 30.0, "request_ms": 24.0, "speedup": [1.9, 1.8, 2.0]}, "less", printed)
+    old = tagged(
+        {"plain_request_ms": 30.0, "request_ms": 20.0, "speedup": [1.8, 1.7, 1.9]}, "old", printed
+    )
+    less = tagged(
+        {"plain_request_ms": 30.0, "request_ms": 24.0, "speedup": [1.9, 1.8, 2.0]}, "less", printed
+    )
     new = tagged({"speedup": [1.4, 1.3, 1.5], "tpot_speedup": [1.8, 1.7, 1.9]}, "new", printed)
     near = tagged({"speedup": [1.5, 1.4, 1.6], "tpot_speedup": [1.9, 1.8, 2.0]}, "near", printed)
     assert (tables.request(old), tables.tpot(old)) == ("1.50", "1.80 (1.70 to 1.90)")
     assert (tables.request(new), tables.tpot(new)) == ("1.40 (1.30 to 1.50)", "1.80 (1.70 to 1.90)")
-    assert (tables.relation(old, less), tables.relation(less, old)) == ("gains more than", "gains less than")
+    assert (tables.relation(old, less), tables.relation(less, old)) == (
+        "gains more than",
+        "gains less than",
+    )
     assert tables.relation(new, near) == "is not told apart from"
     assert ("1.50", "old.plain_request_ms / old.request_ms") in printed
 
@@ -233,13 +280,30 @@ def test_a_fraction_needs_a_format():
 def test_peers_are_ordered_by_whole_requests_and_a_lead_that_is_unclear_is_called_so():
     def row(engine: str, way: str, speed: float) -> dict[str, Any]:
         rate = {"value": speed, "low": speed - 1, "high": speed + 1, "n": 24}
-        shared = {"version": "9", "mode": "quick", "target_dtype": "int8", "tokens_per_pass": {"value": 1.0}}
+        shared = {
+            "version": "9",
+            "mode": "quick",
+            "target_dtype": "int8",
+            "tokens_per_pass": {"value": 1.0},
+        }
         rates = {"request_tps": rate, "decode_tps": rate, "over_own_plain": rate}
-        return {"engine": engine, "way": way, "k": 2 if way == "draft" else 0, "same_texts": 0.5} | shared | rates
+        return (
+            {"engine": engine, "way": way, "k": 2 if way == "draft" else 0, "same_texts": 0.5}
+            | shared
+            | rates
+        )
 
-    lead = {"bits": 8, "way": "draft", "peer": "vllm", "over": {"value": 1.1, "low": 0.9, "high": 1.2}}
+    lead = {
+        "bits": 8,
+        "way": "draft",
+        "peer": "vllm",
+        "over": {"value": 1.1, "low": 0.9, "high": 1.2},
+    }
     results = {
-        "peers": {"engines": [row("vllm", "draft", 5.0), row("draftlab", "draft", 9.0)], "over_best_peer": [lead]},
+        "peers": {
+            "engines": [row("vllm", "draft", 5.0), row("draftlab", "draft", 9.0)],
+            "over_best_peer": [lead],
+        },
         "smollm2_studies": {"accuracy": {"k": 3}},
     }
     made = tables.Tables(tagged(results, "results", []))

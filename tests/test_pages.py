@@ -21,7 +21,9 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((pages.ROOT / "docs").glob("*.md")))])
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{p.name}" for p in sorted((pages.ROOT / "docs").glob("*.md")))]
+)
 def test_links_between_pages_lead_somewhere(page):
     file = pages.ROOT / page
     for target, _, anchor in re.findall(r"\]\(([\w./-]*\.md)?(#([\w-]+))?\)", file.read_text()):

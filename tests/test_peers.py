@@ -10,18 +10,30 @@ from draftlab.training.fused_loss import Dense, fused_loss
 from draftlab.training.losses import parse_loss
 
 N, D, TEACHER_D, V = 37, 16, 24, 1009
-BETAS = {"fkl": 0.0, "jsd(0.1)": 0.1, "jsd(0.5)": 0.5, "jsd(0.9)": 0.9, "rkl": 1.0}  # what peers call them
+BETAS = {
+    "fkl": 0.0,
+    "jsd(0.1)": 0.1,
+    "jsd(0.5)": 0.5,
+    "jsd(0.9)": 0.9,
+    "rkl": 1.0,
+}  # what peers call them
 pytestmark = pytest.mark.slow  # make peers installs them
-Peer = Callable[[Tensor, Tensor, Dense, float, float], Tensor]  # hidden, head, teacher, beta, temperature -> mean loss
+Peer = Callable[
+    [Tensor, Tensor, Dense, float, float], Tensor
+]  # hidden, head, teacher, beta, temperature -> mean loss
 
 
-def trl_gkd(hidden: Tensor, head: Tensor, teacher: Dense, beta: float, temperature: float) -> Tensor:
+def trl_gkd(
+    hidden: Tensor, head: Tensor, teacher: Dense, beta: float, temperature: float
+) -> Tensor:
     gkd = pytest.importorskip("trl.experimental.gkd")
     logits = hidden @ head.T, teacher.logits(slice(None))
     return gkd.GKDTrainer.generalized_jsd_loss(*logits, beta=beta, temperature=temperature)
 
 
-def trl_chunked(hidden: Tensor, head: Tensor, teacher: Dense, beta: float, temperature: float) -> Tensor:
+def trl_chunked(
+    hidden: Tensor, head: Tensor, teacher: Dense, beta: float, temperature: float
+) -> Tensor:
     chunked = pytest.importorskip("trl.kernels.chunked_divergence")
     heads = hidden, head, None, teacher.hidden, teacher.head, None
     return chunked.ChunkedDivergenceFunction.apply(*heads, beta, temperature)[0].mean()
@@ -29,7 +41,9 @@ def trl_chunked(hidden: Tensor, head: Tensor, teacher: Dense, beta: float, tempe
 
 def liger(hidden: Tensor, head: Tensor, teacher: Dense, beta: float, temperature: float) -> Tensor:
     chunked = pytest.importorskip("liger_kernel.chunked_loss")
-    loss = chunked.LigerFusedLinearJSDLoss(0.0, 1.0, beta, temperature=temperature, compiled=False, chunk_size=8)
+    loss = chunked.LigerFusedLinearJSDLoss(
+        0.0, 1.0, beta, temperature=temperature, compiled=False, chunk_size=8
+    )
     return loss(hidden, head, teacher.hidden, teacher.head, torch.zeros(N, dtype=torch.long))
 
 
@@ -46,7 +60,9 @@ def test_loss_and_gradients_are_a_peers(peer: Peer, name: str, temperature: floa
     teacher = Dense(draw(N, TEACHER_D), draw(V, TEACHER_D))
     theirs = peer(hidden, head, teacher, BETAS[name], temperature)
     labels, weights = torch.zeros(N, dtype=torch.long), torch.full((N,), 1 / N)
-    ours = fused_loss(hidden, head, labels, weights, teacher, parse_loss(name), temperature).objective
+    ours = fused_loss(
+        hidden, head, labels, weights, teacher, parse_loss(name), temperature
+    ).objective
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
     gradients = [torch.autograd.grad(loss, [hidden, head]) for loss in (ours, theirs)]
     for here, there in zip(*gradients, strict=True):

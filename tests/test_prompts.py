@@ -32,7 +32,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 USER = {"role": "user", "content": "def parse(line):"}
-TALK = [USER, {"role": "assistant", "content": "return 1"}, {"role": "user", "content": "class Reader:"}]
+TALK = [
+    USER,
+    {"role": "assistant", "content": "return 1"},
+    {"role": "user", "content": "class Reader:"},
+]
 SYSTEM = {"role": "system", "content": "return"}
 
 
@@ -68,17 +72,29 @@ def ids_of(prompts: Prompts) -> list[list[int]]:
         ({"question": USER["content"]}, [USER]),
     ],
 )
-def test_a_line_has_the_ids_that_transformers_gives_the_conversation(tmp_path, chatty, line, conversation):
+def test_a_line_has_the_ids_that_transformers_gives_the_conversation(
+    tmp_path, chatty, line, conversation
+):
     read = file_prompts(lines(tmp_path, line), chatty, chat="auto")
-    assert ids_of(read) == [chatty.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]]
+    assert ids_of(read) == [
+        chatty.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
+    ]
     assert read.chat
-    assert read.rows[0].ids.count(chatty.bos_token_id) == 1  # the tokenizer adds one, and so does the template
+    assert (
+        read.rows[0].ids.count(chatty.bos_token_id) == 1
+    )  # the tokenizer adds one, and so does the template
 
 
 def test_an_answered_conversation_gives_a_prompt_for_each_answer(tmp_path, chatty):
     answered = [SYSTEM, *TALK, {"role": "assistant", "content": "pass"}]
-    greeted = [{"role": "assistant", "content": "hi"}, USER, {"role": "assistant", "content": "return 2"}]
-    file = lines(tmp_path, {"messages": answered, "category": "a"}, {"messages": greeted}, {"messages": TALK})
+    greeted = [
+        {"role": "assistant", "content": "hi"},
+        USER,
+        {"role": "assistant", "content": "return 2"},
+    ]
+    file = lines(
+        tmp_path, {"messages": answered, "category": "a"}, {"messages": greeted}, {"messages": TALK}
+    )
     read = file_prompts(file, chatty, chat="on")
     wanted = [answered[:2], answered[:4], greeted[:2], TALK]
     assert [list(prompt.messages) for prompt in read.rows] == wanted
@@ -91,12 +107,16 @@ def test_an_answered_conversation_gives_a_prompt_for_each_answer(tmp_path, chatt
 def test_blank_lines_are_no_prompts(tmp_path, plain):
     file = tmp_path / "p.jsonl"
     file.write_text('\n{"prompt": "def f"}\n   \n{"prompt": "class"}\n\n')
-    assert ids_of(file_prompts(file, plain)) == [plain(text)["input_ids"] for text in ("def f", "class")]
+    assert ids_of(file_prompts(file, plain)) == [
+        plain(text)["input_ids"] for text in ("def f", "class")
+    ]
     assert len(file_prompts(file, plain, count=1).rows) == 1
 
 
 def test_the_rendered_text_is_the_templates(tmp_path, chatty):
-    (ids,) = ids_of(file_prompts(lines(tmp_path, {"messages": TALK}), chatty, chat="on", system_prompt="return"))
+    (ids,) = ids_of(
+        file_prompts(lines(tmp_path, {"messages": TALK}), chatty, chat="on", system_prompt="return")
+    )
     text = "[system] return\n[user] def parse(line):\n[assistant] return 1\n[user] class Reader:\n[assistant]"
     assert chatty.decode(ids, skip_special_tokens=True) == text
 
@@ -104,7 +124,11 @@ def test_the_rendered_text_is_the_templates(tmp_path, chatty):
 def test_auto_needs_a_template_and_off_takes_none(tmp_path, plain, chatty):
     file = lines(tmp_path, {"prompt": "return 1"})
     expected = [plain("return 1")["input_ids"]]
-    plainly: list[tuple[PreTrainedTokenizerBase, ChatMode]] = [(plain, "auto"), (plain, "off"), (chatty, "off")]
+    plainly: list[tuple[PreTrainedTokenizerBase, ChatMode]] = [
+        (plain, "auto"),
+        (plain, "off"),
+        (chatty, "off"),
+    ]
     for tokenizer, chat in plainly:
         read = file_prompts(file, tokenizer, chat=chat)
         assert (ids_of(read), read.chat) == (expected, False)
@@ -112,8 +136,12 @@ def test_auto_needs_a_template_and_off_takes_none(tmp_path, plain, chatty):
 
 
 def test_the_lines_of_a_split_are_those_of_the_data_source(tmp_path, chatty):
-    file = lines(tmp_path, *[{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(80)])
-    train, heldout = (file_prompts(file, chatty, chat="on", split=split).rows for split in ("train", "heldout"))
+    file = lines(
+        tmp_path, *[{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(80)]
+    )
+    train, heldout = (
+        file_prompts(file, chatty, chat="on", split=split).rows for split in ("train", "heldout")
+    )
     whole = file_prompts(file, chatty, chat="on").rows
     assert len(train) + len(heldout) == len(whole) == 80
     for split, rows in (("train", train), ("heldout", heldout)):
@@ -122,7 +150,9 @@ def test_the_lines_of_a_split_are_those_of_the_data_source(tmp_path, chatty):
 
 
 def test_prompts_of_a_file_of_conversations_are_its_held_out_ones(tmp_path, chatty, plain):
-    file = lines(tmp_path, *[{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(80)])
+    file = lines(
+        tmp_path, *[{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(80)]
+    )
     heldout = file_prompts(file, chatty, chat="on", split="heldout")
     read = load_prompts(None, str(file), chatty, count=None, tokens=None, seed=0)
     assert ids_of(read) == ids_of(heldout)
@@ -182,7 +212,13 @@ def space(tmp_path, monkeypatch, tokenizer_dir) -> Path:
         (tmp_path / name / "chat_template.jinja").write_text(TEMPLATE)
     monkeypatch.chdir(tmp_path)
     workspace.write(workspace.Workspace(target="target", source="target", data="stdlib"))
-    lines(tmp_path, {"messages": TALK}, {"prompt": "return 1"}, {"turns": ["if not line:"]}, {"messages": [USER]})
+    lines(
+        tmp_path,
+        {"messages": TALK},
+        {"prompt": "return 1"},
+        {"turns": ["if not line:"]},
+        {"messages": [USER]},
+    )
     return tmp_path
 
 
@@ -192,8 +228,27 @@ def call(*arguments: object, code: int = 0):
     return result
 
 
-BUILD = ("outputs", "build", "--use", "replay", "--prompt-file", "prompts.jsonl", "--max-new-tokens", 20)
-SCORE = ("score", "--draft", "draft", "--prompt-file", "prompts.jsonl", "--k", "1,3", "--max-new-tokens", 20)
+BUILD = (
+    "outputs",
+    "build",
+    "--use",
+    "replay",
+    "--prompt-file",
+    "prompts.jsonl",
+    "--max-new-tokens",
+    20,
+)
+SCORE = (
+    "score",
+    "--draft",
+    "draft",
+    "--prompt-file",
+    "prompts.jsonl",
+    "--k",
+    "1,3",
+    "--max-new-tokens",
+    20,
+)
 SCORE = (*SCORE, "--repeats", 1, "--mode", "eager", "--dtype", "float32")
 
 
@@ -207,7 +262,9 @@ def test_replayed_conversations_are_accepted_as_live_ones(space):
     call(*SCORE, "--out", "scored")
     stored = read_store(space / "answers")
     replay, score = read_replay(space / "replayed/draft"), read_score(space / "scored/draft")
-    prompts = file_prompts(space / "prompts.jsonl", checkpoint.load_tokenizer(space / "target"), chat="on")
+    prompts = file_prompts(
+        space / "prompts.jsonl", checkpoint.load_tokenizer(space / "target"), chat="on"
+    )
     assert [o.prompt.tolist() for o in stored.outputs] == ids_of(prompts)
     assert [len(ids) for ids in ids_of(prompts)] == [p.tokens for p in score.prompts]
     for k in (1, 3):
@@ -216,9 +273,15 @@ def test_replayed_conversations_are_accepted_as_live_ones(space):
 
 
 def test_an_export_is_verified_with_conversations(space):
-    prompts = file_prompts(space / "prompts.jsonl", checkpoint.load_tokenizer(space / "target"), chat="on")
+    prompts = file_prompts(
+        space / "prompts.jsonl", checkpoint.load_tokenizer(space / "target"), chat="on"
+    )
     Path("llama-server").touch()
-    asked = {"to": "gguf", "verify_with": Path("llama-server"), "prompt_file": Path("prompts.jsonl")}
+    asked = {
+        "to": "gguf",
+        "verify_with": Path("llama-server"),
+        "prompt_file": Path("prompts.jsonl"),
+    }
     job = prepare_export(ExportConfig(draft="draft", target="target", **asked), True)
     assert cast(Any, job.run).keywords["verifier"].prompts == prompts
     with raises_option("--data"):
@@ -231,13 +294,21 @@ def test_the_form_of_prompts_is_recorded(space):
     for name, form in FORMS.items():
         asked: tuple[str, ...] = form
         if name == "system":  # said by the file itself, as the first message
-            turns = [[{"role": "system", "content": "return"}, {"role": "user", "content": x}] for x in ASKED]
+            turns = [
+                [{"role": "system", "content": "return"}, {"role": "user", "content": x}]
+                for x in ASKED
+            ]
             with_system = [{"messages": messages} for messages in turns]
-            Path("system.jsonl").write_text("".join(json.dumps(line) + "\n" for line in with_system))
+            Path("system.jsonl").write_text(
+                "".join(json.dumps(line) + "\n" for line in with_system)
+            )
             asked = ("--prompt-file", "system.jsonl")
         call(*BUILD, *asked, "--out", f"answers-{name}")
         call(*SCORE, *form, "--out", f"scored-{name}")
-        manifest, score = read_manifest(space / f"answers-{name}"), read_score(space / f"scored-{name}/draft")
+        manifest, score = (
+            read_manifest(space / f"answers-{name}"),
+            read_score(space / f"scored-{name}/draft"),
+        )
         assert manifest.chat == score.conditions.chat == (name != "off")
         assert manifest.data_sha256 == score.conditions.prompts_sha256
         sums[name] = manifest.data_sha256

@@ -42,7 +42,9 @@ def test_names_with_other_meanings_are_refused(name):
         checked_name(name, "its version")
 
 
-@pytest.mark.parametrize(("name", "folder"), [("meta/Llama-3", "Llama-3"), ("a\\b", "b"), ("x/", "x"), ("/m/q/", "q")])
+@pytest.mark.parametrize(
+    ("name", "folder"), [("meta/Llama-3", "Llama-3"), ("a\\b", "b"), ("x/", "x"), ("/m/q/", "q")]
+)
 def test_a_server_names_one_folder(name, folder):
     assert folder_name(name, "the model") == folder
 
@@ -60,17 +62,22 @@ def test_a_manifest_cannot_lead_out_of_its_store():
 
 
 @pytest.mark.parametrize(
-    "address", ["http://user:SECRET@host:8000/v1", "https://host/x?token=SECRET", "http://host#SECRET"]
+    "address",
+    ["http://user:SECRET@host:8000/v1", "https://host/x?token=SECRET", "http://host#SECRET"],
 )
 def test_secrets_stay_out_of_what_is_written(address):
     config = ScoreConfig.build({"server": address, "speculative_server": address, "target": "tiny"})
-    written = json.dumps(config.settings()) + config.command_line("score") + without_secrets(address)
+    written = (
+        json.dumps(config.settings()) + config.command_line("score") + without_secrets(address)
+    )
     assert "SECRET" not in written
     assert "user" not in written
     assert "host" in written
 
 
-@pytest.mark.parametrize("rest", ["127.0.0.1:abc", "[::1", "host:80:80", "host:0", "", "host:1/\x1b[2J"])
+@pytest.mark.parametrize(
+    "rest", ["127.0.0.1:abc", "[::1", "host:80:80", "host:0", "", "host:1/\x1b[2J"]
+)
 def test_an_address_with_a_typing_error_is_one_line(rest):
     with raises_option("HOST:PORT") as refused:
         check_address(f"http://{rest}")
@@ -119,7 +126,10 @@ def test_a_card_is_yaml_of_two_keys_whatever_the_target_is_called():
     assert set(yaml.safe_load(head)) == {"base_model", "tags"}
     assert "\x1b" not in text
     assert "one\ntwo" in body
-    assert "base_model: meta-llama/Llama-3.1-8B\n" in replace(facts, target="meta-llama/Llama-3.1-8B").text()
+    assert (
+        "base_model: meta-llama/Llama-3.1-8B\n"
+        in replace(facts, target="meta-llama/Llama-3.1-8B").text()
+    )
 
 
 def remote_checkpoint(folder: Path, tokenizer_dir: Path) -> Path:
@@ -129,7 +139,9 @@ def remote_checkpoint(folder: Path, tokenizer_dir: Path) -> Path:
         (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "config.json").read_text())
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": auto_map}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "own", "auto_map": auto_map})
+    )
     (folder / "code.py").write_text(
         f"open({str(folder / 'ran')!r}, 'w').close()\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
         "class Config(LlamaConfig):\n    model_type = 'own'\n"

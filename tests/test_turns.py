@@ -43,10 +43,19 @@ def by_hand(target: Path, sampling: SamplingParams) -> list[list[int]]:
         messages: list[dict[str, Any]] = []
         for said in talk.get("turns") or [talk["prompt"]]:
             messages.append({"role": "user", "content": said})
-            ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            (written,) = generate_batch(model, [ids], sampling, Batching(vocab=307), numbers=[len(requests)])
+            ids: Any = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+            (written,) = generate_batch(
+                model, [ids], sampling, Batching(vocab=307), numbers=[len(requests)]
+            )
             requests.append(list(ids))
-            messages.append({"role": "assistant", "content": tokenizer.decode(written.ids, skip_special_tokens=True)})
+            messages.append(
+                {
+                    "role": "assistant",
+                    "content": tokenizer.decode(written.ids, skip_special_tokens=True),
+                }
+            )
     return requests
 
 
@@ -59,15 +68,21 @@ def asked(space: Path) -> list[list[int]]:  # noqa: F811
 def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noqa: F811
     timed: list[Any] = []
     throughput = benchmark.measure_throughput
-    monkeypatch.setattr(benchmark, "measure_throughput", lambda *a, **k: timed.append(a[2]) or throughput(*a, **k))
+    monkeypatch.setattr(
+        benchmark, "measure_throughput", lambda *a, **k: timed.append(a[2]) or throughput(*a, **k)
+    )
     said = call(*SCORE, "--out", "scored").stderr
     assert "runs/turns/prompts-" in said
     (answers,) = Path("runs/turns").iterdir()
     call(*BUILD, "--dtype", "float32", "--out", "answers")
     stored = read_store(space / "answers")
     monkeypatch.setattr(exporting, "TURN_TOKENS", 20)
-    prompts = file_prompts(Path("prompts.jsonl"), checkpoint.load_tokenizer(space / "target"), chat="auto")
-    exported = exporting._answer_turns(space / "target", prompts, llama.load(space / "target", torch.float32))
+    prompts = file_prompts(
+        Path("prompts.jsonl"), checkpoint.load_tokenizer(space / "target"), chat="auto"
+    )
+    exported = exporting._answer_turns(
+        space / "target", prompts, llama.load(space / "target", torch.float32)
+    )
     assert timed == [asked]
     assert [o.prompt.tolist() for o in stored.outputs] == asked
     assert [p.ids for p in exported.rows] == asked
@@ -81,7 +96,10 @@ def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noq
     assert str(answers) in record.inputs
     assert list(Path("runs/turns").iterdir()) == [answers]  # made once
     call(*SCORE, "--out", "again", "--prompt-file", answers)  # the last --prompt-file counts
-    assert read_score(space / "again/draft").conditions.prompts_sha256 == score.conditions.prompts_sha256
+    assert (
+        read_score(space / "again/draft").conditions.prompts_sha256
+        == score.conditions.prompts_sha256
+    )
 
 
 def test_a_server_is_asked_the_same_requests(space, asked):  # noqa: F811
@@ -89,7 +107,11 @@ def test_a_server_is_asked_the_same_requests(space, asked):  # noqa: F811
     model = checkpoint.load_model(space / "target", torch.float32).eval()
     with running(SmallVLLM(model, tokenizer, frozenset([1]))) as url:
         config = ScoreConfig(
-            server=url, speculative_server=url, target="target", prompt_file=Path("prompts.jsonl"), max_new_tokens=20
+            server=url,
+            speculative_server=url,
+            target="target",
+            prompt_file=Path("prompts.jsonl"),
+            max_new_tokens=20,
         )
         found = servers.with_turns(cast(Any, prepare(config, True).run).args[0])
     assert [prompt.ids for prompt in found.requests.prompts.rows] == asked
@@ -99,7 +121,9 @@ def test_sampled_answers_are_sampled_as_asked(space):  # noqa: F811
     lines(space, *TALKS)
     sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=3, stop_token_ids=(1,))
     call(*BUILD, "--dtype", "float32", "--temperature", 1, "--seed", 3, "--out", "answers")
-    assert [o.prompt.tolist() for o in read_store(space / "answers").outputs] == by_hand(space / "target", sampling)
+    assert [o.prompt.tolist() for o in read_store(space / "answers").outputs] == by_hand(
+        space / "target", sampling
+    )
     call(*BUILD, "--dtype", "float32", "--temperature", 1, "--seed", 4, "--out", "others")
     assert len(list(Path("runs/turns").iterdir())) == 2
 
@@ -146,11 +170,20 @@ def test_a_killed_run_goes_on_with_the_conversations_that_are_left(tmp_path, cha
 
 def test_prompts_of_one_turn_are_unchanged(tmp_path, chatty, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
-    prompts = file_prompts(lines(tmp_path, {"prompt": "return 1"}, {"turns": ["return"]}), chatty, chat="on")
-    assert turns.answered(prompts, chatty, target="t", sampling=GREEDY, answer=scripted([], fail=0)) is prompts
+    prompts = file_prompts(
+        lines(tmp_path, {"prompt": "return 1"}, {"turns": ["return"]}), chatty, chat="on"
+    )
+    assert (
+        turns.answered(prompts, chatty, target="t", sampling=GREEDY, answer=scripted([], fail=0))
+        is prompts
+    )
 
 
-def test_other_targets_sampling_and_prompts_have_answers_of_their_own(tmp_path, chatty, monkeypatch):  # noqa: F811
+def test_other_targets_sampling_and_prompts_have_answers_of_their_own(
+    tmp_path,
+    chatty,  # noqa: F811
+    monkeypatch,
+):
     monkeypatch.chdir(tmp_path)
     prompts = file_prompts(lines(tmp_path, *TALKS), chatty, chat="on")
     other = file_prompts(lines(tmp_path, *TALKS), chatty, chat="on", system_prompt="return")

@@ -50,20 +50,40 @@ def score_chains(
 
 @torch.inference_mode()
 def _score(
-    target: Llama | HFDecoder, head: EagleLlama, text: Text, vocab: int, sampling: SamplingParams, k: int
+    target: Llama | HFDecoder,
+    head: EagleLlama,
+    text: Text,
+    vocab: int,
+    sampling: SamplingParams,
+    k: int,
 ) -> TokenLogprobs:
     prompt, completion = text
-    whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64)).to(target.device)
-    first, places = max(0, len(prompt) - 2), len(whole) - 2  # the first place that drafts, and all of them
+    whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64)).to(
+        target.device
+    )
+    first, places = (
+        max(0, len(prompt) - 2),
+        len(whole) - 2,
+    )  # the first place that drafts, and all of them
     result = TokenLogprobs.unlikely(len(completion), k, vocab)
     if places <= first:
         return result
     states = head.combine(_target_states(target, head, whole[:places]))
-    size = (1, 1, head.shape.kv_heads, places * k, head.shape.head_dim)  # perhaps longer than a text may be
+    size = (
+        1,
+        1,
+        head.shape.kv_heads,
+        places * k,
+        head.shape.head_dim,
+    )  # perhaps longer than a text may be
     cache = Cache(head.embed.new_zeros(size), head.embed.new_zeros(size))
     for age, metadata in enumerate(_passes(head, places, min(k, places - first))):
-        following = whole.roll(-1 - age)[:places]  # beyond the text they are drafted from by no step that counts
-        logits, states = head.decode_states(following[None], states, cache, metadata, places - first)
+        following = whole.roll(-1 - age)[
+            :places
+        ]  # beyond the text they are drafted from by no step that counts
+        logits, states = head.decode_states(
+            following[None], states, cache, metadata, places - first
+        )
         drafted = whole[first + 2 + age :]
         own = token_logprobs(logits[0, : len(drafted), :vocab].float(), drafted, sampling)
         result.put((slice(first + 2 + age - len(prompt), None), age), own)
@@ -87,5 +107,9 @@ def _passes(head: EagleLlama, places: int, k: int) -> list[AttentionMetadata]:
         mask = torch.cat([read, *[own] * age], 1)
         at = (torch.arange(places, device=head.device) + age).clamp_max(head.context - 1)
         new, end = slice(age * places, (age + 1) * places), (age + 1) * places
-        passes.append(AttentionMetadata(head.cos[at], head.sin[at], mask, (slice(None), slice(None), new), end))
+        passes.append(
+            AttentionMetadata(
+                head.cos[at], head.sin[at], mask, (slice(None), slice(None), new), end
+            )
+        )
     return passes

@@ -30,8 +30,12 @@ class Counts:
     steps: np.ndarray  # [R] passes that had a draft to verify
     drafted: np.ndarray  # [R]
     reached: np.ndarray  # [R, D + 1] steps that accepted at least a tokens
-    examined: np.ndarray  # [R, D] steps that drafted a (a+1)th token and reached it, inside the text
-    truncated: np.ndarray  # [R] steps that ended the text with a drafted token, so that the target's own was dropped
+    examined: (
+        np.ndarray
+    )  # [R, D] steps that drafted a (a+1)th token and reached it, inside the text
+    truncated: (
+        np.ndarray
+    )  # [R] steps that ended the text with a drafted token, so that the target's own was dropped
 
     @property
     def accepted(self) -> np.ndarray:
@@ -55,7 +59,9 @@ class Counts:
 class Texts:
     """Texts padded to n tokens, with their lengths and the length limits of decoding, [R] each."""
 
-    chances: np.ndarray  # [R, n]; of a drafter whose chances differ by the age of the step [R, n, D]
+    chances: (
+        np.ndarray
+    )  # [R, n]; of a drafter whose chances differ by the age of the step [R, n, D]
     lengths: np.ndarray
     limits: np.ndarray
 
@@ -116,7 +122,9 @@ def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
     return np.stack([counts.tokens, counts.passes], 1)
 
 
-def count(lengths: np.ndarray, chances: np.ndarray, depth: np.ndarray, drafted: np.ndarray, deepest: int) -> Counts:
+def count(
+    lengths: np.ndarray, chances: np.ndarray, depth: np.ndarray, drafted: np.ndarray, deepest: int
+) -> Counts:
     """Count steps by the recursion from the first token, ROWS texts at a time.
 
     Args:
@@ -130,17 +138,30 @@ def count(lengths: np.ndarray, chances: np.ndarray, depth: np.ndarray, drafted: 
     for at in range(0, max(1, len(lengths)), ROWS):
         rows = slice(at, at + ROWS)
         parts.append(_walk(lengths[rows], by_age[rows], depth[rows], drafted[rows], deepest))
-    return Counts(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in Counts.__slots__})
+    return Counts(
+        **{
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in Counts.__slots__
+        }
+    )
 
 
-def _walk(lengths: np.ndarray, by_age: np.ndarray, depth: np.ndarray, drafted: np.ndarray, deepest: int) -> Counts:
+def _walk(
+    lengths: np.ndarray, by_age: np.ndarray, depth: np.ndarray, drafted: np.ndarray, deepest: int
+) -> Counts:
     rows, n = depth.shape
     chances = np.ascontiguousarray(by_age.transpose(1, 2, 0))  # [n, 1 or D, R]
-    depths = np.concatenate([np.zeros((deepest, rows), dtype=depth.dtype), depth.T])  # depth of the step of each age
+    depths = np.concatenate(
+        [np.zeros((deepest, rows), dtype=depth.dtype), depth.T]
+    )  # depth of the step of each age
     ages = np.arange(deepest + 1)[:, None]
     now = np.zeros((deepest + 1, rows))  # expected steps of each age at token i
     now[0] = 1
-    starts, examined, reached = np.zeros((n, rows)), np.zeros((deepest, rows)), np.zeros((deepest + 1, rows))
+    starts, examined, reached = (
+        np.zeros((n, rows)),
+        np.zeros((deepest, rows)),
+        np.zeros((deepest + 1, rows)),
+    )
     steps, truncated = np.zeros(rows), np.zeros(rows)
     for i in range(n + 1):
         inside = i < lengths
@@ -150,7 +171,9 @@ def _walk(lengths: np.ndarray, by_age: np.ndarray, depth: np.ndarray, drafted: n
         if i == n:
             break
         starts[i] = now[0]
-        drafting = now * (depths[i : i + deepest + 1][::-1] > ages)  # drafted a token at this position
+        drafting = now * (
+            depths[i : i + deepest + 1][::-1] > ages
+        )  # drafted a token at this position
         steps += drafting[0]
         examined += drafting[:-1]
         accepted = drafting[:-1] * chances[i]

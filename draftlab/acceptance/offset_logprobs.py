@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, check_fits, max_positions, token_logprobs
+from draftlab.acceptance.token_logprobs import (
+    Text,
+    TokenLogprobs,
+    check_fits,
+    max_positions,
+    token_logprobs,
+)
 from draftlab.model.decoder import Decoder
 from draftlab.model.parallel import pack
 from draftlab.sampling import SamplingParams
@@ -46,7 +52,13 @@ def score_offsets(
 
 @torch.inference_mode()
 def _score(
-    model: Decoder, text: Text, vocab: int, sampling: SamplingParams, offsets: int, token: int, step: int
+    model: Decoder,
+    text: Text,
+    vocab: int,
+    sampling: SamplingParams,
+    offsets: int,
+    token: int,
+    step: int,
 ) -> TokenLogprobs:
     prompt, completion = text
     whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64)).to(model.device)
@@ -56,7 +68,13 @@ def _score(
         depths = torch.zeros(1, len(whole) - 1, dtype=torch.long, device=model.device)
         depths[0, at:end] = (len(whole) - 1 - torch.arange(at, end)).clamp_max(offsets)
         packed = pack(whole[None, :-1], depths, token)
-        logits = model.forward_uncached(packed.ids, packed.ids.shape[1] - at, packed.tree())[0, :, :vocab]
-        own = token_logprobs(logits[packed.predicting - at].float(), whole[packed.predicted + 1], sampling)
-        result.put(((packed.predicted - first).cpu().numpy(), (packed.offset - 1).cpu().numpy()), own)
+        logits = model.forward_uncached(packed.ids, packed.ids.shape[1] - at, packed.tree())[
+            0, :, :vocab
+        ]
+        own = token_logprobs(
+            logits[packed.predicting - at].float(), whole[packed.predicted + 1], sampling
+        )
+        result.put(
+            ((packed.predicted - first).cpu().numpy(), (packed.offset - 1).cpu().numpy()), own
+        )
     return result

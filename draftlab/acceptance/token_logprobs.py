@@ -57,12 +57,17 @@ def score_tokens(
     """
     check_fits(model, texts)
     scored: list[TokenLogprobs] = [TokenLogprobs(*np.zeros((2, 0)))] * len(texts)
-    order = sorted((i for i, (_, completion) in enumerate(texts) if len(completion)), key=lambda i: -_length(texts[i]))
+    order = sorted(
+        (i for i, (_, completion) in enumerate(texts) if len(completion)),
+        key=lambda i: -_length(texts[i]),
+    )
     done, limit = 0, max_positions(vocab, memory)
     while done < len(order):
         rows = max(1, min(MAX_LOGITS // vocab, limit) // _length(texts[order[done]]))
         batch = order[done : done + rows]
-        for i, result in zip(batch, _score([texts[i] for i in batch], model, vocab, sampling, limit), strict=True):
+        for i, result in zip(
+            batch, _score([texts[i] for i in batch], model, vocab, sampling, limit), strict=True
+        ):
             scored[i] = result
         done += len(batch)
         advance(done)
@@ -73,7 +78,9 @@ def check_fits(model: Decoder, texts: Sequence[Text]) -> None:
     """Raises UserError: a text is longer than the model's context."""
     longest = max((_length(text) for text in texts), default=0)
     if longest > model.context + 1:  # the last token is not fed
-        raise UserError(f"a text has {longest} tokens with its prompt, and the model's context is {model.context}")
+        raise UserError(
+            f"a text has {longest} tokens with its prompt, and the model's context is {model.context}"
+        )
 
 
 def max_positions(vocab: int, memory: float) -> int:
@@ -82,7 +89,9 @@ def max_positions(vocab: int, memory: float) -> int:
 
 
 @torch.inference_mode()
-def logits_in_parts(model: Decoder, ids: Tensor, first: int, limit: int) -> Iterator[tuple[int, Tensor]]:
+def logits_in_parts(
+    model: Decoder, ids: Tensor, first: int, limit: int
+) -> Iterator[tuple[int, Tensor]]:
     """Yield the logits of ids [B, W] from position first on, with the position of each part: [B, t, V], t B <= limit.
 
     Texts that do not fit one pass go through a KV cache.
@@ -100,15 +109,21 @@ def logits_in_parts(model: Decoder, ids: Tensor, first: int, limit: int) -> Iter
         yield at, model.forward(part, cache, last=part.shape[1])
 
 
-def _score(texts: list[Text], model: Decoder, vocab: int, sampling: SamplingParams, limit: int) -> list[TokenLogprobs]:
+def _score(
+    texts: list[Text], model: Decoder, vocab: int, sampling: SamplingParams, limit: int
+) -> list[TokenLogprobs]:
     width = max(map(_length, texts)) - 1  # nothing follows the last token
-    ids = torch.zeros(len(texts), width, dtype=torch.long)  # padding comes after a row's text: causal, never attended
+    ids = torch.zeros(
+        len(texts), width, dtype=torch.long
+    )  # padding comes after a row's text: causal, never attended
     for row, (prompt, completion) in zip(ids, texts, strict=True):
         row[: len(prompt) + len(completion) - 1] = _long(np.concatenate([prompt, completion])[:-1])
     first = min(len(prompt) for prompt, _ in texts) - 1
     parts: list[list[TokenLogprobs]] = [[] for _ in texts]
     for at, logits in logits_in_parts(model, ids.to(model.device), first, limit):
-        for row, (prompt, completion), scored in zip(logits[..., :vocab], texts, parts, strict=True):
+        for row, (prompt, completion), scored in zip(
+            logits[..., :vocab], texts, parts, strict=True
+        ):
             start = len(prompt) - 1  # its logits predict the completion's first token
             low, high = max(start, at), min(start + len(completion), at + len(row))
             if low < high:
@@ -118,7 +133,9 @@ def _score(texts: list[Text], model: Decoder, vocab: int, sampling: SamplingPara
 
 
 def _concatenated(parts: list[TokenLogprobs]) -> TokenLogprobs:
-    return TokenLogprobs(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(TokenLogprobs)))
+    return TokenLogprobs(
+        *(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(TokenLogprobs))
+    )
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingParams) -> TokenLogprobs:

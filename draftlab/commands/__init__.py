@@ -16,11 +16,11 @@ from draftlab.commands.search import search
 PANELS: dict[str, tuple[Command, ...]] = {
     "From a target to a served draft": (auto,),
     "Set up": (init, import_checkpoint, env),
-    "Make a draft": (
-        design, prune, distill, search, outputs.build, outputs.info,
-    ),
+    "Make a draft": (design, prune, distill, search, outputs.build, outputs.info),
     "Measure": (score, report),
     "Predict": (profile, predict, outputs.replay),
     "Ship": (check, export),
-}  # fmt: skip
-COMMANDS: dict[str, Command] = {command.name: command for panel in PANELS.values() for command in panel}
+}
+COMMANDS: dict[str, Command] = {
+    command.name: command for panel in PANELS.values() for command in panel
+}

@@ -51,14 +51,23 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
 
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
-    default_text = next((p.data for p in workspace.PRESETS.values() if p.target == config.target), None)
+    default_text = next(
+        (p.data for p in workspace.PRESETS.values() if p.target == config.target), None
+    )
     if workspace.FILE.exists():
         default_text = workspace.load().data
     with about("--prompts" if config.prompt_file else "--data"):
         prompts = find_prompts(
-            config.prompt_file, config.data, default_text, target, config.streams, trains=config.trains
+            config.prompt_file,
+            config.data,
+            default_text,
+            target,
+            config.streams,
+            trains=config.trains,
         )
-    program = config.verify_with or (shutil.which(config.server_kind.program) if config.server else None)
+    program = config.verify_with or (
+        shutil.which(config.server_kind.program) if config.server else None
+    )
     program = None if program is None else Path(program)
     size = read_size(target)
     with about("--draft"):
@@ -81,7 +90,9 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     if plan is None:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        machine = measure_machine(request.size, device, checkpoint.resolve_dtype(config.dtype, device), folder)
+        machine = measure_machine(
+            request.size, device, checkpoint.resolve_dtype(config.dtype, device), folder
+        )
         plan = make_plan(request, machine, config.minutes, settings)
         check_space(folder, plan.disk, "its drafts")
     running = {
@@ -109,7 +120,9 @@ def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
     return facts | ({"notes": "; ".join(notes)} if notes else {})
 
 
-def _run(request: "Request", plan: "Plan", make: "Callable[..., CommandStep]", output: Output) -> "Verdict":
+def _run(
+    request: "Request", plan: "Plan", make: "Callable[..., CommandStep]", output: Output
+) -> "Verdict":
     """Do every step of the plan, and write its page and its verdict."""
     from draftlab.atomic import write_atomic
     from draftlab.searching.auto import PAGE, PLAN, VERDICT, AutoRun
@@ -140,7 +153,9 @@ def _run(request: "Request", plan: "Plan", make: "Callable[..., CommandStep]", o
 def auto(verdict: "Verdict", output: Output) -> Found:
     """Make the draft that serves a target fastest here, or say that none does; a killed run goes on."""
     data = {"path": str(output.out), **verdict.model_dump(mode="json")}
-    return Found(path=output.out, show=[*verdict.lines(), str(output.out)], data=data, verdict=verdict)
+    return Found(
+        path=output.out, show=[*verdict.lines(), str(output.out)], data=data, verdict=verdict
+    )
 
 
 def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
@@ -152,8 +167,14 @@ def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
     if not (folder / PLAN).exists():
         return None
     before = read_model(Plan, folder, PLAN)
-    if changed := [AutoConfig.flag(name) for name, value in settings.items() if before.settings.get(name) != value]:
-        raise UserError(f"{folder} is a run with other {', '.join(changed)}; choose another --out, or remove it")
+    if changed := [
+        AutoConfig.flag(name)
+        for name, value in settings.items()
+        if before.settings.get(name) != value
+    ]:
+        raise UserError(
+            f"{folder} is a run with other {', '.join(changed)}; choose another --out, or remove it"
+        )
     return before
 
 

@@ -77,7 +77,9 @@ def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
     Args:
         others: Values of parameters that are no settings, or that differ from the setting of their name.
     """
-    same = inspect.signature(kind).parameters.keys() & type(config).model_fields.keys() - others.keys()
+    same = (
+        inspect.signature(kind).parameters.keys() & type(config).model_fields.keys() - others.keys()
+    )
     return kind(**{name: getattr(config, name) for name in same}, **others)
 
 
@@ -133,7 +135,9 @@ class Command:
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
         checked = force or dry_run or self.resumes
         if isinstance(config, OutputConfig) and config.out is not None and not checked:
-            check_free(config.out, force=False)  # before the settings are checked, which may take minutes
+            check_free(
+                config.out, force=False
+            )  # before the settings are checked, which may take minutes
         job = self.prepare(config, not dry_run) if self.prepare else Job(lambda *_: config)
         if not isinstance(config, OutputConfig):
             return self.function(job.run())
@@ -164,10 +168,15 @@ class Command:
         return issubclass(self.config, OutputConfig) and not self.resumes
 
 
-def command(config: type[Config], *, name: str = "", **details: Any) -> Callable[[Callable[..., Outcome]], Command]:
+def command(
+    config: type[Config], *, name: str = "", **details: Any
+) -> Callable[[Callable[..., Outcome]], Command]:
     """Return a decorator that makes a command of a function. The details are fields of Command."""
     return lambda function: Command(
-        name=name or function.__name__.replace("_", "-"), config=config, function=function, **details
+        name=name or function.__name__.replace("_", "-"),
+        config=config,
+        function=function,
+        **details,
     )
 
 
@@ -186,7 +195,9 @@ def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
         shown["time"] = f"about {minutes['minutes']:.2g} min on this {kind}"
     lines = [f"{name}: {value}" for name, value in shown.items()]
     data = {"out": str(output.out), **shown, **minutes}
-    return Outcome(path=None, show=[*lines, f"would write {output.out}"], data=data, next=output.command_line)
+    return Outcome(
+        path=None, show=[*lines, f"would write {output.out}"], data=data, next=output.command_line
+    )
 
 
 @functools.cache

@@ -70,7 +70,9 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     answers = _answers(config, target)
     if config.outputs is None and answers is None:
         check_data(config.data, weights=True)
-    _check_models(config, draft, target, windows=config.outputs is None and answers is None, weights=weights)
+    _check_models(
+        config, draft, target, windows=config.outputs is None and answers is None, weights=weights
+    )
     job = fill(
         Distillation,
         config,
@@ -95,16 +97,26 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
     before, after = result.before.acceptance, result.after.acceptance
     if before is not None and after is not None:
         more = f" (or up to {result.after.slack:.3f} more: the stored answers list the most probable tokens alone)"
-        lines.append(f"held-out acceptance {before:.3f} -> {after:.3f}" + (more if result.after.slack > 0.001 else ""))
+        lines.append(
+            f"held-out acceptance {before:.3f} -> {after:.3f}"
+            + (more if result.after.slack > 0.001 else "")
+        )
     if result.after.offsets:
-        lines.append("held-out acceptance by token: " + " ".join(f"{a:.3f}" for a in result.after.offsets))
+        lines.append(
+            "held-out acceptance by token: " + " ".join(f"{a:.3f}" for a in result.after.offsets)
+        )
     if result.lengths:
         chosen = {2, 4, result.lengths[-1].k} if result.after.offsets else {2, 4}
         shown = [n for n in result.lengths if n.k in chosen]
-        text = [f"K = {n.k}: {n.before:.2f} -> {n.after:.2f} ({n.low:.2f} to {n.high:.2f})" for n in shown]
+        text = [
+            f"K = {n.k}: {n.before:.2f} -> {n.after:.2f} ({n.low:.2f} to {n.high:.2f})"
+            for n in shown
+        ]
         lines.append("tokens per target pass: " + "; ".join(text))
     if result.lengths and all(n.gain_low <= 1 for n in result.lengths):
-        lines.append("no gain beyond the noise at any K: more steps, another --lr or other text may help")
+        lines.append(
+            "no gain beyond the noise at any K: more steps, another --lr or other text may help"
+        )
     return Trained(
         path=output.out,
         show=lines,
@@ -158,7 +170,9 @@ def _text(config: DistillConfig, *, answered: bool) -> "TrainingText":
     with about("--text"):
         shares = parse_mixture(config.text)
     loss_on = loss_on_of(config.data, config.loss_on) if read else None
-    return fill(TrainingText, config, shares=shares, loss_on=loss_on, temperature=config.sample_temperature)
+    return fill(
+        TrainingText, config, shares=shares, loss_on=loss_on, temperature=config.sample_temperature
+    )
 
 
 def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
@@ -178,7 +192,9 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
     elif config.may_answer_data and is_chat_file(config.data):
         file, of_data = Path(config.data), True
     elif config.is_set("max_new_tokens"):
-        raise UserError(f"--max-new-tokens: {config.data} has no conversations to answer; it needs --prompt-file")
+        raise UserError(
+            f"--max-new-tokens: {config.data} has no conversations to answer; it needs --prompt-file"
+        )
     if file is None or target is None:
         return None
     answers = fill(
@@ -206,4 +222,6 @@ def _server(config: DistillConfig, weights: bool) -> "Server | None":
         check_address(config.server)
     if config.api_key_file is not None and not config.api_key_file.exists():
         raise UserError(f"--api-key-file {config.api_key_file}: No such file or directory")
-    return Server.connect(config.server, config.served_model, config.api_key_file) if weights else None
+    return (
+        Server.connect(config.server, config.served_model, config.api_key_file) if weights else None
+    )

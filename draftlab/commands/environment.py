@@ -22,9 +22,13 @@ def env(config: EnvConfig) -> Outcome:
         "device": device_name(device),
         "driver": machine.driver or "none",
         "threads": torch.get_num_threads(),
-        "workspace": str(workspace.FILE.absolute()) if workspace.FILE.exists() else "none; the paper's models",
+        "workspace": str(workspace.FILE.absolute())
+        if workspace.FILE.exists()
+        else "none; the paper's models",
         "target": space.target,
         "source": space.source,
         "dtype": checkpoint.dtype_name(checkpoint.resolve_dtype(space.dtype, device)),
     }
-    return Outcome(path=None, show=[f"{name}: {value}" for name, value in facts.items()], data=facts)
+    return Outcome(
+        path=None, show=[f"{name}: {value}" for name, value in facts.items()], data=facts
+    )

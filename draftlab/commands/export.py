@@ -56,7 +56,12 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
 
 
 def _findings(
-    draft: Path, target: Path, servers: list[Any], device: "torch.device | None", data: str, prompts: Path | None
+    draft: Path,
+    target: Path,
+    servers: list[Any],
+    device: "torch.device | None",
+    data: str,
+    prompts: Path | None,
 ) -> tuple[Path, list[Finding]]:
     """Return the draft with the findings on it. Without a device only files are read."""
     from draftlab.exporting.artifact import check_files, open_artifact
@@ -69,7 +74,9 @@ def _findings(
     except UserError as failure:
         if not hub.is_eagle_head(draft):
             raise
-        return draft, [error("head", str(failure), "train one with draftlab distill --student eagle")]
+        return draft, [
+            error("head", str(failure), "train one with draftlab distill --student eagle")
+        ]
     if device is not None:
         reader = target if artifact.difference() is None else draft
         findings += artifact.trial(trial_prompts(reader, data, prompts), device)
@@ -82,9 +89,16 @@ def check(found: tuple[Path, list[Finding]]) -> Checked:
     draft, findings = found
     errors = sum(finding.level == "error" for finding in findings)
     missed = (
-        [f"{errors} finding{'s' * (errors > 1)} to fix before {hub.checkpoint_name(draft)} is served"] if errors else []
+        [
+            f"{errors} finding{'s' * (errors > 1)} to fix before {hub.checkpoint_name(draft)} is served"
+        ]
+        if errors
+        else []
     )
-    rows = [{name: getattr(each, name) for name in ("about", "level", "text", "fix")} for each in findings]
+    rows = [
+        {name: getattr(each, name) for name in ("about", "level", "text", "fix")}
+        for each in findings
+    ]
     return Checked(
         path=draft,
         show=[finding.line() for finding in findings],
@@ -134,10 +148,25 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     if config.verify_with is not None:
         prompts = _prompts(config.prompt_file, config.data, target, chosen.k)
         device = checkpoint.resolve_device(config.device)
-        verifier = fill(Verifier, config, program=config.verify_with, prompts=prompts, device=device)
-    facts = {"draft": artifact.path, "target": config.target, "k": chosen.k, "because": chosen.reason}
+        verifier = fill(
+            Verifier, config, program=config.verify_with, prompts=prompts, device=device
+        )
+    facts = {
+        "draft": artifact.path,
+        "target": config.target,
+        "k": chosen.k,
+        "because": chosen.reason,
+    }
     return Job(
-        partial(run.export, artifact, form=form, target=config.target, chosen=chosen, scores=scores, verifier=verifier),
+        partial(
+            run.export,
+            artifact,
+            form=form,
+            target=config.target,
+            chosen=chosen,
+            scores=scores,
+            verifier=verifier,
+        ),
         f"export-{hub.checkpoint_name(draft)}-{form.outtype or config.to}",
         lambda: facts,
     )
@@ -151,7 +180,9 @@ def export(exported: "Exported", output: Output) -> Outcome:
         path=output.out,
         show=[*exported.lines, str(output.out), *([exported.advice] if exported.advice else [])],
         data={"path": str(output.out), **exported.notes},
-        next=f"{'sh' if scripts[0].suffix == '.sh' else 'python'} {scripts[0]}" if scripts else None,
+        next=f"{'sh' if scripts[0].suffix == '.sh' else 'python'} {scripts[0]}"
+        if scripts
+        else None,
     )
 
 
@@ -171,7 +202,10 @@ def _scores_of(places: list[Path], draft: Path, target: Path) -> "list[Score]":
     sha256, own = fingerprint(draft), []
     for file in score_files(places or [workspace.load().runs]):
         score = read_score(file)
-        if sha256 in (score.draft.sha256, score.draft.heads_sha256) and score.target.name == target.name:
+        if (
+            sha256 in (score.draft.sha256, score.draft.heads_sha256)
+            and score.target.name == target.name
+        ):
             own.append(score)
     return sorted(own, key=lambda score: score.created, reverse=True)[:3]
 
@@ -183,6 +217,8 @@ def _prompts(file: Path | None, data: str, target: Path, k: int) -> "Prompts":
     from draftlab.prompts import load_prompts
 
     tokenizer = checkpoint.load_tokenizer(target)
-    prompts = load_prompts(file, data, tokenizer, count=None, tokens=None if file else PROMPT_TOKENS, seed=0)
+    prompts = load_prompts(
+        file, data, tokenizer, count=None, tokens=None if file else PROMPT_TOKENS, seed=0
+    )
     check_context(prompts.longest, NEW_TOKENS + k, checkpoint.max_model_len(target))
     return prompts

@@ -50,10 +50,19 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
 
     if config.profiles is not None:
         law = read_law(config.profiles)
-        measured, count = Measured(law.profiles, config.profiles, law), {"profiles": len(law.profiles)}
+        measured, count = (
+            Measured(law.profiles, config.profiles, law),
+            {"profiles": len(law.profiles)},
+        )
         return Job(lambda _: measured, f"law-{config.profiles.name}", lambda: count)
     places = _law_shapes(config.models) if config.law else _places(config.models, weights)
-    from draftlab.latency.profile import grid_of, needed_bytes, profile_models, resolve_running, subjects
+    from draftlab.latency.profile import (
+        grid_of,
+        needed_bytes,
+        profile_models,
+        resolve_running,
+        subjects,
+    )
     from draftlab.model import checkpoint
 
     with about("--device"):
@@ -64,9 +73,17 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
     for model in models if weights else ():
         if model.path is not None and model.target is None:
             checkpoint.check(model.path)
-    called = "-".join(Path(model.partition("@")[0]).name.removesuffix(".yaml") for model in config.models)
+    called = "-".join(
+        Path(model.partition("@")[0]).name.removesuffix(".yaml") for model in config.models
+    )
     k, contexts, repeats = (1, [16, 256], 10) if config.law else (8, [16, 128, 480], 20)
-    grid = grid_of(models, config.k or k, config.batch or [1], config.context or contexts, config.repeats or repeats)
+    grid = grid_of(
+        models,
+        config.k or k,
+        config.batch or [1],
+        config.context or contexts,
+        config.repeats or repeats,
+    )
     has_law = config.law
 
     def run(output: Output) -> Measured:
@@ -74,7 +91,9 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
         return Measured(profiles, output.out, fit_law(profiles) if has_law else None)
 
     def facts() -> dict[str, object]:
-        passes = len(grid.widths) * len(grid.batches) * len(grid.contexts) * grid.repeats * len(models)
+        passes = (
+            len(grid.widths) * len(grid.batches) * len(grid.contexts) * grid.repeats * len(models)
+        )
         memory = sum(needed_bytes(models, grid, running).values())
         sizes: dict[str, object] = {model.name: model.size.describe() for model in models}
         return sizes | {"passes": passes, "memory": f"{memory / 1e9:.3g} GB"}
@@ -114,15 +133,23 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     with about("--acceptance"):
         acceptances = [_acceptance(text, config.max_new_tokens) for text in config.acceptance]
         if len(acceptances) not in (1, len(config.draft_profile)):
-            raise UserError(f"{len(acceptances)} for {len(config.draft_profile)} drafts; give one, or one per draft")
+            raise UserError(
+                f"{len(acceptances)} for {len(config.draft_profile)} drafts; give one, or one per draft"
+            )
     if config.is_set("max_new_tokens") and any(acceptance.model for acceptance in acceptances):
         raise UserError("--max-new-tokens: the texts of a replay or score have their own lengths")
     acceptances *= len(config.draft_profile) // len(acceptances)
     prompts: Sequence[int | None] = config.context or [None]
     works = [acceptance.work for acceptance in acceptances]
-    ends = [work.longest if n is None else work.with_prompt_tokens(n).longest for work in works for n in prompts]
+    ends = [
+        work.longest if n is None else work.with_prompt_tokens(n).longest
+        for work in works
+        for n in prompts
+    ]
     grid = {
-        "widths": range(1, 2 * max(config.k) + 2),  # a parallel draft's widest pass, as vLLM runs it
+        "widths": range(
+            1, 2 * max(config.k) + 2
+        ),  # a parallel draft's widest pass, as vLLM runs it
         "batches": config.batch,
         "longest": max(ends) + max(config.k),
     }
@@ -133,13 +160,17 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
             if not name or not Path(directory).is_dir():
                 return CostModel.of(parse_profile(spec, **grid), extrapolate=config.extrapolate)
             called, shape = prunable_shape(name)
-            return CostModel.of(read_law(Path(directory)).profile(shape, called), extrapolate=config.extrapolate)
+            return CostModel.of(
+                read_law(Path(directory)).profile(shape, called), extrapolate=config.extrapolate
+            )
 
     drafts = [cost("--draft-profile", spec) for spec in config.draft_profile]
     target = cost("--target-profile", config.target_profile)
     how = {"ks": config.k, "batches": config.batch, "prompts": prompts, "server": config.server}
     pairs = list(zip(drafts, acceptances, strict=True))
-    return Job(lambda: [predict_draft(draft, target, acceptance, **how) for draft, acceptance in pairs])
+    return Job(
+        lambda: [predict_draft(draft, target, acceptance, **how) for draft, acceptance in pairs]
+    )
 
 
 @command(PredictConfig, prepare=prepare_predict)
@@ -154,7 +185,9 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
     show += [best_k_table(draft) for draft in drafts if len(draft.best_ks) > 1]
     show += [f"{p.name}: {verdict(p)}" if several else verdict(p) for p in predictions]
     show += [draft.schedule.verdict() for draft in drafts if draft.schedule is not None]
-    show += [f"note: {text}" for text in dict.fromkeys(text for p in predictions for text in p.notes)]
+    show += [
+        f"note: {text}" for text in dict.fromkeys(text for p in predictions for text in p.notes)
+    ]
     data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
     return Predicted(path=None, show=show, data=data, predictions=drafts, next="draftlab score")
 
@@ -176,16 +209,24 @@ def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
         number, k = float(assumed[1]), assumed[2]
         alpha = number if k is None else alpha_for(number, int(k))
         if alpha > 1:
-            raise UserError(f"{text} is no probability; write tokens per pass with their K, as 2.8@4")
-        return DraftAcceptance(work=constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT))
+            raise UserError(
+                f"{text} is no probability; write tokens per pass with their K, as 2.8@4"
+            )
+        return DraftAcceptance(
+            work=constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT)
+        )
     path = Path(text)
     if path.name == "score.json" or (path / "score.json").exists():
         score = read_score(path)
         rule = score.conditions.rule if score.conditions.temperature > 0 else None
-        return DraftAcceptance(work=workload_of_score(score), model=(score.draft.name, score.draft.sha256), rule=rule)
+        return DraftAcceptance(
+            work=workload_of_score(score), model=(score.draft.name, score.draft.sha256), rule=rule
+        )
     replay = read_replay(path)
     rule = replay.rule if replay.sampling.temperature > 0 else None
-    return DraftAcceptance(work=workload_of_replay(replay), model=(replay.draft, replay.draft_sha256), rule=rule)
+    return DraftAcceptance(
+        work=workload_of_replay(replay), model=(replay.draft, replay.draft_sha256), rule=rule
+    )
 
 
 def _places(names: list[str], weights: bool) -> dict[str, Path | Shape]:
@@ -208,11 +249,15 @@ def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
     from draftlab.servers.client import Server
 
     if len(config.server) > 2 or len(config.models) != len(config.server):
-        raise UserError("--server: name one server and its target, or a second server and its draft as well")
+        raise UserError(
+            "--server: name one server and its target, or a second server and its draft as well"
+        )
     with about("--server"):
         servers = [Server.connect(url, api_key_file=config.api_key_file) for url in config.server]
         if others := [server for server in servers if server.kind != "vllm"]:
-            raise UserError(f"{others[0].http.url} is {others[0].kind}; only the passes of vLLM are known")
+            raise UserError(
+                f"{others[0].http.url} is {others[0].kind}; only the passes of vLLM are known"
+            )
     from draftlab.data import heldout_prompts
     from draftlab.latency.served import profile_servers
     from draftlab.model import checkpoint
@@ -233,7 +278,11 @@ def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
         repeats=config.repeats or 3,
     )
     facts = {str(model): server.describe() for model, server in zip(models, servers, strict=True)}
-    return Job(lambda output: Measured(run(output=output), output.out), f"profile-served-{target.name}", lambda: facts)
+    return Job(
+        lambda output: Measured(run(output=output), output.out),
+        f"profile-served-{target.name}",
+        lambda: facts,
+    )
 
 
 def _fitted(directory: Path, law: "ScalingLaw") -> Profiled:
@@ -246,7 +295,9 @@ def _fitted(directory: Path, law: "ScalingLaw") -> Profiled:
         "mode": first.mode,
         "terms": law.curve.terms.tolist(),
         "overlap": law.curve.overlap,
-        "held_out_errors": {p.name: e for p, e in zip(law.profiles, law.held_out_errors.tolist(), strict=True)},
+        "held_out_errors": {
+            p.name: e for p, e in zip(law.profiles, law.held_out_errors.tolist(), strict=True)
+        },
     }
     show = [law_table(law), law.verdict(), str(directory)]
     then = f"draftlab design --latency-ms 2 --law {directory}"

@@ -24,10 +24,16 @@ def profile_table(profile: Profile) -> Table:
             points = [p for p in profile.forward if (p.width, p.batch) == (width, batch)]
             rows.append([str(batch), str(width), *_cells(points)])
     heads = ("batch", "tokens", *(f"context {c}" for c in contexts))
-    table = terminal_table(heads, rows, title=f"{profile.describe()}: milliseconds per pass (quartiles)")
+    table = terminal_table(
+        heads, rows, title=f"{profile.describe()}: milliseconds per pass (quartiles)"
+    )
     steady_ms = min(profile.steady, key=lambda p: (p.batch, p.context, -p.after)).median_ms
     weights = pass_bytes(profile.shape, profile.dtype) if profile.shape else 0
-    reached = f"A steady one-token pass reads weights at {weights / 1e6 / steady_ms:.3g} GB/s; " if weights else ""
+    reached = (
+        f"A steady one-token pass reads weights at {weights / 1e6 / steady_ms:.3g} GB/s; "
+        if weights
+        else ""
+    )
     products = ", ".join(f"{value:.3g} in {name}" for name, value in profile.matmul_tflops.items())
     prompts = ", ".join(f"{p.width} tokens in {_ms(p)}" for p in profile.prefill)
     limits = (
@@ -60,21 +66,37 @@ def law_table(law: ScalingLaw) -> Table:
 def k_table(prediction: Prediction) -> Table:
     """Return one row per K, the fastest marked, which may be no draft."""
     heads = (
-        "K", "tokens\nper pass", "break\neven", "tok/s", "speed-up\n95% interval", "free\ndraft", "perfect\ndraft",
+        "K",
+        "tokens\nper pass",
+        "break\neven",
+        "tok/s",
+        "speed-up\n95% interval",
+        "free\ndraft",
+        "perfect\ndraft",
         "% draft,\nverify, host",
-    )  # fmt: skip
+    )
     rows = [
         [
-            str(row.k), f"{row.tokens_per_pass.value:.2f}", f"{row.break_even_length:.2f}",
-            f"{row.tokens_per_second:.4g}", str(row.speedup), f"{row.free_draft:.2f}", f"{row.perfect_draft:.2f}",
+            str(row.k),
+            f"{row.tokens_per_pass.value:.2f}",
+            f"{row.break_even_length:.2f}",
+            f"{row.tokens_per_second:.4g}",
+            str(row.speedup),
+            f"{row.free_draft:.2f}",
+            f"{row.perfect_draft:.2f}",
             ", ".join(f"{100 * row.shares[name]:.0f}" for name in ("draft", "verify", "host")),
         ]
         for row in prediction.rows
-    ]  # fmt: skip
+    ]
     best = prediction.best
-    rows.insert(0, [NO_DRAFT, "1.00", "–", f"{prediction.plain_tokens_per_second:.4g}", "1.00", "–", "–", "–"])
+    rows.insert(
+        0,
+        [NO_DRAFT, "1.00", "–", f"{prediction.plain_tokens_per_second:.4g}", "1.00", "–", "–", "–"],
+    )
     fastest = prediction.rows.index(best) + 1 if best.speedup.value > 1 else 0
-    title = f"Predicted: {prediction.draft}\nwith {prediction.target}, batch size {prediction.batch}"
+    title = (
+        f"Predicted: {prediction.draft}\nwith {prediction.target}, batch size {prediction.batch}"
+    )
     table = terminal_table(heads, rows, best=fastest, title=title)
     table.caption = (
         "* Fastest. Tokens per pass include the target's own. free draft: speed-up if drafting took no time; perfect "
@@ -88,18 +110,35 @@ def draft_table(predictions: list[Prediction]) -> Table:
     """Return one row per draft at its best K, and what each needs to be as fast as the fastest, or as no draft."""
     fastest = max(predictions, key=lambda p: p.best.speedup.value)
     helps = fastest.best.speedup.value > 1
-    heads = ("draft", "c", "K", "tokens\nper pass", "tok/s", "speed-up\n95% interval", "needed to\nbe fastest")
+    heads = (
+        "draft",
+        "c",
+        "K",
+        "tokens\nper pass",
+        "tok/s",
+        "speed-up\n95% interval",
+        "needed to\nbe fastest",
+    )
     rows = []
     for p in predictions:
         needed = required_length(p, max(1.0, fastest.best.speedup.value))
         text = "impossible" if needed is None else f"{needed[1]:.2f} at K = {needed[0]}"
-        rows.append([
-            p.name, f"{p.c:.3f}", str(p.best.k), f"{p.best.tokens_per_pass.value:.2f}",
-            f"{p.best.tokens_per_second:.4g}", str(p.best.speedup), "" if helps and p is fastest else text,
-        ])  # fmt: skip
+        rows.append(
+            [
+                p.name,
+                f"{p.c:.3f}",
+                str(p.best.k),
+                f"{p.best.tokens_per_pass.value:.2f}",
+                f"{p.best.tokens_per_second:.4g}",
+                str(p.best.speedup),
+                "" if helps and p is fastest else text,
+            ]
+        )
     title = f"Predicted with {fastest.target}, batch size {fastest.batch}"
     rows.append([NO_DRAFT, "–", "–", "1.00", f"{fastest.plain_tokens_per_second:.4g}", "1.00", ""])
-    table = terminal_table(heads, rows, best=predictions.index(fastest) if helps else len(predictions), title=title)
+    table = terminal_table(
+        heads, rows, best=predictions.index(fastest) if helps else len(predictions), title=title
+    )
     table.caption = "* Fastest. needed to be fastest: tokens per target pass."
     return table
 
@@ -108,11 +147,14 @@ def best_k_table(draft: DraftPrediction) -> Table:
     """Return the best K by batch size and prompt length."""
     rows = [
         [
-            str(best.batch), _prompts(best), str(best.k) if best.k else "no draft",
-            f"{best.speedup:.2f}", f"{best.tokens_per_second:.4g}",
+            str(best.batch),
+            _prompts(best),
+            str(best.k) if best.k else "no draft",
+            f"{best.speedup:.2f}",
+            f"{best.tokens_per_second:.4g}",
         ]
         for best in draft.best_ks
-    ]  # fmt: skip
+    ]
     heads = ("batch", "prompt\ntokens", "K", "speed-up", "tok/s of\nthe batch")
     return terminal_table(heads, rows, title=f"Best K of {draft.prediction.name}")
 

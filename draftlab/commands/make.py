@@ -48,7 +48,12 @@ def prepare_import(config: ImportConfig, weights: bool) -> "Job[ImportSource]":
 def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
     """Convert a GGUF file, .bin files, or a PEFT adapter with its base to a Hugging Face directory."""
     data = {"path": str(output.out), **source.facts()}
-    return Outcome(path=output.out, show=[str(output.out)], data=data, next=f"draftlab init --target {output.out}")
+    return Outcome(
+        path=output.out,
+        show=[str(output.out)],
+        data=data,
+        next=f"draftlab init --target {output.out}",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +125,11 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
     Raises:
         UserError: A source cannot be read or has no training text.
     """
-    sources = [name for name in hub.source_names(space.data) if Path(name).exists() and name not in hub.BUILT_IN_TEXT]
+    sources = [
+        name
+        for name in hub.source_names(space.data)
+        if Path(name).exists() and name not in hub.BUILT_IN_TEXT
+    ]
     target = hub.local(space.target) if sources else None
     if target is None:
         return {}
@@ -160,13 +169,23 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
     whole, train, heldout = size.whole, size.train, size.heldout
     kind = f"{whole.rows:,} texts"
     if whole.conversations:
-        plain = f", {whole.rows - whole.conversations:,} texts" if whole.rows > whole.conversations else ""
+        plain = (
+            f", {whole.rows - whole.conversations:,} texts"
+            if whole.rows > whole.conversations
+            else ""
+        )
         kind = f"{whole.conversations:,} conversations with {whole.answers:,} answers{plain}"
     calibration = PruneConfig.model_fields["calibration_tokens"].default
     teaches = f"distill trains on {train.tokens:,} tokens an epoch"
     if whole.conversations and not whole.answers:
-        teaches = f"distill --text target trains on the target's answers to {train.questions:,} prompts"
-    measures = f"score takes {heldout.questions:,} prompts" if whole.conversations else "score takes starts of them"
+        teaches = (
+            f"distill --text target trains on the target's answers to {train.questions:,} prompts"
+        )
+    measures = (
+        f"score takes {heldout.questions:,} prompts"
+        if whole.conversations
+        else "score takes starts of them"
+    )
     if whole.conversations and heldout.questions < FEW_PROMPTS:
         measures += f", too few for a narrow interval: add conversations, or name {FEW_PROMPTS} by --prompt-file"
     return [
@@ -214,7 +233,9 @@ def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Pa
     def run() -> "tuple[Design, Path | None]":
         found = designing.design(source, layers, budget, law)
         if out is not None:
-            found.write(out, f"draftlab design: {kind} budget {amount:g}, from {name}", overwrite=overwrite)
+            found.write(
+                out, f"draftlab design: {kind} budget {amount:g}, from {name}", overwrite=overwrite
+            )
         return found, out
 
     return Job(run)
@@ -227,7 +248,8 @@ def design(designed: "tuple[Design, Path | None]") -> Designed:
 
     found, out = designed
     rows = {
-        name: shape.model_dump() | {"params": shape.params(), "latency_ms": found.latency_ms.get(name)}
+        name: shape.model_dump()
+        | {"params": shape.params(), "latency_ms": found.latency_ms.get(name)}
         for name, shape in found.shapes.items()
     }
     name, first = next(iter(found.shapes.items()))

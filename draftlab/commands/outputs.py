@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from draftlab.target_outputs.verify import StoreVerification
 
 PROMPTS_OF_DATA = 64
-START_TOKENS, PROMPT_TOKENS = 32, 64  # tokens of data that a target continues to distil on, or answers to replay
+START_TOKENS, PROMPT_TOKENS = (
+    32,
+    64,
+)  # tokens of data that a target continues to distil on, or answers to replay
 
 
 def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
@@ -46,9 +49,13 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     if file is not None:
         vocab = logits_of(directory)
         with about("--from"):
-            log = ServerLog.open(file, vocab=vocab, seq_len=config.seq_len, top_logprobs=min(listed, vocab))
+            log = ServerLog.open(
+                file, vocab=vocab, seq_len=config.seq_len, top_logprobs=min(listed, vocab)
+            )
         plan = {"requests": len(log.starts), "listed tokens": log.top_logprobs}
-        return Job(partial(building.store_log, log, directory), f"outputs-{file.stem}", lambda: plan)
+        return Job(
+            partial(building.store_log, log, directory), f"outputs-{file.stem}", lambda: plan
+        )
     from draftlab.model.tokenizer import known_ids
 
     k = min(listed, logits_of(directory) if served else known_ids(directory))
@@ -69,12 +76,16 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     )
 
 
-def _build_facts(text: "Rows | TargetAnswers", k: int, directory: Path, *, served: bool) -> dict[str, object]:
+def _build_facts(
+    text: "Rows | TargetAnswers", k: int, directory: Path, *, served: bool
+) -> dict[str, object]:
     """Return the facts of a build for a dry run."""
     from draftlab.model.size import read_size
     from draftlab.target_outputs.build import TargetAnswers, bytes_per_token
 
-    facts: dict[str, object] = {"prompts": text.prompts.requests} if isinstance(text, TargetAnswers) else {}
+    facts: dict[str, object] = (
+        {"prompts": text.prompts.requests} if isinstance(text, TargetAnswers) else {}
+    )
     most = "at most " if facts else ""
     facts["tokens"] = f"{most}{text.tokens:,}"
     if text.sampling is not None:
@@ -85,7 +96,9 @@ def _build_facts(text: "Rows | TargetAnswers", k: int, directory: Path, *, serve
     return facts
 
 
-@command(OutputsBuildConfig, name="outputs build", prepare=prepare_build, dry_run=True, resumes=True)
+@command(
+    OutputsBuildConfig, name="outputs build", prepare=prepare_build, dry_run=True, resumes=True
+)
 def build(manifest: "Manifest", output: Output) -> Outcome:
     """Store text and probabilities of a target, to distil and to replay drafts without it; a killed build resumes."""
     then = f"distill --outputs {output.out}" if manifest.top_logprobs else f"replay {output.out}"
@@ -120,11 +133,17 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
         temperature = 1.0 if config.use == "distill" else 0.0
     stop = checkpoint.eos_token_ids(directory)
     sampling = fill(
-        SamplingParams, config, temperature=temperature, max_tokens=config.max_new_tokens, stop_token_ids=stop
+        SamplingParams,
+        config,
+        temperature=temperature,
+        max_tokens=config.max_new_tokens,
+        stop_token_ids=stop,
     )
     chats = not config.answers and config.text == "target" and is_chat_file(config.data)
     if chats and (config.is_set("seq_len") or config.is_set("num_sequences")):
-        raise UserError("--seq-len, --num-sequences: the data has conversations to answer; take --num-prompts")
+        raise UserError(
+            "--seq-len, --num-sequences: the data has conversations to answer; take --num-prompts"
+        )
     if config.answers or chats:
         with about("--data" if config.prompt_file is None else "--prompt-file"):
             prompts = _prompts(config, directory, chats)
@@ -132,11 +151,17 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     asked = {"--num-prompts": config.num_prompts is not None, "--chat": config.chat != "auto"}
     asked["--max-new-tokens"] = config.is_set("max_new_tokens")
     if idle := [option for option, is_given in asked.items() if is_given]:
-        raise UserError(f"{', '.join(idle)}: {config.data} is no file of conversations; add --prompt-file")
+        raise UserError(
+            f"{', '.join(idle)}: {config.data} is no file of conversations; add --prompt-file"
+        )
     with about("--seq-len"):
         check_length(directory, config.seq_len)
     rows = fill(Rows, config, count=config.num_sequences, prompt_tokens=None)
-    return rows if config.text == "data" else _continued(rows, sampling, config.prompt_tokens or START_TOKENS)
+    return (
+        rows
+        if config.text == "data"
+        else _continued(rows, sampling, config.prompt_tokens or START_TOKENS)
+    )
 
 
 def _continued(rows: "Rows", sampling: "SamplingParams", starts: int) -> "Rows":
@@ -144,10 +169,16 @@ def _continued(rows: "Rows", sampling: "SamplingParams", starts: int) -> "Rows":
     from draftlab.data import loss_on_of
 
     if starts > rows.seq_len:
-        raise UserError(f"--prompt-tokens {starts} leaves nothing to write in {rows.seq_len} tokens")
+        raise UserError(
+            f"--prompt-tokens {starts} leaves nothing to write in {rows.seq_len} tokens"
+        )
     if loss_on_of(rows.data, None) is not None:
-        raise UserError("--text target: the data has conversations; name one file of them, so that they are answered")
-    return replace(rows, prompt_tokens=starts, sampling=replace(sampling, max_tokens=rows.seq_len + 1 - starts))
+        raise UserError(
+            "--text target: the data has conversations; name one file of them, so that they are answered"
+        )
+    return replace(
+        rows, prompt_tokens=starts, sampling=replace(sampling, max_tokens=rows.seq_len + 1 - starts)
+    )
 
 
 def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Prompts":
@@ -159,16 +190,25 @@ def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Promp
     from draftlab.model import checkpoint
     from draftlab.prompts import data_prompts, file_prompts
 
-    tokenizer, file = checkpoint.load_tokenizer(directory), Path(config.data) if chats else config.prompt_file
+    tokenizer, file = (
+        checkpoint.load_tokenizer(directory),
+        Path(config.data) if chats else config.prompt_file,
+    )
     if file is not None:
-        cut = {"count": config.num_prompts, "tokens": config.prompt_tokens, "split": "train" if chats else None}
+        cut = {
+            "count": config.num_prompts,
+            "tokens": config.prompt_tokens,
+            "split": "train" if chats else None,
+        }
         return fill(file_prompts, config, file=file, tokenizer=tokenizer, **cut)
     tokens = config.prompt_tokens or (START_TOKENS if config.use == "distill" else PROMPT_TOKENS)
     count = config.num_prompts or PROMPTS_OF_DATA
     return data_prompts(config.data, tokenizer, count=count, tokens=tokens, seed=config.seed)
 
 
-def _target(config: OutputsBuildConfig, directory: Path, sampling: "SamplingParams | None", k: int) -> "Target":
+def _target(
+    config: OutputsBuildConfig, directory: Path, sampling: "SamplingParams | None", k: int
+) -> "Target":
     """Return the target, able to write with sampling (None: only to score) and to list k tokens; nothing is loaded."""
     from draftlab.target_outputs.build import DISTILL_BATCH, REPLAY_BATCH
 
@@ -181,9 +221,12 @@ def _target(config: OutputsBuildConfig, directory: Path, sampling: "SamplingPara
         device = checkpoint.resolve_device(config.device)
     dtype = config.dtype or (workspace.load().dtype if config.use == "replay" else None)
     return LocalTarget(
-        directory, device, None if dtype is None else checkpoint.resolve_dtype(dtype, device), config.device_map,
+        directory,
+        device,
+        None if dtype is None else checkpoint.resolve_dtype(dtype, device),
+        config.device_map,
         batch_size=DISTILL_BATCH if config.use == "distill" else REPLAY_BATCH,
-    )  # fmt: skip
+    )
 
 
 def _served(
@@ -197,7 +240,9 @@ def _served(
     return ServedTarget.connected(server, directory, sampling, k)
 
 
-def prepare_info(config: OutputsInfoConfig, weights: bool) -> "Job[tuple[Path, StoreVerification | None]]":
+def prepare_info(
+    config: OutputsInfoConfig, weights: bool
+) -> "Job[tuple[Path, StoreVerification | None]]":
     """Raises UserError: there is no store, or no target that could verify it."""
     from draftlab.target_outputs.store import read_manifest
     from draftlab.target_outputs.verify import verify
@@ -232,7 +277,12 @@ def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
         f"{result.same_top:.2%} of the most probable tokens are the same"
     )
     missed = [] if result.good else [f"{directory} differs from what the target gives now"]
-    return replace(shown, show=[*shown.show, text], data=shown.data | {"verified": result.as_dict()}, missed=missed)
+    return replace(
+        shown,
+        show=[*shown.show, text],
+        data=shown.data | {"verified": result.as_dict()},
+        missed=missed,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -242,7 +292,9 @@ class Replayed(Outcome):
     rows: "dict[str, list[AcceptanceRow]]"
 
 
-def prepare_replay(config: ReplayConfig, weights: bool) -> "Job[dict[str, tuple[Replay, list[AcceptanceRow]]]]":
+def prepare_replay(
+    config: ReplayConfig, weights: bool
+) -> "Job[dict[str, tuple[Replay, list[AcceptanceRow]]]]":
     """Resolve and check the settings.
 
     Raises:
@@ -274,8 +326,13 @@ def prepare_replay(config: ReplayConfig, weights: bool) -> "Job[dict[str, tuple[
     rule, temperature = config.acceptance
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     drafting = Drafting(
-        k=max(config.k), rule=rule, temperature=temperature, dtype=dtype, device=device, target=target
-    )  # fmt: skip
+        k=max(config.k),
+        rule=rule,
+        temperature=temperature,
+        dtype=dtype,
+        device=device,
+        target=target,
+    )
     for spec in drafters:
         check(store, spec, drafting)
     name = config.directory.name.removeprefix("outputs-").removeprefix("replay-")
@@ -305,7 +362,9 @@ def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Out
     )
 
 
-def _shown(directory: Path, manifest: "Manifest", facts: Mapping[str, object] | None = None) -> Outcome:
+def _shown(
+    directory: Path, manifest: "Manifest", facts: Mapping[str, object] | None = None
+) -> Outcome:
     size = sum(f.stat().st_size for f in directory.rglob("*.safetensors"))
     per_token = size / max(1, manifest.tokens)
     lists = ""
@@ -322,7 +381,12 @@ def _shown(directory: Path, manifest: "Manifest", facts: Mapping[str, object] | 
         f"{', chat' if manifest.chat else ''})",
         *(f"{name.replace('_', ' ')}: {value}" for name, value in (facts or {}).items() if value),
     ]
-    data = {"path": str(directory), **manifest.model_dump(mode="json"), "bytes": size, **(facts or {})}
+    data = {
+        "path": str(directory),
+        **manifest.model_dump(mode="json"),
+        "bytes": size,
+        **(facts or {}),
+    }
     return Outcome(path=directory, show=text, data=data)
 
 
@@ -334,14 +398,25 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
     cells: list[list[str]] = []
     for row in rows:
         by_position = [f"{share.value:.2f}" for share in row.conditional]
-        cells.append([row.group, str(row.texts), str(row.k), _spread(row.length), _spread(row.rate), *by_position])
+        cells.append(
+            [
+                row.group,
+                str(row.texts),
+                str(row.k),
+                _spread(row.length),
+                _spread(row.rate),
+                *by_position,
+            ]
+        )
     title = f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}"
     notes = [
         "acceptance length: tokens per target pass, with the target's own; rate: accepted over drafted tokens; at i: "
         "share accepted of the tokens drafted there; 95 % intervals over texts"
     ]
     if loops := int(replayed.degenerate.sum()):
-        notes.append(f"{loops} of {len(replayed.texts)} texts are mostly loops: acceptance on them is not typical")
+        notes.append(
+            f"{loops} of {len(replayed.texts)} texts are mostly loops: acceptance on them is not typical"
+        )
     return [terminal_table(heads, cells, title=title), *notes]
 
 

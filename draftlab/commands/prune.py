@@ -59,7 +59,9 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     if config.method == "masks":
         distributed.check(masks=True)
     elif processes() > 1:
-        raise UserError(f"prune --method {config.method} runs in one process; --method masks trains in several")
+        raise UserError(
+            f"prune --method {config.method} runs in one process; --method masks trains in several"
+        )
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
     with about("--source"):
@@ -79,7 +81,9 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     else:
         check(shape, llama=not have.options - {"untied"})
     if config.refit == "head" and have.tied:
-        raise UserError("--refit head: the source ties its head to the embedding, which would change too; add --untie")
+        raise UserError(
+            "--refit head: the source ties its head to the embedding, which would change too; add --untie"
+        )
     if config.outputs is not None:
         with about("--outputs"):
             manifest = finished_manifest(config.outputs)
@@ -91,9 +95,16 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     text = fill(Text, config, tokens=config.calibration_tokens)
     training = fill(MaskTraining, config) if config.method == "masks" else None
     run = partial(
-        _prune, source=cast("Source", source), shape=shape, text=text, refit=REFITS[config.refit], method=config.method,
-        depth=config.depth, scores_cache=config.scores_cache, training=training,
-    )  # fmt: skip
+        _prune,
+        source=cast("Source", source),
+        shape=shape,
+        text=text,
+        refit=REFITS[config.refit],
+        method=config.method,
+        depth=config.depth,
+        scores_cache=config.scores_cache,
+        training=training,
+    )
     dtype_bytes = 2 if source is None else source.planned_dtype.itemsize
     return Job(
         run,
@@ -103,9 +114,17 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
 
 
 def _prune(
-    output: Output, *, source: "Source", shape: Shape, text: "Text", refit: "Refit", method: str, depth: "Depth",
-    scores_cache: Path | None, training: "MaskTraining | None",
-) -> "PrunedDraft":  # fmt: skip
+    output: Output,
+    *,
+    source: "Source",
+    shape: Shape,
+    text: "Text",
+    refit: "Refit",
+    method: str,
+    depth: "Depth",
+    scores_cache: Path | None,
+    training: "MaskTraining | None",
+) -> "PrunedDraft":
     from draftlab.pruning.masks.training import prune_by_masks
     from draftlab.pruning.run import Prune
 
@@ -116,7 +135,13 @@ def _prune(
 
 
 def _facts(
-    have: Shape, shape: Shape, text: "Text", training: "MaskTraining | None", *, dtype_bytes: int, shipped: str | None
+    have: Shape,
+    shape: Shape,
+    text: "Text",
+    training: "MaskTraining | None",
+    *,
+    dtype_bytes: int,
+    shipped: str | None,
 ) -> dict[str, object]:
     """Return the facts of a cut for a dry run; weights are neither read nor fetched.
 
@@ -130,7 +155,9 @@ def _facts(
     if shipped is not None:
         source += f" (the shape {shipped} that comes with draftlab: nothing was fetched)"
     weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
-    per_token = dtype_bytes * (3 * have.hidden + shape.hidden)  # streams at three places, and the draft's
+    per_token = dtype_bytes * (
+        3 * have.hidden + shape.hidden
+    )  # streams at three places, and the draft's
     gram = 20 * shape.ffn**2  # float32, and float64 twice while it is solved
     memory = weights + (text.tokens + HELDOUT_TOKENS) * per_token + gram + 1e9
     facts: dict[str, object] = {
@@ -144,7 +171,9 @@ def _facts(
     }
     if training is not None:
         tokens = training.steps * training.batch_size * text.seq_len
-        memory = have.params() * (16 if training.lr else 4) + have.weight_bytes() + 1e9  # 16: two Adam moments, too
+        memory = (
+            have.params() * (16 if training.lr else 4) + have.weight_bytes() + 1e9
+        )  # 16: two Adam moments, too
         facts["training tokens"] = f"{tokens:,}"
         facts["memory"] = f"about {memory / 1e9:.1f} GB and activations"
         facts["flops"] = tokens * 4 * have.flops_per_token(text.seq_len // 2)
@@ -167,7 +196,12 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
             f"its head is of {len(pruned.head.ids):,} of {shape.vocab:,} ids; those of one half of the text cover "
             f"{pruned.head.coverage:.2%} of the other half"
         )
-    data = {"path": str(output.out), "shape": shape.model_dump(), "params": shape.params(), "layers": layers}
+    data = {
+        "path": str(output.out),
+        "shape": shape.model_dump(),
+        "params": shape.params(),
+        "layers": layers,
+    }
     if (agreement := pruned.agreement) is not None:
         lines.append(
             f"against the source on {agreement.tokens:,} tokens: held-out acceptance {agreement.acceptance:.3f}, "
@@ -206,8 +240,16 @@ def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
     try:
         _, place = families.locate_shape(name, weights)
     except UserError:
-        shapes, called = families.presets(families.widths_folder()), name.partition("@")[0].rpartition("/")[2].lower()
-        if weights or hub.local(name) is not None or called not in shapes or not hub.offline_reason():
+        shapes, called = (
+            families.presets(families.widths_folder()),
+            name.partition("@")[0].rpartition("/")[2].lower(),
+        )
+        if (
+            weights
+            or hub.local(name) is not None
+            or called not in shapes
+            or not hub.offline_reason()
+        ):
             raise
         return shapes[called], called
     if weights and isinstance(place, Shape):
@@ -224,14 +266,22 @@ def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
         "params": parse_count(config.params) if config.params else None,
     }
     shape, preset = have, None
-    if config.vocab is None or config.shape is not None or any(size is not None for size in sizes.values()):
+    if (
+        config.vocab is None
+        or config.shape is not None
+        or any(size is not None for size in sizes.values())
+    ):
         with about(_sizes_named(config)):
-            shape, preset = families.requested_shape(have, **sizes, multiple_of=FFN_MULTIPLE, file=config.shape)
+            shape, preset = families.requested_shape(
+                have, **sizes, multiple_of=FFN_MULTIPLE, file=config.shape
+            )
     if preset is not None and weights:
         note(f"shape {preset}: {shape.describe()}")
     size = config.vocab or shape.draft_vocab
     if have.draft_vocab not in (None, size):
-        raise UserError(f"--vocab {size}: the source's head is trimmed already, to {have.draft_vocab:,} ids")
+        raise UserError(
+            f"--vocab {size}: the source's head is trimmed already, to {have.draft_vocab:,} ids"
+        )
     if size is not None and size >= have.vocab:
         raise UserError(f"--vocab {size}: want fewer than the source's {have.vocab:,}")
     return shape.model_copy(update={"draft_vocab": size})

@@ -48,7 +48,13 @@ def prepare(config: ReportConfig, weights: bool) -> "Job[tuple[ReportConfig, lis
 def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
     """Rank drafts by their scores, test which differences are significant, and write a page about them."""
     from draftlab.results.ranking import missed_thresholds, rank, verdict_lines
-    from draftlab.results.report import accuracy_table, export_command, html, markdown, ranking_table
+    from draftlab.results.report import (
+        accuracy_table,
+        export_command,
+        html,
+        markdown,
+        ranking_table,
+    )
     from draftlab.results.warnings import score_warnings
 
     config, scores = chosen
@@ -64,12 +70,21 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
     path = next(iter(texts), None)
     tables = [ranking_table(ranking), accuracy_table(scores)]
     show: list[object] = [table.terminal() for table in tables if table]
-    show += [*verdict_lines(ranking), *(f"warning: {text}" for text in score_warnings(scores)), *map(str, texts)]
+    show += [
+        *verdict_lines(ranking),
+        *(f"warning: {text}" for text in score_warnings(scores)),
+        *map(str, texts),
+    ]
     return Reported(
         path=path,
         show=show,
-        data={"path": str(path) if path else None, "ranking": [ranked.as_dict() for ranked in ranking]},
-        missed=missed_thresholds(ranking[0].score, config.min_speedup, config.min_acceptance_length),
+        data={
+            "path": str(path) if path else None,
+            "ranking": [ranked.as_dict() for ranked in ranking],
+        },
+        missed=missed_thresholds(
+            ranking[0].score, config.min_speedup, config.min_acceptance_length
+        ),
         scores=scores,
         next=(served or None) if path else f"{config.command_line('report')} --html report.html",
     )
@@ -91,7 +106,10 @@ def _serve(fastest: "Ranked") -> str:
     if fastest.speedup.low > 1 and not score.output_differs:
         if score.name != "prompt-lookup":
             return ""
-        words += ["--speculative-config", json.dumps(speculative_config("", fastest.k, "prompt lookup"))]
+        words += [
+            "--speculative-config",
+            json.dumps(speculative_config("", fastest.k, "prompt lookup")),
+        ]
     return shlex.join(words)
 
 

@@ -103,7 +103,9 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         from draftlab.model.modes import resolve_mode
         from draftlab.model.tokenizer import common_vocabulary
         from draftlab.scoring.comparison import Comparison, Engine
-    named = [path for spec in specs for path in spec.paths(default, weights=weights, models_only=True)]
+    named = [
+        path for spec in specs for path in spec.paths(default, weights=weights, models_only=True)
+    ]
     models = list(dict.fromkeys([*drafts.values(), *named]))
     with about("--draft"):
         for directory in models:
@@ -116,7 +118,11 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     mode = config.mode
     if mode == "auto":
-        mode = "eager" if config.device_map else next((spec.mode for spec in specs if spec.mode), "auto")
+        mode = (
+            "eager"
+            if config.device_map
+            else next((spec.mode for spec in specs if spec.mode), "auto")
+        )
     if mode == "auto":
         mode = resolve_mode(mode, device, dtype, [target, *models] if weights else [])
     requests = _requests(config, target, source)
@@ -138,13 +144,21 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         ),
         ks=config.k,
         batches=config.batch,
-        acceptance=acceptance_of(config.server_rule) if config.server_rule else Acceptance(config.rule, None),
+        acceptance=acceptance_of(config.server_rule)
+        if config.server_rule
+        else Acceptance(config.rule, None),
         data=source,
         tasks=tasks,
     )
     comparison.check()
-    if config.dtype == "auto" and device.type == "cpu" and checkpoint.is_fast(torch.bfloat16, device):
-        note("weights are float32; this processor multiplies bfloat16, too: add --dtype bfloat16 if you serve that")
+    if (
+        config.dtype == "auto"
+        and device.type == "cpu"
+        and checkpoint.is_fast(torch.bfloat16, device)
+    ):
+        note(
+            "weights are float32; this processor multiplies bfloat16, too: add --dtype bfloat16 if you serve that"
+        )
     return comparison
 
 
@@ -161,7 +175,9 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
             servers["plain"] = Server.connect(config.server, None, config.api_key_file)
     if config.speculative_server is not None:
         with about("--speculative-server"):
-            servers["speculative"] = Server.connect(config.speculative_server, None, config.api_key_file)
+            servers["speculative"] = Server.connect(
+                config.speculative_server, None, config.api_key_file
+            )
     source = config.data
     if config.prompt_file is None:
         with about("--data"):
@@ -213,7 +229,10 @@ def _requests(config: ScoreConfig, tokenizer: Path, source: str) -> "Requests":
             tokens=config.prompt_tokens,
         )
     return fill(
-        Requests, config, prompts=prompts, sampling=fill(SamplingParams, config, max_tokens=config.max_new_tokens)
+        Requests,
+        config,
+        prompts=prompts,
+        sampling=fill(SamplingParams, config, max_tokens=config.max_new_tokens),
     )
 
 
@@ -248,7 +267,9 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
 
     config = output.config
     assert isinstance(config, ScoreConfig)
-    missed = [text for score in scores for text in missed_thresholds(score, config.min_speedup, None)]
+    missed = [
+        text for score in scores for text in missed_thresholds(score, config.min_speedup, None)
+    ]
     ranking = rank(scores)
     comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
     tables = [ranking_table(ranking), *map(category_table, scores), accuracy_table(scores)]
@@ -256,12 +277,19 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
     show += [f"{s.label}: {s.verdict()}" for s in scores]
     show += verdict_lines(ranking) if comparable else []
     show += [f"warning: {text}" for text in score_warnings(scores)]
-    data: dict[str, Any] = {"scores": json_rows(scores), "categories": {s.name: category_rows(s) for s in scores}}
+    data: dict[str, Any] = {
+        "scores": json_rows(scores),
+        "categories": {s.name: category_rows(s) for s in scores},
+    }
     show.append(str(output.out))
     then = f"report {output.out} --html report.html"
     if config.draft and not config.served:
         drafts = [name.partition("@")[0] for name in config.draft]
         names = [ranked.name.partition("@")[0] for ranked in ranking]
-        fastest = next((draft for name in names for draft in drafts if Path(draft).name == name), drafts[0])
+        fastest = next(
+            (draft for name in names for draft in drafts if Path(draft).name == name), drafts[0]
+        )
         then = f"export {fastest}{f' --target {config.target}' if config.is_set('target') else ''} --to vllm"
-    return Scored(path=output.out, show=show, data=data, missed=missed, scores=scores, next=f"draftlab {then}")
+    return Scored(
+        path=output.out, show=show, data=data, missed=missed, scores=scores, next=f"draftlab {then}"
+    )

@@ -96,7 +96,9 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
         make = partial(step_of, shared=running, where="search")
         return library.search(wanted, StepRunner(folder=output.state, make=make), output)
 
-    return Job(run, f"search-{hub.checkpoint_name(Path(config.source.partition('@')[0]))}", lambda: facts)
+    return Job(
+        run, f"search-{hub.checkpoint_name(Path(config.source.partition('@')[0]))}", lambda: facts
+    )
 
 
 @command(SearchConfig, prepare=prepare_search, dry_run=True)
@@ -132,7 +134,9 @@ def _texts(
         check_data(data, weights)
     return (
         {"data": data} if outputs is None else {"outputs": outputs},
-        {"data": data, "prompt_tokens": PROMPT_TOKENS} if prompt_file is None else {"prompt_file": prompt_file},
+        {"data": data, "prompt_tokens": PROMPT_TOKENS}
+        if prompt_file is None
+        else {"prompt_file": prompt_file},
     )
 
 
@@ -157,12 +161,22 @@ def _rung_table(search: "Search") -> "Table":
                 gains.get(trial.name, ""),
             ]
             rows.setdefault(trial.name, cells)
-    columns = ["shape", "para-\nmeters", "ms per\npass", "steps", "K", "tokens\nper pass", "predicted\nTPOT"]
+    columns = [
+        "shape",
+        "para-\nmeters",
+        "ms per\npass",
+        "steps",
+        "K",
+        "tokens\nper pass",
+        "predicted\nTPOT",
+    ]
     plain = search.winner.tokens_per_second / search.winner.gain.value
     last = [NO_DRAFT, "", "", "", "", "1.00", "1.00x", f"1.00x, {plain:.4g} tokens/s"]
     best = list(rows).index(search.winner.name) if search.pays else len(rows)
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}, the fastest marked"
-    table = terminal_table([*columns, "measured\nrequests"], [*rows.values(), last], best=best, title=title)
+    table = terminal_table(
+        [*columns, "measured\nrequests"], [*rows.values(), last], best=best, title=title
+    )
     table.caption = (
         f"{search.spent_seconds / 60:.1f} minutes. Predicted: the tokens after the first, from a replay and the "
         "latency law, at the best K and after the steps in the table. Measured: whole requests, with a 95% interval "

@@ -70,12 +70,18 @@ class CommandStep:
         return self.command.run(self.resolved)
 
 
-def step_of(name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> CommandStep:
+def step_of(
+    name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str
+) -> CommandStep:
     """Return a command with settings, and with the shared settings that it has. Raises UserError: a wrong setting."""
     from draftlab.commands import COMMANDS
 
     command = COMMANDS[name]
-    known = {key: value for key, value in shared.items() if key in command.config.model_fields and value is not None}
+    known = {
+        key: value
+        for key, value in shared.items()
+        if key in command.config.model_fields and value is not None
+    }
     return read_step({name: {**known, **settings}}, where)
 
 
@@ -88,8 +94,12 @@ def read_step(content: object, where: str) -> CommandStep:
     name, settings = next(iter(content.items()))
     if not isinstance(name, str) or name not in COMMANDS:
         raise UserError(f"{where}: no command {name!r}{did_you_mean(str(name), COMMANDS)}")
-    if not isinstance(settings, dict | None) or not all(isinstance(key, str) for key in settings or ()):
-        raise UserError(f"{where} ({name}): want NAME: VALUE for each setting, got {one_line(settings, 80)}")
+    if not isinstance(settings, dict | None) or not all(
+        isinstance(key, str) for key in settings or ()
+    ):
+        raise UserError(
+            f"{where} ({name}): want NAME: VALUE for each setting, got {one_line(settings, 80)}"
+        )
     step = CommandStep(COMMANDS[name], settings or {}, f"{where} ({name}): ")
     step.config.settings()  # raises for bad settings
     return step

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typing_extensions import Self
@@ -19,7 +27,12 @@ from draftlab.provenance import RECORD_FILE, read_record
 from draftlab.reading import read_yaml
 from draftlab.trust import without_secrets
 
-OUTPUT, SERVER, TRAINING, CHECKPOINTS = "Output", "Server", "Training", "Evaluation and checkpoints"  # panels of --help
+OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
+    "Output",
+    "Server",
+    "Training",
+    "Evaluation and checkpoints",
+)  # panels of --help
 TRUST = "trust_remote_code"
 MAX_K = 1_000  # far more than any draft pays for; tables, passes and loops grow with K
 
@@ -59,15 +72,28 @@ def option(
         "typed": typed,
     }
     if factory is not None:
-        return Field(default_factory=factory, description=help, ge=ge, le=le, gt=gt, json_schema_extra=extra)
+        return Field(
+            default_factory=factory, description=help, ge=ge, le=le, gt=gt, json_schema_extra=extra
+        )
     return Field(
-        default, description=help, ge=ge, le=le, gt=gt, json_schema_extra=extra, validate_default=typed is not None
+        default,
+        description=help,
+        ge=ge,
+        le=le,
+        gt=gt,
+        json_schema_extra=extra,
+        validate_default=typed is not None,
     )
 
 
 def from_workspace(name: str, help: str, **others: Any) -> Any:
     """Return an option whose default stands under this name in draftlab.yaml."""
-    return option(factory=lambda: getattr(workspace.load(), name), help=help, shown_default="the workspace's", **others)
+    return option(
+        factory=lambda: getattr(workspace.load(), name),
+        help=help,
+        shown_default="the workspace's",
+        **others,
+    )
 
 
 def _numbers(value: object) -> object:
@@ -109,7 +135,9 @@ class Only:
 class Config(BaseModel):
     """Settings of one command."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     only: ClassVar[Sequence[Only]] = ()
 
@@ -139,18 +167,26 @@ class Config(BaseModel):
         if path.is_dir() or path.name == RECORD_FILE:
             record = read_record(path if path.is_dir() else path.parent)
             if record is None or record.command != command:
-                origin = "nothing that draftlab wrote" if record is None else f"made by draftlab {record.command}"
+                origin = (
+                    "nothing that draftlab wrote"
+                    if record is None
+                    else f"made by draftlab {record.command}"
+                )
                 raise UserError(f"--config {path}: {origin}; want settings of draftlab {command}")
             return {name: value for name, value in record.config.items() if name != TRUST}
         settings = read_yaml(path, f"--config {path}")
         if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
-            raise UserError(f"--config {path}: want settings of draftlab {command}, one NAME: VALUE in a line")
+            raise UserError(
+                f"--config {path}: want settings of draftlab {command}, one NAME: VALUE in a line"
+            )
         return settings
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         for rule in self.only:
-            if not rule.when(self) and (idle := [name for name in rule.options if self.is_set(name)]):
+            if not rule.when(self) and (
+                idle := [name for name in rule.options if self.is_set(name)]
+            ):
                 raise ValueError(f"{', '.join(map(self.flag, idle))}: {rule.reason}")
         return self
 
@@ -182,13 +218,19 @@ class Config(BaseModel):
         Trust is not among them: it is given anew each time. Addresses have no secrets.
         """
         settings = json.loads(self.model_dump_json(exclude=self._idle() | {TRUST}))
-        return {name: without_secrets(v) if isinstance(v, str) else v for name, v in settings.items()}
+        return {
+            name: without_secrets(v) if isinstance(v, str) else v for name, v in settings.items()
+        }
 
     @classmethod
     def flag(cls, name: str) -> str:
         """Return how a setting is written on the command line."""
         details = extra(cls.model_fields[name])
-        return name.upper() if details["argument"] else details["flag"] or "--" + name.replace("_", "-")
+        return (
+            name.upper()
+            if details["argument"]
+            else details["flag"] or "--" + name.replace("_", "-")
+        )
 
     def command_line(self, command: str) -> str:
         """Return the command line of this config, without settings at their defaults."""
@@ -211,7 +253,9 @@ class Config(BaseModel):
 
     @classmethod
     def _complaints(cls, error: ValidationError) -> str:
-        items = [dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"]
+        items = [
+            dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"
+        ]
         return "; ".join(cls._complaint(item) for item in items)
 
     @classmethod
@@ -223,13 +267,19 @@ class Config(BaseModel):
         flag = cls.flag(str(item["loc"][0]))
         if item["type"] == "missing":
             return f"{flag} is required"
-        return message if message.startswith(flag) else f"{flag} {one_line(item['input'], 80)}: {message}"
+        return (
+            message
+            if message.startswith(flag)
+            else f"{flag} {one_line(item['input'], 80)}: {message}"
+        )
 
 
 class OutputConfig(Config):
     """Settings of a command that writes a directory."""
 
-    out: Path | None = option(None, "Directory to write. Default: a name under the workspace's runs.", panel=OUTPUT)
+    out: Path | None = option(
+        None, "Directory to write. Default: a name under the workspace's runs.", panel=OUTPUT
+    )
 
     def default_name(self) -> str:
         """Return the name of the output directory under the workspace's runs."""

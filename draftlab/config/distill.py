@@ -7,8 +7,22 @@ from pydantic import AfterValidator, model_validator
 from typing_extensions import Self
 
 from draftlab.config import shared
-from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Only, OutputConfig, from_workspace, option
-from draftlab.config.shared import CheckpointSettings, Optimizer, ServerConnection, TrainingDtype, Vocab
+from draftlab.config.base import (
+    CHECKPOINTS,
+    SERVER,
+    TRAINING,
+    Only,
+    OutputConfig,
+    from_workspace,
+    option,
+)
+from draftlab.config.shared import (
+    CheckpointSettings,
+    Optimizer,
+    ServerConnection,
+    TrainingDtype,
+    Vocab,
+)
 from draftlab.config.students import STUDENTS, Student
 from draftlab.console import note
 from draftlab.errors import did_you_mean
@@ -16,8 +30,21 @@ from draftlab.model.hub import ROW_FILES
 from draftlab.registry import CROSS_ENTROPY, LOSSES
 
 GENERATED = "Generated text"  # panel of --help
-TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-PROVEN_LR = {"muon": 4.0e-3, "adamw": 1.0e-3}  # the best of a sweep (benchmarks/results/distill_quality.json)
+TRACKERS = (
+    "aim",
+    "clearml",
+    "comet_ml",
+    "dvclive",
+    "mlflow",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
+)
+PROVEN_LR = {
+    "muon": 4.0e-3,
+    "adamw": 1.0e-3,
+}  # the best of a sweep (benchmarks/results/distill_quality.json)
 TEXTS = ("data", "target", "draft")  # names of text to train on
 
 
@@ -46,74 +73,132 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         f"What to train: {', '.join(STUDENTS.names())}; NAME:KEY=VALUE,... sets its options (docs/distilling.md).",
         typed=str,
     )
-    draft: str | None = option(None, "Checkpoint to train. Default: the newest pruned one; of heads, a new head.")
-    target: str = from_workspace("target", "Checkpoint of the target: a directory, or a hub name with @REVISION.")
+    draft: str | None = option(
+        None, "Checkpoint to train. Default: the newest pruned one; of heads, a new head."
+    )
+    target: str = from_workspace(
+        "target", "Checkpoint of the target: a directory, or a hub name with @REVISION."
+    )
     data: str = shared.data()
     text: Annotated[str, AfterValidator(_texts)] = option(
-        "data", "Train on the data itself, on text of the target, on text of the draft: data, or target=0.7,draft=0.3."
+        "data",
+        "Train on the data itself, on text of the target, on text of the draft: data, or target=0.7,draft=0.3.",
     )
-    outputs: Path | None = option(None, "Stored target outputs to distil from, instead of a target and text.")
+    outputs: Path | None = option(
+        None, "Stored target outputs to distil from, instead of a target and text."
+    )
     prompt_file: Path | None = option(
-        None, "With --text target: JSON-lines file of prompts that the target answers, instead of data."
+        None,
+        "With --text target: JSON-lines file of prompts that the target answers, instead of data.",
     )
     max_new_tokens: int = option(128, "Longest answer to a prompt.", ge=2)
     chat: shared.ChatMode = shared.chat(panel=GENERATED, advanced=True)
     system_prompt: str | None = shared.system_prompt(panel=GENERATED)
     loss_on: shared.LossOn | None = shared.loss_on(advanced=True)
-    prompt_tokens: int = option(32, "Tokens of data before each generated text.", ge=1, panel=GENERATED, advanced=True)
+    prompt_tokens: int = option(
+        32, "Tokens of data before each generated text.", ge=1, panel=GENERATED, advanced=True
+    )
     sample_temperature: float = option(
-        1.0, "Temperature at which target and draft generate training text.", ge=0, panel=GENERATED, advanced=True
+        1.0,
+        "Temperature at which target and draft generate training text.",
+        ge=0,
+        panel=GENERATED,
+        advanced=True,
     )
     loss: shared.LossName = option(
         "fkl",
         f"Loss, one of {', '.join([CROSS_ENTROPY, *LOSSES.names()])}; with a number: jsd(0.5), lk(3); a sum: "
         "0.9*fkl + 0.1*ce; in turn: fkl@0.2 -> lk(3).",
     )
-    temperature: float = option(1.0, "Temperature of both distributions in the loss.", ge=0.01, advanced=True)
+    temperature: float = option(
+        1.0, "Temperature of both distributions in the loss.", ge=0.01, advanced=True
+    )
     vocab: Vocab = shared.draft_vocab("the text that is trained on")
-    top_logprobs: int = option(20, "Most probable tokens to ask a server for.", ge=1, panel=SERVER, advanced=True)
+    top_logprobs: int = option(
+        20, "Most probable tokens to ask a server for.", ge=1, panel=SERVER, advanced=True
+    )
     steps: int = option(500, "Optimizer steps.", ge=1, panel=TRAINING)
     batch_size: int = option(16, "Sequences per step, over all processes.", ge=1, panel=TRAINING)
     seq_len: int = option(256, "Tokens per sequence.", ge=8, panel=TRAINING)
     optimizer: Optimizer = option(
-        "muon", "muon: Muon for the matrices of the blocks, AdamW for the other weights.", panel=TRAINING, advanced=True
+        "muon",
+        "muon: Muon for the matrices of the blocks, AdamW for the other weights.",
+        panel=TRAINING,
+        advanced=True,
     )
     lr: float = option(
-        factory=_proven_lr, help="Peak learning rate.", gt=0, panel=TRAINING,
+        factory=_proven_lr,
+        help="Peak learning rate.",
+        gt=0,
+        panel=TRAINING,
         shown_default="0.004; with adamw 0.001; half for heads",
-    )  # fmt: skip
-    weight_decay: float = option(0.0, "Decoupled weight decay of matrices.", ge=0, panel=TRAINING, advanced=True)
+    )
+    weight_decay: float = option(
+        0.0, "Decoupled weight decay of matrices.", ge=0, panel=TRAINING, advanced=True
+    )
     warmup_ratio: float = option(
-        0.03, "Share of the steps in which the rate rises.", ge=0, le=1, panel=TRAINING, advanced=True
+        0.03,
+        "Share of the steps in which the rate rises.",
+        ge=0,
+        le=1,
+        panel=TRAINING,
+        advanced=True,
     )
     training_dtype: TrainingDtype = option(
-        "auto", "bfloat16: autocast with fp32 weights; auto: where that is fast.", panel=TRAINING, advanced=True
+        "auto",
+        "bfloat16: autocast with fp32 weights; auto: where that is fast.",
+        panel=TRAINING,
+        advanced=True,
     )
     micro_batch_tokens: int = option(
-        4096, "Most tokens per forward pass, which bounds memory; 0: all of a step at once.", ge=0, panel=TRAINING,
+        4096,
+        "Most tokens per forward pass, which bounds memory; 0: all of a step at once.",
+        ge=0,
+        panel=TRAINING,
         advanced=True,
-    )  # fmt: skip
-    lora_rank: int = option(
-        0, "Train LoRA adapters of this rank instead of all weights; 0: all weights.", ge=0, panel=TRAINING,
-        advanced=True,
-    )  # fmt: skip
-    gradient_checkpointing: bool = option(
-        False, "Recompute activations in the backward pass: less memory, slower steps.", panel=TRAINING, advanced=True
     )
-    torch_compile: bool = option(False, "Compile the model: slower start, faster steps.", panel=TRAINING, advanced=True)
-    reweigh_steps: int = option(
-        0, "Steps between updates of a mixture's weights by held-out loss; 0: fixed weights.", ge=0, panel=TRAINING,
+    lora_rank: int = option(
+        0,
+        "Train LoRA adapters of this rank instead of all weights; 0: all weights.",
+        ge=0,
+        panel=TRAINING,
         advanced=True,
-    )  # fmt: skip
-    eval_steps: int = option(100, "Steps between held-out evaluations.", ge=1, panel=CHECKPOINTS, advanced=True)
-    save_steps: int = option(100, "Steps between checkpoints to resume from.", ge=1, panel=CHECKPOINTS, advanced=True)
+    )
+    gradient_checkpointing: bool = option(
+        False,
+        "Recompute activations in the backward pass: less memory, slower steps.",
+        panel=TRAINING,
+        advanced=True,
+    )
+    torch_compile: bool = option(
+        False, "Compile the model: slower start, faster steps.", panel=TRAINING, advanced=True
+    )
+    reweigh_steps: int = option(
+        0,
+        "Steps between updates of a mixture's weights by held-out loss; 0: fixed weights.",
+        ge=0,
+        panel=TRAINING,
+        advanced=True,
+    )
+    eval_steps: int = option(
+        100, "Steps between held-out evaluations.", ge=1, panel=CHECKPOINTS, advanced=True
+    )
+    save_steps: int = option(
+        100, "Steps between checkpoints to resume from.", ge=1, panel=CHECKPOINTS, advanced=True
+    )
     patience: int = option(
-        0, "Stop after this many evaluations without a better one; 0: never.", ge=0, panel=CHECKPOINTS, advanced=True
+        0,
+        "Stop after this many evaluations without a better one; 0: never.",
+        ge=0,
+        panel=CHECKPOINTS,
+        advanced=True,
     )
     report_to: Annotated[list[str], AfterValidator(_trackers)] = option(
-        factory=list, help="Tracker to log to: tensorboard, trackio, wandb; repeat for several.", panel=CHECKPOINTS,
+        factory=list,
+        help="Tracker to log to: tensorboard, trackio, wandb; repeat for several.",
+        panel=CHECKPOINTS,
         advanced=True,
-    )  # fmt: skip
+    )
     device: shared.Device = shared.device()
     device_map: str | None = shared.device_map()
     memory: float = shared.memory()
@@ -136,22 +221,46 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
             lambda c: c.prompt_file is None,
             "the text is that of --prompt-file",
         ),
-        Only(("seq_len",), lambda c: c.prompt_file is None or c.on_target, "the text is that of --prompt-file"),
-        Only(("max_new_tokens",), lambda c: c.prompt_file is not None or c.may_answer_data, "needs --prompt-file"),
+        Only(
+            ("seq_len",),
+            lambda c: c.prompt_file is None or c.on_target,
+            "the text is that of --prompt-file",
+        ),
+        Only(
+            ("max_new_tokens",),
+            lambda c: c.prompt_file is not None or c.may_answer_data,
+            "needs --prompt-file",
+        ),
         *shared.CHAT_RULES,
         Only(("server",), lambda c: c.compares_with_target, "--loss ce asks no target"),
-        Only(("served_model", "api_key_file", "top_logprobs"), lambda c: c.server, "needs --server"),
+        Only(
+            ("served_model", "api_key_file", "top_logprobs"), lambda c: c.server, "needs --server"
+        ),
         Only(("target", "reweigh_steps"), lambda c: c.server is None, "--server runs the target"),
         Only(("target", "device_map"), lambda c: c.needs_target, "no target is loaded here"),
-        Only(("prompt_tokens", "sample_temperature"), lambda c: c.generates, "only for --text target or draft"),
-        Only(("memory",), lambda c: c.needs_target or c.generates, "nothing is generated and no target is loaded here"),
-        Only(("temperature",), lambda c: c.outputs or c.compares_with_target, "--loss ce has no temperature"),
+        Only(
+            ("prompt_tokens", "sample_temperature"),
+            lambda c: c.generates,
+            "only for --text target or draft",
+        ),
+        Only(
+            ("memory",),
+            lambda c: c.needs_target or c.generates,
+            "nothing is generated and no target is loaded here",
+        ),
+        Only(
+            ("temperature",),
+            lambda c: c.outputs or c.compares_with_target,
+            "--loss ce has no temperature",
+        ),
     )
 
     @model_validator(mode="after")
     def _student_uses_all(self) -> Self:
         if idle := [name for name in sorted(self.student.unused) if self.is_set(name)]:
-            raise ValueError(f"{', '.join(map(self.flag, idle))}: --student {self.student.kind} does not use it")
+            raise ValueError(
+                f"{', '.join(map(self.flag, idle))}: --student {self.student.kind} does not use it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -197,7 +306,11 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     @property
     def needs_target(self) -> bool:
         """Return whether the target's checkpoint is loaded."""
-        asked = self.compares_with_target or "target" in shared.names(self.text) or self.reweigh_steps > 0
+        asked = (
+            self.compares_with_target
+            or "target" in shared.names(self.text)
+            or self.reweigh_steps > 0
+        )
         return self.on_target or (self.outputs is None and self.server is None and asked)
 
     def resolved(self) -> Self:

@@ -21,7 +21,9 @@ PACKAGE = "draftlab.drafters"
 
 def split_at(separator: str) -> BeforeValidator:
     """Return the validator of a list that is written as one text."""
-    return BeforeValidator(lambda value: value.split(separator) if isinstance(value, str) else value)
+    return BeforeValidator(
+        lambda value: value.split(separator) if isinstance(value, str) else value
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,15 @@ class DrafterSpec(KindSpec):
         """Return the names of its draft models; an empty name is the default draft."""
         return [each.name for each in self.inputs() if each.is_model]
 
-    def paths(self, default: Path | None, *, weights: bool = True, models_only: bool = False) -> list[Path]:
+    def paths(
+        self, default: Path | None, *, weights: bool = True, models_only: bool = False
+    ) -> list[Path]:
         """Return where its inputs are, or its draft models. Arguments as in Input.path."""
-        chosen = [each.path(default, weights) for each in self.inputs() if each.is_model or not models_only]
+        chosen = [
+            each.path(default, weights)
+            for each in self.inputs()
+            if each.is_model or not models_only
+        ]
         return [path for path in chosen if path is not None]
 
     def check(self, run: RunFacts) -> None:
@@ -110,7 +118,9 @@ class DrafterSpec(KindSpec):
         if self.own_engine and run.layers is None:
             raise self.refused_by_transformers()
         if self.mode is not None and run.mode != self.mode:
-            raise UserError(f"--drafter {self.text} works in mode {self.mode} only; this run is in mode {run.mode}")
+            raise UserError(
+                f"--drafter {self.text} works in mode {self.mode} only; this run is in mode {run.mode}"
+            )
 
     def refused_by_transformers(self) -> UserError:
         return UserError(f"--drafter {self.text} does not work with models that transformers runs")

@@ -7,19 +7,38 @@ from pydantic import field_validator
 from typing_extensions import Self
 
 from draftlab.config.base import MAX_K, Config, Only, OutputConfig, from_workspace, option
-from draftlab.config.shared import CheckpointSettings, Device, data, device, newest_draft, prompt_file, target
+from draftlab.config.shared import (
+    CheckpointSettings,
+    Device,
+    data,
+    device,
+    newest_draft,
+    prompt_file,
+    target,
+)
 from draftlab.console import note
 from draftlab.errors import did_you_mean
 from draftlab.model.hub import ROUNDED
 from draftlab.registry import SERVERS
 
-FORMATS = {"hf": "", "gguf": "llama.cpp", "speculators": "vllm"}  # format -> server that loads it; "" for all servers
-_ONE_SOURCE = Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompt-file, not both")
+FORMATS = {
+    "hf": "",
+    "gguf": "llama.cpp",
+    "speculators": "vllm",
+}  # format -> server that loads it; "" for all servers
+_ONE_SOURCE = Only(
+    ("data",),
+    lambda c: c.prompt_file is None,
+    "give prompts by --data or by --prompt-file, not both",
+)
 
 
 class DraftConfig(Config, CheckpointSettings):
     draft: str | None = option(
-        None, "Checkpoint of the draft, or EAGLE-3 head. Default: the newest draft.", argument=True, flag="--draft"
+        None,
+        "Checkpoint of the draft, or EAGLE-3 head. Default: the newest draft.",
+        argument=True,
+        flag="--draft",
     )
     target: str = target()
 
@@ -32,7 +51,9 @@ class DraftConfig(Config, CheckpointSettings):
 
 class CheckConfig(DraftConfig):
     servers: str | None = option(
-        None, f"Servers to check for, by comma: {', '.join(SERVERS.names())}. Default: all.", flag="--for"
+        None,
+        f"Servers to check for, by comma: {', '.join(SERVERS.names())}. Default: all.",
+        flag="--for",
     )
     data: str = from_workspace("data", "Text to measure perplexity on.")
     prompt_file: Path | None = prompt_file(advanced=True)
@@ -47,7 +68,11 @@ class CheckConfig(DraftConfig):
         return text
 
     only = (
-        Only(("data", "prompt_file"), lambda c: not c.files_only, "--files-only does not run the draft"),
+        Only(
+            ("data", "prompt_file"),
+            lambda c: not c.files_only,
+            "--files-only does not run the draft",
+        ),
         _ONE_SOURCE,
     )
 
@@ -63,11 +88,16 @@ class ExportConfig(DraftConfig, OutputConfig):
         None, "Hugging Face: data type of weights. Default: as stored."
     )
     use_heterogeneous_vocab: bool = option(
-        False, "Keep the draft's own vocabulary: vLLM and transformers can translate between two.", advanced=True
+        False,
+        "Keep the draft's own vocabulary: vLLM and transformers can translate between two.",
+        advanced=True,
     )
-    k: int | None = option(None, "Drafted tokens per step. Default: the best K of a score, else 4.", ge=1, le=MAX_K)
+    k: int | None = option(
+        None, "Drafted tokens per step. Default: the best K of a score, else 4.", ge=1, le=MAX_K
+    )
     prediction: Path | None = option(
-        None, "Take K by batch size from this file, which draftlab predict --for vllm --json printed."
+        None,
+        "Take K by batch size from this file, which draftlab predict --for vllm --json printed.",
     )
     scores: list[Path] = option(
         factory=list,
@@ -94,7 +124,9 @@ class ExportConfig(DraftConfig, OutputConfig):
     @classmethod
     def _is_a_type(cls, outtype: str) -> str:
         if outtype not in ROUNDED:
-            raise ValueError(f"no such type{did_you_mean(outtype, ROUNDED)}; llama.cpp's llama-quantize makes others")
+            raise ValueError(
+                f"no such type{did_you_mean(outtype, ROUNDED)}; llama.cpp's llama-quantize makes others"
+            )
         return outtype
 
     only = (
@@ -105,15 +137,27 @@ class ExportConfig(DraftConfig, OutputConfig):
             lambda c: c.server is not None and c.server.translates and c.verify_with is None,
             "is for --to vllm or transformers; draftlab's engine, which verifies, needs one vocabulary",
         ),
-        Only(("k",), lambda c: c.to not in ("hf", "gguf") or c.verify_with, "belongs to a script or --verify-with"),
-        Only(("prediction",), lambda c: c.to == "vllm", "only vLLM changes K by batch size: --to vllm"),
+        Only(
+            ("k",),
+            lambda c: c.to not in ("hf", "gguf") or c.verify_with,
+            "belongs to a script or --verify-with",
+        ),
+        Only(
+            ("prediction",),
+            lambda c: c.to == "vllm",
+            "only vLLM changes K by batch size: --to vllm",
+        ),
         Only(("k",), lambda c: c.prediction is None, "--prediction has it"),
         Only(
             ("verify_with",),
             lambda c: c.server is not None and c.server.program,
             "draftlab starts vLLM and llama.cpp only: --to vllm, speculators, gguf or llama.cpp",
         ),
-        Only(("temperature", "data", "prompt_file", "device"), lambda c: c.verify_with, "belongs to --verify-with"),
+        Only(
+            ("temperature", "data", "prompt_file", "device"),
+            lambda c: c.verify_with,
+            "belongs to --verify-with",
+        ),
         _ONE_SOURCE,
     )
 

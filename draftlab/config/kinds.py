@@ -45,7 +45,9 @@ def parse_kind(text: str, registry: Registry[type[Spec]], option: str) -> Spec:
     options: dict[str, Any] = {name: value for name, _, value in pairs}
     names = [name for name in spec.model_fields if name != "text"]
     if unknown := [name for name in options if name not in names]:
-        raise UserError(f"{where}: {kind} has no option {unknown[0]!r}{did_you_mean(unknown[0], names)}")
+        raise UserError(
+            f"{where}: {kind} has no option {unknown[0]!r}{did_you_mean(unknown[0], names)}"
+        )
     try:
         return spec(text=text, **options)
     except ValidationError as error:

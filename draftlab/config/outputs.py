@@ -25,7 +25,9 @@ class StoredTargetSettings(shared.CheckpointSettings):
     """The target whose outputs are stored, in memory or on a server."""
 
     target: str = shared.target()
-    server: str | None = option(None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER)
+    server: str | None = option(
+        None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER
+    )
     api_key_file: Path | None = shared.api_key_file()
 
 
@@ -33,34 +35,50 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     """To distil, rows of data, starts of data that the target continues, prompts with answers, or a server's log are
     stored. To replay, prompts with the target's answers are stored."""
 
-    use: Literal["distill", "replay"] = option("distill", "What the outputs are for: distilling, or replaying drafts.")
+    use: Literal["distill", "replay"] = option(
+        "distill", "What the outputs are for: distilling, or replaying drafts."
+    )
     from_file: Path | None = option(
-        None, "Store a server's log instead, requests in JSON lines (docs/formats.md), to distil from.", flag="--from"
+        None,
+        "Store a server's log instead, requests in JSON lines (docs/formats.md), to distil from.",
+        flag="--from",
     )
     data: str = shared.data()
     prompt_file: Path | None = option(
-        None, "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category."
+        None,
+        "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.",
     )
     chat: shared.ChatMode = shared.chat()
     text: Literal["data", "target"] = option(
-        "data", "To distil on: the data itself, or what the target writes after starts of it, or answers to its chats."
+        "data",
+        "To distil on: the data itself, or what the target writes after starts of it, or answers to its chats.",
     )
     num_sequences: int = option(4096, "Rows of data to distil on.", ge=1)
-    num_prompts: int | None = option(None, "Prompts to answer. Default: all of a file; to replay data, 64.", ge=1)
+    num_prompts: int | None = option(
+        None, "Prompts to answer. Default: all of a file; to replay data, 64.", ge=1
+    )
     seq_len: int = option(256, "Tokens per sequence of data or of a log, prompt included.", ge=8)
     prompt_tokens: int | None = option(
-        None, "Cut prompts to this length. Default: whole prompts of a file; of data, 32 to distil and 64 to replay.",
+        None,
+        "Cut prompts to this length. Default: whole prompts of a file; of data, 32 to distil and 64 to replay.",
         ge=1,
-    )  # fmt: skip
+    )
     max_new_tokens: int = option(128, "Longest answer to a prompt.", ge=2)
     temperature: float | None = option(
-        None, "Temperature of the target, 0 is greedy. Default: 1 to distil, 0 to replay.", ge=0, panel=shared.SAMPLING
+        None,
+        "Temperature of the target, 0 is greedy. Default: 1 to distil, 0 to replay.",
+        ge=0,
+        panel=shared.SAMPLING,
     )
     top_logprobs: int | None = option(
-        None, "Most probable tokens stored at each position. Default: 64 to distil, 0 to replay.", ge=0
+        None,
+        "Most probable tokens stored at each position. Default: 64 to distil, 0 to replay.",
+        ge=0,
     )
     dtype: shared.WeightsDtype | None = option(
-        None, "Data type of weights. Default: to distil as stored, to replay the workspace's.", advanced=True
+        None,
+        "Data type of weights. Default: to distil as stored, to replay the workspace's.",
+        advanced=True,
     )
     device: shared.Device = shared.device()
     device_map: str | None = shared.device_map()
@@ -68,31 +86,58 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
 
     only = (
         shared.KEY_RULE,
-        Only(("dtype", "device", "device_map"), lambda c: not c.server, "the server decides that itself"),
         Only(
-            ("use", "server", "data", "prompt_file", "text", "num_sequences", "num_prompts", "prompt_tokens",
-             "max_new_tokens", "temperature", "dtype", "device", "device_map", "seed"),
-            lambda c: c.from_file is None, "--from stores what a server's log has",
+            ("dtype", "device", "device_map"),
+            lambda c: not c.server,
+            "the server decides that itself",
         ),
         Only(
-            ("text",), lambda c: c.use == "distill" and c.prompt_file is None,
+            (
+                "use",
+                "server",
+                "data",
+                "prompt_file",
+                "text",
+                "num_sequences",
+                "num_prompts",
+                "prompt_tokens",
+                "max_new_tokens",
+                "temperature",
+                "dtype",
+                "device",
+                "device_map",
+                "seed",
+            ),
+            lambda c: c.from_file is None,
+            "--from stores what a server's log has",
+        ),
+        Only(
+            ("text",),
+            lambda c: c.use == "distill" and c.prompt_file is None,
             "needs --use distill on data; prompts are answered",
         ),
         Only(
-            ("num_sequences", "seq_len"), lambda c: c.from_file is not None or not c.answers,
+            ("num_sequences", "seq_len"),
+            lambda c: c.from_file is not None or not c.answers,
             "needs --use distill on data; prompts are answered",
         ),
         Only(
-            ("num_prompts", "max_new_tokens"), lambda c: c.writes,
+            ("num_prompts", "max_new_tokens"),
+            lambda c: c.writes,
             "needs prompts to answer: --prompt-file, --use replay, or --text target on conversations",
         ),
-        Only(("data",), lambda c: c.prompt_file is None, "give prompts by --data or by --prompt-file, not by both"),
+        Only(
+            ("data",),
+            lambda c: c.prompt_file is None,
+            "give prompts by --data or by --prompt-file, not by both",
+        ),
         Only(("chat",), lambda c: c.prompt_file is not None or c.text == "target", "needs prompts"),
         Only(
-            ("prompt_tokens", "temperature"), lambda c: c.writes,
+            ("prompt_tokens", "temperature"),
+            lambda c: c.writes,
             "the target only reads the data; add --text target",
         ),
-    )  # fmt: skip
+    )
 
     @property
     def answers(self) -> bool:
@@ -107,7 +152,9 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
 
 class OutputsInfoConfig(StoredTargetSettings, Config):
     directory: Path = option(help="Directory of the outputs.", argument=True)
-    verify: bool = option(False, "Check every checksum, and let the target score some sequences again.")
+    verify: bool = option(
+        False, "Check every checksum, and let the target score some sequences again."
+    )
 
     only = (Only(("target", "server"), lambda c: c.verify, "needs --verify"), shared.KEY_RULE)
 
@@ -117,7 +164,8 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
 
     directory: Path = option(help="Directory of target outputs.", argument=True)
     draft: list[str] = option(
-        factory=list, help="Draft or EAGLE-3 head to replay; repeat for several. Default: the newest draft."
+        factory=list,
+        help="Draft or EAGLE-3 head to replay; repeat for several. Default: the newest draft.",
     )
     drafter: list[Drafter] = option(
         typed=list[str],
@@ -127,21 +175,36 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     target: str = shared.target()
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
     rule: Literal["rejection", "match"] = option(
-        "rejection", "rejection: accept with min(1, q/p); match: accept what is the target's own sample."
+        "rejection",
+        "rejection: accept with min(1, q/p); match: accept what is the target's own sample.",
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: shared.Device = shared.device()
 
     only = (
         SERVER_RULE_ONLY,
-        Only(("server_rule",), lambda c: c.acceptance.rule != "block", "blocks are not replayed; score measures them"),
-        Only(("target",), lambda c: c.reads_target, "no drafter here reads its states, as an EAGLE-3 head does"),
+        Only(
+            ("server_rule",),
+            lambda c: c.acceptance.rule != "block",
+            "blocks are not replayed; score measures them",
+        ),
+        Only(
+            ("target",),
+            lambda c: c.reads_target,
+            "no drafter here reads its states, as an EAGLE-3 head does",
+        ),
     )
 
     @property
     def reads_target(self) -> bool:
         """Return whether a drafter reads the states of the target."""
-        return any(map(hub.is_eagle_head, self.draft)) or not all(spec.drafts for spec in self.drafter)
+        return any(map(hub.is_eagle_head, self.draft)) or not all(
+            spec.drafts for spec in self.drafter
+        )
 
     def resolved(self) -> "ReplayConfig":
-        return self if self.draft or self.drafter else self.model_copy(update={"draft": [str(shared.newest_draft())]})
+        return (
+            self
+            if self.draft or self.drafter
+            else self.model_copy(update={"draft": [str(shared.newest_draft())]})
+        )

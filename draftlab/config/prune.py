@@ -15,9 +15,13 @@ class PruneConfig(OutputConfig):
 
     layers: int | None = option(None, "Layers to keep.", ge=1, panel=SHAPE)
     width: int | None = option(None, "Hidden dimensions to keep.", ge=1, panel=SHAPE)
-    ffn: int | None = option(None, "FFN neurons to keep. Default: the source's ratio.", ge=1, panel=SHAPE)
+    ffn: int | None = option(
+        None, "FFN neurons to keep. Default: the source's ratio.", ge=1, panel=SHAPE
+    )
     params: Count = option(None, "Total parameters, as in 1.3b: solves for the FFN.", panel=SHAPE)
-    shape: Path | None = option(None, "Shape file in place of all these sizes.", panel=SHAPE, advanced=True)
+    shape: Path | None = option(
+        None, "Shape file in place of all these sizes.", panel=SHAPE, advanced=True
+    )
     vocab: Vocab = draft_vocab("--outputs, or of --data", panel=SHAPE)
     untie: bool = option(
         False,
@@ -33,7 +37,9 @@ class PruneConfig(OutputConfig):
         "Outputs of the target (draftlab outputs build) to calibrate on, and to count the ids of --vocab in.",
         panel=CALIBRATION,
     )
-    calibration_tokens: int = option(32768, "Tokens of calibration text.", ge=1, panel=CALIBRATION, advanced=True)
+    calibration_tokens: int = option(
+        32768, "Tokens of calibration text.", ge=1, panel=CALIBRATION, advanced=True
+    )
     seq_len: int = option(512, "Tokens per sequence.", ge=8, panel=CALIBRATION, advanced=True)
     refit: Literal["none", "norms", "layers", "head"] = option(
         "layers",
@@ -53,14 +59,22 @@ class PruneConfig(OutputConfig):
         advanced=True,
     )
     scores_cache: Path | None = option(
-        None, "File to keep the importance scores in, to cut many shapes.", panel=CALIBRATION, advanced=True
+        None,
+        "File to keep the importance scores in, to cut many shapes.",
+        panel=CALIBRATION,
+        advanced=True,
     )
     steps: int = option(300, "Optimizer steps of the masks.", ge=1, panel=TRAINING)
-    batch_size: int = option(16, "Sequences per step, over all processes.", ge=1, panel=TRAINING, advanced=True)
+    batch_size: int = option(
+        16, "Sequences per step, over all processes.", ge=1, panel=TRAINING, advanced=True
+    )
     lr: float | None = option(
-        None, "Train the weights with the masks, with this peak learning rate. Default: they are frozen.", gt=0,
-        panel=TRAINING, advanced=True,
-    )  # fmt: skip
+        None,
+        "Train the weights with the masks, with this peak learning rate. Default: they are frozen.",
+        gt=0,
+        panel=TRAINING,
+        advanced=True,
+    )
     device: Device = device()
     seed: int = seed()
 
@@ -71,11 +85,25 @@ class PruneConfig(OutputConfig):
             lambda c: c.calibrates or c.vocab or c.shape,
             "nothing is calibrated, and --vocab counts no ids in them",
         ),
-        Only(("data",), lambda c: c.outputs is None or c.method == "masks", "--outputs are the text"),
+        Only(
+            ("data",), lambda c: c.outputs is None or c.method == "masks", "--outputs are the text"
+        ),
         Only(("calibration_tokens",), lambda c: c.calibrates, "nothing is calibrated or refitted"),
-        Only(("depth", "scores_cache"), lambda c: c.method == "importance", "belongs to --method importance"),
-        Only(("steps", "batch_size", "lr"), lambda c: c.method == "masks", "belongs to --method masks"),
-        Only(("seed",), lambda c: c.calibrates or c.method in ("random", "masks"), "nothing is random"),
+        Only(
+            ("depth", "scores_cache"),
+            lambda c: c.method == "importance",
+            "belongs to --method importance",
+        ),
+        Only(
+            ("steps", "batch_size", "lr"),
+            lambda c: c.method == "masks",
+            "belongs to --method masks",
+        ),
+        Only(
+            ("seed",),
+            lambda c: c.calibrates or c.method in ("random", "masks"),
+            "nothing is random",
+        ),
     )
 
     @property

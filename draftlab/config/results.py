@@ -19,7 +19,9 @@ class ReportConfig(Config):
     )
     html: Path | None = option(None, "File to write a page with tables and plots to.", panel=OUTPUT)
     markdown: Path | None = option(None, "File to write the tables to, as Markdown.", panel=OUTPUT)
-    min_speedup: float | None = option(None, "Exit with 3 if no draft reaches this speed-up of whole requests.")
+    min_speedup: float | None = option(
+        None, "Exit with 3 if no draft reaches this speed-up of whole requests."
+    )
     min_acceptance_length: float | None = option(
         None, "Exit with 3 if the fastest draft yields fewer tokens per target pass."
     )

@@ -47,7 +47,11 @@ class AcceptanceSettings(BaseModel):
 
     rule: Any  # the config restricts it
     draft_temperature: float | None = option(
-        None, "Temperature of the draft, 0 is greedy. Default: the target's.", ge=0, panel=SAMPLING, advanced=True
+        None,
+        "Temperature of the draft, 0 is greedy. Default: the target's.",
+        ge=0,
+        panel=SAMPLING,
+        advanced=True,
     )
     server_rule: ServerRule | None = option(
         None,
@@ -63,4 +67,6 @@ class AcceptanceSettings(BaseModel):
         return Acceptance(self.rule, self.draft_temperature)
 
 
-SERVER_RULE_ONLY = Only(("rule", "draft_temperature"), lambda c: c.server_rule is None, "--server-rule sets it")
+SERVER_RULE_ONLY = Only(
+    ("rule", "draft_temperature"), lambda c: c.server_rule is None, "--server-rule sets it"
+)

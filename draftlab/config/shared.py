@@ -75,7 +75,9 @@ def names(spec: str) -> set[str]:
 def check_prompt_tokens(prompt_tokens: int, seq_len: int) -> None:
     """Raises ValueError: prompts fill the sequences."""
     if seq_len <= prompt_tokens:
-        raise ValueError(f"--prompt-tokens {prompt_tokens} leaves nothing to generate in sequences of {seq_len}")
+        raise ValueError(
+            f"--prompt-tokens {prompt_tokens} leaves nothing to generate in sequences of {seq_len}"
+        )
 
 
 Device = Annotated[str, AfterValidator(_known_device)]
@@ -88,7 +90,9 @@ def device() -> Any:
 
 
 def dtype(**others: Any) -> Any:
-    return from_workspace("dtype", "Data type of weights; auto: bfloat16 on CUDA, else float32.", **others)
+    return from_workspace(
+        "dtype", "Data type of weights; auto: bfloat16 on CUDA, else float32.", **others
+    )
 
 
 def seed() -> Any:
@@ -101,22 +105,31 @@ def threads() -> Any:
 
 def mode() -> Any:
     return option(
-        "auto", "How passes run: native in C++ on CPUs, graphs as CUDA graphs; auto: the fastest that runs here."
+        "auto",
+        "How passes run: native in C++ on CPUs, graphs as CUDA graphs; auto: the fastest that runs here.",
     )
 
 
 def device_map() -> Any:
-    return option(None, "Spread the target over devices, memory and disk with accelerate: auto.", advanced=True)
+    return option(
+        None,
+        "Spread the target over devices, memory and disk with accelerate: auto.",
+        advanced=True,
+    )
 
 
 def memory() -> Any:
-    return option(2.0, "GB that logits and KV caches of the target may take.", ge=0.01, advanced=True)
+    return option(
+        2.0, "GB that logits and KV caches of the target may take.", ge=0.01, advanced=True
+    )
 
 
 def prompt_file(**others: Any) -> Any:
     return option(
-        None, "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.", **others,
-    )  # fmt: skip
+        None,
+        "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.",
+        **others,
+    )
 
 
 def chat(**others: Any) -> Any:
@@ -171,15 +184,21 @@ class CheckpointSettings(BaseModel):
     """Settings of commands that load checkpoints."""
 
     trust_remote_code: bool = option(
-        False, "Run Python code that checkpoints bring along. Only for authors whom you trust.", advanced=True
+        False,
+        "Run Python code that checkpoints bring along. Only for authors whom you trust.",
+        advanced=True,
     )
 
 
 class ServerConnection(BaseModel):
     """A running server in place of the target's checkpoint."""
 
-    server: str | None = option(None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER)
-    served_model: str | None = option(None, "Model of the server. Default: its first.", panel=SERVER, advanced=True)
+    server: str | None = option(
+        None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER
+    )
+    served_model: str | None = option(
+        None, "Model of the server. Default: its first.", panel=SERVER, advanced=True
+    )
     api_key_file: Path | None = api_key_file()
 
 
@@ -187,15 +206,28 @@ class TruncationSettings(BaseModel):
     """Settings that cut improbable tokens before sampling."""
 
     top_k: int = option(
-        0, "Sample from the most probable tokens only; 0: from all.", ge=0, panel=SAMPLING, advanced=True
+        0,
+        "Sample from the most probable tokens only; 0: from all.",
+        ge=0,
+        panel=SAMPLING,
+        advanced=True,
     )
     top_p: float = option(
-        1.0, "Sample from the fewest tokens with this probability together.", gt=0, le=1, panel=SAMPLING, advanced=True
+        1.0,
+        "Sample from the fewest tokens with this probability together.",
+        gt=0,
+        le=1,
+        panel=SAMPLING,
+        advanced=True,
     )
     min_p: float = option(
-        0.0, "Leave out tokens less probable than this times the most probable one.", ge=0, le=1, panel=SAMPLING,
+        0.0,
+        "Leave out tokens less probable than this times the most probable one.",
+        ge=0,
+        le=1,
+        panel=SAMPLING,
         advanced=True,
-    )  # fmt: skip
+    )
 
 
 class SamplingSettings(TruncationSettings):
@@ -206,6 +238,8 @@ class SamplingSettings(TruncationSettings):
 
 def draft_vocab(counted_in: str, **others: Any) -> Any:
     return option(
-        None, f"Ids that the draft can propose, as 16k or 16384: a head for the most frequent of {counted_in}.",
-        typed=str, **others,
-    )  # fmt: skip
+        None,
+        f"Ids that the draft can propose, as 16k or 16384: a head for the most frequent of {counted_in}.",
+        typed=str,
+        **others,
+    )

@@ -58,7 +58,9 @@ class StudentSpec(KindSpec):
 
 Spec = TypeVar("Spec", bound=type[StudentSpec])
 STUDENTS: Registry[type[StudentSpec]] = Registry(
-    "draftlab.students", "student", {name: f"{PACKAGE}.{name}" for name in ("draft", "parallel", "eagle")}
+    "draftlab.students",
+    "student",
+    {name: f"{PACKAGE}.{name}" for name in ("draft", "parallel", "eagle")},
 )
 
 

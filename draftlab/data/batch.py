@@ -73,8 +73,13 @@ class Batch:
             number[row, : lengths.sum()] = np.repeat(numbers, lengths)
             place[row, : lengths.sum()] = np.concatenate([np.arange(n) for n in lengths])
         ids = np.where(number < 0, 0, self.ids[number, place])
-        ends = (number < 0) | (place >= needed[number] - 1)  # not the last token: it predicts none of the next
-        at, top = (number[:, :-1], place[:, :-1].clip(max=self.mask.shape[1] - 1)), self.top_logprobs
+        ends = (number < 0) | (
+            place >= needed[number] - 1
+        )  # not the last token: it predicts none of the next
+        at, top = (
+            (number[:, :-1], place[:, :-1].clip(max=self.mask.shape[1] - 1)),
+            self.top_logprobs,
+        )
         top = None if top is None else TopLogprobs(top.ids[at], top.log_p[at], top.tail[at])
         return Batch(ids, np.where(ends[:, :-1], 0, self.mask[at]), top, place[:, :-1])
 
@@ -102,7 +107,9 @@ class Batch:
 
     def _picked(self, rows: list[int] | slice, length: int) -> "Batch":
         top, index = self.top_logprobs, (rows, slice(0, length))
-        top = None if top is None else TopLogprobs(top.ids[index], top.log_p[index], top.tail[index])
+        top = (
+            None if top is None else TopLogprobs(top.ids[index], top.log_p[index], top.tail[index])
+        )
         positions, depths = (None if x is None else x[index] for x in (self.positions, self.depths))
         return Batch(self.ids[rows, : length + 1], self.mask[index], top, positions, depths)
 

@@ -27,7 +27,9 @@ from draftlab.data.sources import (
 from draftlab.errors import UserError
 
 
-def tokenize(docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> np.ndarray:
+def tokenize(
+    docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+) -> np.ndarray:
     """Return documents as one stream of token ids, [N]: bos, text, eos, bos, text, ...; at most limit of them.
 
     Conversations have the form of the chat template.
@@ -39,7 +41,9 @@ def tokenize(docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: in
     for start in range(0, len(docs), 64):
         batch = [_ids(doc, tokenizer, ends) for doc in docs[start : start + 64]]
         parts += [np.asarray(ids, dtype=np.uint32) for ids in batch]
-        count = sum(len(p) for p in parts) if limit is None else count + sum(len(i) + 1 for i in batch)
+        count = (
+            sum(len(p) for p in parts) if limit is None else count + sum(len(i) + 1 for i in batch)
+        )
         if limit is not None and count >= limit:
             break
     return np.concatenate(parts)[:limit]
@@ -71,7 +75,9 @@ class TokenBatches:
         """Return the rows of each source in a batch, by these weights or its own."""
         exact = {name: weight * self.rows for name, weight in (weights or self.weights).items()}
         rows = {name: int(value) for name, value in exact.items()}
-        for name in sorted(exact, key=lambda n: rows[n] - exact[n])[: self.rows - sum(rows.values())]:
+        for name in sorted(exact, key=lambda n: rows[n] - exact[n])[
+            : self.rows - sum(rows.values())
+        ]:
             rows[name] += 1
         return rows
 
@@ -83,10 +89,14 @@ class TokenBatches:
         if not self.conversations:
             return text_batch([self.row(*place) for place in places])
         parts = [
-            self._conversation(*place) if place[0] in self.conversations else text_batch([self.row(*place)])
+            self._conversation(*place)
+            if place[0] in self.conversations
+            else text_batch([self.row(*place)])
             for place in places
         ]
-        return Batch(np.concatenate([p.ids for p in parts]), np.concatenate([p.mask for p in parts]))
+        return Batch(
+            np.concatenate([p.ids for p in parts]), np.concatenate([p.mask for p in parts])
+        )
 
     def _conversation(self, name: str, index: int) -> Batch:
         talks = self.conversations[name]
@@ -99,7 +109,9 @@ class TokenBatches:
         stream = self.streams[name]
         chunks = (len(stream) - 1) // self.seq_len
         if chunks < 1:
-            raise UserError(f"data {name!r}: {len(stream)} tokens, less than one sequence of {self.seq_len}")
+            raise UserError(
+                f"data {name!r}: {len(stream)} tokens, less than one sequence of {self.seq_len}"
+            )
         epoch, position = divmod(index, chunks)
         start = _permuted(position, chunks, f"{self.seed}:{name}:{epoch}") * self.seq_len
         return stream[start : start + self.seq_len + 1]
@@ -126,13 +138,21 @@ class DynamicBatches:
     heldout: dict[str, list[Batch]]
     reference: dict[str, float]  # expected cross-entropy of each source
     every: int  # steps between changes of the weights
-    phases: list[tuple[int, dict[str, float], dict[str, int]]]  # first step, weights, rows read before
+    phases: list[
+        tuple[int, dict[str, float], dict[str, int]]
+    ]  # first step, weights, rows read before
 
     @classmethod
     def start(
-        cls, base: TokenBatches, heldout: dict[str, list[Batch]], reference: dict[str, float], every: int
+        cls,
+        base: TokenBatches,
+        heldout: dict[str, list[Batch]],
+        reference: dict[str, float],
+        every: int,
     ) -> "DynamicBatches":
-        return cls(base, heldout, reference, every, [(0, base.weights, dict.fromkeys(base.weights, 0))])
+        return cls(
+            base, heldout, reference, every, [(0, base.weights, dict.fromkeys(base.weights, 0))]
+        )
 
     def batch(self, step: int) -> Batch:
         start, weights, read = next(phase for phase in reversed(self.phases) if phase[0] <= step)
@@ -142,10 +162,15 @@ class DynamicBatches:
         """From step on, multiply weights by exp(loss - reference), with a lower bound on each share."""
         start, weights, read = self.phases[-1]
         rows = self.base.rows_of(weights)
-        scaled = {name: w * math.exp(max(0.0, losses[name] - self.reference[name])) for name, w in weights.items()}
+        scaled = {
+            name: w * math.exp(max(0.0, losses[name] - self.reference[name]))
+            for name, w in weights.items()
+        }
         total, floor = sum(scaled.values()), 1e-4
         shares = {name: (1 - floor) * w / total + floor / len(scaled) for name, w in scaled.items()}
-        self.phases.append((step, shares, {name: read[name] + (step - start) * n for name, n in rows.items()}))
+        self.phases.append(
+            (step, shares, {name: read[name] + (step - start) * n for name, n in rows.items()})
+        )
 
     def state_dict(self) -> dict[str, object]:
         return {"phases": self.phases}
@@ -191,12 +216,18 @@ def loss_on_of(spec: str, asked: LossOn | None) -> LossOn | None:
     if any(has_conversations(name) for name in parse_mixture(spec)):
         return asked or "assistant"
     if asked is not None:
-        raise UserError(f"--loss-on {asked}: data {spec!r} has no conversations, which are rows of messages")
+        raise UserError(
+            f"--loss-on {asked}: data {spec!r} has no conversations, which are rows of messages"
+        )
     return None
 
 
 def _conversations(
-    source: str, docs: list[Document], tokenizer: PreTrainedTokenizerBase, seq_len: int, loss_on: LossOn
+    source: str,
+    docs: list[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    loss_on: LossOn,
 ) -> Batch:
     """Return conversations as rows, cut or padded. Conversations in which nothing counts are left out.
 
@@ -211,7 +242,9 @@ def _conversations(
     counting = [row for row in rows if row[1].any()]
     if len(counting) < len(rows):
         without = f"{len(rows) - len(counting)} of {len(rows)} conversations"
-        note(f"data {source!r}: {without} have no word of the assistant in {seq_len} tokens, and are left out")
+        note(
+            f"data {source!r}: {without} have no word of the assistant in {seq_len} tokens, and are left out"
+        )
     if not counting:
         raise UserError(
             f"data {source!r}: the assistant says nothing in the first --seq-len {seq_len} tokens; where the "
@@ -280,10 +313,14 @@ def open_heldout(
         talks = _conversations(source, docs[:most_rows], tokenizer, seq_len, loss_on)
         counted = [ids[1:][mask > 0] for ids, mask in zip(talks.ids, talks.mask, strict=True)]
         text = tokenizer.batch_decode(counted, skip_special_tokens=True)
-        return HeldOut(talks.split(rows), sum(len(t.encode()) for t in text) / float(talks.mask.sum()))
+        return HeldOut(
+            talks.split(rows), sum(len(t.encode()) for t in text) / float(talks.mask.sum())
+        )
     stream = tokenize(docs, tokenizer)
     if least is not None and least < len(stream) <= seq_len:
-        note(f"data {source!r}: its held-out split has {len(stream)} tokens, fewer than {seq_len} in a row")
+        note(
+            f"data {source!r}: its held-out split has {len(stream)} tokens, fewer than {seq_len} in a row"
+        )
         seq_len = len(stream) - 1
     count = min(most_rows, (len(stream) - 1) // seq_len)
     if count < 1:
@@ -312,7 +349,9 @@ def heldout_prompts(
     starts = (ids(i)[at : at + length] for at, i in places if len(ids(i)) >= at + 2 * length)
     prompts = list(itertools.islice(starts, count))
     if len(prompts) < count:
-        raise UserError(f"data {source!r}: held-out text has {len(prompts)} prompts of {length} tokens, not {count}")
+        raise UserError(
+            f"data {source!r}: held-out text has {len(prompts)} prompts of {length} tokens, not {count}"
+        )
     return [prompts[i] for i in np.random.default_rng(seed).permutation(count)]
 
 

@@ -13,7 +13,9 @@ from draftlab.config.shared import LossOn
 from draftlab.data.text import Message
 from draftlab.errors import UserError, one_line
 
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template's own mark of the assistant's text
+GENERATION = re.compile(
+    r"\{%-?\s*generation\s*-?%\}"
+)  # a template's own mark of the assistant's text
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,11 @@ class Conversation:
 
 
 def chat_ids(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, *, reply: bool = True
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    reply: bool = True,
 ) -> list[int]:
     """Return the ids of a conversation; with reply, they are ready for the assistant's answer.
 
@@ -45,7 +51,9 @@ def chat_ids(
             list(messages), add_generation_prompt=reply, tokenize=True, return_dict=False
         )
     except (TemplateError, ValueError) as error:
-        raise UserError(f"{where}: the chat template does not take it: {one_line(error, 200)}") from None
+        raise UserError(
+            f"{where}: the chat template does not take it: {one_line(error, 200)}"
+        ) from None
     if not ids:
         raise UserError(f"{where}: the prompt is empty")
     return list(ids)

@@ -26,7 +26,12 @@ Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 0.08  # share of documents, chosen by a hash of their names
 HUB_ROWS = 50_000  # streamed from a hub data set; calibration and distillation need no more
 TEST_FOLDERS = {"test", "tests", "idle_test"}
-NOT_STDLIB = {"site-packages", "dist-packages", "encodings", "pydoc_data"}  # the last two are generated tables
+NOT_STDLIB = {
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "pydoc_data",
+}  # the last two are generated tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,13 @@ def parse_mixture(spec: str) -> dict[str, float]:
         try:
             weights[name] = float(weight) if weight else 1.0
         except ValueError:
-            raise UserError(f"data {spec!r}: weight {weight!r} of {name!r} is not a number") from None
+            raise UserError(
+                f"data {spec!r}: weight {weight!r} of {name!r} is not a number"
+            ) from None
         if not name or weights[name] <= 0:
-            raise UserError(f"data {spec!r}: want SOURCE or SOURCE=WEIGHT with a weight above 0, got {part!r}")
+            raise UserError(
+                f"data {spec!r}: want SOURCE or SOURCE=WEIGHT with a weight above 0, got {part!r}"
+            )
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
@@ -129,7 +138,9 @@ def _read(source: str) -> Iterator[Document]:
     hub.check_local_text(source)
     path = Path(source)
     suffixes = set(hub.TEXT_SUFFIXES) - {".json"}  # folders have .json files that are no text
-    files = [f for f in sorted(path.rglob("*")) if f.suffix in suffixes] if path.is_dir() else [path]
+    files = (
+        [f for f in sorted(path.rglob("*")) if f.suffix in suffixes] if path.is_dir() else [path]
+    )
     for file in files:
         yield from _row_file(file) if file.suffix in ROW_FILES else _text_file(file)
 
@@ -159,8 +170,12 @@ def _python_files(root: Path, label: str) -> Iterator[Document]:
         relative = file.relative_to(root)
         if label == "stdlib" and NOT_STDLIB & set(relative.parts):
             continue
-        if 200 <= file.stat().st_size <= 400_000:  # shorter files are empty modules, longer files are generated tables
-            yield Document(f"{label}/{relative.as_posix()}", file.read_text("utf-8", errors="replace"))
+        if (
+            200 <= file.stat().st_size <= 400_000
+        ):  # shorter files are empty modules, longer files are generated tables
+            yield Document(
+                f"{label}/{relative.as_posix()}", file.read_text("utf-8", errors="replace")
+            )
 
 
 def _text_file(path: Path) -> Iterator[Document]:

@@ -28,7 +28,9 @@ class SplitSize:
     tokens: int = 0
 
     def __add__(self, other: "SplitSize") -> "SplitSize":
-        return SplitSize(**{name: getattr(self, name) + getattr(other, name) for name in SplitSize.__slots__})
+        return SplitSize(
+            **{name: getattr(self, name) + getattr(other, name) for name in SplitSize.__slots__}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,9 @@ from draftlab.reading import parse_json, read_json, read_lines, reading
 Message = dict[str, Any]  # role and content, as chat templates take them
 TEXT_COLUMNS = ("text", "prompt", "question", "content")
 PROMPT_COLUMNS = ("prompt", "text", "question", "content")
-FORMS = f"messages, conversations, prompt with completion, turns, or one of {', '.join(TEXT_COLUMNS)}"
+FORMS = (
+    f"messages, conversations, prompt with completion, turns, or one of {', '.join(TEXT_COLUMNS)}"
+)
 SHARE_GPT = {"human": "user", "gpt": "assistant", "function_call": "tool", "observation": "tool"}
 TOOLS = ("tool", "function")
 MOST_BAD = 0.01  # largest share of the rows of a file that may be left out
@@ -53,7 +55,9 @@ def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
     if messages and messages[-1]["role"] == "user":
         return [messages]
     roles = [message["role"] for message in messages]
-    return [messages[:at] for at, pair in enumerate(pairwise(roles), 1) if pair == ("user", "assistant")]
+    return [
+        messages[:at] for at, pair in enumerate(pairwise(roles), 1) if pair == ("user", "assistant")
+    ]
 
 
 def rows_of(file: Path, parse: "Callable[[Any, str], TextRow]") -> Iterator[tuple[int, TextRow]]:
@@ -95,7 +99,9 @@ def checked_rows(
     if bad:
         note(f"{name}: {len(bad)} of {total:,} rows are left out; the first: {bad[0]}")
     if left_out:
-        note(f"{name}: {left_out:,} messages without text (calls of tools, images, null) are left out")
+        note(
+            f"{name}: {left_out:,} messages without text (calls of tools, images, null) are left out"
+        )
 
 
 def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:
@@ -118,7 +124,9 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> T
         return TextRow(text=turns[0], later=tuple(turns[1:]), category=category)
     text = next((value[column] for column in columns if isinstance(value.get(column), str)), None)
     if text is None:
-        raise UserError(f"{where}: no text in its columns ({', '.join(map(str, value))}); want {FORMS}")
+        raise UserError(
+            f"{where}: no text in its columns ({', '.join(map(str, value))}); want {FORMS}"
+        )
     return TextRow(text=text, category=category)
 
 
@@ -132,7 +140,9 @@ def prompt_of(value: Any, where: str) -> TextRow:
     if row.messages and isinstance(value.get("prompt"), str):  # TRL's prompt with completion
         row = replace(row, text=value["prompt"], messages=())
     if row.messages and not row.asked:
-        raise UserError(f"{where}: the messages have no turn of the user before an answer, or at the end")
+        raise UserError(
+            f"{where}: the messages have no turn of the user before an answer, or at the end"
+        )
     if not row.messages and not row.text.strip():
         raise UserError(f"{where}: the prompt is empty")
     return row
@@ -143,17 +153,24 @@ def read_messages(value: object, where: str) -> list[Message]:
     messages: list[Message] = []
     for each in value if isinstance(value, list) else [None]:
         given = each if isinstance(each, dict) else {}
-        role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
+        role, content = (
+            given.get("role", given.get("from")),
+            given.get("content", given.get("value")),
+        )
         role = SHARE_GPT.get(role, role) if isinstance(role, str) else None
         if isinstance(content, list):
             parts = [part.get("text") for part in content if isinstance(part, dict)]
             content = "".join(part for part in parts if isinstance(part, str)) or None
         if role is None or not isinstance(content, str | None):
-            raise UserError(f"{where}: want a list of messages, each with a role and a content that is text")
+            raise UserError(
+                f"{where}: want a list of messages, each with a role and a content that is text"
+            )
         if role not in TOOLS and content is not None:
             messages.append({"role": role, "content": content})
     if not messages:
-        raise UserError(f"{where}: want a list of messages, each with a role and a content that is text")
+        raise UserError(
+            f"{where}: want a list of messages, each with a role and a content that is text"
+        )
     return messages
 
 
@@ -167,7 +184,11 @@ def _messages(value: dict[str, Any]) -> list[Any] | None:
     messages: list[Any] = []
     for name, role in (("prompt", "user"), ("completion", "assistant")):
         said = value[name]
-        messages += said if isinstance(said, list) else [{"role": role, "content": said} if said is not None else None]
+        messages += (
+            said
+            if isinstance(said, list)
+            else [{"role": role, "content": said} if said is not None else None]
+        )
     return messages
 
 
@@ -177,7 +198,9 @@ def _values(file: Path) -> Iterator[tuple[int, Any]]:
         from datasets import load_dataset
 
         with reading(file):
-            yield from enumerate(load_dataset("parquet", data_files=str(file), split="train", streaming=True), 1)
+            yield from enumerate(
+                load_dataset("parquet", data_files=str(file), split="train", streaming=True), 1
+            )
         return
     if file.suffix == ".json":
         content = read_json(file)

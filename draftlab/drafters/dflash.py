@@ -35,7 +35,9 @@ class DFlashSpec(HeadSpec):
         model = dflash.load(Path(self.heads), context.target_path, target.embed, target.head)
         ks = [k for k in context.ks if k <= model.config.most]
         if not ks:
-            raise UserError(f"--k: the block of {self.heads} drafts at most {model.config.most} tokens")
+            raise UserError(
+                f"--k: the block of {self.heads} drafts at most {model.config.most} tokens"
+            )
         return context.run(DFlashDrafter(target, model), ks=ks, facts=self.facts())
 
     @classmethod

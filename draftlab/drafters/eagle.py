@@ -86,7 +86,9 @@ class EagleSpec(EagleHeadSpec, GateSpec):
 
     @model_validator(mode="after")
     def _gate_is_used(self) -> Self:
-        if self.prompt_lookup_max is None and (idle := sorted(self.model_fields_set & {"min_match", "draft_tokens"})):
+        if self.prompt_lookup_max is None and (
+            idle := sorted(self.model_fields_set & {"min_match", "draft_tokens"})
+        ):
             raise ValueError(f"{', '.join(idle)}: only with prompt_lookup_max")
         return self
 
@@ -98,7 +100,9 @@ class EagleSpec(EagleHeadSpec, GateSpec):
         drafter = self.head_drafter(context)
         if self.prompt_lookup_max is None:
             return context.run(drafter, facts=self.facts() | {"eagle": True})
-        return context.run(self.after_lookup(self.prompt_lookup_max, drafter, context.vocab), facts=self.facts())
+        return context.run(
+            self.after_lookup(self.prompt_lookup_max, drafter, context.vocab), facts=self.facts()
+        )
 
     @classmethod
     def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
@@ -114,4 +118,6 @@ class EagleSpec(EagleHeadSpec, GateSpec):
 
         target = replay.load_target()
         head = eagle_llama.load(Path(self.heads), replay.target_path, target)
-        return score_chains(target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance)
+        return score_chains(
+            target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
+        )

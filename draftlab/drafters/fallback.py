@@ -37,7 +37,9 @@ class GateSpec(DrafterSpec):
         from draftlab.engine.drafters.fallback import FallbackDrafter
         from draftlab.engine.drafters.ngram import PromptLookupDrafter
 
-        return FallbackDrafter(PromptLookupDrafter(longest, self.min_match), drafter, vocab, self.draft_tokens)
+        return FallbackDrafter(
+            PromptLookupDrafter(longest, self.min_match), drafter, vocab, self.draft_tokens
+        )
 
 
 @drafter("fallback")
@@ -48,5 +50,7 @@ class FallbackSpec(DraftModelSpec, GateSpec):
         from draftlab.engine.drafters.parallel import model_drafter
 
         model = context.load_draft(self.text, self.draft)
-        drafter = self.after_lookup(self.prompt_lookup_max, model_drafter(model, context.vocab), context.vocab)
+        drafter = self.after_lookup(
+            self.prompt_lookup_max, model_drafter(model, context.vocab), context.vocab
+        )
         return context.run(drafter, model=model)

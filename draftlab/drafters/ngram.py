@@ -23,7 +23,11 @@ class OutputsSpec(DrafterSpec):
     outputs: str = ""
 
     def inputs(self) -> list[Input]:
-        stored = [Input(self.outputs, lambda name, weights: check_store(Path(name)))] if self.outputs else []
+        stored = (
+            [Input(self.outputs, lambda name, weights: check_store(Path(name)))]
+            if self.outputs
+            else []
+        )
         return [*super().inputs(), *stored]
 
     def check(self, run: RunFacts) -> None:
@@ -58,7 +62,9 @@ class NgramSpec(OutputsSpec):
 
         if not contexts_fit(run.vocab, self.order):
             contexts = f"contexts of {self.order - 1} tokens of {run.vocab}"
-            raise UserError(f"--drafter {self.text}: {contexts} do not fit 64 bits; use a smaller order")
+            raise UserError(
+                f"--drafter {self.text}: {contexts} do not fit 64 bits; use a smaller order"
+            )
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
         from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel

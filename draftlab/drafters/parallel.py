@@ -36,7 +36,9 @@ class ParallelSpec(DraftModelSpec):
         from draftlab.engine.drafters.parallel import ParallelDrafter
 
         model = context.load_draft(self.text, self.draft)
-        return context.run(ParallelDrafter(model, context.vocab), model=model, facts={"parallel": True})
+        return context.run(
+            ParallelDrafter(model, context.vocab), model=model, facts={"parallel": True}
+        )
 
     @classmethod
     def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
@@ -51,4 +53,6 @@ class ParallelSpec(DraftModelSpec):
         if trained is not None and replay.most > trained:
             note(f"{self.draft} was trained to draft {trained} tokens, not {replay.most}")
         token = mask_token(model)
-        return score_offsets(model, replay.texts, replay.vocab, replay.sampling, replay.most, token, replay.advance)
+        return score_offsets(
+            model, replay.texts, replay.vocab, replay.sampling, replay.most, token, replay.advance
+        )

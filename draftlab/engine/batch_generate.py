@@ -27,7 +27,9 @@ from draftlab.sampling import FinishReason, SamplingParams
 from draftlab.turns import Answer
 
 GIGABYTE = 1_000_000_000
-MOST_RUNNING = 0.75  # share of a batch's texts; when no more are unfinished, the batch shrinks to those
+MOST_RUNNING = (
+    0.75  # share of a batch's texts; when no more are unfinished, the batch shrinks to those
+)
 BYTES_PER_LOGIT = 32  # peak of a step that samples: logits, probabilities and their sums in fp64
 
 
@@ -55,11 +57,15 @@ class Completion:
     finish_reason: FinishReason
 
     @classmethod
-    def truncated(cls, ids: np.ndarray, logprobs: np.ndarray, stop_token_ids: tuple[int, ...]) -> "Completion":
+    def truncated(
+        cls, ids: np.ndarray, logprobs: np.ndarray, stop_token_ids: tuple[int, ...]
+    ) -> "Completion":
         """Return the tokens up to the first stop token, inclusive."""
         stops = np.flatnonzero(np.isin(ids, stop_token_ids))
         n = int(stops[0]) + 1 if len(stops) else len(ids)
-        return cls(ids=ids[:n], logprobs=logprobs[:n], finish_reason="stop" if len(stops) else "length")
+        return cls(
+            ids=ids[:n], logprobs=logprobs[:n], finish_reason="stop" if len(stops) else "length"
+        )
 
 
 def load_generator(
@@ -95,7 +101,9 @@ def generate_batch(
     check_context(max(map(len, prompts), default=0), sampling.max_tokens, model.context)
     completions: dict[int, Completion] = {}
     for group in _groups(model, prompts, sampling.max_tokens, batching):
-        batch = _generate(model, [prompts[i] for i in group], [numbers[i] for i in group], sampling, batching)
+        batch = _generate(
+            model, [prompts[i] for i in group], [numbers[i] for i in group], sampling, batching
+        )
         completions |= zip(group, batch, strict=True)
         advance(len(completions))
     return [completions[i] for i in range(len(prompts))]
@@ -107,9 +115,13 @@ def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer
     def answer(prompts: list[Prompt], numbers: list[int]) -> list[list[int]]:
         with progress("the target answers earlier turns", len(prompts)) as advance:
             written = generate_batch(
-                model, [p.ids for p in prompts], sampling, Batching(vocab=vocab), numbers=numbers,
+                model,
+                [p.ids for p in prompts],
+                sampling,
+                Batching(vocab=vocab),
+                numbers=numbers,
                 advance=lambda done: advance(done, "turns"),
-            )  # fmt: skip
+            )
         return [completion.ids.tolist() for completion in written]
 
     return answer
@@ -119,8 +131,8 @@ def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:
     """Raises UserError: the prompt with max_tokens more does not fit the context."""
     if prompt_tokens + max_tokens > context:
         raise UserError(
-            f"a prompt has {prompt_tokens} tokens; with {max_tokens} more it does not fit the target's context of "
-            f"{context}"
+            f"a prompt has {prompt_tokens} tokens; with {max_tokens} more it does "
+            f"not fit the target's context of {context}"
         )
 
 
@@ -133,7 +145,9 @@ def _groups(
         if group:
             longest = len(prompts[group[0]])
             same_length = len(prompts[i]) == longest or model.takes_rows
-            if not same_length or len(group) >= batch_size_for(model, longest + max_tokens, batching):
+            if not same_length or len(group) >= batch_size_for(
+                model, longest + max_tokens, batching
+            ):
                 yield group
                 group = []
         group.append(i)
@@ -149,7 +163,11 @@ def batch_size_for(model: Decoder, length: int, batching: Batching) -> int:
 
 @torch.inference_mode()
 def _generate(
-    model: Decoder, prompts: list[Sequence[int]], numbers: list[int], sampling: SamplingParams, batching: Batching
+    model: Decoder,
+    prompts: list[Sequence[int]],
+    numbers: list[int],
+    sampling: SamplingParams,
+    batching: Batching,
 ) -> list[Completion]:
     device = model.device
     cache = model.new_cache(len(prompts), max(map(len, prompts)) + sampling.max_tokens)
@@ -171,8 +189,15 @@ def _generate(
             left = int(running.sum())
             if not batching.unfinished(left):
                 break
-            if isinstance(cache, Cache | HFCache | RecurrentCache) and left <= MOST_RUNNING * len(rows):
-                cache, rows, fed, running = cache.rows(running), rows[running], fed[running], running[running]
+            if isinstance(cache, Cache | HFCache | RecurrentCache) and left <= MOST_RUNNING * len(
+                rows
+            ):
+                cache, rows, fed, running = (
+                    cache.rows(running),
+                    rows[running],
+                    fed[running],
+                    running[running],
+                )
     columns = zip(written[:, : t + 1].cpu().numpy(), chosen[:, : t + 1].cpu().numpy(), strict=True)
     return [Completion.truncated(*row, stop_token_ids=sampling.stop_token_ids) for row in columns]
 
@@ -182,7 +207,9 @@ def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     if shortest == longest:
         return torch.tensor([list(p) for p in prompts], device=model.device)  # [B, P]
-    rows = [[*p[:-1], *[0] * (longest - len(p))] for p in prompts]  # padding is overwritten, never read
+    rows = [
+        [*p[:-1], *[0] * (longest - len(p))] for p in prompts
+    ]  # padding is overwritten, never read
     model.forward(torch.tensor(rows, device=model.device), cache, last=1)
     cache.used = [len(p) - 1 for p in prompts]
     return torch.tensor([p[-1:] for p in prompts], device=model.device)  # [B, 1]

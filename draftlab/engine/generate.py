@@ -59,7 +59,9 @@ class Draft:
         if self.parents is None:
             return range(self.ids.shape[1])
         trees = [tree for tree in self.parents if isinstance(tree, tuple)]
-        return trees[row] if trees else [parent for parent in self.parents if isinstance(parent, int)]
+        return (
+            trees[row] if trees else [parent for parent in self.parents if isinstance(parent, int)]
+        )
 
 
 class Drafter(Protocol):
@@ -69,7 +71,9 @@ class Drafter(Protocol):
         """Drop all state and prepare for texts of at most capacity tokens."""
         ...
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         """Propose up to count tokens to follow each text.
 
         uniform: draws in [0, 1), [B, count], the only randomness to use. Finished texts stay in the batch; their
@@ -121,10 +125,14 @@ class ModelDrafter(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         self.cache = None  # frees its memory before the next one is allocated
         self.cache = self.model.new_cache(rows, capacity)
-        self.cached: list[list[int]] = [[] for _ in range(rows)]  # tokens fed; those of self.drafted follow them
+        self.cached: list[list[int]] = [
+            [] for _ in range(rows)
+        ]  # tokens fed; those of self.drafted follow them
         self.drafted: Tensor | None = None
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         first = self.drafted is None
         logits = self.last_logits(texts)[:, -1]
         if first:
@@ -194,32 +202,47 @@ def speculative_decode(
         drafter.attach(cache)
     draws = _draws(sampling, numbers or range(len(prompts)), 2 * k + 1).to(target.device)
     prefilled = False
-    own = sampling if draft_temperature is None else replace(sampling, temperature=draft_temperature)
+    own = (
+        sampling if draft_temperature is None else replace(sampling, temperature=draft_temperature)
+    )
     while rows.live:
         room, uniform = rows.room(), rows.current(draws)
         count = min(k, max(room)) if prefilled else 0
         if count and target.replays_passes:
             count = k  # one shape for every pass: tokens beyond a text's limit do not count
         start = clock()
-        draft = drafter.propose(rows.texts, count, own, uniform[:, :count]) if drafter and count else None
+        draft = (
+            drafter.propose(rows.texts, count, own, uniform[:, :count])
+            if drafter and count
+            else None
+        )
         drafted_at = clock()
         logits = _target_logits(target, cache, rows.texts, draft)
         if not prefilled:
             check_logits(logits, "the target")
         verified_at = clock()
-        drafted = [0] * len(room) if draft is None else [min(pair) for pair in zip(draft.counts, room, strict=True)]
-        emitted = rows.append(verify_batch(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft)
+        drafted = (
+            [0] * len(room)
+            if draft is None
+            else [min(pair) for pair in zip(draft.counts, room, strict=True)]
+        )
+        emitted = rows.append(
+            verify_batch(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft
+        )
         end = read_at = clock()
         if drafter is not None and not prefilled and k and rows.live:
             drafter.prefill(rows.texts)
             read_at = clock()
         for row, accepted, tokens in emitted:
             yield Step(
-                row=row, drafted=drafted[row], accepted=accepted, tokens=tokens,
+                row=row,
+                drafted=drafted[row],
+                accepted=accepted,
+                tokens=tokens,
                 draft_seconds=((drafted_at - start) + (read_at - end)) / len(emitted),
                 verify_seconds=(verified_at - drafted_at) / len(emitted),
                 host_seconds=(end - verified_at) / len(emitted),
-            )  # fmt: skip
+            )
         prefilled = True
 
 
@@ -247,14 +270,19 @@ def verify_batch(
         uniform: draws in [0, 1): one for each drafted token, then one for the last token, [B, T].
         rule: Same as in speculative_decode.
     """
-    parents = [range(logits.shape[1] - 1) if draft is None else draft.parents_of(row) for row in range(len(counts))]
+    parents = [
+        range(logits.shape[1] - 1) if draft is None else draft.parents_of(row)
+        for row in range(len(counts))
+    ]
     if sampling.temperature == 0:
         best = logits.argmax(-1)
         both = best if draft is None else torch.cat([best, draft.ids], 1)
         width = best.shape[1]
         return [
             _verify_greedy(row[:width], row[width:], tree, count)
-            for row, tree, count in zip(both.tolist(), parents, counts, strict=True)  # the only wait for the device
+            for row, tree, count in zip(
+                both.tolist(), parents, counts, strict=True
+            )  # the only wait for the device
         ]
     p = distribution(logits, sampling)
     rule = rule if rule is not None or draft is None else draft.rule
@@ -266,7 +294,9 @@ def verify_batch(
     ]
 
 
-def _verify_greedy(best: list[int], ids: list[int], parents: Sequence[int], count: int) -> tuple[list[int], list[int]]:
+def _verify_greedy(
+    best: list[int], ids: list[int], parents: Sequence[int], count: int
+) -> tuple[list[int], list[int]]:
     """Follow the path of drafted tokens that equal the target's most probable tokens."""
     node, path, tokens = 0, [], [best[0]]
     for i in range(count):
@@ -288,7 +318,9 @@ def _verify_sampled_chains(
     width = ids.shape[1]
     accepted, following = verify_rows(p, q, ids, uniform[:, :width], staged(counts, p.device))
     last = draw(following, uniform[:, -1])
-    verified = torch.cat([accepted.unsqueeze(1), last.unsqueeze(1), ids], 1).tolist()  # the only wait for the device
+    verified = torch.cat(
+        [accepted.unsqueeze(1), last.unsqueeze(1), ids], 1
+    ).tolist()  # the only wait for the device
     return [([*range(count)], [*row[:count], token]) for count, token, *row in verified]
 
 
@@ -297,14 +329,20 @@ def _verify_sampled(
 ) -> tuple[list[int], list[int]]:
     """Verify one row of a draft by a rule of its own, with target probabilities p [count + 1, V]."""
     count = len(parents)
-    ids = torch.empty(0, dtype=torch.long, device=p.device) if draft is None else draft.ids[row, :count]
+    ids = (
+        torch.empty(0, dtype=torch.long, device=p.device)
+        if draft is None
+        else draft.ids[row, :count]
+    )
     q = None if draft is None or draft.q is None else draft.q[row, :count]
     tokens = Tokens(ids=ids.tolist(), parents=parents, q=q)
     path, residual = rule(p, tokens, Uniforms(uniform))
     return path, [*ids[path].tolist(), int(draw(residual, uniform[-1]))]
 
 
-def _target_logits(target: Decoder, cache: Any, texts: list[list[int]], draft: Draft | None) -> Tensor:
+def _target_logits(
+    target: Decoder, cache: Any, texts: list[list[int]], draft: Draft | None
+) -> Tensor:
     """Return the target's logits after each text and after each drafted token, [B, T, V]."""
     if draft is None:
         return feed(target, cache, texts)
@@ -328,12 +366,20 @@ class _Rows:
     def room(self) -> list[int]:
         """Return how many tokens may be drafted for each row; the target adds one itself."""
         live = set(self.live)
-        return [limit - len(self.texts[row]) - 1 if row in live else 0 for row, limit in enumerate(self.limits)]
+        return [
+            limit - len(self.texts[row]) - 1 if row in live else 0
+            for row, limit in enumerate(self.limits)
+        ]
 
     def current(self, draws: Tensor) -> Tensor:
         """Return the draws [B, W] of each row's current position, from draws [B, max_tokens, W]."""
-        at = [min(len(text) - start, draws.shape[1] - 1) for text, start in zip(self.texts, self.starts, strict=True)]
-        return torch.stack([draws[row, i] for row, i in enumerate(at)])  # indices on the host would be copied
+        at = [
+            min(len(text) - start, draws.shape[1] - 1)
+            for text, start in zip(self.texts, self.starts, strict=True)
+        ]
+        return torch.stack(
+            [draws[row, i] for row, i in enumerate(at)]
+        )  # indices on the host would be copied
 
     def append(
         self, verified: list[tuple[list[int], list[int]]], cache: Any, draft: Draft | None
@@ -342,7 +388,9 @@ class _Rows:
         emitted = []
         for row in self.live:
             path, tokens = verified[row]
-            end = next((i for i, token in enumerate(tokens) if token in self.stop_token_ids), len(tokens))
+            end = next(
+                (i for i, token in enumerate(tokens) if token in self.stop_token_ids), len(tokens)
+            )
             tokens = tokens[: end + 1]
             if draft is not None and draft.parents is not None:
                 cache.keep(row, len(self.texts[row]), path[: len(tokens)])
@@ -352,7 +400,8 @@ class _Rows:
         self.live = [
             row
             for row in self.live
-            if len(self.texts[row]) < self.limits[row] and self.texts[row][-1] not in self.stop_token_ids
+            if len(self.texts[row]) < self.limits[row]
+            and self.texts[row][-1] not in self.stop_token_ids
         ]
         return emitted
 

@@ -54,7 +54,11 @@ class Tokens:
         """Return the children of a node and of its siblings with the same token, which stand for the same text."""
         same = [node]
         if node:
-            same = [i + 1 for i in self.children(self.parents[node - 1]) if self.ids[i] == self.ids[node - 1]]
+            same = [
+                i + 1
+                for i in self.children(self.parents[node - 1])
+                if self.ids[i] == self.ids[node - 1]
+            ]
         return [i for i, parent in enumerate(self.parents) if parent in same]
 
     def path(self, node: int) -> list[int]:
@@ -63,10 +67,16 @@ class Tokens:
 
     def drawn_from(self, token: int, p: Tensor) -> Tensor:
         """Return the distribution [V] that a token was drawn from, of p's dtype."""
-        return torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[token], p), 1) if self.q is None else self.q[token]
+        return (
+            torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[token], p), 1)
+            if self.q is None
+            else self.q[token]
+        )
 
 
-Verdict = tuple[list[int], Tensor]  # accepted tokens, root first; distribution [V] of the next token
+Verdict = tuple[
+    list[int], Tensor
+]  # accepted tokens, root first; distribution [V] of the next token
 Rule = Callable[[Tensor, Tokens, Chance], Verdict]
 
 

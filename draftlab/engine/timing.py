@@ -62,7 +62,13 @@ def summarize(width: int, times: Sequence[float]) -> Latency:
     """Return median and quartiles of times in milliseconds."""
     ordered = sorted(times)
     n = len(ordered)
-    return Latency(width=width, median_ms=ordered[n // 2], low_ms=ordered[n // 4], high_ms=ordered[3 * n // 4], n=n)
+    return Latency(
+        width=width,
+        median_ms=ordered[n // 2],
+        low_ms=ordered[n // 4],
+        high_ms=ordered[3 * n // 4],
+        n=n,
+    )
 
 
 def bandwidth_gbs(weights: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -32,15 +32,23 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     reach top_p together, at least one), then min_p relative to the most probable token.
     """
     if params.temperature == 0:
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(
+            -1, logits.argmax(-1, keepdim=True), 1.0
+        )
     logits = logits.float()
     if params.temperature < COLD:
         logits = logits - logits.amax(-1, keepdim=True)  # else the quotient overflows
     p = torch.softmax(logits / params.temperature, -1)
     if params.top_k or params.top_p < 1:
-        values, ids = p.topk(params.top_k, -1) if 0 < params.top_k < p.shape[-1] else p.sort(-1, descending=True)
+        values, ids = (
+            p.topk(params.top_k, -1)
+            if 0 < params.top_k < p.shape[-1]
+            else p.sort(-1, descending=True)
+        )
         values = values / values.sum(-1, keepdim=True)
-        values = values * (values.cumsum(-1) - values < params.top_p)  # all before it have not yet reached top_p
+        values = values * (
+            values.cumsum(-1) - values < params.top_p
+        )  # all before it have not yet reached top_p
         p = torch.zeros_like(p).scatter_(-1, ids, values / values.sum(-1, keepdim=True))
     if params.min_p:
         p = p * (p >= params.min_p * p.amax(-1, keepdim=True))
@@ -56,7 +64,9 @@ def draw(probabilities: Tensor, u: Tensor) -> Tensor:
     """
     cumulative = probabilities.to(exact_dtype(probabilities.device)).cumsum(-1)
     total = cumulative[..., -1:]
-    edge = torch.minimum(u.to(cumulative).unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))
+    edge = torch.minimum(
+        u.to(cumulative).unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total))
+    )
     return torch.searchsorted(cumulative, edge, right=True).squeeze(-1)
 
 
@@ -78,7 +88,9 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tenso
     return int(accepted), following[0]
 
 
-def verify_rows(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def verify_rows(
+    p: Tensor, q: Tensor, drafted: Tensor, u: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
     """Verify rows as ``verify`` does, without waiting for the device.
 
     p: [B, K + 1, V]. q: [B, K, V]. drafted, u: [B, K]. counts: Number of each row's drafted tokens that count, [B].

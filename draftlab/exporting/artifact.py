@@ -75,7 +75,13 @@ class Exportable(Artifact, Protocol):
         ...
 
     def scores(
-        self, directory: Path, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int, device: torch.device
+        self,
+        directory: Path,
+        form: Form,
+        texts: Sequence[Text],
+        sampling: SamplingParams,
+        k: int,
+        device: torch.device,
     ) -> list[TokenLogprobs]:
         """Return its view of each token of each text, [n] or [n, K] by the age of the step; see acceptance."""
         ...
@@ -101,7 +107,10 @@ class DraftModel:
         self.vocab, self.target_vocab = checkpoint.vocab_size(path), checkpoint.vocab_size(target)
         size = read_size(path)
         self.shape: Shape | None = size if isinstance(size, Shape) else None
-        self.tokenizers: tuple[Any, Any] = checkpoint.load_tokenizer(path), checkpoint.load_tokenizer(target)
+        self.tokenizers: tuple[Any, Any] = (
+            checkpoint.load_tokenizer(path),
+            checkpoint.load_tokenizer(target),
+        )
 
     def difference(self) -> str | None:
         own, targets = (tokenizer.get_vocab() for tokenizer in self.tokenizers)
@@ -121,7 +130,9 @@ class DraftModel:
         copy = f"copy the tokenizer files of {self.target} into the draft if it was trained on the target's ids"
         if other is not None:
             text = f"another vocabulary than the target's, which speculation needs: {other}"
-            yield error("tokenizer", text, f"mergekit-tokensurgeon {self.path} {self.target} OUT; or {copy}")
+            yield error(
+                "tokenizer", text, f"mergekit-tokensurgeon {self.path} {self.target} OUT; or {copy}"
+            )
         else:
             yield from self._probe_texts(copy)
             yield from self._special_tokens()
@@ -132,16 +143,26 @@ class DraftModel:
 
     def _probe_texts(self, copy: str) -> Iterator[Finding]:
         own, targets = self.tokenizers
-        differing = [text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]]
+        differing = [
+            text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]
+        ]
         text = f"{len(differing)} of {len(PROBES)} probe texts get other ids"
         files = [model / "tokenizer.json" for model in (self.path, self.target)]
         if not differing:
-            yield ok("tokenizer", f"{min(self.vocab, self.target_vocab):,} ids and {len(PROBES)} probe texts agree")
-        elif all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes():
-            text += (
-                f" from the same tokenizer.json: transformers reads it otherwise for {self.config.get('model_type')}"
+            yield ok(
+                "tokenizer",
+                f"{min(self.vocab, self.target_vocab):,} ids and {len(PROBES)} probe texts agree",
             )
-            yield warning("tokenizer", text, "serve the draft with the target's tokenizer, as servers do")
+        elif (
+            all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
+        ):
+            text += (
+                " from the same tokenizer.json: transformers reads it otherwise "
+                f"for {self.config.get('model_type')}"
+            )
+            yield warning(
+                "tokenizer", text, "serve the draft with the target's tokenizer, as servers do"
+            )
         else:
             yield error("tokenizer", f"{text}: {differing[0][:30]!r}", copy)
 
@@ -151,17 +172,28 @@ class DraftModel:
             if own[name] != targets[name]:
                 text = f"{name} is {own[name]} in the draft and {targets[name]} in the target"
                 yield error("special tokens", text, f"copy tokenizer_config.json of {self.target}")
-        ends, target_ends = checkpoint.eos_token_ids(self.path), checkpoint.eos_token_ids(self.target)
+        ends, target_ends = (
+            checkpoint.eos_token_ids(self.path),
+            checkpoint.eos_token_ids(self.target),
+        )
         if ends != target_ends:
-            text = f"texts end at {list(ends)} in the draft and at {list(target_ends)} in the target"
-            yield warning("special tokens", text, f"copy eos_token_id and generation_config.json of {self.target}")
+            text = (
+                f"texts end at {list(ends)} in the draft and at {list(target_ends)} in the target"
+            )
+            yield warning(
+                "special tokens",
+                text,
+                f"copy eos_token_id and generation_config.json of {self.target}",
+            )
 
     def _vocabulary(self) -> Iterator[Finding]:
         if self.vocab == self.target_vocab:
             yield ok("vocabulary", f"{self.vocab:,} logits in both")
         else:
             text = f"{self.vocab:,} logits in the draft, {self.target_vocab:,} in the target"
-            yield warning("vocabulary", text, f"draftlab export --to hf --target {self.target} resizes it")
+            yield warning(
+                "vocabulary", text, f"draftlab export --to hf --target {self.target} resizes it"
+            )
         if (ids := read_head_ids(self.path, self.vocab)) is not None:
             text = f"its head has {len(ids):,} of them, in draftlab; draftlab export writes a whole one for runtimes"
             yield ok("vocabulary", text)
@@ -171,10 +203,16 @@ class DraftModel:
         if own != targets:
             has = "another chat template than" if own else "no chat template, unlike"
             text = f"the draft has {has} the target; runtimes use the target's, which the draft may not have seen"
-            yield warning("chat template", text, "distil on chats: draftlab distill --text target, or on your traffic")
+            yield warning(
+                "chat template",
+                text,
+                "distil on chats: draftlab distill --text target, or on your traffic",
+            )
 
     def _context(self) -> Iterator[Finding]:
-        own, targets = (checkpoint.max_model_len(model, DEFAULT_CONTEXT) for model in (self.path, self.target))
+        own, targets = (
+            checkpoint.max_model_len(model, DEFAULT_CONTEXT) for model in (self.path, self.target)
+        )
         text = f"{own:,} tokens, the target's {targets:,}"
         if own >= targets:
             yield ok("context", text)
@@ -202,15 +240,22 @@ class DraftModel:
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
         model = modes.load(self.path, checkpoint.resolve_dtype("auto", device), device)
-        return [trials.check_perplexity(model, prompts, self.vocab), trials.check_decoding(model, prompts[:2])]
+        return [
+            trials.check_perplexity(model, prompts, self.vocab),
+            trials.check_decoding(model, prompts[:2]),
+        ]
 
     def refuse(self, form: Form) -> None:
         if form.layout == "speculators":
-            raise UserError(f"{self.path} is a draft model, and speculators' layout is for EAGLE-3 heads: --to vllm")
+            raise UserError(
+                f"{self.path} is a draft model, and speculators' layout is for EAGLE-3 heads: --to vllm"
+            )
         if not form.heterogeneous:
             common_vocabulary(self.path, self.target)
         elif self.difference() is None:
-            raise UserError(f"--use-heterogeneous-vocab: {self.path} has the target's vocabulary; leave it out")
+            raise UserError(
+                f"--use-heterogeneous-vocab: {self.path} has the target's vocabulary; leave it out"
+            )
         elif form.server is not None:
             _refuse(self, form.server, form.server.check_vocabulary(self))
         if form.outtype is not None:
@@ -219,7 +264,13 @@ class DraftModel:
 
     def write(self, folder: Path, form: Form, k: int, verifier: str) -> list[str]:
         words = self.path if form.heterogeneous else self.target
-        return hf.write(self.path, folder, tokenizer_from=words, vocab=checkpoint.vocab_size(words), dtype=form.dtype)
+        return hf.write(
+            self.path,
+            folder,
+            tokenizer_from=words,
+            vocab=checkpoint.vocab_size(words),
+            dtype=form.dtype,
+        )
 
     def write_gguf(self, directory: Path, file: Path, qtype: str) -> gguf.Written:
         return gguf.write(directory, file, qtype)
@@ -233,7 +284,13 @@ class DraftModel:
         )
 
     def scores(
-        self, directory: Path, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int, device: torch.device
+        self,
+        directory: Path,
+        form: Form,
+        texts: Sequence[Text],
+        sampling: SamplingParams,
+        k: int,
+        device: torch.device,
     ) -> list[TokenLogprobs]:
         with hf.as_quantized(directory, form.outtype) as reference:
             model = modes.load(reference, torch.float32, device)
@@ -263,7 +320,9 @@ class ParallelDraft(DraftModel):
         try:
             token, offsets = parallel.pard_token(self.path), parallel.trained_offsets(self.path)
         except UserError as failure:
-            yield error("pard_token", str(failure), "train again with draftlab distill --student parallel")
+            yield error(
+                "pard_token", str(failure), "train again with draftlab distill --student parallel"
+            )
             return
         known = f"up to {offsets} tokens" if offsets else "several tokens"
         yield ok("pard_token", f"{token}: it drafts {known} in one pass")
@@ -285,7 +344,9 @@ class HeadArtifact:
     default_k: tuple[int, str] = (3, UNMEASURED_K)
     most = MOST_OF_HEAD
 
-    def __init__(self, path: Path, target: Path, head: HeadShape, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, target: Path, head: HeadShape, config: Mapping[str, Any]
+    ) -> None:
         self.path, self.target, self.config = path, target, config
         self.head: HeadShape | None = head
         self.shape: Shape | None = head.shape
@@ -314,7 +375,10 @@ class HeadArtifact:
     def findings(self) -> Iterator[Finding]:
         eagle.read(self.path, self.target, checkpoint.stored_dtype(self.path))
         layers = ", ".join(map(str, self.layer_ids))
-        yield ok("head", f"reads the states after {layers} layers, predicts {self._ids()}, {self._norm()}")
+        yield ok(
+            "head",
+            f"reads the states after {layers} layers, predicts {self._ids()}, {self._norm()}",
+        )
         context = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
         if context > self.sizes.context:
             text = f"{self.sizes.context:,} tokens, the target's {context:,}: it drafts worse on longer texts"
@@ -326,14 +390,20 @@ class HeadArtifact:
         except UserError as failure:
             return [warning("acceptance", f"not measured: {failure}", "ask the server's counters")]
         target = llama.load(hub.locate(self.target), torch.float32, device)
-        return [trials.check_acceptance(target, EagleDrafter(target, self.model(target, None)), prompts)]
+        return [
+            trials.check_acceptance(target, EagleDrafter(target, self.model(target, None)), prompts)
+        ]
 
     def refuse(self, form: Form) -> None:
         if form.heterogeneous:
-            raise UserError(f"--use-heterogeneous-vocab: {self.path} has heads on the target's states, and its ids")
+            raise UserError(
+                f"--use-heterogeneous-vocab: {self.path} has heads on the target's states, and its ids"
+            )
         if form.server is not None:
             if not form.server.heads:
-                raise UserError(f"{self.path} is an EAGLE-3 head, and {form.server.name} has no EAGLE-3")
+                raise UserError(
+                    f"{self.path} is an EAGLE-3 head, and {form.server.name} has no EAGLE-3"
+                )
             _refuse(self, form.server, form.server.check(self))
         if form.outtype is not None:
             gguf.library()
@@ -356,16 +426,27 @@ class HeadArtifact:
         )
 
     def scores(
-        self, directory: Path, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int, device: torch.device
+        self,
+        directory: Path,
+        form: Form,
+        texts: Sequence[Text],
+        sampling: SamplingParams,
+        k: int,
+        device: torch.device,
     ) -> list[TokenLogprobs]:
         target = llama.load(self.target, torch.float32, device)
-        return score_chains(target, self.model(target, form.outtype), texts, self.vocab, sampling, k)
+        return score_chains(
+            target, self.model(target, form.outtype), texts, self.vocab, sampling, k
+        )
 
     def model(self, target: llama.Llama, qtype: str | None) -> EagleLlama:
         """Return the head in the engine. qtype: the GGUF type that matrices are rounded to, None: as stored."""
         head = eagle.read(self.path, self.target, target.embed.dtype, target.device)
         if qtype not in (None, "f32"):
-            rounded = {n: gguf.fake_quantize(w, qtype) if w.ndim == 2 else w for n, w in head.weights.items()}
+            rounded = {
+                n: gguf.fake_quantize(w, qtype) if w.ndim == 2 else w
+                for n, w in head.weights.items()
+            }
             head = replace(head, weights=rounded)
         return EagleLlama(head, target.embed, self.path)
 
@@ -394,7 +475,9 @@ def _refuse(artifact: Artifact, server: ServerKind, findings: Iterable[Finding])
     """Raises UserError: a finding is an error."""
     for finding in findings:
         if finding.level == "error":
-            raise UserError(f"{artifact.path}: {server.name} {finding.text}; {finding.fix}".removesuffix("; "))
+            raise UserError(
+                f"{artifact.path}: {server.name} {finding.text}; {finding.fix}".removesuffix("; ")
+            )
 
 
 def check_files(artifact: Exportable, servers: Iterable[ServerKind]) -> Iterator[Finding]:
@@ -412,5 +495,7 @@ def spelled_alike(draft: Iterable[str], target: Iterable[str]) -> int:
     """Return the number of tokens that vLLM and transformers take for the same: but for the sign of a space at their
     start they are the same characters, so that a tokenizer of another kind spells other bytes otherwise.
     """
-    words, others = ({f" {t[1:]}" if t.startswith(SPACES) else t for t in tokens} for tokens in (draft, target))
+    words, others = (
+        {f" {t[1:]}" if t.startswith(SPACES) else t for t in tokens} for tokens in (draft, target)
+    )
     return len(words & others)

@@ -24,7 +24,9 @@ class Card:
     kind: str  # draft model or EAGLE-3 head
     summary: str  # its size, and its needs
     commands: Sequence[str]  # commands that made the draft, in their order
-    heldout: tuple[float, float] | None  # acceptance on held-out text, before and after distillation
+    heldout: (
+        tuple[float, float] | None
+    )  # acceptance on held-out text, before and after distillation
     scores: Sequence[Score]
     script: tuple[str, str] | None  # name and text
     verified: str  # result of scoring the export where it runs
@@ -34,7 +36,14 @@ class Card:
         plain = re.fullmatch(r"[\w./-]*[A-Za-z][\w./-]*", self.target)
         base_model = self.target if plain else json.dumps(self.target)
         head = ["---", f"base_model: {base_model}", f"tags: [speculative-decoding, {tag}]", "---"]
-        parts = [head, [f"# {self.name}"], self._summary(), self._results(), self._usage(), self._training()]
+        parts = [
+            head,
+            [f"# {self.name}"],
+            self._summary(),
+            self._results(),
+            self._usage(),
+            self._training(),
+        ]
         return "\n\n".join("\n".join(map(printable, part)) for part in parts if part) + "\n"
 
     def _summary(self) -> list[str]:
@@ -56,20 +65,33 @@ class Card:
             )
         if self.verified:
             lines.append(f"* Verified after export: {self.verified}.")
-        return ["## Results", "", *(lines or ["Not measured yet: run `draftlab score` against the target."])]
+        return [
+            "## Results",
+            "",
+            *(lines or ["Not measured yet: run `draftlab score` against the target."]),
+        ]
 
     def _usage(self) -> list[str]:
         if self.script is None:
             return []
         name, text = self.script
-        return ["## Usage", "", f"`{name}` in this directory:", "", "```", *text.rstrip().split("\n"), "```"]
+        return [
+            "## Usage",
+            "",
+            f"`{name}` in this directory:",
+            "",
+            "```",
+            *text.rstrip().split("\n"),
+            "```",
+        ]
 
     def _training(self) -> list[str]:
         return ["## How it was made", "", "```", *self.commands, "```"] if self.commands else []
 
 
 TERMS = (
-    "A speed-up is over the target alone, of a K chosen on other prompts, with its 95% bootstrap interval over prompts."
+    "A speed-up is over the target alone, of a K chosen on other prompts, "
+    "with its 95% bootstrap interval over prompts."
 )
 
 
@@ -97,7 +119,9 @@ def history(draft: Path) -> History:
     try:
         return History(commands=_commands(draft), heldout=_heldout(draft))
     except UserError:
-        note(f"the records of what made {draft} are of another version of draftlab: the card leaves them out")
+        note(
+            f"the records of what made {draft} are of another version of draftlab: the card leaves them out"
+        )
         return History()
 
 
@@ -123,6 +147,10 @@ def _typed(record: Record) -> str:
 def _heldout(draft: Path) -> tuple[float, float] | None:
     record = read_record(draft)
     before, after = ((record.notes.get(name) if record else None) for name in ("before", "after"))
-    if not isinstance(before, Mapping) or not isinstance(after, Mapping) or after["acceptance"] is None:
+    if (
+        not isinstance(before, Mapping)
+        or not isinstance(after, Mapping)
+        or after["acceptance"] is None
+    ):
         return None
     return float(before["acceptance"]), float(after["acceptance"])

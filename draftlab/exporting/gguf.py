@@ -81,7 +81,9 @@ class Written:
         """Return remarks on the file."""
         lines, tokenizer = [], self.tokenizer
         if self.unquantized:
-            lines.append(f"{len(self.unquantized)} matrices stay f16: their rows do not divide into blocks")
+            lines.append(
+                f"{len(self.unquantized)} matrices stay f16: their rows do not divide into blocks"
+            )
         if tokenizer.match < 1:
             lines.append(
                 "llama.cpp has no pre-tokenizer that splits text as this tokenizer does; "
@@ -109,9 +111,13 @@ def architecture(directory: Path) -> Architecture:
     config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
     model_type = str(config.get("model_type"))
     if model_type not in ARCHITECTURES:
-        raise UserError(f"{directory} is a {model_type} model; GGUF export supports {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"{directory} is a {model_type} model; GGUF export supports {', '.join(ARCHITECTURES)}"
+        )
     if config.get("hidden_act") != "silu":
-        raise UserError(f"{directory}: activation {config.get('hidden_act')!r}; llama.cpp computes silu")
+        raise UserError(
+            f"{directory}: activation {config.get('hidden_act')!r}; llama.cpp computes silu"
+        )
     if model_type == "qwen2" and shape.sizes["q"] != shape.hidden:
         return LLAMA
     return ARCHITECTURES[model_type]
@@ -123,7 +129,11 @@ def write(directory: Path, file: Path, qtype: str) -> Written:
     Raises:
         UserError: llama.cpp does not know the model, its tokenizer or its rotary scaling.
     """
-    kind, shape, config = architecture(directory), checkpoint.read_shape(directory), checkpoint.read_config(directory)
+    kind, shape, config = (
+        architecture(directory),
+        checkpoint.read_shape(directory),
+        checkpoint.read_config(directory),
+    )
     tokenizer = read_tokenizer(directory, shape.vocab)
     weights, infos = checkpoint.Weights(directory), tensor_infos(shape, qtype, kind)
     scales = {setting: float(str(config.get(key, 1.0))) for key, setting in kind.scales.items()}
@@ -171,17 +181,29 @@ def _write(
     if rope["rope_type"] == "llama3":
         factors = _rope_factors(directory, shape)
         weights = ChainMap({ROPE_FACTORS: factors}, cast(Any, weights))  # only read
-        infos = [TensorInfo(name=ROPE_FACTORS, source=ROPE_FACTORS, dims=tuple(factors.shape), qtype="f32"), *infos]
+        infos = [
+            TensorInfo(
+                name=ROPE_FACTORS, source=ROPE_FACTORS, dims=tuple(factors.shape), qtype="f32"
+            ),
+            *infos,
+        ]
     codes = {info.name: gguf.GGMLQuantizationType[info.qtype.upper()] for info in infos}
     writer = gguf.GGUFWriter(file, kind.name)
     _add_settings(writer, directory, file.stem, shape, rope, qtype)
     for key, value in settings.items():
-        add = {list: writer.add_array, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add = {
+            list: writer.add_array,
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+        }
         add[type(value)](f"{kind.name}.{key}", value)
     _add_tokenizer(writer, tokenizer)
     for info in infos:
         size = gguf.quant_shape_to_byte_shape(info.dims, codes[info.name])
-        writer.add_tensor_info(info.name, size, np.dtype(np.uint8), math.prod(size), raw_dtype=codes[info.name])
+        writer.add_tensor_info(
+            info.name, size, np.dtype(np.uint8), math.prod(size), raw_dtype=codes[info.name]
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -190,8 +212,14 @@ def _write(
         if kind.neighbours:
             tensor = interleave_halves(tensor, info, shape)
         if info.qtype == "f16" and tensor.abs().max() > torch.finfo(torch.float16).max:
-            raise UserError(f"--outtype {qtype}: {info.source} has values beyond those of f16; take bf16 or f32")
-        data = tensor.numpy() if info.qtype == "i64" else gguf.quants.quantize(tensor.float().numpy(), codes[info.name])
+            raise UserError(
+                f"--outtype {qtype}: {info.source} has values beyond those of f16; take bf16 or f32"
+            )
+        data = (
+            tensor.numpy()
+            if info.qtype == "i64"
+            else gguf.quants.quantize(tensor.float().numpy(), codes[info.name])
+        )
         writer.write_tensor_data(np.ascontiguousarray(data).view(np.uint8))
     writer.close()
     return Written(path=file, tokenizer=tokenizer, unquantized=unquantized)
@@ -253,12 +281,16 @@ def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(back)).to(tensor.dtype)
 
 
-def _add_settings(writer: Any, directory: Path, name: str, shape: Shape, rope: dict[str, Any], qtype: str) -> None:
+def _add_settings(
+    writer: Any, directory: Path, name: str, shape: Shape, rope: dict[str, Any], qtype: str
+) -> None:
     gguf, config = library(), checkpoint.read_config(directory)
     writer.add_type("model")
     writer.add_name(name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(qtype, f"MOSTLY_{qtype.upper()}")])
+    writer.add_file_type(
+        gguf.LlamaFileType[{"f32": "ALL_F32"}.get(qtype, f"MOSTLY_{qtype.upper()}")]
+    )
     writer.add_block_count(shape.layers)
     writer.add_context_length(_context(directory, config))
     writer.add_embedding_length(shape.hidden)
@@ -288,7 +320,11 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
         writer.add_add_space_prefix(tokenizer.add_space_prefix)
     if tokenizer.merges is not None:
         writer.add_token_merges(tokenizer.merges)
-    add = {"bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id, "pad": writer.add_pad_token_id}
+    add = {
+        "bos": writer.add_bos_token_id,
+        "eos": writer.add_eos_token_id,
+        "pad": writer.add_pad_token_id,
+    }
     for name, number in tokenizer.special.items():
         if number is not None:
             (add | {"unk": writer.add_unk_token_id})[name](number)
@@ -300,7 +336,10 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
 
 def _context(directory: Path, config: dict[str, object]) -> int:
     """Return the context in tokens, or a sliding window that is shorter: within it, attention is full."""
-    context, window = checkpoint.max_model_len(directory, DEFAULT_CONTEXT), config.get("sliding_window")
+    context, window = (
+        checkpoint.max_model_len(directory, DEFAULT_CONTEXT),
+        config.get("sliding_window"),
+    )
     if not isinstance(window, int) or window < 1 or not config.get("use_sliding_window", True):
         return context
     return min(context, window)
@@ -309,7 +348,9 @@ def _context(directory: Path, config: dict[str, object]) -> int:
 def _rope(directory: Path) -> dict[str, Any]:
     rope = {"rope_type": "default", **checkpoint.auto_config(directory).rope_parameters}
     if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
-        raise UserError(f"{directory}: rotary scaling {rope['rope_type']!r}; GGUF export has linear, llama3 and yarn")
+        raise UserError(
+            f"{directory}: rotary scaling {rope['rope_type']!r}; GGUF export has linear, llama3 and yarn"
+        )
     return rope
 
 

@@ -34,13 +34,26 @@ class PreTokenizer:
 
 # llama.cpp's names of pre-tokenizers; it knows no others, as it has their patterns in its code
 PRE_TOKENIZERS = {
-    "llama-bpe": PreTokenizer(("|".join((ENDINGS, LETTERS, r"\p{N}{1,3}", SIGNS, SPACES)),), ignore_merges=True),
+    "llama-bpe": PreTokenizer(
+        ("|".join((ENDINGS, LETTERS, r"\p{N}{1,3}", SIGNS, SPACES)),), ignore_merges=True
+    ),
     "qwen2": PreTokenizer(("|".join((ENDINGS, LETTERS, r"\p{N}", SIGNS, SPACES)),)),
     "gpt-2": PreTokenizer((GPT2,)),
     "smollm": PreTokenizer((r"\p{N}", GPT2)),
-    "tekken": PreTokenizer(("|".join((*CASED, r"\p{N}", SIGNS_AND_SLASHES, SPACES)),), ignore_merges=True),
+    "tekken": PreTokenizer(
+        ("|".join((*CASED, r"\p{N}", SIGNS_AND_SLASHES, SPACES)),), ignore_merges=True
+    ),
     "gpt-4o": PreTokenizer(
-        ("|".join((*(f"{words}{ENDINGS}?" for words in CASED), r"\p{N}{1,3}", SIGNS_AND_SLASHES, SPACES)),)
+        (
+            "|".join(
+                (
+                    *(f"{words}{ENDINGS}?" for words in CASED),
+                    r"\p{N}{1,3}",
+                    SIGNS_AND_SLASHES,
+                    SPACES,
+                )
+            ),
+        )
     ),
 }
 
@@ -71,10 +84,14 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
     """
     wrapped: Any = checkpoint.load_tokenizer(directory)
     file = directory / "tokenizer.json"  # transformers adds tokens of its own by model type
-    fast: Tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else wrapped.backend_tokenizer
+    fast: Tokenizer = (
+        Tokenizer.from_file(str(file)) if file.is_file() else wrapped.backend_tokenizer
+    )
     spec = json.loads(fast.to_str())
     if spec["model"]["type"] != "BPE":
-        raise UserError(f"{directory}: its tokenizer is {spec['model']['type']}; GGUF export supports BPE only")
+        raise UserError(
+            f"{directory}: its tokenizer is {spec['model']['type']}; GGUF export supports BPE only"
+        )
     byte_fallback = bool(spec["model"].get("byte_fallback"))
     tokens, types = _tokens(spec, vocab, directory, byte_fallback)
     merges = [" ".join(m) if isinstance(m, list) else m for m in spec["model"]["merges"]]
@@ -93,7 +110,8 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
         special={name: i for name, i in special.items() if i is None or i < vocab},
         add_bos=bos is not None and framed[0] == bos,
         add_eos=eos is not None and framed[-1] == eos,
-        add_space_prefix=wrapped("a", add_special_tokens=False)["input_ids"] == [fast.token_to_id("▁a")],
+        add_space_prefix=wrapped("a", add_special_tokens=False)["input_ids"]
+        == [fast.token_to_id("▁a")],
         chat_template=wrapped.chat_template if isinstance(wrapped.chat_template, str) else None,
     )
 
@@ -124,16 +142,25 @@ def set_pre_tokenizer(spec: dict[str, Any], pre_tokenizer: PreTokenizer) -> None
         {"type": "Split", "pattern": {"Regex": e}, "behavior": "Isolated", "invert": False}
         for e in pre_tokenizer.patterns
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     spec["model"]["ignore_merges"] = pre_tokenizer.ignore_merges
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
 
 
-def _tokens(spec: dict[str, Any], vocab: int, directory: Path, byte_fallback: bool) -> tuple[list[str], list[int]]:
+def _tokens(
+    spec: dict[str, Any], vocab: int, directory: Path, byte_fallback: bool
+) -> tuple[list[str], list[int]]:
     by_id: dict[int, str] = {i: token for token, i in spec["model"]["vocab"].items()}
     kinds = dict.fromkeys(by_id, NORMAL)
     if byte_fallback:
-        kinds |= {i: BYTE for i, token in by_id.items() if len(token) == 6 and token.startswith("<0x")}
+        kinds |= {
+            i: BYTE for i, token in by_id.items() if len(token) == 6 and token.startswith("<0x")
+        }
         unknown = spec["model"].get("unk_token")
         kinds |= {i: UNKNOWN for i, token in by_id.items() if token == unknown}
     for added in spec["added_tokens"]:
@@ -143,7 +170,9 @@ def _tokens(spec: dict[str, Any], vocab: int, directory: Path, byte_fallback: bo
         if kinds.get(added["id"]) != UNKNOWN:
             kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if max(by_id) >= vocab:
-        raise UserError(f"{directory}: its tokenizer has the id {max(by_id)}, but the model has {vocab} logits")
+        raise UserError(
+            f"{directory}: its tokenizer has the id {max(by_id)}, but the model has {vocab} logits"
+        )
     tokens = [by_id.get(i, f"[PAD{i}]") for i in range(vocab)]
     return tokens, [kinds.get(i, UNUSED) for i in range(vocab)]
 

@@ -15,16 +15,22 @@ from draftlab.model.trimmed_head import as_whole
 from draftlab.training.vocabulary import resize
 
 
-def write(draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dtype: torch.dtype | None) -> list[str]:
+def write(
+    draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dtype: torch.dtype | None
+) -> list[str]:
     """Write a draft; return the changes, for people. vocab: number of logits. dtype: None, as stored."""
     changed = []
     stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:
-        changed.append(f"weights from {checkpoint.dtype_name(stored)} to {checkpoint.dtype_name(dtype)}")
+        changed.append(
+            f"weights from {checkpoint.dtype_name(stored)} to {checkpoint.dtype_name(dtype)}"
+        )
     config, source = checkpoint.read_config(draft), checkpoint.Weights(draft).items()
     if (ids := read_head_ids(draft, checkpoint.vocab_size(draft))) is not None:
         config, source = as_whole(config, checkpoint.Weights(draft), ids)
-        changed.append(f"head of {len(ids):,} ids to all; the rows of others are the mean of theirs")
+        changed.append(
+            f"head of {len(ids):,} ids to all; the rows of others are the mean of theirs"
+        )
     weights = ((name, tensor.to(dtype or stored)) for name, tensor in source)
     saving.write_checkpoint(out, config, weights, tokenizer_from)
     if vocab is not None and (resized := resize(out, vocab)):

@@ -87,7 +87,9 @@ def export(
             lines += artifact.write_gguf(directory, work / file, form.outtype).lines()
         notes: dict[str, object] = {"changed": changed, "k": chosen.k}
         if verifier is not None:
-            prompts, verified = _verify(artifact, form, directory, work / file if file else work, chosen.k, verifier)
+            prompts, verified = _verify(
+                artifact, form, directory, work / file if file else work, chosen.k, verifier
+            )
             lines.append(verified.line())
             about = {"data": prompts.source, "sha256": prompts.sha256, "chat": prompts.chat}
             notes |= {"verified": verified.line(), "acceptance": verified.facts(), "prompts": about}
@@ -109,8 +111,12 @@ def export(
             script = form.server.script(launch)
             (work / script[0]).write_text(script[1])
             if artifact.in_parallel and not form.server.parallel:
-                lines.append(f"{form.to} cannot draft in parallel: it drafts with one pass for each token")
-            lines.append(f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {output.out / script[0]}")
+                lines.append(
+                    f"{form.to} cannot draft in parallel: it drafts with one pass for each token"
+                )
+            lines.append(
+                f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {output.out / script[0]}"
+            )
         changes = f" Changed in this export: {', '.join(changed)}." if changed else ""
         made = history(draft)
         card = Card(
@@ -138,7 +144,9 @@ def _verify(
     """
     server, target = form.server, artifact.target
     assert server is not None  # the settings say so
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target))
+    sampling = SamplingParams(
+        max_tokens=NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target)
+    )
 
     def load_target() -> Decoder:
         return modes.load(target, torch.float32, verifier.device)
@@ -178,7 +186,9 @@ def _verify(
 
 def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
     """Return a prompt for every turn, after the target's greedy answers to earlier turns. model: the target."""
-    sampling = SamplingParams(max_tokens=TURN_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target))
+    sampling = SamplingParams(
+        max_tokens=TURN_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target)
+    )
     return turns.answered(
         prompts,
         checkpoint.load_tokenizer(target),
@@ -214,9 +224,13 @@ def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -
         if not measured.startswith("Faster"):
             note(f"{scores[0].name}: {measured}")
     if asked is not None:
-        return ChosenK(k=asked, reason=f"set by --k. Score: {measured}" if measured else "set by --k")
+        return ChosenK(
+            k=asked, reason=f"set by --k. Score: {measured}" if measured else "set by --k"
+        )
     if scores:
-        reason = f"the best that draftlab score measured on {scores[0].conditions.device}. {measured}"
+        reason = (
+            f"the best that draftlab score measured on {scores[0].conditions.device}. {measured}"
+        )
         return ChosenK(k=scores[0].best_k, reason=reason)
     k, reason = artifact.default_k
     return ChosenK(k=k, reason=reason)
@@ -235,4 +249,8 @@ def advice(scores: Sequence[Score], draft: Path) -> str:
     gain = scores[0].best_k_speedup
     if scores[0].doubt is not None:
         return f"the score of {draft.name} cannot tell whether it pays: measure it again on a quiet machine"
-    return f"{draft.name} is slower than no draft, {gain.as_speedup()}: do not serve it" if gain.high < 1 else ""
+    return (
+        f"{draft.name} is slower than no draft, {gain.as_speedup()}: do not serve it"
+        if gain.high < 1
+        else ""
+    )

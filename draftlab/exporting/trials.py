@@ -25,7 +25,9 @@ def trial_prompts(model: Path, data: str, file: Path | None) -> list[list[int]]:
     """Return held-out text, or prompts of a file as a model gets them: the first turn of each."""
     tokenizer = checkpoint.load_tokenizer(model)
     if file is None:
-        return heldout_prompts(hub.check_data(data), tokenizer, count=PROMPTS, length=PROMPT_TOKENS, seed=0)
+        return heldout_prompts(
+            hub.check_data(data), tokenizer, count=PROMPTS, length=PROMPT_TOKENS, seed=0
+        )
     prompts = file_prompts(file, tokenizer, chat="auto")
     return [prompt.ids for prompt in prompts.spread(min(PROMPTS, len(prompts.rows))).rows]
 
@@ -36,14 +38,24 @@ def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -
     scored = score_tokens(model, texts, vocab, SamplingParams(temperature=1.0))
     logprobs = np.concatenate([s.logprobs for s in scored])
     if np.isnan(logprobs).any():
-        return error("perplexity", "the draft computes logits that are NaN", "its weights are damaged, or overflow")
-    return judge_perplexity(-float(logprobs[np.isfinite(logprobs)].mean()), vocab)  # a trimmed head lacks some tokens
+        return error(
+            "perplexity",
+            "the draft computes logits that are NaN",
+            "its weights are damaged, or overflow",
+        )
+    return judge_perplexity(
+        -float(logprobs[np.isfinite(logprobs)].mean()), vocab
+    )  # a trimmed head lacks some tokens
 
 
 def judge_perplexity(cross_entropy: float, vocab: int) -> Finding:
     text = f"{math.exp(min(cross_entropy, 50)):,.4g} on text; a uniform distribution has {vocab:,}"
     if not cross_entropy < UNTRAINED * math.log(vocab):
-        return error("perplexity", text, "the draft was not trained, or its weights do not fit its config.json")
+        return error(
+            "perplexity",
+            text,
+            "the draft was not trained, or its weights do not fit its config.json",
+        )
     return ok("perplexity", text)
 
 
@@ -53,7 +65,9 @@ def check_decoding(model: Decoder, prompts: Sequence[list[int]]) -> Finding:
     drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
     text = f"as its own target it accepts {accepted} of {drafted} tokens"
     if accepted < drafted:
-        return error("decoding", text, "decoding is broken: report it with the output of draftlab env")
+        return error(
+            "decoding", text, "decoding is broken: report it with the output of draftlab env"
+        )
     return ok("decoding", text)
 
 

@@ -21,7 +21,11 @@ from draftlab.servers.kinds import SampleMethod, ServerKind, ServerTrial
 from draftlab.servers.processes import running
 
 # without these vLLM's CPU build takes half of the memory, and a core of its own for every thread
-VLLM_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+VLLM_ON_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,9 @@ class TargetTexts:
 
     @property
     def pairs(self) -> list[Text]:
-        return [(np.array(p), np.array(c)) for p, c in zip(self.prompts, self.completions, strict=True)]
+        return [
+            (np.array(p), np.array(c)) for p, c in zip(self.prompts, self.completions, strict=True)
+        ]
 
     @property
     def longest(self) -> int:
@@ -70,14 +76,25 @@ class Verification:
     def facts(self) -> dict[str, object]:
         """Return it as JSON has it. gap: the server's less draftlab's."""
         expected = self.expected
-        numbers = {"measured": self.measured, "draftlab": expected.value, "low": expected.low, "high": expected.high}
+        numbers = {
+            "measured": self.measured,
+            "draftlab": expected.value,
+            "low": expected.low,
+            "high": expected.high,
+        }
         gap = self.measured - expected.value
         asked = {"k": self.k, "temperature": self.temperature, "texts": self.texts}
-        drafts = {"draft_sample_method": self.method, "by_method": dict(self.by_method)} if self.temperature else {}
+        drafts = (
+            {"draft_sample_method": self.method, "by_method": dict(self.by_method)}
+            if self.temperature
+            else {}
+        )
         return {"runtime": self.runtime, **asked, **drafts, "gap": gap, **numbers}
 
     def line(self) -> str:
-        sampled = f"temperature {self.temperature:g}, {self.method} drafts, " if self.temperature else ""
+        sampled = (
+            f"temperature {self.temperature:g}, {self.method} drafts, " if self.temperature else ""
+        )
         return (
             f"{self.runtime}: {self.measured:.3f} tokens per target pass, in draftlab {self.expected.value:.3f} "
             f"({self.expected.low:.3f} to {self.expected.high:.3f}), K = {self.k}, {sampled}{self.texts} texts; "
@@ -88,10 +105,18 @@ class Verification:
 def to_sample(prompts: list[list[int]], tokens: int, k: int, temperature: float) -> TargetTexts:
     """Return texts that the server is yet to write."""
     empty: list[list[int]] = [[] for _ in prompts]
-    return TargetTexts(prompts=prompts, completions=empty, tokens=[tokens] * len(prompts), k=k, temperature=temperature)
+    return TargetTexts(
+        prompts=prompts,
+        completions=empty,
+        tokens=[tokens] * len(prompts),
+        k=k,
+        temperature=temperature,
+    )
 
 
-def generate_texts(model: Decoder, prompts: list[list[int]], sampling: SamplingParams, k: int) -> TargetTexts:
+def generate_texts(
+    model: Decoder, prompts: list[list[int]], sampling: SamplingParams, k: int
+) -> TargetTexts:
     """Generate greedily up to the end of each text, and k tokens more."""
     longer = replace(sampling, max_tokens=sampling.max_tokens + k, stop_token_ids=())
     completions, lengths = [], []
@@ -104,7 +129,10 @@ def generate_texts(model: Decoder, prompts: list[list[int]], sampling: SamplingP
 
 
 def counts_of(
-    scores: Sequence[TokenLogprobs], texts: TargetTexts, load_target: Callable[[], Decoder], vocab: int
+    scores: Sequence[TokenLogprobs],
+    texts: TargetTexts,
+    load_target: Callable[[], Decoder],
+    vocab: int,
 ) -> Counts:
     """Count the steps of a draft with this view of the texts' tokens, at their temperature.
 
@@ -116,7 +144,9 @@ def counts_of(
         return {"greedy": greedy}
     sampling = SamplingParams(temperature=texts.temperature)
     own = score_tokens(load_target(), texts.pairs, vocab, sampling)
-    chances = [expected.chances(q.logprobs.T, p.logprobs).T for q, p in zip(scores, own, strict=True)]
+    chances = [
+        expected.chances(q.logprobs.T, p.logprobs).T for q, p in zip(scores, own, strict=True)
+    ]
     return {"greedy": greedy, "probabilistic": expected_steps(chances, texts)}
 
 
@@ -126,8 +156,12 @@ def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndar
     chances: Chances that each token is accepted, [n] or [n, K] by the age of the step.
     """
     lengths = np.array(texts.tokens) - 1
-    counts = expected.chain(expected.texts_of([row[1:] for row in chances], lengths + texts.k), texts.k)
-    return np.stack([counts.tokens + counts.truncated, counts.steps], 1)  # a cut step's own token counts, too
+    counts = expected.chain(
+        expected.texts_of([row[1:] for row in chances], lengths + texts.k), texts.k
+    )
+    return np.stack(
+        [counts.tokens + counts.truncated, counts.steps], 1
+    )  # a cut step's own token counts, too
 
 
 def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tuple[int, int]:
@@ -137,7 +171,11 @@ def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tupl
     n. Servers let such tokens stand at any temperature, and no other: another token replaces a rejected token.
     """
     rows = np.asarray(hits)
-    by_age, at, steps = np.broadcast_to(rows if rows.ndim == 2 else rows[:, None], (len(rows), k)), 1, 0
+    by_age, at, steps = (
+        np.broadcast_to(rows if rows.ndim == 2 else rows[:, None], (len(rows), k)),
+        1,
+        0,
+    )
     while at < tokens:
         accepted = next((i for i in range(k) if at + i >= len(rows) or not by_age[at + i, i]), k)
         at, steps = at + accepted + 1, steps + 1
@@ -169,7 +207,9 @@ def verify(
     if texts.temperature == 0 and not server.counts_end:
         texts = replace(texts, tokens=lengths_before_end(texts, ends))
     with running(server.command(program, trial, method), VLLM_ON_CPU | os.environ) as (client, _):
-        completions, measured = server.served(client, texts.prompts, texts.tokens, texts.temperature)
+        completions, measured = server.served(
+            client, texts.prompts, texts.tokens, texts.temperature
+        )
     texts, details = as_served(texts, completions)
     counts = counts_in(server, count(texts), texts)
     result = compare(f"{server.name} {client.version}", texts, counts, measured, details, method)
@@ -203,7 +243,12 @@ def counts_in(server: ServerKind, counts: Counts, texts: TargetTexts) -> Counts:
 
 
 def compare(
-    runtime: str, texts: TargetTexts, counts: Counts, measured: float, details: str, method: SampleMethod = "greedy"
+    runtime: str,
+    texts: TargetTexts,
+    counts: Counts,
+    measured: float,
+    details: str,
+    method: SampleMethod = "greedy",
 ) -> Verification:
     """Return a server's acceptance length with draftlab's. method: The method of its draft above temperature 0."""
     method = method if texts.temperature and method in counts else "greedy"

@@ -19,23 +19,48 @@ from tokenizers import Tokenizer
 
 from draftlab.errors import UserError
 from draftlab.exporting.gguf import ROPE_FACTORS, library
-from draftlab.exporting.gguf_tokenizer import PRE_TOKENIZERS, UNUSED, PreTokenizer, set_pre_tokenizer
+from draftlab.exporting.gguf_tokenizer import (
+    PRE_TOKENIZERS,
+    UNUSED,
+    PreTokenizer,
+    set_pre_tokenizer,
+)
 from draftlab.reading import reading
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures with completed settings
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")  # slow to read and not needed
+LONG = (
+    "tokenizer.ggml.tokens",
+    "tokenizer.ggml.merges",
+    "tokenizer.ggml.scores",
+)  # slow to read and not needed
 SPECIAL = {
-    "bos": "tokenizer.ggml.bos_token_id", "eos": "tokenizer.ggml.eos_token_id",
-    "unk": "tokenizer.ggml.unknown_token_id", "pad": "tokenizer.ggml.padding_token_id",
-}  # fmt: skip
+    "bos": "tokenizer.ggml.bos_token_id",
+    "eos": "tokenizer.ggml.eos_token_id",
+    "unk": "tokenizer.ggml.unknown_token_id",
+    "pad": "tokenizer.ggml.padding_token_id",
+}
 # values of tokenizer.ggml.pre that llama.cpp treats alike
 ALIASES = {
-    "mpt": "gpt-2", "olmo": "gpt-2", "jais": "gpt-2", "trillion": "gpt-2",
-    "refact": "smollm", "command-r": "smollm", "codeshell": "smollm", "exaone": "smollm", "minerva-7b": "smollm",
-    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "falcon-h1": "llama-bpe",
-    "pixtral": "llama-bpe", "lfm2": "llama-bpe", "deepseek-r1-qwen": "qwen2", "megrez": "qwen2", "llama4": "gpt-4o",
-}  # fmt: skip
+    "mpt": "gpt-2",
+    "olmo": "gpt-2",
+    "jais": "gpt-2",
+    "trillion": "gpt-2",
+    "refact": "smollm",
+    "command-r": "smollm",
+    "codeshell": "smollm",
+    "exaone": "smollm",
+    "minerva-7b": "smollm",
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "falcon3": "llama-bpe",
+    "falcon-h1": "llama-bpe",
+    "pixtral": "llama-bpe",
+    "lfm2": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "megrez": "qwen2",
+    "llama4": "gpt-4o",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +106,21 @@ def read_header(file: Path) -> GGUFHeader:
     gguf = library()
     with reading(f"{file} is not a readable GGUF file"):
         reader = gguf.GGUFReader(file)
-        settings = {name: _plain(field.contents()) for name, field in reader.fields.items() if name not in LONG}
+        settings = {
+            name: _plain(field.contents())
+            for name, field in reader.fields.items()
+            if name not in LONG
+        }
         tokens = reader.fields["tokenizer.ggml.tokens"]
-        special = {name: str(tokens.contents(settings[key])) for name, key in SPECIAL.items() if key in settings}
+        special = {
+            name: str(tokens.contents(settings[key]))
+            for name, key in SPECIAL.items()
+            if key in settings
+        }
     if settings.get("split.count", 0) > 1:
-        raise UserError(f"{file} is one of {settings['split.count']} parts; join them with llama-gguf-split --merge")
+        raise UserError(
+            f"{file} is one of {settings['split.count']} parts; join them with llama-gguf-split --merge"
+        )
     types: Counter[str] = Counter()
     for tensor in reader.tensors:
         types[tensor.tensor_type.name] += int(tensor.n_elements) if len(tensor.shape) > 1 else 0
@@ -94,8 +129,14 @@ def read_header(file: Path) -> GGUFHeader:
         settings=settings,
         names=frozenset(t.name for t in reader.tensors),
         types=+types,
-        weights=sum(int(t.n_elements) for t in reader.tensors if not t.name.startswith(("rope_freqs", "rope_factors"))),
-        rope_factors=next((t.data.astype(float).tolist() for t in reader.tensors if t.name == ROPE_FACTORS), None),
+        weights=sum(
+            int(t.n_elements)
+            for t in reader.tensors
+            if not t.name.startswith(("rope_freqs", "rope_factors"))
+        ),
+        rope_factors=next(
+            (t.data.astype(float).tolist() for t in reader.tensors if t.name == ROPE_FACTORS), None
+        ),
         special=special,
     )
 
@@ -115,7 +156,9 @@ def load_config(header: GGUFHeader) -> Any:
     if header.architecture in COMPLETED:
         config = _completed(config, header)
     elif header.setting("rope.scaling.type") not in (None, "none") or header.rope_factors:
-        raise UserError(f"{header.file}: the rotary scaling of a {header.architecture} model cannot be read from GGUF")
+        raise UserError(
+            f"{header.file}: the rotary scaling of a {header.architecture} model cannot be read from GGUF"
+        )
     for name, number in special_ids(header).items():
         setattr(config, name, number)
     vars(config).pop("_model_name_or_path", None)
@@ -157,7 +200,10 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
 
 def special_ids(header: GGUFHeader) -> dict[str, int | list[int]]:
     """Return bos_token_id, eos_token_id (a list if there are several) and pad_token_id, if the file has them."""
-    ids = {name: header.settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    ids = {
+        name: header.settings.get(f"tokenizer.ggml.{name}_token_id")
+        for name in ("bos", "eos", "eot", "eom")
+    }
     ends = list(dict.fromkeys(i for i in (ids["eos"], ids["eot"], ids["eom"]) if i is not None))
     named = {
         "bos_token_id": ids["bos"],
@@ -199,11 +245,19 @@ def _plain(value: Any) -> Any:
 
 def _completed(config: Any, header: GGUFHeader) -> Any:
     """Return the config with the settings that transformers' reader ignores."""
-    biases = {name.split(".")[2] for name in header.names if name.endswith(".bias") and name.startswith("blk.0.")}
+    biases = {
+        name.split(".")[2]
+        for name in header.names
+        if name.endswith(".bias") and name.startswith("blk.0.")
+    }
     if header.architecture == "llama" and "attn_q" in biases and "attn_output" not in biases:
-        config = _as(config, "qwen2")  # llama.cpp's form of a Qwen2 whose heads do not add up to its width
+        config = _as(
+            config, "qwen2"
+        )  # llama.cpp's form of a Qwen2 whose heads do not add up to its width
     elif header.architecture == "llama":
-        config = _as(config, "llama")  # transformers cannot load its own config of a file called mistral
+        config = _as(
+            config, "llama"
+        )  # transformers cannot load its own config of a file called mistral
         config.attention_bias, config.mlp_bias = "attn_q" in biases, "ffn_down" in biases
     head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
     config.head_dim = head_dim or config.hidden_size // config.num_attention_heads
@@ -217,7 +271,11 @@ def _completed(config: Any, header: GGUFHeader) -> Any:
 def _as(config: Any, kind: str) -> Any:
     from transformers import AutoConfig
 
-    fields = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "architectures")}
+    fields = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("model_type", "architectures")
+    }
     return AutoConfig.for_model(kind, **fields)
 
 
@@ -228,13 +286,20 @@ def _rope(header: GGUFHeader, config: Any) -> dict[str, Any]:
         return base | _llama3_scaling(header, theta)
     if kind in (None, "none"):
         return base | {"rope_type": "default"}
-    scaled = base | {"rope_type": kind, "factor": float(header.setting("rope.scaling.factor") or 1.0)}
+    scaled = base | {
+        "rope_type": kind,
+        "factor": float(header.setting("rope.scaling.factor") or 1.0),
+    }
     if kind == "yarn":
         original = header.setting("rope.scaling.original_context_length")
-        return scaled | {"original_max_position_embeddings": int(original or config.max_position_embeddings)}
+        return scaled | {
+            "original_max_position_embeddings": int(original or config.max_position_embeddings)
+        }
     if kind == "linear":
         return scaled
-    raise UserError(f"{header.file}: rotary scaling {kind!r}; linear, yarn and Llama 3's are supported")
+    raise UserError(
+        f"{header.file}: rotary scaling {kind!r}; linear, yarn and Llama 3's are supported"
+    )
 
 
 def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
@@ -250,11 +315,17 @@ def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
         for f, wavelength in zip(factors, wavelengths, strict=True)
         if 1.0001 < f < 0.9999 * most
     ]
-    original = round(sum(between) / len(between)) if between else int(header.setting("context_length") or 0)
+    original = (
+        round(sum(between) / len(between))
+        if between
+        else int(header.setting("context_length") or 0)
+    )
     for f, wavelength in zip(factors, wavelengths, strict=True):
         smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
         if not math.isclose(1 / f, (1 - smooth) / most + smooth, rel_tol=1e-3):
-            raise UserError(f"{header.file}: its {ROPE_FACTORS} are not Llama 3's, the only supported kind")
+            raise UserError(
+                f"{header.file}: its {ROPE_FACTORS} are not Llama 3's, the only supported kind"
+            )
     return {
         "rope_type": "llama3",
         "factor": round(most, 4),
@@ -282,4 +353,6 @@ def _drop_extra_tokens(spec: dict[str, Any], header: GGUFHeader) -> None:
     vocabulary = spec["model"]["vocab"]
     if isinstance(vocabulary, dict):
         padding = {f"[PAD{i}]" for i, kind in enumerate(types) if kind == UNUSED}
-        spec["model"]["vocab"] = {t: i for t, i in vocabulary.items() if t not in padding or t != f"[PAD{i}]"}
+        spec["model"]["vocab"] = {
+            t: i for t, i in vocabulary.items() if t not in padding or t != f"[PAD{i}]"
+        }

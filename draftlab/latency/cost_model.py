@@ -20,7 +20,14 @@ from draftlab.reading import FileModel, read_model
 from draftlab.results.score import Latency
 
 # int4 has a 16-bit scale and a 4-bit zero for 128 weights, as AWQ and GPTQ store it
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1, "int4": (4 + 20 / 128) / 8}
+BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 1,
+    "int8": 1,
+    "int4": (4 + 20 / 128) / 8,
+}
 
 
 class Point(Latency):
@@ -77,12 +84,20 @@ class Profile(FileModel):
         for name, grid in (("forward", forward), ("steady", steady)):
             axes = [sorted(set(column)) for column in zip(*grid, strict=True)]
             if not grid or grid != list(itertools.product(*axes)) or axes[0][0] != 1:
-                raise ValueError(f"{name} must have every combination of batch and context once, from 1 on")
+                raise ValueError(
+                    f"{name} must have every combination of batch and context once, from 1 on"
+                )
         after = sorted({p.after for p in self.steady})
         if after[:-1] != list(range(1, len(after))):
-            raise ValueError(f"steady has after = {after}; all but the last must be 1, 2, 3 and so on")
-        if {at[1:] for at in forward} != {at[1:] for at in steady} or min(p.width for p in self.host) != 1:
-            raise ValueError("steady must have the batches and contexts of forward, and host must begin at width 1")
+            raise ValueError(
+                f"steady has after = {after}; all but the last must be 1, 2, 3 and so on"
+            )
+        if {at[1:] for at in forward} != {at[1:] for at in steady} or min(
+            p.width for p in self.host
+        ) != 1:
+            raise ValueError(
+                "steady must have the batches and contexts of forward, and host must begin at width 1"
+            )
         return self
 
     def describe(self) -> str:
@@ -111,7 +126,10 @@ class CostModel:
 
     @staticmethod
     def of(profile: Profile, *, extrapolate: bool = False) -> "CostModel":
-        axes = [np.unique([getattr(p, name) for p in profile.forward]) for name in ("width", "batch", "context")]
+        axes = [
+            np.unique([getattr(p, name) for p in profile.forward])
+            for name in ("width", "batch", "context")
+        ]
         sizes = [len(axis) for axis in axes[1:]]
         forward = sorted(profile.forward, key=lambda p: (p.width, p.batch, p.context))
         steady = sorted(profile.steady, key=lambda p: (p.after, p.batch, p.context))
@@ -129,7 +147,9 @@ class CostModel:
 
     def forward_ms(self, width: int, batch: int, contexts: np.ndarray) -> np.ndarray:
         """Return T(width, batch, L) of every L in contexts, right after another model's pass."""
-        return self._over(self._along("width", self.widths, self.grid, np.array(width)), batch, contexts)
+        return self._over(
+            self._along("width", self.widths, self.grid, np.array(width)), batch, contexts
+        )
 
     def steady_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
         """Return T(1, batch, L) of every L in contexts in the steady state, as in plain decoding."""
@@ -155,7 +175,9 @@ class CostModel:
         xs = {"width": self.widths, "context": self.contexts, "prompt": self.prefill[0]}[axis]
         if xs[0] <= low and high <= xs[-1]:
             return []
-        return [f"{self.profile.name}: {axis} {low} to {high} is extrapolated from {xs[0]} to {xs[-1]}"]
+        return [
+            f"{self.profile.name}: {axis} {low} to {high} is extrapolated from {xs[0]} to {xs[-1]}"
+        ]
 
     def _over(self, plane: np.ndarray, batch: int, contexts: np.ndarray) -> np.ndarray:
         at_batch = self._along("batch", self.batches, plane, np.array(batch))
@@ -166,7 +188,9 @@ class CostModel:
         outside = at[(at < xs[0]) | (at > xs[-1])]
         if outside.size and (axis == "batch" or not self.extrapolate):
             measured = f"{xs[0]} to {xs[-1]}" if len(xs) > 1 else f"{xs[0]} alone"
-            raise UserError(f"{axis} {outside.flat[0]} is outside the profile of {self.profile.name} ({measured})")
+            raise UserError(
+                f"{axis} {outside.flat[0]} is outside the profile of {self.profile.name} ({measured})"
+            )
         if len(xs) == 1:
             return ys[np.zeros(at.shape, dtype=int)]
         i = np.clip(np.searchsorted(xs, at, "right") - 1, 0, len(xs) - 2)
@@ -185,10 +209,16 @@ def expected_tokens(alpha: float, k: int) -> float:
 def alpha_for(length: float, k: int) -> float:
     """Return the alpha for which expected_tokens gives this length. Raises UserError: there is no such alpha."""
     if not 1 <= length <= k + 1:
-        raise UserError(f"acceptance length {length:g} is impossible at K = {k}: it must be from 1 to {k + 1}")
+        raise UserError(
+            f"acceptance length {length:g} is impossible at K = {k}: it must be from 1 to {k + 1}"
+        )
     from scipy.optimize import root_scalar
 
-    return float(root_scalar(lambda alpha: expected_tokens(alpha, k) - length, bracket=(0.0, 1.0), xtol=1e-15).root)
+    return float(
+        root_scalar(
+            lambda alpha: expected_tokens(alpha, k) - length, bracket=(0.0, 1.0), xtol=1e-15
+        ).root
+    )
 
 
 def break_even_length(k: int, c: float, beta: float = 1.0, host: float = 0.0) -> float:
@@ -199,7 +229,9 @@ def break_even_length(k: int, c: float, beta: float = 1.0, host: float = 0.0) ->
     return k * c + beta + host
 
 
-def closed_form_speedup(length: float, k: int, c: float, beta: float = 1.0, host: float = 0.0) -> float:
+def closed_form_speedup(
+    length: float, k: int, c: float, beta: float = 1.0, host: float = 0.0
+) -> float:
     """Return the speed-up without growing contexts and ends of texts: length tokens per step over one per pass."""
     return length / break_even_length(k, c, beta, host)
 
@@ -209,7 +241,11 @@ def active_params(shape: Shape, experts: float = 1) -> float:
 
     The embedding counts only where it is tied.
     """
-    matrices = shape.params() - (0 if shape.tied else shape.vocab * shape.hidden) - shape.idle_head_params()
+    matrices = (
+        shape.params()
+        - (0 if shape.tied else shape.vocab * shape.hidden)
+        - shape.idle_head_params()
+    )
     return matrices + (experts - 1) * 3 * shape.hidden * shape.ffn * shape.layers
 
 
@@ -233,9 +269,13 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    path.write_text(yaml.safe_dump(profile.model_dump(), sort_keys=False, default_flow_style=None, width=120))
+    path.write_text(
+        yaml.safe_dump(profile.model_dump(), sort_keys=False, default_flow_style=None, width=120)
+    )
 
 
 def _curve(latencies: list[Latency]) -> tuple[np.ndarray, np.ndarray]:
     ordered = sorted(latencies, key=lambda item: item.width)
-    return np.array([item.width for item in ordered]), np.array([item.median_ms for item in ordered])
+    return np.array([item.width for item in ordered]), np.array(
+        [item.median_ms for item in ordered]
+    )

@@ -29,14 +29,19 @@ class HeadPasses(Decoder):
     def weight_bytes(self) -> int:
         """Return how much memory the weights take that a pass reads."""
         block = self.head.blocks[0]
-        return sum(w.nbytes for w in (self.head.fc, block.qkv, block.o, block.gate_up, block.down, self.head.head))
+        return sum(
+            w.nbytes
+            for w in (self.head.fc, block.qkv, block.o, block.gate_up, block.down, self.head.head)
+        )
 
     def of_own_states(self) -> "HeadPasses":
         return HeadPasses(self.head, own=True)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         cache, width = self.head.new_cache(rows, capacity), self.head.fc.shape[1]
-        cache.layer_states = LayerStates(self.head.layer_ids, self.head.embed.new_zeros(rows, capacity, width))
+        cache.layer_states = LayerStates(
+            self.head.layer_ids, self.head.embed.new_zeros(rows, capacity, width)
+        )
         return cache
 
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
@@ -46,7 +51,10 @@ class HeadPasses(Decoder):
             read = self.head.embed.new_zeros(rows, width, self.head.shape.hidden)
         else:
             read = self.head.combine(self._kept(cache, width))
-        layers, cache.layer_states = cache.layer_states, None  # the target's, not those of the head's layer
+        layers, cache.layer_states = (
+            cache.layer_states,
+            None,
+        )  # the target's, not those of the head's layer
         logits, _ = self.head.step(ids, read, cache, last or width, tree)
         cache.layer_states = layers
         return logits
@@ -56,5 +64,9 @@ class HeadPasses(Decoder):
         assert layers is not None  # new_cache set them
         for at, layer in enumerate(layers.ids):
             size = layers.states.shape[-1] // len(layers.ids)
-            layers.store(layer, layers.states[:, -width:, at * size : (at + 1) * size].clone(), (slice(None), new, new))
+            layers.store(
+                layer,
+                layers.states[:, -width:, at * size : (at + 1) * size].clone(),
+                (slice(None), new, new),
+            )
         return layers.states[:, new]

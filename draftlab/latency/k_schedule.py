@@ -48,7 +48,12 @@ class Schedule(FileModel):
 
 
 def schedule(
-    draft: CostModel, target: CostModel, works: Sequence[Workload], ks: Sequence[int], most: int, server: Server
+    draft: CostModel,
+    target: CostModel,
+    works: Sequence[Workload],
+    ks: Sequence[int],
+    most: int,
+    server: Server,
 ) -> Schedule:
     """Return the K with the least time for every batch size from 1 to most.
 
@@ -98,14 +103,19 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
     if prediction.schedule is None:
         raise UserError(f"{file} has no table of K by batch size{REMEDY}")
     if prediction.schedule.pays_up_to == 0:
-        raise UserError(f"{file} predicts that {draft} is slower than no draft at every batch size: serve the target")
+        raise UserError(
+            f"{file} predicts that {draft} is slower than no draft at every batch size: serve the target"
+        )
     return prediction.schedule
 
 
 def schedule_of(ks: Mapping[int, int]) -> Schedule:
     """Return the schedule of the best K by number of streams, 0 for no draft: each holds until the next number."""
     streams = sorted(ks)
-    each = [ks[max(n for n in streams if n <= max(batch, streams[0]))] for batch in range(1, streams[-1] + 1)]
+    each = [
+        ks[max(n for n in streams if n <= max(batch, streams[0]))]
+        for batch in range(1, streams[-1] + 1)
+    ]
     return Schedule(ranges=ranges(each), pays_up_to=each.index(0) if 0 in each else len(each))
 
 

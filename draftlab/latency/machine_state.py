@@ -87,11 +87,17 @@ def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) ->
     seconds = max(grown("clock"), 1e-9)
     runnable = grown("ran") + grown("waited")
     shares = {
-        "waited_share": None if before.waited is None or not runnable else grown("waited") / runnable,
-        "stolen_share": None if before.stolen is None else grown("stolen") / (seconds * environment.cores),
+        "waited_share": None
+        if before.waited is None or not runnable
+        else grown("waited") / runnable,
+        "stolen_share": None
+        if before.stolen is None
+        else grown("stolen") / (seconds * environment.cores),
         "pressure": None if before.pressed is None else grown("pressed") / seconds,
     }
-    return environment.model_copy(update={name: share and round(share, 4) for name, share in shares.items()})
+    return environment.model_copy(
+        update={name: share and round(share, 4) for name, share in shares.items()}
+    )
 
 
 def warm_up(run: Callable[[], float]) -> bool:
@@ -126,10 +132,22 @@ def processor_name(cpuinfo: str) -> str:
     """Return the processor's name, as ``AMD EPYC, AVX2``, from Linux's description; elsewhere as Python has it."""
 
     def first(field: str) -> str:
-        return next((line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith(field)), "")
+        return next(
+            (
+                line.split(":", 1)[1].strip()
+                for line in cpuinfo.splitlines()
+                if line.startswith(field)
+            ),
+            "",
+        )
 
-    name, flags = first("model name") or platform.processor() or platform.machine(), first("flags").split()
-    return ", ".join([name, *[called for flag, called in INSTRUCTIONS.items() if flag in flags][:1]])
+    name, flags = (
+        first("model name") or platform.processor() or platform.machine(),
+        first("flags").split(),
+    )
+    return ", ".join(
+        [name, *[called for flag, called in INSTRUCTIONS.items() if flag in flags][:1]]
+    )
 
 
 def _one_cpu_thread(device: torch.device) -> bool:

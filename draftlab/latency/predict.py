@@ -12,7 +12,16 @@ from draftlab.errors import UserError
 from draftlab.intervals import Interval, ratio_intervals
 from draftlab.latency.cost_model import CostModel, alpha_for, closed_form_speedup
 from draftlab.latency.k_schedule import Schedule, schedule
-from draftlab.latency.steps import Server, StepCosts, Steps, expected_time, plain_ms, step_costs, steps, total_ms
+from draftlab.latency.steps import (
+    Server,
+    StepCosts,
+    Steps,
+    expected_time,
+    plain_ms,
+    step_costs,
+    steps,
+    total_ms,
+)
 from draftlab.latency.workload import Workload
 
 
@@ -104,7 +113,10 @@ class DraftPrediction:
     def as_dict(self) -> dict[str, Any]:
         rows = [
             asdict(row)
-            | {"tokens_per_pass": row.tokens_per_pass.model_dump(), "speedup": row.speedup.model_dump()}
+            | {
+                "tokens_per_pass": row.tokens_per_pass.model_dump(),
+                "speedup": row.speedup.model_dump(),
+            }
             | {"break_even_length": row.break_even_length}
             for row in self.prediction.rows
         ]
@@ -137,7 +149,9 @@ def predict_draft(
         UserError: The errors of predict, or the acceptance is that of another kind of draft.
     """
     work = _drafted_by(draft, acceptance)
-    works = {prompt: work if prompt is None else work.with_prompt_tokens(prompt) for prompt in prompts}
+    works = {
+        prompt: work if prompt is None else work.with_prompt_tokens(prompt) for prompt in prompts
+    }
     prediction = predict(draft, target, works[prompts[0]], ks, batches[0], server)
     if server is not None and acceptance.rule not in (None, "rejection", "block"):
         prediction.notes.append(
@@ -145,10 +159,15 @@ def predict_draft(
         )
     by_k = {k: steps(work, k) for k in ks}
     places = product(batches, prompts)
-    best_ks = [_best_k(draft, target, works[prompt], by_k, batch, prompt, server) for batch, prompt in places]
+    best_ks = [
+        _best_k(draft, target, works[prompt], by_k, batch, prompt, server)
+        for batch, prompt in places
+    ]
     most, table = max(batches), None
     if server is not None and most > 1 and work.kind == "parallel":
-        prediction.notes.append("vLLM fixes the K of a parallel draft when it starts: no table of K by batch size")
+        prediction.notes.append(
+            "vLLM fixes the K of a parallel draft when it starts: no table of K by batch size"
+        )
     elif server is not None and most > 1:
         table = schedule(draft, target, list(works.values()), ks, most, server)
     model = acceptance.model or (draft.profile.name, draft.profile.sha256)
@@ -161,7 +180,11 @@ def _drafted_by(draft: CostModel, acceptance: DraftAcceptance) -> Workload:
     if draft.profile.eagle and acceptance.model is None:  # assumed, the same for any draft
         return replace(work, kind="eagle")
     if draft.profile.eagle != (work.kind == "eagle"):
-        has, lacks = ("no EAGLE-3 head", "a head") if draft.profile.eagle is False else ("an EAGLE-3 head", "none")
+        has, lacks = (
+            ("no EAGLE-3 head", "a head")
+            if draft.profile.eagle is False
+            else ("an EAGLE-3 head", "none")
+        )
         raise UserError(f"{draft.profile.name} is {has}, and its acceptance that of {lacks}")
     return work
 
@@ -189,7 +212,12 @@ def _best_k(
 
 
 def predict(
-    draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int = 1, server: Server | None = None
+    draft: CostModel,
+    target: CostModel,
+    work: Workload,
+    ks: Sequence[int],
+    batch: int = 1,
+    server: Server | None = None,
 ) -> Prediction:
     """Predict the throughput of a pair for every K.
 
@@ -200,7 +228,9 @@ def predict(
         UserError: A context, width or batch is outside the profiles, or every text has one token.
     """
     if not work.texts.lengths.any():
-        raise UserError("every text ends with its first token, which comes with the prefill: nothing to predict")
+        raise UserError(
+            "every text ends with its first token, which comes with the prefill: nothing to predict"
+        )
     costs = step_costs(draft, target, work, max(ks), batch, server)
     plain = plain_ms(costs, work)
     tokens = float(work.texts.lengths.sum())
@@ -208,9 +238,14 @@ def predict(
     by_k = {k: steps(work, k) for k in ks}
     times = {k: expected_time(costs, work.prompt_tokens, by_k[k]) for k in ks}
     counts = [chain(work.texts, k) for k in ks]
-    emitted, passes = np.stack([c.steps + c.accepted for c in counts], 1), np.stack([c.steps for c in counts], 1)
+    emitted, passes = (
+        np.stack([c.steps + c.accepted for c in counts], 1),
+        np.stack([c.steps for c in counts], 1),
+    )
     lengths = ratio_intervals(emitted, passes)
-    speedups = ratio_intervals(np.stack([plain] * len(ks), 1), np.stack([t.total for t in times.values()], 1))
+    speedups = ratio_intervals(
+        np.stack([plain] * len(ks), 1), np.stack([t.total for t in times.values()], 1)
+    )
     return Prediction(
         name=f"{draft.profile.name}, {draft.profile.mode}",
         draft=draft.profile.describe(),
@@ -253,7 +288,13 @@ def required_length(prediction: Prediction, speedup: float) -> tuple[int, float]
 def verdict(prediction: Prediction) -> str:
     """Return in words the pair's gain, its limit, and the first thing to change."""
     row, gain = prediction.best, prediction.best.speedup
-    opening = "Faster" if gain.low > 1 else "Slower than no draft" if gain.high < 1 else "No clear difference"
+    opening = (
+        "Faster"
+        if gain.low > 1
+        else "Slower than no draft"
+        if gain.high < 1
+        else "No clear difference"
+    )
     limit = max(prediction.halved, key=lambda name: prediction.halved[name])
     halves = ", ".join(f"{LOSSES[name]} {value:.2f}x" for name, value in prediction.halved.items())
     return (
@@ -278,7 +319,13 @@ REMEDIES = {
 
 
 def _row(
-    k: int, costs: StepCosts, work: Workload, steps_: Steps, length: Interval, speedup: Interval, batch: int
+    k: int,
+    costs: StepCosts,
+    work: Workload,
+    steps_: Steps,
+    length: Interval,
+    speedup: Interval,
+    batch: int,
 ) -> KPrediction:
     prompts, plain = work.prompt_tokens, float(plain_ms(costs, work).sum())
     at = int((prompts + work.texts.lengths / 2).mean()) - costs.first
@@ -287,7 +334,9 @@ def _row(
     total = float(time.total.sum())
     drafting = costs.without_turns(at).drafting(k)[min(round(length.value - 1), k - 1), k, 0]
     free = expected_time(replace(costs, share=0.0), prompts, steps_)
-    perfect = expected_time(costs, prompts, steps(work.with_chances(np.ones_like(work.texts.chances)), k))
+    perfect = expected_time(
+        costs, prompts, steps(work.with_chances(np.ones_like(work.texts.chances)), k)
+    )
     return KPrediction(
         k=k,
         tokens_per_pass=length,
@@ -295,15 +344,23 @@ def _row(
         tokens_per_second=1e3 * batch * float(work.texts.lengths.sum()) / total,
         beta=float(costs.verify[k, at] / costs.verify[0, at]),
         closed_form_speedup=closed_form_speedup(
-            length.value, k, c=drafting / k / unit, beta=float(costs.verify[k, at] / unit), host=costs.host[k] / unit
+            length.value,
+            k,
+            c=drafting / k / unit,
+            beta=float(costs.verify[k, at] / unit),
+            host=costs.host[k] / unit,
         ),
         free_draft=plain / float(free.total.sum()),
         perfect_draft=plain / float(perfect.total.sum()),
-        shares={name: float(getattr(time, name).sum() / total) for name in ("draft", "verify", "host")},
+        shares={
+            name: float(getattr(time, name).sum() / total) for name in ("draft", "verify", "host")
+        },
     )
 
 
-def _halved(costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: float) -> dict[str, float]:
+def _halved(
+    costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: float
+) -> dict[str, float]:
     """Return the best speed-up over plain decoding as it is, if one kind of loss were halved."""
     likelier = work.with_chances((1 + work.texts.chances) / 2)
     cases = {
@@ -313,12 +370,18 @@ def _halved(costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: flo
         "host": (replace(costs, host=costs.host / 2), by_k),
     }
     return {
-        name: plain / min(float(expected_time(case, work.prompt_tokens, s).total.sum()) for s in all_steps.values())
+        name: plain
+        / min(
+            float(expected_time(case, work.prompt_tokens, s).total.sum())
+            for s in all_steps.values()
+        )
         for name, (case, all_steps) in cases.items()
     }
 
 
-def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int) -> list[str]:
+def _notes(
+    draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int
+) -> list[str]:
     """Return the limits of the prediction. widest is the number of tokens of the draft's widest pass."""
     first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1

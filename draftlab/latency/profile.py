@@ -63,21 +63,27 @@ def subjects(models: Mapping[str, Path | Shape]) -> list[Subject]:
         UserError: an EAGLE-3 head whose target is not among them, a shape that the engine does not run, or a checkpoint
             that cannot be read.
     """
-    whole = {name: p for name, p in models.items() if isinstance(p, Path) and not hub.is_eagle_head(p)}
+    whole = {
+        name: p for name, p in models.items() if isinstance(p, Path) and not hub.is_eagle_head(p)
+    }
     return [_subject(name, place, whole) for name, place in models.items()]
 
 
 def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subject:
     if isinstance(place, Shape):
         if place.qk_layernorm:
-            raise UserError(f"{name} has qk_layernorm, norms of q and k after the rotation: the engine lacks these")
+            raise UserError(
+                f"{name} has qk_layernorm, norms of q and k after the rotation: the engine lacks these"
+            )
         return Subject(name=name, place=place, size=place)
     if name in whole:
         return Subject(name=name, place=place, size=read_size(place))
     reason = "its target is not named"
     for target, path in whole.items():
         try:
-            return Subject(name=name, place=place, size=eagle.check(place, path).shape, target=target)
+            return Subject(
+                name=name, place=place, size=eagle.check(place, path).shape, target=target
+            )
         except UserError as error:
             reason = str(error)
     raise UserError(f"an EAGLE-3 head is profiled with its target, and {place} is not: {reason}")
@@ -99,18 +105,30 @@ def resolve_running(
     """
     heads = [model for model in models if model.target is not None]
     if device_map and heads:
-        raise UserError(f"--device-map: {heads[0].name} is an EAGLE-3 head, which needs the engine's own target")
-    whole = {model.name: model.path for model in models if model.path is not None and model.target is None}
+        raise UserError(
+            f"--device-map: {heads[0].name} is an EAGLE-3 head, which needs the engine's own target"
+        )
+    whole = {
+        model.name: model.path
+        for model in models
+        if model.path is not None and model.target is None
+    }
     resolved: Mode = "eager" if device_map else resolve_mode(mode, device, dtype, whole.values())
     check_mode(resolved, device, dtype)
     for name in whole if resolved != "eager" else {head.target for head in heads}:
         llama.check_supported(whole[str(name)])
-    return Running(device=device, dtype=dtype, mode=resolved, threads=threads, device_map=device_map)
+    return Running(
+        device=device, dtype=dtype, mode=resolved, threads=threads, device_map=device_map
+    )
 
 
-def grid_of(models: Sequence[Subject], k: int, batches: list[int], contexts: list[int], repeats: int) -> Grid:
+def grid_of(
+    models: Sequence[Subject], k: int, batches: list[int], contexts: list[int], repeats: int
+) -> Grid:
     """Return what to time. A parallel draft reads K tokens and K masks in one pass, other models at most K + 1."""
-    wide = any(model.path is not None and parallel.pard_token(model.path) is not None for model in models)
+    wide = any(
+        model.path is not None and parallel.pard_token(model.path) is not None for model in models
+    )
     return Grid(
         widths=[*range(1, k + 2), *([2 * k] if wide and k > 1 else [])],
         batches=batches,
@@ -123,13 +141,21 @@ def grid_of(models: Sequence[Subject], k: int, batches: list[int], contexts: lis
 def needed_bytes(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, float]:
     """Return the bytes of weights, and of the caches of all batches, without what accelerate spreads."""
     width = running.dtype.itemsize
-    counted = [model for model in models if isinstance(model.place, Shape) or running.device_map is None]
-    needs: dict[str, float] = {f"weights of {model.name}": model.size.weight_bytes(width) for model in counted}
+    counted = [
+        model for model in models if isinstance(model.place, Shape) or running.device_map is None
+    ]
+    needs: dict[str, float] = {
+        f"weights of {model.name}": model.size.weight_bytes(width) for model in counted
+    }
     tokens = (sum(grid.batches) + 1) * grid.capacity
-    return needs | {"caches": sum(tokens * model.size.kv_bytes_per_token(width) for model in counted)}
+    return needs | {
+        "caches": sum(tokens * model.size.kv_bytes_per_token(width) for model in counted)
+    }
 
 
-def profile_models(models: Sequence[Subject], grid: Grid, running: Running, output: Output) -> list[Profile]:
+def profile_models(
+    models: Sequence[Subject], grid: Grid, running: Running, output: Output
+) -> list[Profile]:
     """Measure all models in one process, and write NAME.yaml of each.
 
     Raises:
@@ -142,14 +168,26 @@ def profile_models(models: Sequence[Subject], grid: Grid, running: Running, outp
     decoders = _load(models, grid, running)
     load_average, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load_average > cores:
-        note(f"the machine is busy (load {load_average:.1f} on {cores} cores): latencies will be higher and vary more")
+        note(
+            f"the machine is busy (load {load_average:.1f} on {cores} cores): latencies will be higher and vary more"
+        )
     clock = steady_clock(running.device)
     with heartbeat("passes"), progress("rounds", grid.repeats) as advance:
-        curves = measure(decoders, grid, mode=running.mode, clock=clock, advance=lambda rounds: advance(rounds, ""))
+        curves = measure(
+            decoders,
+            grid,
+            mode=running.mode,
+            clock=clock,
+            advance=lambda rounds: advance(rounds, ""),
+        )
     dtypes = sorted({running.dtype, torch.float32, torch.bfloat16}, key=str)
-    tflops = {checkpoint.dtype_name(dtype): matmul_tflops(dtype, running.device) for dtype in dtypes}
+    tflops = {
+        checkpoint.dtype_name(dtype): matmul_tflops(dtype, running.device) for dtype in dtypes
+    }
     profiles = [
-        _profile(model, decoders[model.name], curves[model.name], running, tflops, output.command_line)
+        _profile(
+            model, decoders[model.name], curves[model.name], running, tflops, output.command_line
+        )
         for model in models
     ]
     with output.directory() as work:
@@ -164,11 +202,15 @@ def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, 
     context = max(grid.capacity, (grid.repeats + 3) * max(grid.widths))
     paths = {model.name: model.path for model in models}
     decoders: dict[str, Decoder] = {}
-    for model in sorted(models, key=lambda model: model.target is not None):  # heads after their targets
+    for model in sorted(
+        models, key=lambda model: model.target is not None
+    ):  # heads after their targets
         if isinstance(model.place, Shape):
             decoders[model.name] = random_model(model.place, running.dtype, running.device, context)
         elif model.target is None:
-            decoders[model.name] = load(model.place, running.dtype, running.device, running.device_map)
+            decoders[model.name] = load(
+                model.place, running.dtype, running.device, running.device_map
+            )
         else:
             target, path = decoders[model.target], paths[model.target]
             assert isinstance(target, Llama)  # resolve_running refused other models
@@ -179,7 +221,12 @@ def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, 
 
 
 def _profile(
-    subject: Subject, model: Decoder, curves: LatencyCurves, running: Running, tflops: dict[str, float], command: str
+    subject: Subject,
+    model: Decoder,
+    curves: LatencyCurves,
+    running: Running,
+    tflops: dict[str, float],
+    command: str,
 ) -> Profile:
     device, dtype = running.device, running.dtype
     shape = model.shape if isinstance(model, Llama) else None

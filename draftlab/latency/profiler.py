@@ -65,20 +65,34 @@ def measure(
     Raises:
         UserError: contexts that do not fit a model.
     """
-    models = {name: with_mode(model, mode) if isinstance(model, Llama) else model for name, model in models.items()}
+    models = {
+        name: with_mode(model, mode) if isinstance(model, Llama) else model
+        for name, model in models.items()
+    }
     passes = {name: dict(_passes(model, grid)) for name, model in models.items()}
     tasks: dict[tuple[str, int, At], tuple[Task, Task]] = {}
     for name, by_place in passes.items():
         other = _other_work(name, models, passes)
         tasks |= {(name, 0, at): (other, run) for at, run in by_place.items()}
         model = models[name]
-        chained = dict(_passes(model.of_own_states(), grid)) if isinstance(model, HeadPasses) else by_place
+        chained = (
+            dict(_passes(model.of_own_states(), grid))
+            if isinstance(model, HeadPasses)
+            else by_place
+        )
         ones = [(at, run) for at, run in chained.items() if at[0] == 1]
-        tasks |= {(name, after, at): (_lead_in(other, run, after), run) for after in AFTER for at, run in ones}
+        tasks |= {
+            (name, after, at): (_lead_in(other, run, after), run)
+            for after in AFTER
+            for at, run in ones
+        }
     times = time_interleaved(tasks, repeats=grid.repeats, clock=clock, advance=advance)
     return {
         name: LatencyCurves(
-            forward=[_point(times, name, 0, at) for at in itertools.product(grid.widths, grid.batches, grid.contexts)],
+            forward=[
+                _point(times, name, 0, at)
+                for at in itertools.product(grid.widths, grid.batches, grid.contexts)
+            ],
             steady=[
                 SteadyPoint(**_point(times, name, n, (1, *at)).model_dump(), after=n)
                 for n in AFTER
@@ -111,8 +125,13 @@ def measure_latency(
         for name, model in models.items()
         for at, run in _passes(with_mode(model, mode), grid)
     }
-    times = time_interleaved(tasks, repeats=passes, clock=clock or clock_for(next(iter(models.values())).device))
-    return {name: [summarize(width, times[name, (width, batch, context)]) for width in widths] for name in models}
+    times = time_interleaved(
+        tasks, repeats=passes, clock=clock or clock_for(next(iter(models.values())).device)
+    )
+    return {
+        name: [summarize(width, times[name, (width, batch, context)]) for width in widths]
+        for name in models
+    }
 
 
 def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[float]:
@@ -123,7 +142,11 @@ def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[flo
         steps = speculative_decode(model, RepeatLastToken(model.device), [[1]], k, sampling, clock)
     else:
         steps = decode(model, [[1]], sampling, clock)
-    return [1e3 * step.host_seconds for step in itertools.islice(steps, 1, grid.repeats + 1) if step.drafted == k]
+    return [
+        1e3 * step.host_seconds
+        for step in itertools.islice(steps, 1, grid.repeats + 1)
+        if step.drafted == k
+    ]
 
 
 class RepeatLastToken(Drafter):
@@ -135,14 +158,20 @@ class RepeatLastToken(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         pass
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         ids = torch.tensor([text[-1:] * count for text in texts], device=self.device)
         return Draft(ids=ids, q=None, counts=[count] * len(texts))
 
 
-def _point(times: Mapping[tuple[str, int, At], list[float]], name: str, after: int, at: At) -> Point:
+def _point(
+    times: Mapping[tuple[str, int, At], list[float]], name: str, after: int, at: At
+) -> Point:
     width, batch, context = at
-    return Point(**summarize(width, times[name, after, at]).model_dump(), batch=batch, context=context)
+    return Point(
+        **summarize(width, times[name, after, at]).model_dump(), batch=batch, context=context
+    )
 
 
 def _passes(model: Decoder, grid: Grid) -> Iterator[tuple[At, Task]]:
@@ -162,7 +191,9 @@ def _caches(model: Decoder, batch: int, grid: Grid) -> dict[int, KVCache]:
         return dict.fromkeys(grid.contexts, model.new_cache(batch, grid.capacity))
     caches = {context: model.new_cache(batch, grid.capacity) for context in grid.contexts}
     for context, cache in caches.items():
-        model.forward(torch.ones(batch, context, dtype=torch.long, device=model.device), cache, last=1)
+        model.forward(
+            torch.ones(batch, context, dtype=torch.long, device=model.device), cache, last=1
+        )
     return caches
 
 
@@ -176,11 +207,15 @@ def _pass(model: Decoder, cache: KVCache, width: int, context: int, last: int) -
     return run
 
 
-def _other_work(name: str, models: Mapping[str, Decoder], passes: Mapping[str, Mapping[At, Task]]) -> Task:
+def _other_work(
+    name: str, models: Mapping[str, Decoder], passes: Mapping[str, Mapping[At, Task]]
+) -> Task:
     """Return the work before a pass: a pass of the largest other model, or a sweep over memory if there is none."""
     others = [other for other in models if other != name]
     if others:
-        return next(iter(passes[max(others, key=lambda other: models[other].weight_bytes)].values()))
+        return next(
+            iter(passes[max(others, key=lambda other: models[other].weight_bytes)].values())
+        )
     return memory_sweep(models[name].weight_bytes, torch.float32, models[name].device)[1]
 
 

@@ -13,7 +13,15 @@ from typing import Literal, TypeVar, get_args
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from draftlab.errors import UserError, did_you_mean
-from draftlab.latency.cost_model import BYTES, Point, Profile, SteadyPoint, active_params, pass_bytes, read_profile
+from draftlab.latency.cost_model import (
+    BYTES,
+    Point,
+    Profile,
+    SteadyPoint,
+    active_params,
+    pass_bytes,
+    read_profile,
+)
 from draftlab.model import Mode
 from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape, read_shape_file
@@ -103,9 +111,17 @@ def roofline_profile(
     """
     for what, value, known in (("mode", mode, device.modes), ("dtype", dtype, device.tflops)):
         if value not in known:
-            raise UserError(f"{device.name} has no constants for {what} {value!r}, only for {', '.join(known)}")
-    embedding = 0 if shape.tied else shape.vocab * shape.hidden * (2 if dtype == "int4" else BYTES[dtype])
-    cached = max(batches) * (max(contexts) + max(widths)) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
+            raise UserError(
+                f"{device.name} has no constants for {what} {value!r}, only for {', '.join(known)}"
+            )
+    embedding = (
+        0 if shape.tied else shape.vocab * shape.hidden * (2 if dtype == "int4" else BYTES[dtype])
+    )
+    cached = (
+        max(batches)
+        * (max(contexts) + max(widths))
+        * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
+    )
     what = f"{name} in {dtype} with {max(batches)} rows of {max(contexts)} tokens"
     _check_fits(what, pass_bytes(shape, dtype, experts.count) + embedding, cached, device)
 
@@ -124,18 +140,30 @@ def roofline_profile(
         for w, b, c in itertools.product(widths, batches, contexts)
     ]
     return Profile(
-        kind="analytic", name=name, sha256=None, shape=None if head else shape, eagle=head is not None,
-        device=device.name, dtype=dtype, mode=mode, threads=None, forward=forward,
+        kind="analytic",
+        name=name,
+        sha256=None,
+        shape=None if head else shape,
+        eagle=head is not None,
+        device=device.name,
+        dtype=dtype,
+        mode=mode,
+        threads=None,
+        forward=forward,
         steady=[
-            SteadyPoint(**computed(1, pass_ms(1, b, c, later)).model_dump(), batch=b, context=c, after=1)
+            SteadyPoint(
+                **computed(1, pass_ms(1, b, c, later)).model_dump(), batch=b, context=c, after=1
+            )
             for b, c in itertools.product(batches, contexts)
         ],
         prefill=[computed(c, pass_ms(c, 1, 0)) for c in contexts if c > 0],
         host=[computed(w, device.modes[mode].step_ms) for w in widths],
         bandwidth_gbs=device.bandwidth_gbs * device.count,
         matmul_tflops={dtype: device.tflops[dtype] * device.count},
-        command="", versions={}, created="",
-    )  # fmt: skip
+        command="",
+        versions={},
+        created="",
+    )
 
 
 def _check_fits(what: str, weight_bytes: float, cache_bytes: float, device: Device) -> None:
@@ -152,11 +180,15 @@ def is_measured(spec: str) -> bool:
         UserError: it is neither.
     """
     if not Path(spec).exists() and "@" not in spec:
-        raise UserError(f"no profile at {spec}; measure one with draftlab profile, or compute one with {EXAMPLE}")
+        raise UserError(
+            f"no profile at {spec}; measure one with draftlab profile, or compute one with {EXAMPLE}"
+        )
     return Path(spec).exists()
 
 
-def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], longest: int) -> Profile:
+def parse_profile(
+    spec: str, *, widths: Sequence[int], batches: Sequence[int], longest: int
+) -> Profile:
     """Read the output of ``draftlab profile``, or compute one from ``SHAPE@DEVICE,mode[,dtype][,experts=8/2]``.
 
     SHAPE and DEVICE are paths, or names of files that come with draftlab. ``eagle=32000``: of an EAGLE-3 head with so
@@ -176,7 +208,12 @@ def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], l
     sparse = [word for word in words if re.fullmatch(r"experts=[1-9]\d*/[1-9]\d*", word)]
     heads = [word for word in words if re.fullmatch(r"eagle=[1-9]\d*", word)]
     kinds = sparse + heads  # a head has one kind of layer
-    if len(modes) != 1 or len(dtypes) > 1 or len(kinds) > 1 or len(modes + dtypes + kinds) < len(words):
+    if (
+        len(modes) != 1
+        or len(dtypes) > 1
+        or len(kinds) > 1
+        or len(modes + dtypes + kinds) < len(words)
+    ):
         raise UserError(
             f"{spec}: want SHAPE@DEVICE,MODE[,DTYPE][,experts=COUNT/ACTIVE or eagle=IDS] with a mode of "
             f"{', '.join(device.modes)}, as in {EXAMPLE}"
@@ -218,24 +255,41 @@ def devices() -> dict[str, Device]:
 
 
 def _device_ms(
-    shape: Shape, device: Device, dtype: str, experts: Experts, width: int, batch: int, context: int, more: int
+    shape: Shape,
+    device: Device,
+    dtype: str,
+    experts: Experts,
+    width: int,
+    batch: int,
+    context: int,
+    more: int,
 ) -> float:
     """Return the slower of reading and computing, for weights and for attention, plus the constant per layer.
 
     more: weights beyond those of the shape.
     """
     tokens, count = width * batch, device.count
-    bytes_per_ms, flops_per_ms = device.bandwidth_gbs * 1e6 * count, device.tflops[dtype] * 1e9 * count
+    bytes_per_ms, flops_per_ms = (
+        device.bandwidth_gbs * 1e6 * count,
+        device.tflops[dtype] * 1e9 * count,
+    )
     weights = pass_bytes(shape, dtype, experts.expected_active(tokens)) + more * BYTES[dtype]
     products = 2 * tokens * (active_params(shape, experts.active) + more)
     cached = batch * (context + width) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
     attention = 4 * tokens * (context + width) * shape.layers * shape.sizes["q"]
     parts = ((weights, products), (cached, attention))
-    busy = sum(max(size / bytes_per_ms, flops / flops_per_ms) for size, flops in parts) + device.layer_ms * shape.layers
+    busy = (
+        sum(max(size / bytes_per_ms, flops / flops_per_ms) for size, flops in parts)
+        + device.layer_ms * shape.layers
+    )
     if count == 1:
         return busy
-    sent_bytes = 2 * (count - 1) / count * tokens * shape.hidden * 2  # per all-reduce and device, 16-bit activations
-    return busy + 2 * shape.layers * (device.allreduce_us * 1e-3 + sent_bytes / (device.link_gbs * 1e6))
+    sent_bytes = (
+        2 * (count - 1) / count * tokens * shape.hidden * 2
+    )  # per all-reduce and device, 16-bit activations
+    return busy + 2 * shape.layers * (
+        device.allreduce_us * 1e-3 + sent_bytes / (device.link_gbs * 1e6)
+    )
 
 
 Named = TypeVar("Named", Shape, Device)
@@ -245,5 +299,7 @@ def _named(name: str, known: dict[str, Named], read: Callable[[Path], Named]) ->
     if name in known:
         return known[name]
     if Path(name).suffix not in (".yaml", ".yml"):  # names have dots too
-        raise UserError(f"{name!r} is neither a file nor a name that draftlab knows{did_you_mean(name, known)}")
+        raise UserError(
+            f"{name!r} is neither a file nor a name that draftlab knows{did_you_mean(name, known)}"
+        )
     return read(Path(name))

@@ -90,15 +90,29 @@ class ScalingLaw:
 
     def profile(self, shape: Shape, name: str) -> Profile:
         """Return the profile of a shape, every latency in it predicted."""
-        fields = {"kind": "fitted", "name": name, "sha256": None, "shape": shape, "command": "", "created": ""}
-        points = {part: [self._predicted(*point, shape) for point in curves] for part, curves in self._curves.items()}
+        fields = {
+            "kind": "fitted",
+            "name": name,
+            "sha256": None,
+            "shape": shape,
+            "command": "",
+            "created": "",
+        }
+        points = {
+            part: [self._predicted(*point, shape) for point in curves]
+            for part, curves in self._curves.items()
+        }
         return Profile.model_validate(self.profiles[0].model_dump() | fields | points)
 
     def verdict(self) -> str:
         """Return in words the parts of a pass, and the accuracy of the law."""
         a, b, c, _ = self.curve.terms
         error = np.abs(self.held_out_errors)
-        overlap = "without overlap" if self.curve.overlap == 1 else f"overlapping with p = {self.curve.overlap:g}"
+        overlap = (
+            "without overlap"
+            if self.curve.overlap == 1
+            else f"overlapping with p = {self.curve.overlap:g}"
+        )
         reading = f"{1 / (c * 1e6):.3g} GB/s" if c * 1e6 > 1e-4 else "a rate too high to measure"
         return (
             f"One pass: {a:.3g} ms and {b:.3g} ms per layer to issue, and reading weights at {reading}, {overlap}. "
@@ -111,7 +125,14 @@ class ScalingLaw:
         """The curve of every pass that was measured, with its measurement in the first profile."""
         return {
             part: [
-                (column[0], fit(self.shapes, np.array([point.median_ms for point in column]), self.bytes_per_weight))
+                (
+                    column[0],
+                    fit(
+                        self.shapes,
+                        np.array([point.median_ms for point in column]),
+                        self.bytes_per_weight,
+                    ),
+                )
                 for column in zip(*(getattr(p, part) for p in self.profiles), strict=True)
             ]
             for part in ("forward", "steady", "prefill", "host")
@@ -129,15 +150,26 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
         UserError: too few of them, or of different devices, dtypes, modes or grids.
     """
     if len(profiles) < MIN_PROFILES:
-        raise UserError(f"a latency law needs profiles of at least {MIN_PROFILES} shapes, not {len(profiles)}")
+        raise UserError(
+            f"a latency law needs profiles of at least {MIN_PROFILES} shapes, not {len(profiles)}"
+        )
     for name in ("device", "dtype", "mode", "threads"):
         values = sorted({str(getattr(p, name)) for p in profiles})
         if len(values) > 1:
-            raise UserError(f"profiles of one law must have the same {name}, not {' and '.join(values)}")
-    if len({tuple((p.width, p.batch, p.context) for p in profile.forward) for profile in profiles}) > 1:
-        raise UserError("profiles of one law must have the same widths, batches and contexts: measure them together")
+            raise UserError(
+                f"profiles of one law must have the same {name}, not {' and '.join(values)}"
+            )
+    if (
+        len({tuple((p.width, p.batch, p.context) for p in profile.forward) for profile in profiles})
+        > 1
+    ):
+        raise UserError(
+            "profiles of one law must have the same widths, batches and contexts: measure them together"
+        )
     if unknown := [p.name for p in profiles if p.shape is None]:
-        raise UserError(f"a latency law needs shapes, and profile {unknown[0]} has none: transformers ran the model")
+        raise UserError(
+            f"a latency law needs shapes, and profile {unknown[0]} has none: transformers ran the model"
+        )
     shapes = {i: p.shape for i, p in enumerate(profiles) if p.shape is not None}
     order = sorted(shapes, key=lambda i: (shapes[i].layers, shapes[i].hidden, i))
     return ScalingLaw(profiles=[profiles[i] for i in order])
@@ -150,7 +182,9 @@ def read_law(directory: Path) -> ScalingLaw:
         UserError: no such directory, or no law in it.
     """
     if not directory.is_dir():
-        raise UserError(f"no directory of profiles at {directory}; draftlab profile --law measures one")
+        raise UserError(
+            f"no directory of profiles at {directory}; draftlab profile --law measures one"
+        )
     return fit_law([read_profile(file) for file in sorted(directory.glob("*.yaml"))])
 
 
@@ -177,7 +211,9 @@ def law_shapes(named: Mapping[str, Shape]) -> dict[str, Shape]:
 
 def grid_shapes(source: Shape, depths: Sequence[int], widths: Sequence[int]) -> dict[str, Shape]:
     """Return every combination, in the proportions of source, by name."""
-    shapes = [resolve(source, layers=n, hidden=hidden) for n, hidden in itertools.product(depths, widths)]
+    shapes = [
+        resolve(source, layers=n, hidden=hidden) for n, hidden in itertools.product(depths, widths)
+    ]
     return {shape_name(s): s for s in shapes}
 
 
@@ -191,7 +227,9 @@ def default_grid(source: Shape) -> tuple[list[int], list[int]]:
 
 
 def _features(shapes: Sequence[Shape], bytes_per_weight: int) -> np.ndarray:
-    return np.array([[1, s.layers, active_params(s) * bytes_per_weight, s.layers * s.hidden] for s in shapes])
+    return np.array(
+        [[1, s.layers, active_params(s) * bytes_per_weight, s.layers * s.hidden] for s in shapes]
+    )
 
 
 def _latency(features: np.ndarray, terms: np.ndarray, overlap: float) -> np.ndarray:
@@ -205,6 +243,10 @@ def _fit(features: np.ndarray, times: np.ndarray, overlap: float) -> FittedCurve
 
     start = np.log(np.median(times) / TERMS / np.median(features, axis=0))
     result = least_squares(
-        lambda logs: np.log(_latency(features, np.exp(logs), overlap) / times), start, bounds=(start - 40, start + 40)
+        lambda logs: np.log(_latency(features, np.exp(logs), overlap) / times),
+        start,
+        bounds=(start - 40, start + 40),
     )
-    return FittedCurve(terms=np.exp(result.x), overlap=overlap, rms_error=float(np.sqrt(np.mean(result.fun**2))))
+    return FittedCurve(
+        terms=np.exp(result.x), overlap=overlap, rms_error=float(np.sqrt(np.mean(result.fun**2)))
+    )

@@ -56,14 +56,22 @@ class ServedPasses:
         slopes = {n: float(np.polyfit(contexts, ms, 1)[0]) for n, (contexts, ms) in lines.items()}
         weight = sum(n * n for n in slopes)
         cached = max(0.0, sum(n * slope for n, slope in slopes.items()) / weight) if slopes else 0.0
-        bare = [float(np.mean([ms - cached * n * c for c, ms in by_streams[n]])) for n in sorted(by_streams)]
+        bare = [
+            float(np.mean([ms - cached * n * c for c, ms in by_streams[n]]))
+            for n in sorted(by_streams)
+        ]
         if min(bare) <= 0:
-            raise UserError("--server: cached tokens seem to cost more than passes: other work disturbs the servers")
+            raise UserError(
+                "--server: cached tokens seem to cost more than passes: other work disturbs the servers"
+            )
         return ServedPasses(streams=sorted(by_streams), tokens_ms=np.array(bare), cached_ms=cached)
 
     def ms(self, width: int, batch: int, context: float) -> float:
         """Return the time of a pass over width tokens of each row after a number of cached tokens."""
-        return float(np.interp(width * batch, self.streams, self.tokens_ms)) + self.cached_ms * batch * context
+        return (
+            float(np.interp(width * batch, self.streams, self.tokens_ms))
+            + self.cached_ms * batch * context
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +92,9 @@ class Meter:
         self.answer(streams, context, 2)  # warms up
         times = [self._step_seconds(streams, context, drafts) for _ in range(self.repeats)]
         if statistics.median(times) <= 0:
-            raise UserError(f"{self.server.http.url} took less time for more tokens: other work disturbs it")
+            raise UserError(
+                f"{self.server.http.url} took less time for more tokens: other work disturbs it"
+            )
         return 1e3 * statistics.median(times)
 
     def _step_seconds(self, streams: int, context: int, drafts: bool) -> float:
@@ -109,7 +119,12 @@ class Meter:
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         start = time.perf_counter()
         with ThreadPoolExecutor(streams) as pool:
-            list(pool.map(lambda _: self.server.generate_ids(self.prompt[:context], sampling), range(streams)))
+            list(
+                pool.map(
+                    lambda _: self.server.generate_ids(self.prompt[:context], sampling),
+                    range(streams),
+                )
+            )
         return time.perf_counter() - start
 
 
@@ -136,21 +151,32 @@ def profile_servers(
     places = list(itertools.product(streams, contexts))
     alone = [*places, *((n, min(contexts)) for n in sorted(wider))]
     done = itertools.count(1)
-    with heartbeat("requests"), progress("timings", repeats * (len(alone) + len(places) * (len(servers) - 1))) as shown:
+    with (
+        heartbeat("requests"),
+        progress("timings", repeats * (len(alone) + len(places) * (len(servers) - 1))) as shown,
+    ):
         meters = [
-            Meter(server=server, prompt=prompt, repeats=repeats, advance=lambda: shown(next(done), ""))
+            Meter(
+                server=server, prompt=prompt, repeats=repeats, advance=lambda: shown(next(done), "")
+            )
             for server in servers
         ]
-        passes = ServedPasses.of({(n, middle(c)): meters[0].step_ms(n, c, drafts=False) for n, c in alone})
+        passes = ServedPasses.of(
+            {(n, middle(c)): meters[0].step_ms(n, c, drafts=False) for n, c in alone}
+        )
         prefill = [{c: meters[0].prefill_ms(c) for c in contexts}]
         shares = [dict.fromkeys(streams, 1.0)]
         for drafting in meters[1:]:
             steps = {(n, middle(c)): drafting.step_ms(n, c, drafts=True) for n, c in places}
             shares.append(draft_shares(passes, steps, k))
-            prefill.append({c: max(0.0, drafting.prefill_ms(c) - ms) for c, ms in prefill[0].items()})
+            prefill.append(
+                {c: max(0.0, drafting.prefill_ms(c) - ms) for c, ms in prefill[0].items()}
+            )
     farthest = middle(max(contexts))
     profiles = [
-        _profile(server, model, _points(passes, share, k, farthest), ms, repeats, output.command_line)
+        _profile(
+            server, model, _points(passes, share, k, farthest), ms, repeats, output.command_line
+        )
         for server, model, share, ms in zip(servers, models, shares, prefill, strict=True)
     ]
     with output.directory() as work:
@@ -175,7 +201,9 @@ def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dic
     like_target: dict[int, list[float]] = defaultdict(list)
     for (batch, context), ms in steps.items():
         drafting[batch].append(ms - passes.ms(k + 1, batch, context))
-        like_target[batch].append(passes.ms(k + 2, batch, context) + (k - 1) * passes.ms(1, batch, context))
+        like_target[batch].append(
+            passes.ms(k + 2, batch, context) + (k - 1) * passes.ms(1, batch, context)
+        )
     shares = {batch: sum(drafting[batch]) / sum(like_target[batch]) for batch in drafting}
     if (least := min(shares, key=lambda batch: shares[batch])) and shares[least] <= 0:
         raise UserError(
@@ -195,14 +223,24 @@ def drafted_tokens(server: Server, prompt: list[int]) -> int:
     return counters.k
 
 
-def _points(passes: ServedPasses, shares: Mapping[int, float], k: int, farthest: int) -> list[Point]:
+def _points(
+    passes: ServedPasses, shares: Mapping[int, float], k: int, farthest: int
+) -> list[Point]:
     grid = itertools.product(range(1, k + 3), shares, (0, farthest))
     times = ((w, b, c, shares[b] * passes.ms(w, b, c)) for w, b, c in grid)
-    return [Point(width=w, batch=b, context=c, median_ms=ms, low_ms=ms, high_ms=ms, n=0) for w, b, c, ms in times]
+    return [
+        Point(width=w, batch=b, context=c, median_ms=ms, low_ms=ms, high_ms=ms, n=0)
+        for w, b, c, ms in times
+    ]
 
 
 def _profile(
-    server: Server, model: Path, forward: list[Point], prefill: Mapping[int, float], repeats: int, command: str
+    server: Server,
+    model: Path,
+    forward: list[Point],
+    prefill: Mapping[int, float],
+    repeats: int,
+    command: str,
 ) -> Profile:
     local = (model / "config.json").is_file()
     nothing = {"median_ms": 0.0, "low_ms": 0.0, "high_ms": 0.0, "n": 0}
@@ -217,7 +255,10 @@ def _profile(
         threads=None,
         forward=forward,
         steady=[SteadyPoint(**p.model_dump(), after=1) for p in forward if p.width == 1],
-        prefill=[Latency(width=n, median_ms=ms, low_ms=ms, high_ms=ms, n=repeats) for n, ms in prefill.items()],
+        prefill=[
+            Latency(width=n, median_ms=ms, low_ms=ms, high_ms=ms, n=repeats)
+            for n, ms in prefill.items()
+        ],
         host=[Latency(width=w, **nothing) for w in (1, max(p.width for p in forward))],
         bandwidth_gbs=None,
         matmul_tflops={},

@@ -124,14 +124,19 @@ class StepCosts:
         """Return the costs at one column, as if contexts did not grow and turns between models cost nothing."""
         passes, steady = self.passes, self.passes.steady[at : at + 1]
         contexts = passes.contexts[at : at + 1]
-        flat = replace(passes, contexts=contexts, steady=steady, warmup=passes.warmup[:0], by_width={1: steady})
+        flat = replace(
+            passes, contexts=contexts, steady=steady, warmup=passes.warmup[:0], by_width={1: steady}
+        )
         return replace(self, passes=flat, tables={})
 
     def drafting(self, k: int) -> np.ndarray:
         """Return the time of drafting by the tokens accepted before and the tokens to draft, [K + 1, K + 1, C]."""
         if k not in self.tables:
             passes, counts = replace(self.passes, k=k), range(k + 1)
-            rows = [[self.step_cost(passes, drafted, accepted) for drafted in counts] for accepted in counts]
+            rows = [
+                [self.step_cost(passes, drafted, accepted) for drafted in counts]
+                for accepted in counts
+            ]
             self.tables[k] = np.array(rows)
         return self.share * self.tables[k]
 
@@ -150,7 +155,12 @@ class TimeSplit:
 
 
 def step_costs(
-    draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, server: Server | None = None
+    draft: CostModel,
+    target: CostModel,
+    work: Workload,
+    k: int,
+    batch: int,
+    server: Server | None = None,
 ) -> StepCosts:
     """Return the costs for every context that occurs. Raises UserError: a context, width or batch outside a profile."""
     kind = DRAFTERS.get(work.kind, "acceptance")
@@ -194,7 +204,9 @@ def _after(starts: np.ndarray, chances: np.ndarray, drafted: np.ndarray, k: int)
     n = starts.shape[1]
     after, alive = np.zeros((*starts.shape, k + 1)), starts
     after[:, 0, 0] = starts[:, 0]
-    for a in range(min(k + 1, n - 1)):  # alive: by where they started, steps that accepted at least a tokens
+    for a in range(
+        min(k + 1, n - 1)
+    ):  # alive: by where they started, steps that accepted at least a tokens
         chance = np.zeros_like(starts)
         if a < k:
             chance[:, : n - a] = chances[:, a:, a] if chances.ndim == 3 else chances[:, a:]
@@ -219,4 +231,7 @@ def expected_time(costs: StepCosts, prompt_tokens: np.ndarray, steps: Steps) -> 
 
 def total_ms(costs: StepCosts, work: Workload, by_k: Mapping[int, Steps]) -> dict[int, float]:
     """Return the milliseconds of all texts by K. K = 0 is a server's draft that pauses."""
-    return {k: float(expected_time(costs, work.prompt_tokens, each).total.sum()) for k, each in by_k.items()}
+    return {
+        k: float(expected_time(costs, work.prompt_tokens, each).total.sum())
+        for k, each in by_k.items()
+    }

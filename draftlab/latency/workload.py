@@ -42,11 +42,16 @@ class Workload:
 
 def constant_workload(alpha: float, *, tokens: int, prompt_tokens: int) -> Workload:
     """Return one text whose tokens are all accepted with the same probability; the first comes with the prefill."""
-    return Workload(texts=texts_of([np.full(tokens - 1, alpha)]), prompt_tokens=np.array([prompt_tokens]))
+    return Workload(
+        texts=texts_of([np.full(tokens - 1, alpha)]), prompt_tokens=np.array([prompt_tokens])
+    )
 
 
 def workload_of(
-    chances: list[np.ndarray], prompts: Sequence[int], limits: Sequence[int] | None = None, kind: str = "model"
+    chances: list[np.ndarray],
+    prompts: Sequence[int],
+    limits: Sequence[int] | None = None,
+    kind: str = "model",
 ) -> Workload:
     """Return texts with known probabilities.
 
@@ -74,11 +79,17 @@ def workload_of_score(score: Score) -> Workload:
             whose tokens have another probability at each offset.
     """
     if score.draft.eagle:
-        raise UserError(f"{score.name} is an EAGLE-3 head, of which a score does not tell by offset; use a replay")
+        raise UserError(
+            f"{score.name} is an EAGLE-3 head, of which a score does not tell by offset; use a replay"
+        )
     if score.draft.parallel:
-        raise UserError(f"{score.name} was drafted in parallel, which a score does not tell by offset; use a replay")
+        raise UserError(
+            f"{score.name} was drafted in parallel, which a score does not tell by offset; use a replay"
+        )
     if score.served:
-        raise UserError(f"{score.name} was scored on servers, which do not report single tokens; use a replay instead")
+        raise UserError(
+            f"{score.name} was scored on servers, which do not report single tokens; use a replay instead"
+        )
     deepest = max(score.speculative)
     ks = sorted(score.speculative, reverse=True) if score.identical else [deepest]
     unknown = score.acceptance(deepest).conditional_acceptance[-1]
@@ -90,15 +101,22 @@ def workload_of_score(score: Score) -> Workload:
             known[np.isnan(known)] = row[np.isnan(known)]
     order = sorted(outcomes)
     limit = score.conditions.max_tokens - 1
-    lengths = [score.prompts[i].tokens if score.prompts else score.conditions.prompt_tokens or 0 for i in order]
-    return workload_of([np.nan_to_num(outcomes[i], nan=unknown) for i in order], lengths, [limit] * len(order))
+    lengths = [
+        score.prompts[i].tokens if score.prompts else score.conditions.prompt_tokens or 0
+        for i in order
+    ]
+    return workload_of(
+        [np.nan_to_num(outcomes[i], nan=unknown) for i in order], lengths, [limit] * len(order)
+    )
 
 
 def _outcomes(generation: Generation) -> np.ndarray:
     """Return 1 for accepted tokens, 0 for rejected tokens, nan where none was drafted; without the first token."""
     row = np.full(generation.tokens - 1, np.nan)
     start = 0
-    for drafted, accepted, emitted in zip(generation.drafted, generation.accepted, generation.emitted, strict=True):
+    for drafted, accepted, emitted in zip(
+        generation.drafted, generation.accepted, generation.emitted, strict=True
+    ):
         row[start : start + min(accepted, emitted)] = 1
         if accepted < drafted and emitted > accepted:
             row[start + accepted] = 0

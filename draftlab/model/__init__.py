@@ -2,4 +2,6 @@
 
 from typing import Literal
 
-Mode = Literal["eager", "native", "graphs"]  # a decoder's passes run by torch, compiled C++, CUDA graphs
+Mode = Literal[
+    "eager", "native", "graphs"
+]  # a decoder's passes run by torch, compiled C++, CUDA graphs

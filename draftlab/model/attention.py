@@ -43,7 +43,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata)
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=metadata.mask)
         return out.unflatten(2, (group, -1)).flatten(1, 2)
     causal = metadata.mask is None
-    return F.scaled_dot_product_attention(q, keys, values, metadata.mask, is_causal=causal, enable_gqa=group > 1)
+    return F.scaled_dot_product_attention(
+        q, keys, values, metadata.mask, is_causal=causal, enable_gqa=group > 1
+    )
 
 
 def pinned_backends(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -104,7 +104,9 @@ class Checkpoint:
         """Return the ids of a trimmed head, None for a head of all ids."""
         return read_head_ids(self.directory, self.vocab_size)
 
-    def tensors(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> "Weights":
+    def tensors(
+        self, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> "Weights":
         return Weights(self.directory, dtype, device)
 
 
@@ -136,7 +138,9 @@ def check(directory: Path) -> None:
             _check_size(directory, name, weights.shape(name), expected[name])
         missing = sorted(expected.keys() - set(weights) - {"lm_head.weight"})
         if missing and set(weights) <= expected.keys():  # else transformers renames tensors
-            raise UserError(f"{directory} has no {missing[0]}, which its config.json requires") from None
+            raise UserError(
+                f"{directory} has no {missing[0]}, which its config.json requires"
+            ) from None
 
 
 def read_shape(directory: Path) -> Shape:
@@ -171,7 +175,9 @@ def planned_shape(directory: Path) -> Shape:
     if any(directory.glob("*.safetensors")) or other_layout(directory):
         return read_shape(directory)
     check_unquantised(directory, config)
-    sizes = {name: tuple(p.shape) for name, p in meta_model(config, torch.float32).named_parameters()}
+    sizes = {
+        name: tuple(p.shape) for name, p in meta_model(config, torch.float32).named_parameters()
+    }
     shape = shape_of(config, sizes)
     _check_tensors(directory, config, shape, sizes)
     return shape
@@ -184,7 +190,9 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
         value = config.get(key, default)
         value = default if value is None else value
         if not isinstance(value, int):
-            raise OtherArchitecture(f"config.json of a {config.get('model_type')} model has no {key}: not LLaMA-like")
+            raise OtherArchitecture(
+                f"config.json of a {config.get('model_type')} model has no {key}: not LLaMA-like"
+            )
         return value
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
@@ -202,7 +210,9 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
     return shape.model_copy(update=dict.fromkeys(block_options(tensors, shape.sizes), True))
 
 
-def _check_tensors(directory: Path, config: dict[str, object], shape: Shape, sizes: dict[str, tuple[int, ...]]) -> None:
+def _check_tensors(
+    directory: Path, config: dict[str, object], shape: Shape, sizes: dict[str, tuple[int, ...]]
+) -> None:
     """Raises UserError: an unknown tensor, a missing tensor, or a tensor of another size."""
     expected = shape.axes()
     names = set(sizes) - ({"lm_head.weight"} if shape.tied else set())
@@ -216,18 +226,32 @@ def _check_tensors(directory: Path, config: dict[str, object], shape: Shape, siz
         _check_size(directory, name, sizes[name], shape.dims(axes))
 
 
-def _check_size(directory: Path, name: str, size: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def _check_size(
+    directory: Path, name: str, size: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     """Raises UserError: a tensor has another size than config.json gives it."""
     if size != expected:
-        raise UserError(f"{directory}: {name} is {size}, but {expected} by its config.json") from None
+        raise UserError(
+            f"{directory}: {name} is {size}, but {expected} by its config.json"
+        ) from None
 
 
-def config_for(shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None) -> dict[str, object]:
+def config_for(
+    shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None
+) -> dict[str, object]:
     """Return base with the sizes of shape, an explicit head_dim, and per-layer lists reduced to the kept layers."""
-    config = {k: v for k, v in base.items() if k not in ("_name_or_path", "transformers_version", "torch_dtype")}
+    config = {
+        k: v
+        for k, v in base.items()
+        if k not in ("_name_or_path", "transformers_version", "torch_dtype")
+    }
     layers = kept_layers if kept_layers is not None else list(range(shape.layers))
     for key, value in base.items():
-        if isinstance(value, list) and len(value) == base.get("num_hidden_layers") and key != "architectures":
+        if (
+            isinstance(value, list)
+            and len(value) == base.get("num_hidden_layers")
+            and key != "architectures"
+        ):
             config[key] = [value[i] for i in layers]
     return config | {
         "num_hidden_layers": shape.layers,
@@ -241,14 +265,21 @@ def config_for(shape: Shape, base: dict[str, object], kept_layers: list[int] | N
     }
 
 
-def llama_config(shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None) -> dict[str, object]:
+def llama_config(
+    shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None
+) -> dict[str, object]:
     """Return a LlamaConfig of a shape.
 
     Raises:
         UserError: the shape has weights that LLaMA lacks (q/k norms, q/k/v biases without an output bias).
     """
-    if shape.options - {"untied", "qkv_bias", "o_bias", "mlp_bias"} or shape.qkv_bias != shape.o_bias:
-        raise UserError("a new model is a LLaMA, which has no q/k norms, and biases for all of q, k, v, o or none")
+    if (
+        shape.options - {"untied", "qkv_bias", "o_bias", "mlp_bias"}
+        or shape.qkv_bias != shape.o_bias
+    ):
+        raise UserError(
+            "a new model is a LLaMA, which has no q/k norms, and biases for all of q, k, v, o or none"
+        )
     base: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -278,7 +309,9 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"device {name!r} cannot be used here: {str(error).splitlines()[0]}"
+        ) from None
     return device
 
 
@@ -423,7 +456,9 @@ def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMod
 
     model_type = str(config["model_type"])
     if model_type not in CONFIG_MAPPING:
-        raise UserError(f"transformers has no model_type {one_line(model_type, 80)!r}; its own code cannot be cut")
+        raise UserError(
+            f"transformers has no model_type {one_line(model_type, 80)!r}; its own code cannot be cut"
+        )
     fields = {k: v for k, v in config.items() if k != "model_type"}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=dtype)
 
@@ -436,7 +471,9 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
 
     logging.disable_progress_bar()
     config: Any = auto_config(directory)
-    model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)  # from_pretrained does the same
+    model_class: Any = _get_model_class(
+        config, AutoModelForCausalLM._model_mapping
+    )  # from_pretrained does the same
     model, info = model_class.from_pretrained(
         None, config=config, state_dict=weights.slices(), dtype=dtype, output_loading_info=True
     )
@@ -453,9 +490,13 @@ def from_files(directory: Path, dtype: torch.dtype, device_map: Any) -> Any:
 
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, output_loading_info=True, weights_only=True, trust_remote_code=trusts_remote_code(),
+        directory,
+        dtype=dtype,
+        output_loading_info=True,
+        weights_only=True,
+        trust_remote_code=trusts_remote_code(),
         device_map=device_map,
-    )  # fmt: skip
+    )
 
 
 class Weights(Mapping[str, Tensor]):
@@ -469,11 +510,15 @@ class Weights(Mapping[str, Tensor]):
             value is not finite.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> None:
         """dtype: default as stored. device: default the CPU."""
         self.directory, self._dtype, self._device = directory, dtype, device
         self._headers = read_headers(directory)
-        self._open_file = functools.cache(functools.partial(safe_open, framework="pt", backend="pread"))
+        self._open_file = functools.cache(
+            functools.partial(safe_open, framework="pt", backend="pread")
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         rows, stored = self._slice(name), STORED.get(self._headers[name].stored)
@@ -511,7 +556,9 @@ class Weights(Mapping[str, Tensor]):
             values[header.stored] += header.values
         most = values.most_common(1)[0][0]
         if most not in STORED:
-            raise Quantised(f"{self.directory} is quantised (to {most}); name the checkpoint with unquantised weights")
+            raise Quantised(
+                f"{self.directory} is quantised (to {most}); name the checkpoint with unquantised weights"
+            )
         return STORED[most]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -529,8 +576,8 @@ def check_tied(directory: Path) -> None:
     weights = Weights(directory)
     if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
         raise UserError(
-            f"{directory}: config.json ties head and embedding, but the two differ; "
-            "set tie_word_embeddings to false in it"
+            f"{directory}: config.json ties head and embedding, but the two "
+            "differ; set tie_word_embeddings to false in it"
         )
 
 
@@ -567,5 +614,7 @@ def check_quantizer(directory: Path, config: dict[str, object]) -> None:
     from transformers.quantizers.auto import AutoHfQuantizer
 
     with reading(f"{directory} is quantised ({quantization_method(config)}) and cannot be loaded"):
-        quantizer: Any = AutoHfQuantizer.from_config(cast(Any, config["quantization_config"]), pre_quantized=True)
+        quantizer: Any = AutoHfQuantizer.from_config(
+            cast(Any, config["quantization_config"]), pre_quantized=True
+        )
         quantizer.validate_environment(device_map={"": "cuda"})

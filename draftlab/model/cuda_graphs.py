@@ -31,7 +31,9 @@ class _Store:
     keys: Tensor
     values: Tensor
     user: weakref.ref[Tensor]
-    layer_states: dict[tuple[int, ...], LayerStates] = field(default_factory=dict)  # keys: their layers
+    layer_states: dict[tuple[int, ...], LayerStates] = field(
+        default_factory=dict
+    )  # keys: their layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,11 @@ class CudaGraphLlama(Llama):
         self.check_fits(capacity)
         length = -(-capacity // BUCKET) * BUCKET
         free = [s for s in self._stores if s.keys.shape[1] == rows and s.user() is None]
-        store = min((s for s in free if s.keys.shape[3] >= length), key=lambda s: s.keys.shape[3], default=None)
+        store = min(
+            (s for s in free if s.keys.shape[3] >= length),
+            key=lambda s: s.keys.shape[3],
+            default=None,
+        )
         if store is None:
             self._drop(free)
             size = (self.shape.layers, rows, self.shape.kv_heads, length, self.shape.head_dim)
@@ -93,14 +99,21 @@ class CudaGraphLlama(Llama):
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        if tree is not None or ids.numel() > WIDE or not any(cache.used):  # prompts: each length is seen once
+        if (
+            tree is not None or ids.numel() > WIDE or not any(cache.used)
+        ):  # prompts: each length is seen once
             return super().forward(ids, cache, last, tree)
         return self._replayed(ids, cache, last).logits
 
-    def _replayed(self, ids: Tensor, cache: Cache, last: int, states: Tensor | None = None) -> _Graph:
+    def _replayed(
+        self, ids: Tensor, cache: Cache, last: int, states: Tensor | None = None
+    ) -> _Graph:
         """Replay a pass; its outputs are in its graph. states: The states of an EAGLE-3 head, [B, T, D]."""
         width = ids.shape[1]
-        end, layers = _end(cache, width), () if cache.layer_states is None else cache.layer_states.ids
+        end, layers = (
+            _end(cache, width),
+            () if cache.layer_states is None else cache.layer_states.ids,
+        )
         key = (cache.keys.data_ptr(), len(ids), width, last, end, *layers)
         if key not in self._graphs:
             self._graphs[key] = self._capture(ids, cache, last, end, states)
@@ -115,14 +128,21 @@ class CudaGraphLlama(Llama):
 
     def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
         """Return memory that belongs to the cache's, so that graphs write to one place for every text."""
-        store = next(store for store in self._stores if store.keys.data_ptr() == cache.keys.data_ptr())
+        store = next(
+            store for store in self._stores if store.keys.data_ptr() == cache.keys.data_ptr()
+        )
         if ids not in store.layer_states:
             store.layer_states[ids] = super().new_layer_states(cache, ids)
         return store.layer_states[ids]
 
     @torch.inference_mode()
     def draft(
-        self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, state: Tensor | None = None
+        self,
+        logits: Tensor,
+        cache: Cache,
+        uniform: Tensor,
+        choose: Sampler,
+        state: Tensor | None = None,
     ) -> Drafted:
         """Draft K tokens after the cached tokens, see draft_chain; all choices and passes are one graph.
 
@@ -145,10 +165,22 @@ class CudaGraphLlama(Llama):
         return drafted
 
     def _capture_chain(
-        self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, end: int, state: Tensor | None
+        self,
+        logits: Tensor,
+        cache: Cache,
+        uniform: Tensor,
+        choose: Sampler,
+        end: int,
+        state: Tensor | None,
     ) -> _Chain:
-        model = weakref.proxy(self)  # a model is freed with its last reference, and its graphs with it
-        logits, uniform, used = logits.clone(), uniform.clone(), staged(cache.used, self.device).unsqueeze(1)
+        model = weakref.proxy(
+            self
+        )  # a model is freed with its last reference, and its graphs with it
+        logits, uniform, used = (
+            logits.clone(),
+            uniform.clone(),
+            staged(cache.used, self.device).unsqueeze(1),
+        )
         state = None if state is None else state.clone()
         memory = Cache(cache.keys.detach(), cache.values)
 
@@ -164,9 +196,17 @@ class CudaGraphLlama(Llama):
 
             return draft_chain(logits, uniform, choose, following)
 
-        return _Chain(logits, state, used, uniform, capture(run, self.device) if self.device.type == "cuda" else run)
+        return _Chain(
+            logits,
+            state,
+            used,
+            uniform,
+            capture(run, self.device) if self.device.type == "cuda" else run,
+        )
 
-    def _capture(self, ids: Tensor, cache: Cache, last: int, end: int, states: Tensor | None) -> _Graph:
+    def _capture(
+        self, ids: Tensor, cache: Cache, last: int, end: int, states: Tensor | None
+    ) -> _Graph:
         model = weakref.proxy(self)
         ids, used = ids.clone(), staged(cache.used, self.device).unsqueeze(1)
         states = None if states is None else states.clone()
@@ -186,10 +226,17 @@ class CudaGraphLlama(Llama):
         return _Graph(ids, used, logits, states, replay)
 
     def _pass(
-        self, ids: Tensor, cache: Cache, metadata: AttentionMetadata, last: int, states: Tensor | None
+        self,
+        ids: Tensor,
+        cache: Cache,
+        metadata: AttentionMetadata,
+        last: int,
+        states: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a pass; also return the states after it, of an EAGLE-3 head."""
-        return self.decode(ids, cache.keys, cache.values, metadata, last, layer_states=cache.layer_states), None
+        return self.decode(
+            ids, cache.keys, cache.values, metadata, last, layer_states=cache.layer_states
+        ), None
 
 
 def _end(cache: Cache, width: int) -> int:
@@ -200,7 +247,9 @@ def _end(cache: Cache, width: int) -> int:
     return min(cache.capacity, -(-end // BUCKET) * BUCKET)
 
 
-def capture(run: Callable[[], Result], device: torch.device, pool: Any = None) -> Callable[[], Result]:
+def capture(
+    run: Callable[[], Result], device: torch.device, pool: Any = None
+) -> Callable[[], Result]:
     """Capture run as a CUDA graph of a device; return a function that replays it on the same tensors.
 
     pool: memory that graphs share; for those whose results are not in what they allocate.
@@ -216,7 +265,9 @@ def capture(run: Callable[[], Result], device: torch.device, pool: Any = None) -
         with torch.cuda.graph(graph, pool=pool, stream=side):
             result = run()
 
-    def replay(alive: Callable[[], Result] = run) -> Result:  # keeps the tensors that the graph uses alive
+    def replay(
+        alive: Callable[[], Result] = run,
+    ) -> Result:  # keeps the tensors that the graph uses alive
         with torch.cuda.device(device):
             graph.replay()
         return result

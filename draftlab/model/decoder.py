@@ -16,8 +16,12 @@ from draftlab.model.shape import Shape
 CPU = torch.device("cpu")
 
 Drafted = tuple[Tensor, Tensor | None]  # tokens, and their q
-Sampler = Callable[[Tensor, Tensor], Drafted]  # logits [B, V] and draws [B] -> tokens [B], and their q [B, V]
-Parents = Sequence[int] | Sequence[tuple[int, ...]]  # parent of each token of a tree, or of the tree of each row
+Sampler = Callable[
+    [Tensor, Tensor], Drafted
+]  # logits [B, V] and draws [B] -> tokens [B], and their q [B, V]
+Parents = (
+    Sequence[int] | Sequence[tuple[int, ...]]
+)  # parent of each token of a tree, or of the tree of each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,10 @@ class Tree:
         rows = [row for row in parents if isinstance(row, tuple)]
         if rows:
             trees = [cls.from_parents(row, device) for row in rows]
-            return cls(torch.stack([tree.depth for tree in trees]), torch.stack([tree.mask for tree in trees]))
+            return cls(
+                torch.stack([tree.depth for tree in trees]),
+                torch.stack([tree.mask for tree in trees]),
+            )
         mask = torch.eye(len(parents) + 1, dtype=torch.bool)
         for child, parent in enumerate(parents, 1):
             mask[child] |= mask[parent]
@@ -112,14 +119,21 @@ class Decoder(Protocol):
 
         logits: logits after the cached tokens, [B, V]. uniform: draws in [0, 1), [B, K].
         """
-        return draft_chain(logits, uniform, choose, lambda ids: self.forward(ids.unsqueeze(1), cache, last=1)[:, -1])
+        return draft_chain(
+            logits,
+            uniform,
+            choose,
+            lambda ids: self.forward(ids.unsqueeze(1), cache, last=1)[:, -1],
+        )
 
     def without_rollback(self) -> "Decoder":
         """Return a decoder for text without drafts, whose cache only grows."""
         return self
 
 
-def draft_chain(logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]) -> Drafted:
+def draft_chain(
+    logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]
+) -> Drafted:
     """Draft tokens autoregressively, [B, K]; return them and the distributions they were drawn from, [B, K, V], if any.
 
     logits: after the texts, [B, V]. uniform: draws in [0, 1), [B, K]. following: returns logits after one more token.
@@ -133,20 +147,32 @@ def draft_chain(logits: Tensor, uniform: Tensor, choose: Sampler, following: Cal
 
 
 def feed(
-    model: Decoder, cache: KVCache, texts: Sequence[Sequence[int]], known: int | None = None, last: int = 1
+    model: Decoder,
+    cache: KVCache,
+    texts: Sequence[Sequence[int]],
+    known: int | None = None,
+    last: int = 1,
 ) -> Tensor:
     """Append the missing tokens of each text to the cache, at least its last tokens; return their logits, [B, last, V].
 
     Cached tokens beyond a text are dropped. Every row feeds the largest number of missing tokens: the end of
     their text once more, then padding, which the next pass overwrites. known: larger ids are fed as known - 1.
     """
-    width = max(len(text) - min(used, len(text) - last) for text, used in zip(texts, cache.used, strict=True))
+    width = max(
+        len(text) - min(used, len(text) - last)
+        for text, used in zip(texts, cache.used, strict=True)
+    )
     starts = [max(0, len(text) - width) for text in texts]
-    rows = [[*text[at : at + width], *[0] * (width - len(text))] for text, at in zip(texts, starts, strict=True)]
+    rows = [
+        [*text[at : at + width], *[0] * (width - len(text))]
+        for text, at in zip(texts, starts, strict=True)
+    ]
     ids = staged(rows, model.device)  # [B, width]
     if known is not None:
         ids.clamp_(max=known - 1)
-    at = [min(width, len(text)) - 1 for text in texts]  # index of each text's last token among those fed
+    at = [
+        min(width, len(text)) - 1 for text in texts
+    ]  # index of each text's last token among those fed
     cache.used = starts
     logits = model.forward(ids, cache, last=width - min(at) + last - 1)
     cache.used = [len(text) for text in texts]

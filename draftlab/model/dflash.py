@@ -142,7 +142,13 @@ class DFlash:
         ids: The W ids that it predicts; None for all.
         rope: Rotary frequencies, [C / 2], and the scale of their tables.
         """
-        self.config, self.weights, self.embed, self.head, self.ids = config, weights, embed, head, ids
+        self.config, self.weights, self.embed, self.head, self.ids = (
+            config,
+            weights,
+            embed,
+            head,
+            ids,
+        )
         self.cos, self.sin = rotary_tables(*rope, config.context, embed)
 
     @property
@@ -158,7 +164,9 @@ class DFlash:
         c = self.config
         length = capacity + c.block_size
         if length > c.context:
-            raise UserError(f"{length} tokens do not fit the context of the DFlash head, {c.context}")
+            raise UserError(
+                f"{length} tokens do not fit the context of the DFlash head, {c.context}"
+            )
         size = (c.layers, rows, c.kv_heads, length, c.head_dim)
         return BlockCache(self.embed.new_zeros(size), self.embed.new_zeros(size), [0] * rows)
 
@@ -189,7 +197,9 @@ class DFlash:
         for layer, kind in enumerate(kinds):
             x = x + self._attention(layer, x, places, masks_of[kind], cache)
             normed = rms_norm(x, self._weight(layer, "post_attention_layernorm"), c.eps)
-            gate, up = (F.linear(normed, self._weight(layer, f"mlp.{part}_proj")) for part in ("gate", "up"))
+            gate, up = (
+                F.linear(normed, self._weight(layer, f"mlp.{part}_proj")) for part in ("gate", "up")
+            )
             x = x + F.linear(F.silu(gate) * up, self._weight(layer, "mlp.down_proj"))
         logits = F.linear(rms_norm(x[:, first:], self.weights["norm.weight"], c.eps), self.head)
         return logits if self.ids is None else spread(logits, self.ids, c.vocab)
@@ -199,7 +209,9 @@ class DFlash:
 
     def _places(self, positions: Tensor) -> Places:
         rows = torch.arange(len(positions), device=self.device).unsqueeze(1)
-        return Places(rows, positions, self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2))
+        return Places(
+            rows, positions, self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
+        )
 
     def _mask(self, window: int | None, causal: bool, positions: Tensor, end: int) -> Tensor:
         """Return which of the first end positions each token of a block reads, [B, 1, T, end]."""
@@ -213,18 +225,26 @@ class DFlash:
     def _store(self, layer: int, x: Tensor, places: Places, cache: BlockCache) -> None:
         """Write the keys and values of x [B, T, D] at their places."""
         c = self.config
-        k = F.linear(x, self._weight(layer, "self_attn.k_proj")).unflatten(-1, (c.kv_heads, c.head_dim))
+        k = F.linear(x, self._weight(layer, "self_attn.k_proj")).unflatten(
+            -1, (c.kv_heads, c.head_dim)
+        )
         k = rms_norm(k, self._weight(layer, "self_attn.k_norm"), c.eps)  # [B, T, K, C]
-        v = F.linear(x, self._weight(layer, "self_attn.v_proj")).unflatten(-1, (c.kv_heads, c.head_dim))
+        v = F.linear(x, self._weight(layer, "self_attn.v_proj")).unflatten(
+            -1, (c.kv_heads, c.head_dim)
+        )
         cache.keys[layer][places.rows, :, places.positions] = places.turned(k)
         cache.values[layer][places.rows, :, places.positions] = v
 
-    def _attention(self, layer: int, x: Tensor, places: Places, mask: Tensor, cache: BlockCache) -> Tensor:
+    def _attention(
+        self, layer: int, x: Tensor, places: Places, mask: Tensor, cache: BlockCache
+    ) -> Tensor:
         """Return the attention of a block x [B, T, D] to the context and to itself."""
         c, end = self.config, mask.shape[-1]
         normed = rms_norm(x, self._weight(layer, "input_layernorm"), c.eps)
         self._store(layer, normed, places, cache)
-        q = F.linear(normed, self._weight(layer, "self_attn.q_proj")).unflatten(-1, (c.heads, c.head_dim))
+        q = F.linear(normed, self._weight(layer, "self_attn.q_proj")).unflatten(
+            -1, (c.heads, c.head_dim)
+        )
         q = rms_norm(q, self._weight(layer, "self_attn.q_norm"), c.eps)
         q = places.turned(q).transpose(1, 2)  # [B, H, T, C]
         keys, values = cache.keys[layer][:, :, :end], cache.values[layer][:, :, :end]
@@ -253,7 +273,11 @@ def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash
     ids = None
     if config.draft_vocab < config.vocab:
         ids = draft_ids(tensors["d2t"], tensors.get("t2d"), config.vocab, folder).to(embed.device)
-    weights = {name: t.to(embed.device, embed.dtype) for name, t in tensors.items() if name not in ("d2t", "t2d")}
+    weights = {
+        name: t.to(embed.device, embed.dtype)
+        for name, t in tensors.items()
+        if name not in ("d2t", "t2d")
+    }
     rope = rotary(layer, config.head_dim, folder)
     return DFlash(config, weights, embed, weights.get("lm_head.weight", head), ids, rope)
 
@@ -269,10 +293,16 @@ def _read_config(folder: Path, target: Path) -> tuple[DFlashShape, Any]:
     except ValidationError as error:
         raise UserError(f"{folder / 'config.json'}: {validation_text(error)}") from None
     except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / 'config.json'} is not of a DFlash head: {one_line(error)}") from None
-    check_target(str(folder), sizes, hidden=config.hidden, vocab=config.vocab, layer_ids=config.layer_ids)
+        raise UserError(
+            f"{folder / 'config.json'} is not of a DFlash head: {one_line(error)}"
+        ) from None
+    check_target(
+        str(folder), sizes, hidden=config.hidden, vocab=config.vocab, layer_ids=config.layer_ids
+    )
     if config.mask_token_id >= config.vocab:
-        raise UserError(f"{folder}: mask_token_id is {config.mask_token_id}, and the vocabulary has {config.vocab} ids")
+        raise UserError(
+            f"{folder}: mask_token_id is {config.mask_token_id}, and the vocabulary has {config.vocab} ids"
+        )
     return config, layer
 
 
@@ -281,7 +311,11 @@ def _layer_config(content: Mapping[str, Any], folder: Path) -> Any:
     from transformers import Qwen3Config
 
     layer = content.get("transformer_layer_config", content)
-    known = {name: value for name, value in layer.items() if name not in ("dtype", "torch_dtype", "model_type")}
+    known = {
+        name: value
+        for name, value in layer.items()
+        if name not in ("dtype", "torch_dtype", "model_type")
+    }
     with reading(f"{folder / 'config.json'}: the layers"):
         return Qwen3Config(**known)
 
@@ -294,9 +328,14 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     for name, computed in NOT_COMPUTED.items():
         value = own.get(name, layer.get(name))
         if value not in computed:
-            raise UserError(f"{folder} is a DFlash head with {name} {value!r}, which draftlab does not compute")
+            raise UserError(
+                f"{folder} is a DFlash head with {name} {value!r}, which draftlab does not compute"
+            )
     slides = own.get("use_swa", False)
-    kinds = layer.get("layer_types") or [SLIDING if slides else "full_attention"] * config.num_hidden_layers
+    kinds = (
+        layer.get("layer_types")
+        or [SLIDING if slides else "full_attention"] * config.num_hidden_layers
+    )
     window = own.get("swa_window_size", config.sliding_window)
     if SLIDING in kinds and not window:
         raise UserError(f"{folder} has {SLIDING} and no sliding_window")
@@ -307,14 +346,28 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     override = content.get("is_causal", own.get("causal"))
     if not theirs and override is not None:
         causal = [bool(override)] * len(kinds)
-    ids = content["aux_hidden_state_layer_ids"] if theirs else [i + 1 for i in own["target_layer_ids"]]
+    ids = (
+        content["aux_hidden_state_layer_ids"]
+        if theirs
+        else [i + 1 for i in own["target_layer_ids"]]
+    )
     return DFlashShape(
-        layers=config.num_hidden_layers, hidden=config.hidden_size, heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads, head_dim=config.head_dim, ffn=config.intermediate_size,
-        eps=config.rms_norm_eps, context=config.max_position_embeddings, vocab=config.vocab_size,
-        draft_vocab=content.get("draft_vocab_size") or config.vocab_size, layer_ids=tuple(ids),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        ffn=config.intermediate_size,
+        eps=config.rms_norm_eps,
+        context=config.max_position_embeddings,
+        vocab=config.vocab_size,
+        draft_vocab=content.get("draft_vocab_size") or config.vocab_size,
+        layer_ids=tuple(ids),
         block_size=content.get("block_size") or own["block_size"],
         mask_token_id=content["mask_token_id"] if theirs else own["mask_token_id"],
-        windows=tuple(window if kind == SLIDING else None for kind in kinds), causal=tuple(causal),
-        sample_from_anchor=bool(content.get("sample_from_anchor", own.get("sample_from_anchor", False))),
-    )  # fmt: skip
+        windows=tuple(window if kind == SLIDING else None for kind in kinds),
+        causal=tuple(causal),
+        sample_from_anchor=bool(
+            content.get("sample_from_anchor", own.get("sample_from_anchor", False))
+        ),
+    )

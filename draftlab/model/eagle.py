@@ -31,11 +31,20 @@ if TYPE_CHECKING:
 
 Layout = Literal["native", "speculators"]
 WEIGHTS = "model.safetensors"
-ARCHITECTURE = "LlamaForCausalLMEagle3"  # SpecForge's name; vLLM and SGLang have it in their registries
-QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"  # vLLM's name of a layer with norms of queries and keys
+ARCHITECTURE = (
+    "LlamaForCausalLMEagle3"  # SpecForge's name; vLLM and SGLang have it in their registries
+)
+QWEN3_ARCHITECTURE = (
+    "Eagle3Qwen3ForCausalLM"  # vLLM's name of a layer with norms of queries and keys
+)
 VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # fields of EAGLE-3.1
 SLIDING = "sliding_attention"
-OPTIONAL_PARTS = ("norm_before_residual", *VARIANTS, "sliding_window", "qk_norm")  # not computed by every server
+OPTIONAL_PARTS = (
+    "norm_before_residual",
+    *VARIANTS,
+    "sliding_window",
+    "qk_norm",
+)  # not computed by every server
 LAYER = {"native": "midlayer.", "speculators": "layers.0."}
 
 
@@ -55,7 +64,10 @@ class TargetSizes:
         with reading(f"{directory}/config.json cannot be used"):
             config: Any = checkpoint.auto_config(directory).get_text_config()
         return cls(
-            name=directory.name, layers=config.num_hidden_layers, hidden=config.hidden_size, vocab=config.vocab_size
+            name=directory.name,
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
         )
 
     def default_layer_ids(self) -> tuple[int, ...]:
@@ -65,8 +77,14 @@ class TargetSizes:
             UserError: less than four layers.
         """
         if self.layers < 4:
-            raise UserError(f"{self.name} has {self.layers} layers; an EAGLE-3 head reads three of four or more")
-        return (2, self.layers // 2, self.layers - 3) if self.layers > 6 else (1, self.layers // 2, self.layers - 1)
+            raise UserError(
+                f"{self.name} has {self.layers} layers; an EAGLE-3 head reads three of four or more"
+            )
+        return (
+            (2, self.layers // 2, self.layers - 3)
+            if self.layers > 6
+            else (1, self.layers // 2, self.layers - 1)
+        )
 
 
 class HeadShape(FileModel):
@@ -100,12 +118,18 @@ class HeadShape(FileModel):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.draft_vocab > self.vocab:
-            raise ValueError(f"a draft vocabulary of {self.draft_vocab} ids is larger than the target's, {self.vocab}")
+            raise ValueError(
+                f"a draft vocabulary of {self.draft_vocab} ids is larger than the target's, {self.vocab}"
+            )
         if self.hidden % self.heads or self.heads % self.kv_heads:
             numbers = f"{self.heads} heads on {self.kv_heads}, hidden size {self.hidden}"
-            raise ValueError(f"{numbers}: want a multiple of each in the next, as LLaMA's configurations do")
+            raise ValueError(
+                f"{numbers}: want a multiple of each in the next, as LLaMA's configurations do"
+            )
         if list(self.layer_ids) != sorted(set(self.layer_ids)):
-            raise ValueError(f"layer ids {list(self.layer_ids)}: want each once, in order, as servers read them")
+            raise ValueError(
+                f"layer ids {list(self.layer_ids)}: want each once, in order, as servers read them"
+            )
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other; choose one")
         return self
@@ -119,9 +143,15 @@ class HeadShape(FileModel):
     def shape(self) -> Shape:
         """Return the shape of the layer, with the target's vocabulary; q, k and v read twice its hidden size."""
         return Shape(
-            layers=1, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
-            ffn=self.ffn, vocab=self.vocab, qk_norm=self.qk_norm,
-        )  # fmt: skip
+            layers=1,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            ffn=self.ffn,
+            vocab=self.vocab,
+            qk_norm=self.qk_norm,
+        )
 
     def params(self) -> int:
         """Return how many numbers are trained."""
@@ -129,12 +159,19 @@ class HeadShape(FileModel):
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the trained tensors by name, in the layout of speculators."""
-        d, q, kv, at = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, LAYER["speculators"]
+        d, q, kv, at = (
+            self.hidden,
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+            LAYER["speculators"],
+        )
         norms: dict[str, tuple[int, ...]] = {}
         if self.norm_before_fc:
             norms["input_norm.weight"] = (self.target_hidden * len(self.layer_ids),)
         if self.fc_norm:
-            norms |= {f"fc_norm.{i}.weight": (self.target_hidden,) for i in range(len(self.layer_ids))}
+            norms |= {
+                f"fc_norm.{i}.weight": (self.target_hidden,) for i in range(len(self.layer_ids))
+            }
         if self.qk_norm:
             norms |= {f"{at}self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
         return norms | {
@@ -158,10 +195,18 @@ class HeadShape(FileModel):
         from transformers import LlamaConfig
 
         return LlamaConfig(
-            hidden_size=self.hidden, intermediate_size=self.ffn, num_hidden_layers=1, num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads, head_dim=self.head_dim, rms_norm_eps=self.eps, vocab_size=self.vocab,
-            max_position_embeddings=self.context, rope_parameters=dict(self.rope), tie_word_embeddings=False,
-        )  # fmt: skip
+            hidden_size=self.hidden,
+            intermediate_size=self.ffn,
+            num_hidden_layers=1,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.eps,
+            vocab_size=self.vocab,
+            max_position_embeddings=self.context,
+            rope_parameters=dict(self.rope),
+            tie_word_embeddings=False,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +219,9 @@ class Head:
     embedding: Tensor | None
 
 
-def head_config(target: Path, layer_ids: Sequence[int] | None, draft_vocab: int, **variant: Any) -> HeadShape:
+def head_config(
+    target: Path, layer_ids: Sequence[int] | None, draft_vocab: int, **variant: Any
+) -> HeadShape:
     """Return a head whose layer has the sizes, rotary frequencies and norms of the target's own.
 
     variant: norm_before_residual and the fields of EAGLE-3.1, see HeadShape; by default a plain EAGLE-3 head.
@@ -186,20 +233,29 @@ def head_config(target: Path, layer_ids: Sequence[int] | None, draft_vocab: int,
     heads = int(config.num_attention_heads)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or sizes.hidden // heads
-    if sizes.hidden % heads and sizes.hidden % head_dim == 0:  # heads of the width, as speculators chooses them
+    if (
+        sizes.hidden % heads and sizes.hidden % head_dim == 0
+    ):  # heads of the width, as speculators chooses them
         heads = sizes.hidden // head_dim
         kv_heads = kv_heads if heads % kv_heads == 0 else heads
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
     one_rope = isinstance(rope, dict) and "rope_type" in rope
     try:
         head = HeadShape(
-            hidden=sizes.hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            hidden=sizes.hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             ffn=getattr(config, "intermediate_size", None) or 4 * sizes.hidden,
-            eps=getattr(config, "rms_norm_eps", 1e-5), context=checkpoint.max_model_len(target, 2048),
+            eps=getattr(config, "rms_norm_eps", 1e-5),
+            context=checkpoint.max_model_len(target, 2048),
             rope=dict(rope) if one_rope else {"rope_type": "default", "rope_theta": 10000.0},
-            vocab=sizes.vocab, draft_vocab=draft_vocab, target_hidden=sizes.hidden,
-            layer_ids=tuple(layer_ids or sizes.default_layer_ids()), **{"norm_before_residual": False} | variant,
-        )  # fmt: skip
+            vocab=sizes.vocab,
+            draft_vocab=draft_vocab,
+            target_hidden=sizes.hidden,
+            layer_ids=tuple(layer_ids or sizes.default_layer_ids()),
+            **{"norm_before_residual": False} | variant,
+        )
     except ValidationError as error:
         raise UserError(f"EAGLE-3 head for {target}: {validation_text(error)}") from None
     _check_fits(head, sizes, f"EAGLE-3 head for {target}", own_embedding=False)
@@ -217,15 +273,23 @@ def check(folder: Path, target: Path) -> HeadShape:
         config = _from_json(content, sizes, folder)
     except ValidationError as error:
         raise UserError(f"{folder / 'config.json'}: {validation_text(error)}") from None
-    except (AttributeError, KeyError, TypeError) as error:  # values that are no objects, numbers or lists
-        raise UserError(f"{folder / 'config.json'} is not of an EAGLE-3 head: {one_line(error)}") from None
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+    ) as error:  # values that are no objects, numbers or lists
+        raise UserError(
+            f"{folder / 'config.json'} is not of an EAGLE-3 head: {one_line(error)}"
+        ) from None
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
     _check_tensors(config, tensors, folder)
     return config
 
 
-def read(folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Head:
+def read(
+    folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU
+) -> Head:
     """Read a head in any of the layouts. Raises UserError: See check; or values that are not finite or out of range."""
     config = check(folder, target)
     tensors = read_tensors(folder, _plain)
@@ -260,25 +324,41 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
     return ids
 
 
-def write(folder: Path, head: Head, layout: Layout, *, target: Path, k: int, verifier: str = "") -> None:
+def write(
+    folder: Path, head: Head, layout: Layout, *, target: Path, k: int, verifier: str = ""
+) -> None:
     """Write config.json and model.safetensors; d2t and t2d where the head predicts some of the ids only.
 
     target: whose architecture the configuration has, and its name, unless verifier is one. k: tokens that it proposes.
     """
     config = head.config
-    tensors = {name.replace(LAYER["speculators"], LAYER[layout]): tensor for name, tensor in head.weights.items()}
+    tensors = {
+        name.replace(LAYER["speculators"], LAYER[layout]): tensor
+        for name, tensor in head.weights.items()
+    }
     if config.draft_vocab < config.vocab:  # vLLM has no d2t for a head that predicts all
         known = torch.zeros(config.vocab, dtype=torch.bool)
         known[head.ids.cpu()] = True
         tensors |= {"d2t": head.ids.cpu() - torch.arange(config.draft_vocab), "t2d": known}
     embedding = head.embedding
-    if embedding is None and layout == "speculators":  # speculators computes with zeros if it finds no embedding
+    if (
+        embedding is None and layout == "speculators"
+    ):  # speculators computes with zeros if it finds no embedding
         embedding = _target_embedding(target, config).to(head.weights["fc.weight"].dtype)
     tensors |= {} if embedding is None else {"embed_tokens.weight": embedding}
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+        folder / WEIGHTS,
+    )
     dtype = checkpoint.dtype_name(head.weights["fc.weight"].dtype)
-    content = _native_json(config) if layout == "native" else _speculators_json(config, target, k, verifier)
-    (folder / "config.json").write_text(json.dumps(content | {"dtype": dtype, "torch_dtype": dtype}, indent=2))
+    content = (
+        _native_json(config)
+        if layout == "native"
+        else _speculators_json(config, target, k, verifier)
+    )
+    (folder / "config.json").write_text(
+        json.dumps(content | {"dtype": dtype, "torch_dtype": dtype}, indent=2)
+    )
 
 
 def _target_embedding(target: Path, config: HeadShape) -> Tensor:
@@ -290,7 +370,9 @@ def _target_embedding(target: Path, config: HeadShape) -> Tensor:
             config.hidden,
         ):
             return weights[name]
-    raise UserError(f"{target} has no embed_tokens.weight, which speculators' layout of a head needs")
+    raise UserError(
+        f"{target} has no embed_tokens.weight, which speculators' layout of a head needs"
+    )
 
 
 def _native_json(config: HeadShape) -> dict[str, object]:
@@ -337,10 +419,16 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
 
 
 def _llama_json(config: HeadShape) -> dict[str, object]:
-    theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}  # older readers want it
+    theta = (
+        {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}
+    )  # older readers want it
     window: dict[str, object] = {}
     if config.sliding_window is not None:
-        window = {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": [SLIDING]}
+        window = {
+            "sliding_window": config.sliding_window,
+            "use_sliding_window": True,
+            "layer_types": [SLIDING],
+        }
     return (
         theta
         | window
@@ -372,33 +460,61 @@ def _from_json(content: Mapping[str, Any], target: TargetSizes, folder: Path) ->
     kind = content.get("speculators_model_type", "eagle3")
     layer = content.get("transformer_layer_config", content)
     if kind != "eagle3" or "draft_vocab_size" not in content or not isinstance(layer, dict):
-        raise UserError(f"{folder} is no EAGLE-3 head: its config.json has no draft_vocab_size of an eagle3 model")
+        raise UserError(
+            f"{folder} is no EAGLE-3 head: its config.json has no draft_vocab_size of an eagle3 model"
+        )
     eagle = content.get("eagle_config") or {}
-    odd = [f"{name} {layer[name]!r}" for name, only in _ONLY.items() if layer.get(name, only[0]) not in (*only, None)]
+    odd = [
+        f"{name} {layer[name]!r}"
+        for name, only in _ONLY.items()
+        if layer.get(name, only[0]) not in (*only, None)
+    ]
     layer_types = layer.get("layer_types") or ["full_attention"]
-    odd += [f"layer_types {layer_types!r}"] if layer_types not in ([SLIDING], ["full_attention"]) else []
+    odd += (
+        [f"layer_types {layer_types!r}"]
+        if layer_types not in ([SLIDING], ["full_attention"])
+        else []
+    )
     slides = layer_types == [SLIDING]
-    odd += ["sliding_attention and no sliding_window"] if slides and not layer.get("sliding_window") else []
+    odd += (
+        ["sliding_attention and no sliding_window"]
+        if slides and not layer.get("sliding_window")
+        else []
+    )
     if odd:
-        raise UserError(f"{folder} is an EAGLE-3 head with {one_line(odd[0], 80)}, which draftlab does not compute")
+        raise UserError(
+            f"{folder} is an EAGLE-3 head with {one_line(odd[0], 80)}, which draftlab does not compute"
+        )
     try:
         llama: Any = LlamaConfig(
-            **{name: value for name, value in layer.items() if name not in ("dtype", "torch_dtype", "model_type")}
+            **{
+                name: value
+                for name, value in layer.items()
+                if name not in ("dtype", "torch_dtype", "model_type")
+            }
         )
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise UserError(f"{folder / 'config.json'}: {' '.join(str(error).split())[:200]}") from None
     return HeadShape(
-        hidden=llama.hidden_size, heads=llama.num_attention_heads, kv_heads=llama.num_key_value_heads,
-        head_dim=llama.head_dim, ffn=llama.intermediate_size, eps=llama.rms_norm_eps,
-        context=llama.max_position_embeddings, rope=dict(llama.rope_parameters), vocab=llama.vocab_size,
+        hidden=llama.hidden_size,
+        heads=llama.num_attention_heads,
+        kv_heads=llama.num_key_value_heads,
+        head_dim=llama.head_dim,
+        ffn=llama.intermediate_size,
+        eps=llama.rms_norm_eps,
+        context=llama.max_position_embeddings,
+        rope=dict(llama.rope_parameters),
+        vocab=llama.vocab_size,
         draft_vocab=content["draft_vocab_size"] or llama.vocab_size,
         target_hidden=content.get("target_hidden_size") or target.hidden,
         layer_ids=_layer_ids(content, eagle) or target.default_layer_ids(),
         norm_before_residual=content.get("norm_before_residual", False),
         norm_before_fc=eagle.get("norm_before_fc", content.get("norm_before_fc")) or False,
-        fc_norm=content.get("fc_norm") or False, norm_output=content.get("norm_output") or False,
-        sliding_window=layer["sliding_window"] if slides else None, qk_norm=layer.get("model_type") == "qwen3",
-    )  # fmt: skip
+        fc_norm=content.get("fc_norm") or False,
+        norm_output=content.get("norm_output") or False,
+        sliding_window=layer["sliding_window"] if slides else None,
+        qk_norm=layer.get("model_type") == "qwen3",
+    )
 
 
 _ONLY: dict[str, tuple[object, ...]] = {
@@ -423,19 +539,28 @@ def _layer_ids(content: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[in
 
 def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:
     """Raises UserError: the head belongs to another target."""
-    check_target(name, target, hidden=config.target_hidden, vocab=config.vocab, layer_ids=config.layer_ids)
+    check_target(
+        name, target, hidden=config.target_hidden, vocab=config.vocab, layer_ids=config.layer_ids
+    )
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(
-            f"{name} has hidden size {config.hidden} and no embed_tokens, and those of {target.name} have "
-            f"{target.hidden}"
+            f"{name} has hidden size {config.hidden} and no embed_tokens, and "
+            f"those of {target.name} have {target.hidden}"
         )
 
 
-def check_target(name: str, target: TargetSizes, *, hidden: int, vocab: int, layer_ids: Sequence[int]) -> None:
+def check_target(
+    name: str, target: TargetSizes, *, hidden: int, vocab: int, layer_ids: Sequence[int]
+) -> None:
     """Raises UserError: a head with these sizes belongs to another target."""
-    for what, own, expected in (("hidden size", hidden, target.hidden), ("vocabulary", vocab, target.vocab)):
+    for what, own, expected in (
+        ("hidden size", hidden, target.hidden),
+        ("vocabulary", vocab, target.vocab),
+    ):
         if own != expected:
-            raise UserError(f"{name} is a head for another target: {what} {own}, and {target.name} has {expected}")
+            raise UserError(
+                f"{name} is a head for another target: {what} {own}, and {target.name} has {expected}"
+            )
     if not 0 <= min(layer_ids) <= max(layer_ids) <= target.layers:
         read = ", ".join(map(str, layer_ids))
         raise UserError(f"{name} reads the layers {read}, and {target.name} has {target.layers}")
@@ -483,7 +608,9 @@ def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
 def _check_has_weights(folder: Path) -> None:
     """Raises UserError: there is no file of weights."""
     if not (folder / WEIGHTS).exists():
-        pickled = " (only what torch.save wrote, which is not read)" if any(folder.glob("*.bin")) else ""
+        pickled = (
+            " (only what torch.save wrote, which is not read)" if any(folder.glob("*.bin")) else ""
+        )
         raise UserError(f"{folder} has no {WEIGHTS}{pickled}")
 
 

@@ -30,16 +30,23 @@ class EagleLlama(Llama):
         """
         config = head.config
         weights = {f"model.{name}": weight for name, weight in head.weights.items()}
-        weights["model.embed_tokens.weight"] = embedding if head.embedding is None else head.embedding
+        weights["model.embed_tokens.weight"] = (
+            embedding if head.embedding is None else head.embedding
+        )
         weights["lm_head.weight"] = head.weights["lm_head.weight"]
         inv_freq, scale = rotary(config.llama_config(), config.head_dim, directory)
         super().__init__(config.shape, weights, inv_freq, scale, config.eps, config.context)
         self.fc = head.weights["fc.weight"]
         names = ["input_norm.weight"] if config.norm_before_fc else []
-        names += [f"fc_norm.{i}.weight" for i in range(len(config.layer_ids))] if config.fc_norm else []
+        names += (
+            [f"fc_norm.{i}.weight" for i in range(len(config.layer_ids))] if config.fc_norm else []
+        )
         self.fc_norms = [head.weights[name] for name in names]
         self.state_norm = self.hidden_norm = head.weights["layers.0.hidden_norm.weight"]
-        self.norm_before_residual, self.norm_output = config.norm_before_residual, config.norm_output
+        self.norm_before_residual, self.norm_output = (
+            config.norm_before_residual,
+            config.norm_output,
+        )
         self.window = config.sliding_window
         self.layer_ids = config.layer_ids
         if config.draft_vocab < config.vocab:
@@ -49,7 +56,10 @@ class EagleLlama(Llama):
         """Return the layer's input from the target's states, [..., A E] -> [..., D]."""
         if self.fc_norms:
             parts = layer_states.split([len(weight) for weight in self.fc_norms], -1)
-            normed = [rms_norm(part, weight, self.eps) for part, weight in zip(parts, self.fc_norms, strict=True)]
+            normed = [
+                rms_norm(part, weight, self.eps)
+                for part, weight in zip(parts, self.fc_norms, strict=True)
+            ]
             layer_states = torch.cat(normed, -1)
         return F.linear(layer_states, self.fc)
 
@@ -66,12 +76,19 @@ class EagleLlama(Llama):
         ids: [B, T], each the token after the position of its state. states: [B, T, D], of combine or of earlier steps.
         tree: Same as in Llama.forward. Returns: logits [B, last, V] of the last tokens, and all states [B, T, D].
         """
-        drafted = self.decode_states(ids, states, cache, self._metadata(cache, ids.shape[1], tree), last)
+        drafted = self.decode_states(
+            ids, states, cache, self._metadata(cache, ids.shape[1], tree), last
+        )
         cache.used = [used + ids.shape[1] for used in cache.used]
         return drafted
 
     def draft(
-        self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, state: Tensor | None = None
+        self,
+        logits: Tensor,
+        cache: Cache,
+        uniform: Tensor,
+        choose: Sampler,
+        state: Tensor | None = None,
     ) -> Drafted:
         """Draft K tokens, see Decoder.draft. state: the head's after the last token of each text, [B, 1, D]."""
 
@@ -140,12 +157,22 @@ class CudaGraphEagle(EagleLlama, CudaGraphLlama):
         return graph.logits, graph.states
 
     def draft(
-        self, logits: Tensor, cache: Cache, uniform: Tensor, choose: Sampler, state: Tensor | None = None
+        self,
+        logits: Tensor,
+        cache: Cache,
+        uniform: Tensor,
+        choose: Sampler,
+        state: Tensor | None = None,
     ) -> Drafted:
         return CudaGraphLlama.draft(self, logits, cache, uniform, choose, state)
 
     def _pass(
-        self, ids: Tensor, cache: Cache, metadata: AttentionMetadata, last: int, states: Tensor | None
+        self,
+        ids: Tensor,
+        cache: Cache,
+        metadata: AttentionMetadata,
+        last: int,
+        states: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         assert states is not None  # step and draft give them
         return self.decode_states(ids, states, cache, metadata, last)

@@ -11,11 +11,21 @@ from typing import Literal
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.hub import checkpoint_name, locate
-from draftlab.model.shape import Shape, check_within, fewest_kv_heads, format_count, read_shape_file, resolve
+from draftlab.model.shape import (
+    Shape,
+    check_within,
+    fewest_kv_heads,
+    format_count,
+    read_shape_file,
+    resolve,
+)
 
 BudgetKind = Literal["total", "body", "kv", "latency"]
 
-FALLBACKS = (16, 8)  # steps of 64 are too coarse for a small model; tensor cores need multiples of 8
+FALLBACKS = (
+    16,
+    8,
+)  # steps of 64 are too coarse for a small model; tensor cores need multiples of 8
 UNBOUNDED = 8  # times the source's width
 
 
@@ -73,16 +83,22 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     shapes = [shape for shape in candidates if shape is not None]
     if not shapes:
         reach = "; ".join(_reach(source, layers, budget) for layers in depths)
-        raise UserError(f"no depth comes within {budget.tolerance:.3g} of {_amount(budget)}: {reach}")
+        raise UserError(
+            f"no depth comes within {budget.tolerance:.3g} of {_amount(budget)}: {reach}"
+        )
     left_out = [layers for layers, shape in zip(depths, candidates, strict=True) if shape is None]
     if left_out:
-        note(f"depths left out, which do not come near {_amount(budget)}: {', '.join(map(str, left_out))}")
+        note(
+            f"depths left out, which do not come near {_amount(budget)}: {', '.join(map(str, left_out))}"
+        )
     return shapes
 
 
 def unbounded(source: Shape) -> Shape:
     """Return a shape of the same proportions, so large that it does not limit cuts."""
-    sizes = {name: UNBOUNDED * getattr(source, name) for name in ("hidden", "heads", "kv_heads", "ffn")}
+    sizes = {
+        name: UNBOUNDED * getattr(source, name) for name in ("hidden", "heads", "kv_heads", "ffn")
+    }
     return source.model_copy(update=sizes | {"layers": 1024})
 
 
@@ -107,7 +123,9 @@ def shipped(folder: str) -> Path:
     for path in (installed, cloned):
         if path.is_dir():
             return path
-    raise UserError(f"draftlab's {folder} are missing: neither {installed} nor {cloned} exists; reinstall draftlab")
+    raise UserError(
+        f"draftlab's {folder} are missing: neither {installed} nor {cloned} exists; reinstall draftlab"
+    )
 
 
 def presets(folder: Path) -> dict[str, Shape]:
@@ -122,7 +140,9 @@ def presets(folder: Path) -> dict[str, Shape]:
     for name, shape in shapes.items():
         sizes = re.search(r"\d+x\d+", name)
         if sizes and sizes.group() != shape_name(shape):
-            raise UserError(f"{folder / name}.yaml has the sizes {shape_name(shape)}; rename or correct it")
+            raise UserError(
+                f"{folder / name}.yaml has the sizes {shape_name(shape)}; rename or correct it"
+            )
     return shapes
 
 
@@ -145,7 +165,9 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
     return checkpoint_name(directory), directory
 
 
-def matching_preset(source: Shape, layers: int, hidden: int, folder: Path) -> tuple[str, Shape] | None:
+def matching_preset(
+    source: Shape, layers: int, hidden: int, folder: Path
+) -> tuple[str, Shape] | None:
     """Return the named shape with these sizes that can be cut from source. Raises UserError: several can."""
 
     def fits(shape: Shape) -> bool:
@@ -158,7 +180,9 @@ def matching_preset(source: Shape, layers: int, hidden: int, folder: Path) -> tu
     matches = [(name, shape) for name, shape in presets(folder).items() if fits(shape)]
     if len(matches) > 1:
         names = " and ".join(name for name, _ in matches)
-        raise UserError(f"{layers} layers x {hidden} is {names} in {folder}; name one of these files with --shape")
+        raise UserError(
+            f"{layers} layers x {hidden} is {names} in {folder}; name one of these files with --shape"
+        )
     return matches[0] if matches else None
 
 
@@ -190,7 +214,9 @@ def requested_shape(
         named = matching_preset(source, layers, hidden, widths_folder())
         named = named if named is None or named[1].ffn % multiple_of == 0 else None
     if named is None:
-        return resolve(source, layers=layers, hidden=hidden, ffn=ffn, params=params, multiple_of=multiple_of), None
+        return resolve(
+            source, layers=layers, hidden=hidden, ffn=ffn, params=params, multiple_of=multiple_of
+        ), None
     check_within(named[1], source)
     return named[1], named[0]
 
@@ -207,7 +233,10 @@ def _at_depth(source: Shape, layers: int, budget: Budget) -> Shape | None:
 
 def _candidates(source: Shape, layers: int, budget: Budget, step: int) -> list[Shape]:
     if budget.kind != "kv":
-        return [_nearest(shape, budget, most=source.ffn, step=step) for shape in _widths(source, layers, budget)]
+        return [
+            _nearest(shape, budget, most=source.ffn, step=step)
+            for shape in _widths(source, layers, budget)
+        ]
     kv_heads = round(budget.amount / _kv_bytes_per_head(source, layers))
     return [_kv_shape(source, layers, max(1, min(source.kv_heads, kv_heads)), step)]
 
@@ -218,7 +247,12 @@ def _widths(source: Shape, layers: int, budget: Budget) -> list[Shape]:
     shapes = []
     for hidden in range(source.head_dim, source.hidden + 1, source.head_dim):
         heads = min(hidden // source.head_dim, source.heads)
-        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": fewest_kv_heads(heads, group)}
+        sizes = {
+            "layers": layers,
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": fewest_kv_heads(heads, group),
+        }
         if hidden % heads == 0 and sizes["kv_heads"] <= source.kv_heads:
             shapes.append(source.model_copy(update=sizes))
     return [shape for shape in shapes if budget.fits(shape)]
@@ -232,7 +266,9 @@ def _nearest(shape: Shape, budget: Budget, *, most: int, step: int) -> Shape:
 
     ffns = [*range(step, most, step), most]
     above = bisect_left(ffns, 0, key=over)
-    return shape.model_copy(update={"ffn": min(ffns[max(0, above - 1) : above + 1], key=lambda ffn: abs(over(ffn)))})
+    return shape.model_copy(
+        update={"ffn": min(ffns[max(0, above - 1) : above + 1], key=lambda ffn: abs(over(ffn)))}
+    )
 
 
 def _kv_shape(source: Shape, layers: int, kv_heads: int, step: int) -> Shape:
@@ -263,7 +299,9 @@ def _reach(source: Shape, layers: int, budget: Budget) -> str:
     widths, ends = _widths(source, layers, budget), (min(budget.steps()), source.ffn)
     if not widths:
         return f"{depth}: no width splits over {budget.tensor_parallel} devices in steps of {budget.width_multiple_of}"
-    low, *_, high = sorted(budget.cost(shape.model_copy(update={"ffn": ffn})) for shape in widths for ffn in ends)
+    low, *_, high = sorted(
+        budget.cost(shape.model_copy(update={"ffn": ffn})) for shape in widths for ffn in ends
+    )
     if budget.kind == "latency":
         return f"{depth}: {low:.3g} to {high:.3g} ms"
     return f"{depth}: {format_count(low)} to {format_count(high)}"

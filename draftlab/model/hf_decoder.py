@@ -25,7 +25,9 @@ from draftlab.model.decoder import Decoder, Tree
 from draftlab.model.hf_files import quantization_method
 from draftlab.model.llama import LayerStates
 
-RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())  # layers with states in place of keys
+RECURRENT: Any = getattr(
+    cache_utils, "LinearAttentionCacheLayerMixin", ()
+)  # layers with states in place of keys
 SPARSE = 2  # slots for each position that is read, from which on the cache is packed
 FULL, SLIDING = "full_attention", "sliding_attention"
 TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two rows
@@ -60,7 +62,9 @@ class HFCache:
         moved = own.masked_fill(own >= at, -1)
         for to, i in enumerate(path):
             moved = moved.masked_fill(own == at + i, at + to)
-        self.position = torch.cat([self.position[:row], moved.unsqueeze(0), self.position[row + 1 :]])
+        self.position = torch.cat(
+            [self.position[:row], moved.unsqueeze(0), self.position[row + 1 :]]
+        )
         if self.layer_states is not None:
             states = self.layer_states.states
             states[row, at : at + len(path)] = states[row, [at + i for i in path]]
@@ -71,15 +75,21 @@ class HFCache:
         """Return a cache of some rows alone. mask: bool [B]."""
         chosen = mask.nonzero().squeeze(1)
         for layer in cast(Any, self.past.layers):
-            (layer.reorder_cache if isinstance(layer, RECURRENT) else layer.batch_select_indices)(chosen)
+            (layer.reorder_cache if isinstance(layer, RECURRENT) else layer.batch_select_indices)(
+                chosen
+            )
         used = [used for used, chosen in zip(self.used, mask.tolist(), strict=True) if chosen]
         layers = self.layer_states
         layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
-        return HFCache(self.past, self.capacity, used, self.position[mask.to(self.position.device)], layers)
+        return HFCache(
+            self.past, self.capacity, used, self.position[mask.to(self.position.device)], layers
+        )
 
     def drop_unread(self) -> None:
         """Forget positions after used, and drop slots at the end that no row reads. Raises RuntimeError: it cannot."""
-        self.position = self.position.masked_fill(self.position >= torch.tensor(self.used).unsqueeze(1), -1)
+        self.position = self.position.masked_fill(
+            self.position >= torch.tensor(self.used).unsqueeze(1), -1
+        )
         read = (self.position >= 0).any(0).nonzero()
         size = int(read[-1]) + 1 if len(read) else 0
         if (cached := int(self.past.get_seq_length())) > size:
@@ -91,11 +101,17 @@ class HFCache:
     def _pack(self) -> None:
         """Move every row's slots to the places of their positions."""
         width = max(self.used)
-        order = self.position.masked_fill(self.position < 0, self.capacity + 1).argsort(1)[:, :width]  # [B, width]
+        order = self.position.masked_fill(self.position < 0, self.capacity + 1).argsort(1)[
+            :, :width
+        ]  # [B, width]
         for layer in cast(Any, self.past.layers):
             slots = order.to(layer.keys.device)[:, None, :, None]
-            layer.keys = layer.keys.gather(2, slots.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3]))
-            layer.values = layer.values.gather(2, slots.expand(-1, layer.values.shape[1], -1, layer.values.shape[3]))
+            layer.keys = layer.keys.gather(
+                2, slots.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
+            )
+            layer.values = layer.values.gather(
+                2, slots.expand(-1, layer.values.shape[1], -1, layer.values.shape[3])
+            )
         self.position = self.position.gather(1, order)
 
     @property
@@ -111,13 +127,19 @@ class HFDecoder(Decoder):
         """one_length: all rows of a batch have the same length, so that no trial is needed."""
         self.model, self.config = model, model.config.get_text_config()
         self.one_length = one_length
-        name = self.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # GPT-2: n_positions
+        name = self.config.attribute_map.get(
+            "max_position_embeddings", "max_position_embeddings"
+        )  # GPT-2: n_positions
         self.context = int(self.config.to_dict().get(name) or checkpoint.UNLIMITED)
-        self._states: dict[int, Tensor] = {}  # states of the last pass, by the number of layers before
+        self._states: dict[
+            int, Tensor
+        ] = {}  # states of the last pass, by the number of layers before
 
     @property
     def device(self) -> torch.device:
-        devices = (p.device for p in self.model.parameters() if not p.is_meta)  # meta ones are offloaded to disk
+        devices = (
+            p.device for p in self.model.parameters() if not p.is_meta
+        )  # meta ones are offloaded to disk
         return next(devices, checkpoint.CPU)
 
     @property
@@ -150,7 +172,9 @@ class HFDecoder(Decoder):
     @property
     def kv_bytes(self) -> int:
         """Return the bytes of the KV cache per token, at most: without grouped heads."""
-        return 2 * self.config.num_hidden_layers * self.config.hidden_size * self.model.dtype.itemsize
+        return (
+            2 * self.config.num_hidden_layers * self.config.hidden_size * self.model.dtype.itemsize
+        )
 
     def new_cache(self, rows: int, capacity: int) -> HFCache:
         """Return an empty cache. Raises UserError: capacity exceeds the context, or the model has no such cache."""
@@ -161,9 +185,14 @@ class HFDecoder(Decoder):
             past.get_seq_length()
         except ValueError:
             kind = type(self.model).__name__
-            raise UserError(f"{kind} has no attention cache that can be rolled back, so it cannot speculate") from None
+            raise UserError(
+                f"{kind} has no attention cache that can be rolled back, so it cannot speculate"
+            ) from None
         # a sliding-window layer drops old tokens and cannot roll back; the attention mask hides them as well
-        past.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in past.layers]
+        past.layers = [
+            DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer
+            for layer in past.layers
+        ]
         return HFCache(past, capacity, [0] * rows, torch.empty(rows, 0, dtype=torch.long))
 
     @torch.inference_mode(False)
@@ -182,7 +211,9 @@ class HFDecoder(Decoder):
         return LayerStates(ids, self.embed.new_zeros(size))
 
     @without_gradients
-    def forward(self, ids: Tensor, cache: HFCache, last: int = 0, tree: Tree | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, cache: HFCache, last: int = 0, tree: Tree | None = None
+    ) -> Tensor:
         """Run one pass, see Decoder.
 
         Raises:
@@ -191,24 +222,34 @@ class HFDecoder(Decoder):
             ValueError: the tokens do not fit the cache.
         """
         if max(cache.used) + ids.shape[1] > cache.capacity:
-            raise ValueError(f"{max(cache.used) + ids.shape[1]} tokens do not fit a cache of {cache.capacity}")
+            raise ValueError(
+                f"{max(cache.used) + ids.shape[1]} tokens do not fit a cache of {cache.capacity}"
+            )
         try:
             cache.drop_unread()
         except RuntimeError as error:
-            raise UserError(f"the cache of {type(self.model).__name__} cannot be rolled back: {error}") from error
+            raise UserError(
+                f"the cache of {type(self.model).__name__} cannot be rolled back: {error}"
+            ) from error
         if tree is None and min(cache.used) == max(cache.used) and cache.in_order:
             return self._run(ids, cache, last)
         if not self.masked:
             text = f"{type(self.model).__name__} computes one row at a time, and no token trees"
-            raise UserError(f"{text}: its attention takes no mask of one's own; use a batch size of 1")
+            raise UserError(
+                f"{text}: its attention takes no mask of one's own; use a batch size of 1"
+            )
         return self._run(ids, cache, last, tree, masked=True)
 
-    def _run(self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None, masked: bool = False) -> Tensor:
+    def _run(
+        self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None, masked: bool = False
+    ) -> Tensor:
         """Run a pass and note the content of its slots. masked: Whether it has positions and a mask of its own."""
         used, steps = torch.tensor(cache.used).unsqueeze(1), torch.arange(ids.shape[1])
         layout = self._layout(cache, used, ids.shape[1], tree) if masked else {}
         run: Any = self.model
-        logits = run(input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last, **layout).logits
+        logits = run(
+            input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last, **layout
+        ).logits
         if cache.layer_states is not None:
             self.store_states(cache.layer_states, torch.arange(len(ids)).unsqueeze(1), used + steps)
         cache.position = torch.cat([cache.position, used + steps], 1)
@@ -218,12 +259,18 @@ class HFDecoder(Decoder):
     def store_states(self, layer_states: LayerStates, rows: Tensor, places: Tensor) -> None:
         """Store the states of the last pass. rows: [B, 1]. places: positions of its tokens, [B, T]."""
         for layers in layer_states.ids:
-            layer_states.store(layers, self._states[layers].to(layer_states.states), (rows, slice(None), places))
+            layer_states.store(
+                layers, self._states[layers].to(layer_states.states), (rows, slice(None), places)
+            )
 
-    def _layout(self, cache: HFCache, used: Tensor, width: int, tree: Tree | None) -> dict[str, Any]:
+    def _layout(
+        self, cache: HFCache, used: Tensor, width: int, tree: Tree | None
+    ) -> dict[str, Any]:
         """Return positions and the attention mask of a pass. used: [B, 1]."""
         depth = torch.arange(width) if tree is None else tree.depth.cpu()
-        among = torch.ones(width, width, dtype=torch.bool).tril() if tree is None else tree.mask.cpu()
+        among = (
+            torch.ones(width, width, dtype=torch.bool).tril() if tree is None else tree.mask.cpu()
+        )
         at = (used + depth).expand(len(used), -1)  # [B, T]
         old = (cache.position >= 0).unsqueeze(1).expand(-1, width, -1)
         seen = torch.cat([old, among.expand(len(used), -1, -1)], 2)  # [B, T, S + T]
@@ -252,7 +299,12 @@ class HFDecoder(Decoder):
         """
         kinds = set(getattr(self.config, "layer_types", None) or [])
         counted = "position_ids" not in inspect.signature(self.model.forward).parameters
-        if self.one_length or kinds - {FULL, SLIDING} or counted or getattr(self.config, "alibi", False):
+        if (
+            self.one_length
+            or kinds - {FULL, SLIDING}
+            or counted
+            or getattr(self.config, "alibi", False)
+        ):
             return False
         first, second = (torch.tensor([row], device=self.device) for row in TRIAL)
         cache = self.new_cache(2, 8)
@@ -262,10 +314,20 @@ class HFDecoder(Decoder):
             cache.drop_unread()
             ids = torch.cat([first[:, 3:], second[:, 2:].repeat(1, 2)])
             found = self._run(ids, cache, 2, masked=True)
-        except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):  # whatever a model makes of the mask
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+        ):  # whatever a model makes of the mask
             return False
-        expected = torch.cat([self.forward_uncached(first, 1)[:, 0], self.forward_uncached(second, 1)[:, 0]])
-        error = (torch.stack([found[0, 1], found[1, 0]]) - expected).abs().max() / expected.abs().max()
+        expected = torch.cat(
+            [self.forward_uncached(first, 1)[:, 0], self.forward_uncached(second, 1)[:, 0]]
+        )
+        error = (
+            torch.stack([found[0, 1], found[1, 0]]) - expected
+        ).abs().max() / expected.abs().max()
         return bool(error < TRIAL_ERROR.get(self.model.dtype, 0.05))
 
     @without_gradients
@@ -292,4 +354,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     for module in cast(nn.Module, model.get_decoder()).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise UserError(f"{type(model).__name__} has no list of {count} layers, which an EAGLE-3 head reads")
+    raise UserError(
+        f"{type(model).__name__} has no list of {count} layers, which an EAGLE-3 head reads"
+    )

@@ -17,8 +17,21 @@ from draftlab.reading import read_json, read_object, reading
 
 CONFIG, GENERATION, HEAD_IDS = "config.json", "generation_config.json", "head_ids.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+)
 UNLIMITED = 1 << 30
 # Families whose forward pass is exactly that of llama.py, and whose tensors are never renamed; others share the layout
 # but scale or gate something else. What the tensors do not tell stands in llama.MULTIPLIERS.
@@ -26,13 +39,27 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
 NOT_CAUSAL = re.compile(
     r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|PreTraining)$"
 )
-ENCODERS = ("bert", "roberta", "distilbert", "albert", "electra", "xlm-roberta", "deberta", "deberta-v2", "modernbert")
+ENCODERS = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "albert",
+    "electra",
+    "xlm-roberta",
+    "deberta",
+    "deberta-v2",
+    "modernbert",
+)
 # Buffers in checkpoints of the age of LLaMA 1 and 2 that no model reads: transformers computes them itself.
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
 FLOATS = ("F64", "F32", "BF16", "F16")
 
 Kind = Literal["gguf", "bin", "adapter"]
-NOUNS: dict[Kind, str] = {"gguf": "a GGUF file", "bin": "a checkpoint in .bin files", "adapter": "a PEFT adapter"}
+NOUNS: dict[Kind, str] = {
+    "gguf": "a GGUF file",
+    "bin": "a checkpoint in .bin files",
+    "adapter": "a PEFT adapter",
+}
 BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
@@ -86,7 +113,11 @@ def _number(value: Any) -> Any:
     """Return a value of config.json in which infinities, which JSON lacks, are numbers: transformers writes objects."""
     if isinstance(value, list):
         return [_number(item) for item in value]
-    return float(value["__float__"]) if isinstance(value, dict) and value.keys() == {"__float__"} else value
+    return (
+        float(value["__float__"])
+        if isinstance(value, dict) and value.keys() == {"__float__"}
+        else value
+    )
 
 
 def text_config(directory: Path) -> dict[str, object]:
@@ -119,7 +150,11 @@ def check_causal(directory: Path) -> None:
     """Raises UserError: config.json is of a model that does not write text token by token, by its own words."""
     config = read_config(directory)
     kind, names = str(config.get("model_type")), config.get("architectures")
-    named = next((str(name) for name in names if NOT_CAUSAL.search(str(name))), "") if isinstance(names, list) else ""
+    named = (
+        next((str(name) for name in names if NOT_CAUSAL.search(str(name))), "")
+        if isinstance(names, list)
+        else ""
+    )
     encoder = (named or kind in ENCODERS) and not config.get("is_decoder")
     if config.get("is_encoder_decoder") or encoder:
         reads = "an encoder and a decoder" if config.get("is_encoder_decoder") else "an encoder"
@@ -135,16 +170,24 @@ def is_quantised(config: dict[str, object]) -> bool:
 
 def quantization_method(config: dict[str, object]) -> str | None:
     """Return how the weights are quantised, as awq, gptq, bitsandbytes, fp8 or mlx; None if they are not."""
-    quantization = config.get("quantization_config") or config.get("quantization")  # the latter is MLX's
+    quantization = config.get("quantization_config") or config.get(
+        "quantization"
+    )  # the latter is MLX's
     default = "unnamed" if is_quantised(config) else "mlx"
-    method = quantization.get("quant_method", default) if isinstance(quantization, dict) else quantization
+    method = (
+        quantization.get("quant_method", default)
+        if isinstance(quantization, dict)
+        else quantization
+    )
     return None if method is None else one_line(method, 40)
 
 
 def check_unquantised(directory: Path, config: dict[str, object]) -> None:
     """Raises UserError: the weights are quantised, which neither pruning nor the engine reads."""
     if (method := quantization_method(config)) is not None:
-        raise Quantised(f"{directory} is quantised ({method}); name the checkpoint with unquantised weights")
+        raise Quantised(
+            f"{directory} is quantised ({method}); name the checkpoint with unquantised weights"
+        )
 
 
 def vocab_size(directory: Path) -> int:
@@ -209,7 +252,9 @@ def write_head_ids(directory: Path, ids: Sequence[int]) -> None:
 def check_head_size(size: int, vocab: int, special: int = 0) -> None:
     """Raises UserError: a head of that size has no room for the special ids, or is no smaller than the whole."""
     if not special < size < vocab:
-        raise UserError(f"--vocab {size}: want more than the {special} special ids, and fewer than all {vocab:,}")
+        raise UserError(
+            f"--vocab {size}: want more than the {special} special ids, and fewer than all {vocab:,}"
+        )
 
 
 def check_trimmable(draft: Path, size: int) -> None:
@@ -217,7 +262,9 @@ def check_trimmable(draft: Path, size: int) -> None:
     vocab = vocab_size(draft)
     check_head_size(size, vocab)
     if (ids := read_head_ids(draft, vocab)) is not None:
-        raise UserError(f"--vocab {size}: the head of {draft} is trimmed already, to {len(ids):,} ids; leave it out")
+        raise UserError(
+            f"--vocab {size}: the head of {draft} is trimmed already, to {len(ids):,} ids; leave it out"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +295,16 @@ def read_headers(directory: Path) -> dict[str, Header]:
         if missing:
             raise UserError(f"{file} has no tensor {missing[0]!r}, which the index assigns to it")
         if twice := sorted(headers.keys() & seen):
-            raise UserError(f"{directory} has {twice[0]!r} twice, in {file.name} and in another file")
+            raise UserError(
+                f"{directory} has {twice[0]!r} twice, in {file.name} and in another file"
+            )
         seen |= headers.keys()
         for name, header in headers.items():
-            if (listed is None or name in listed) and not BUFFERS.search(name) and header.stored != "BOOL":
+            if (
+                (listed is None or name in listed)
+                and not BUFFERS.search(name)
+                and header.stored != "BOOL"
+            ):
                 tensors[name] = header
     return tensors
 
@@ -283,10 +336,14 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
 def read_index(file: Path) -> dict[str, str]:
     """Return the file name of each tensor. Raises UserError: The errors of weight_files."""
     with reading(f"{file}: weight_map"):
-        index = TypeAdapter(dict[str, str]).validate_python(read_object(file).get("weight_map"), strict=True)
+        index = TypeAdapter(dict[str, str]).validate_python(
+            read_object(file).get("weight_map"), strict=True
+        )
     outside = [name for name in index.values() if Path(name).name != name]
     if outside or not index:
-        raise UserError(f"{file} names {'a file outside its directory: ' + outside[0] if outside else 'no tensor'}")
+        raise UserError(
+            f"{file} names {'a file outside its directory: ' + outside[0] if outside else 'no tensor'}"
+        )
     return index
 
 
@@ -295,8 +352,8 @@ def check_stored(directory: Path, headers: Mapping[str, Header]) -> None:
     odd = next((name for name, header in headers.items() if header.stored not in FLOATS), None)
     if odd is not None:
         raise Quantised(
-            f"{directory} is quantised ({odd} is stored as {headers[odd].stored}); name the checkpoint with "
-            "unquantised weights"
+            f"{directory} is quantised ({odd} is stored as {headers[odd].stored}); "
+            "name the checkpoint with unquantised weights"
         )
 
 
@@ -307,4 +364,6 @@ def _headers(file: Path, modified: int, size: int) -> Mapping[str, Header]:
 
     with reading(file), safe_open(file, framework="np") as handle:
         slices: dict[str, Any] = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-        return {name: Header(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+        return {
+            name: Header(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()
+        }

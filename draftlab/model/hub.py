@@ -24,13 +24,31 @@ from draftlab.model.hf_files import (
 from draftlab.reading import read_object
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
-PLAIN = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]  # configuration and tokenizer
+PLAIN = [
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+]  # configuration and tokenizer
 TIMEOUT_SECONDS = 3
-IMPORTED = "draftlab import converts .bin files and adapters by this name, and a downloaded GGUF file"
+IMPORTED = (
+    "draftlab import converts .bin files and adapters by this name, and a downloaded GGUF file"
+)
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
 ROW_FILES = (".json", ".jsonl", ".parquet")
 TEXT_SUFFIXES = (*ROW_FILES, ".md", ".py", ".txt")
-ROUNDED = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # types of a GGUF file's matrices
+ROUNDED = (
+    "f32",
+    "f16",
+    "bf16",
+    "q8_0",
+    "q5_1",
+    "q5_0",
+    "q4_1",
+    "q4_0",
+)  # types of a GGUF file's matrices
 
 
 def locate(name: str | Path, weights: bool = True) -> Path:
@@ -57,7 +75,9 @@ def locate(name: str | Path, weights: bool = True) -> Path:
         refuse_other_layout(path)
         raise UserError(f"{path} is a file, and a checkpoint is a directory")
     if not _is_hub_name(str(name)):
-        raise UserError(f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}")
+        raise UserError(
+            f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}"
+        )
     return _from_hub(str(name), weights)
 
 
@@ -163,7 +183,11 @@ def offline_reason() -> str | None:
     """Return why the hub cannot be reached, or None if it can; each endpoint is tried once."""
     from huggingface_hub import constants
 
-    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _connection_error(constants.ENDPOINT)
+    return (
+        "HF_HUB_OFFLINE is set"
+        if constants.HF_HUB_OFFLINE
+        else _connection_error(constants.ENDPOINT)
+    )
 
 
 @functools.cache
@@ -197,7 +221,12 @@ def _from_hub(name: str, weights: bool) -> Path:
 
 
 def _fetch(
-    repo: str, revision: str, patterns: list[str], ignored: list[str] | None = None, *, told: bool = False
+    repo: str,
+    revision: str,
+    patterns: list[str],
+    ignored: list[str] | None = None,
+    *,
+    told: bool = False,
 ) -> Path:
     """Return the local directory of a hub repository, with the files of these patterns.
 
@@ -219,7 +248,11 @@ def _fetch(
         local_files_only=bool(offline),
     )
     try:
-        missing = [file for file in found(dry_run=True) if file.will_download] if told and not offline else []
+        missing = (
+            [file for file in found(dry_run=True) if file.will_download]
+            if told and not offline
+            else []
+        )
         if missing:
             size = sum(file.file_size or 0 for file in missing) / 1e9
             note(
@@ -270,7 +303,9 @@ def check_whole(name: str, weights: bool) -> None:
 
 def _refuse_head(name: str) -> None:
     if kind := head_kind(name):
-        raise UserError(f"{name} has heads on a target and is no whole model; score --drafter {kind}:heads={name}")
+        raise UserError(
+            f"{name} has heads on a target and is no whole model; score --drafter {kind}:heads={name}"
+        )
 
 
 def check_rounded(*drafts: str) -> None:

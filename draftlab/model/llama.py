@@ -66,7 +66,9 @@ class Cache:
             for cached in (self.keys, self.values):
                 cached[:, row, :, at:end] = cached[:, row, :, [at + i for i in path]]
             if self.layer_states is not None:
-                self.layer_states.states[row, at:end] = self.layer_states.states[row, [at + i for i in path]]
+                self.layer_states.states[row, at:end] = self.layer_states.states[
+                    row, [at + i for i in path]
+                ]
         self.used[row] = end
 
     def rows(self, mask: Tensor) -> "Cache":
@@ -108,7 +110,13 @@ class Llama(Decoder):
     window: int | None = None  # latest tokens that attention reads, its own included; None: all
 
     def __init__(
-        self, shape: Shape, weights: Mapping[str, Tensor], inv_freq: Tensor, rope_scale: float, eps: float, context: int
+        self,
+        shape: Shape,
+        weights: Mapping[str, Tensor],
+        inv_freq: Tensor,
+        rope_scale: float,
+        eps: float,
+        context: int,
     ) -> None:
         """inv_freq: rotary frequencies, [C / 2]; rope_scale multiplies both tables; context: longest S."""
         self.shape, self.eps, self.context = shape, eps, context
@@ -182,9 +190,13 @@ class Llama(Decoder):
         """
         width = ids.shape[1]
         if max(cache.used) + width > cache.capacity:
-            raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
+            raise ValueError(
+                f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}"
+            )
         metadata = self._metadata(cache, width, tree)
-        logits = self.decode(ids, cache.keys, cache.values, metadata, last, cache.hidden_states, cache.layer_states)
+        logits = self.decode(
+            ids, cache.keys, cache.values, metadata, last, cache.hidden_states, cache.layer_states
+        )
         cache.used = [used + width for used in cache.used]
         return logits
 
@@ -192,7 +204,9 @@ class Llama(Decoder):
     def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
         """Return the logits of the last tokens of whole texts, [B, last, V]. tree: Same as in forward."""
         cache = self.new_cache(len(ids), ids.shape[1])
-        return self.forward(ids, cache, last) if tree is None else self.forward(ids, cache, last, tree)
+        return (
+            self.forward(ids, cache, last) if tree is None else self.forward(ids, cache, last, tree)
+        )
 
     def decode(
         self,
@@ -232,7 +246,9 @@ class Llama(Decoder):
     def _metadata(self, cache: Cache, width: int, tree: Tree | None) -> AttentionMetadata:
         end, device = max(cache.used) + width, self.device
         if tree is not None or min(cache.used) != max(cache.used):
-            return self.attention_metadata(staged(cache.used, device).unsqueeze(1), width, end, tree)
+            return self.attention_metadata(
+                staged(cache.used, device).unsqueeze(1), width, end, tree
+            )
         start, folded = end - width, width == 1 or (end - width > 0 and width <= NARROW)
         mask: Tensor | None = None
         slides = self.window is not None and end > self.window
@@ -244,20 +260,36 @@ class Llama(Decoder):
         elif width > 1 and start:
             mask = causal_lower_right(width, end)
         new = slice(start, end)
-        return AttentionMetadata(self.cos[new], self.sin[new], mask, (slice(None), slice(None), new), end, folded)
+        return AttentionMetadata(
+            self.cos[new], self.sin[new], mask, (slice(None), slice(None), new), end, folded
+        )
 
-    def attention_metadata(self, used: Tensor, width: int, end: int, tree: Tree | None = None) -> AttentionMetadata:
+    def attention_metadata(
+        self, used: Tensor, width: int, end: int, tree: Tree | None = None
+    ) -> AttentionMetadata:
         """Return the metadata of width tokens after used cached tokens of each row, [B, 1]; S is end."""
         steps = torch.arange(width, device=used.device)
         depth = steps if tree is None else tree.depth
-        mask = torch.ones(width, width, dtype=torch.bool, device=used.device).tril() if tree is None else tree.mask
-        new = (torch.arange(end, device=used.device) - used).unsqueeze(1)  # [B, 1, S], the new token at each position
-        among = mask.expand(len(used), width, width).gather(2, new.clamp(0, width - 1).expand(-1, width, -1))
+        mask = (
+            torch.ones(width, width, dtype=torch.bool, device=used.device).tril()
+            if tree is None
+            else tree.mask
+        )
+        new = (torch.arange(end, device=used.device) - used).unsqueeze(
+            1
+        )  # [B, 1, S], the new token at each position
+        among = mask.expand(len(used), width, width).gather(
+            2, new.clamp(0, width - 1).expand(-1, width, -1)
+        )
         attended = ((new >= 0) & (new < width) & among) | (new < 0)
         if self.window is not None:
-            age = (used + depth).unsqueeze(2) - torch.arange(end, device=used.device)  # age of each position, [B, T, S]
+            age = (used + depth).unsqueeze(2) - torch.arange(
+                end, device=used.device
+            )  # age of each position, [B, T, S]
             recent = age < self.window
-            attended &= recent if tree is None else recent | (new >= 0)  # no tree is deeper than a window
+            attended &= (
+                recent if tree is None else recent | (new >= 0)
+            )  # no tree is deeper than a window
         attended = attended.unsqueeze(1)
         rows = torch.arange(len(used), device=used.device).unsqueeze(1)
         cos, sin = self.cos[used + depth].unsqueeze(1), self.sin[used + depth].unsqueeze(1)
@@ -268,21 +300,37 @@ class Llama(Decoder):
     def _folded_mask(self, attended: Tensor) -> Tensor:
         """Return the addend of the scores of folded heads, [B, 1, G T, S]; made once for all layers."""
         bias = torch.zeros(attended.shape, dtype=self.embed.dtype, device=attended.device)
-        return bias.masked_fill_(~attended, -torch.inf).repeat(1, 1, self.shape.heads // self.shape.kv_heads, 1)
+        return bias.masked_fill_(~attended, -torch.inf).repeat(
+            1, 1, self.shape.heads // self.shape.kv_heads, 1
+        )
 
-    def _attention(self, block: Block, x: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def _attention(
+        self, block: Block, x: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
         s = self.shape
-        qkv = F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)  # [B, H+2K, T, C]
+        qkv = (
+            F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)
+        )  # [B, H+2K, T, C]
         qk, v = qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
         if block.qk_norm is not None:
             parts = qk[:, : s.heads], qk[:, s.heads :]
-            qk = torch.cat([self._head_norm(x, weight) for x, weight in zip(parts, block.qk_norm, strict=True)], 1)
+            qk = torch.cat(
+                [
+                    self._head_norm(x, weight)
+                    for x, weight in zip(parts, block.qk_norm, strict=True)
+                ],
+                1,
+            )
         qk = qk * metadata.cos + qk.roll(s.head_dim // 2, -1) * metadata.sin
         k = qk[:, s.heads :]
-        ragged = not isinstance(metadata.slots[0], slice)  # then the indexed dimensions come first: [B, T, K, C]
+        ragged = not isinstance(
+            metadata.slots[0], slice
+        )  # then the indexed dimensions come first: [B, T, K, C]
         keys[metadata.slots] = k.transpose(1, 2) if ragged else k
         values[metadata.slots] = v.transpose(1, 2) if ragged else v
-        out = attend(qk[:, : s.heads], keys[:, :, : metadata.end], values[:, :, : metadata.end], metadata)
+        out = attend(
+            qk[:, : s.heads], keys[:, :, : metadata.end], values[:, :, : metadata.end], metadata
+        )
         return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)
 
     def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -305,7 +353,9 @@ MULTIPLIERS: dict[str, tuple[str, ...]] = {
 class Multiplied(Mapping[str, Tensor]):
     """The weights of a model whose config.json multiplies some of them (Granite), read with the factors folded in."""
 
-    def __init__(self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]
+    ) -> None:
         """shape: untied, so that the head can differ from the embedding."""
         self.weights, self.embed = weights, shape.names()["embed"]
         self.factors: dict[str, float] = {}
@@ -313,11 +363,17 @@ class Multiplied(Mapping[str, Tensor]):
             factor = float(str(config.get(key, 1.0)))
             if key == "attention_multiplier":
                 factor *= shape.head_dim**0.5
-            names = [shape.names(layer).get(role) for layer in range(shape.layers) for role in roles]
-            self.factors |= dict.fromkeys((n for n in names if n), 1 / factor if key == "logits_scaling" else factor)
+            names = [
+                shape.names(layer).get(role) for layer in range(shape.layers) for role in roles
+            ]
+            self.factors |= dict.fromkeys(
+                (n for n in names if n), 1 / factor if key == "logits_scaling" else factor
+            )
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self.weights[name if name in self.weights else self.embed]  # a tied head is the embedding
+        weight = self.weights[
+            name if name in self.weights else self.embed
+        ]  # a tied head is the embedding
         factor = self.factors.get(name, 1.0)
         return weight if factor == 1 else (weight.float() * factor).to(weight.dtype)
 
@@ -359,9 +415,13 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
     config, shape = checkpoint.read_config(directory), checkpoint.planned_shape(directory)
     kind = config.get("model_type")
     if kind not in checkpoint.MODEL_TYPES:
-        raise OtherArchitecture(f"{directory} is a {kind} model; the engine runs {', '.join(checkpoint.MODEL_TYPES)}")
+        raise OtherArchitecture(
+            f"{directory} is a {kind} model; the engine runs {', '.join(checkpoint.MODEL_TYPES)}"
+        )
     if config.get("hidden_act") != "silu":
-        raise OtherArchitecture(f"{directory}: activation {config.get('hidden_act')!r}; the engine runs silu")
+        raise OtherArchitecture(
+            f"{directory}: activation {config.get('hidden_act')!r}; the engine runs silu"
+        )
     with reading(f"{directory}/config.json cannot be used"):
         full = checkpoint.auto_config(directory)
         eps = {"rms_norm_eps": full.rms_norm_eps}  # transformers' default
@@ -413,7 +473,9 @@ def spread(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
     return full.index_copy_(-1, ids, logits)
 
 
-def rotary_tables(inv_freq: Tensor, scale: float, context: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    inv_freq: Tensor, scale: float, context: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return tables cos and sin, [context, C] each, of frequencies [C / 2], in the dtype and on the device of like.
 
     The sine table has the sign of rotate_half: x is turned to x cos + swap_halves(x) sin.

@@ -10,7 +10,12 @@ from draftlab.errors import UserError
 
 CGROUPS = (  # limit, usage, statistics, and the key of reclaimable bytes in them; cgroup v2, then v1
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
 )
 
 
@@ -35,5 +40,9 @@ def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) ->
     """Raises UserError: needs, bytes by purpose, exceed the free memory. advice: Other ways, for the message."""
     free, total = free_bytes(device), sum(needs.values())
     if total > free:
-        parts = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6)
-        raise UserError(f"not enough memory: {parts}, but {free / 1e9:.3g} GB free on {device}; use {advice}")
+        parts = ", ".join(
+            f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6
+        )
+        raise UserError(
+            f"not enough memory: {parts}, but {free / 1e9:.3g} GB free on {device}; use {advice}"
+        )

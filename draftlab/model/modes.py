@@ -18,7 +18,9 @@ from draftlab.model.native_cpu import NativeLlama
 from draftlab.model.recurrent_decoder import RecurrentDecoder, has_recurrent_layers
 
 
-def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None) -> Decoder:
+def load(
+    directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None
+) -> Decoder:
     """Load a checkpoint with llama.py if it computes the architecture and no device_map is given, else with
     transformers.
     """
@@ -29,7 +31,9 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: 
     except OtherArchitecture as error:
         note(f"{error}; transformers runs it instead")
     except Quantised:
-        note(f"{directory} is quantised: transformers runs it, slower than a server does (draftlab score --server)")
+        note(
+            f"{directory} is quantised: transformers runs it, slower than a server does (draftlab score --server)"
+        )
     else:
         model = llama.load(directory, dtype, device)
         model.pard_token = parallel.pard_token(directory)
@@ -49,7 +53,9 @@ def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
     if mode == "eager" and not checkpoint.is_fast(dtype, device):
         _note_slow(checkpoint.dtype_name(dtype))
     if mode == "graphs" and device.type != "cuda":
-        raise UserError(f"mode graphs needs a CUDA device, and this is {device.type}; use eager or native")
+        raise UserError(
+            f"mode graphs needs a CUDA device, and this is {device.type}; use eager or native"
+        )
 
 
 @functools.cache  # once for target and drafts

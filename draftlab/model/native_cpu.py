@@ -31,8 +31,18 @@ from draftlab.model.decoder import Tree
 from draftlab.model.llama import Block, Cache, Llama
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
-TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"  # the only one of Clang on Arm
+FLAGS = (
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-std=c++17",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
+TUNED = (
+    "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+)  # the only one of Clang on Arm
 WIDE = 128  # tokens of all rows; in wider passes torch is as fast, and faster with matrix tiles
 
 
@@ -43,13 +53,35 @@ class _Matrix(Structure):
 class _Layer(Structure):
     _fields_ = (
         *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "input_norm",
+                "post_norm",
+                "q_norm",
+                "k_norm",
+                "attention_norm",
+                "mlp_norm",
+            )
+        ),
     )
 
 
 class _Model(Structure):
     _fields_ = (
-        *((name, c_int) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "threads")),
+        *(
+            (name, c_int)
+            for name in (
+                "layers",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "ffn",
+                "vocab",
+                "threads",
+            )
+        ),
         ("eps", c_float),
         *((name, c_void_p) for name in ("embed", "norm", "cos", "sin")),
         ("head", _Matrix),
@@ -64,7 +96,10 @@ class _Model(Structure):
 class _Pass(Structure):
     _fields_ = (
         *((name, c_int) for name in ("rows", "width", "last", "capacity")),
-        *((name, c_void_p) for name in ("ids", "used", "depth", "sees", "keys", "values", "logits", "states")),
+        *(
+            (name, c_void_p)
+            for name in ("ids", "used", "depth", "sees", "keys", "values", "logits", "states")
+        ),
         *((name, c_void_p) for name in ("layer_states", "layer_at")),
         ("layers_kept", c_int),
     )
@@ -78,8 +113,12 @@ class NativeLlama(Llama):
         dtype = check(model.device, model.embed.dtype)
         vars(self).update(vars(model))
         self.int8 = int8
-        self.any_width = int8 or not checkpoint.is_fast(model.embed.dtype, model.device)  # torch is slower, or has none
-        self._run: Callable[..., None] = getattr(library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}")
+        self.any_width = int8 or not checkpoint.is_fast(
+            model.embed.dtype, model.device
+        )  # torch is slower, or has none
+        self._run: Callable[..., None] = getattr(
+            library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}"
+        )
         self._tensors: list[Tensor] = []  # those that the structures point to
         self._model = self._structure()
 
@@ -100,11 +139,16 @@ class NativeLlama(Llama):
         """Run a compiled pass. states: The states of an EAGLE-3 head, float32 [B, T, D]; its output overwrites them."""
         rows, width = ids.shape
         if max(cache.used) + width > cache.capacity:
-            raise ValueError(f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}")
+            raise ValueError(
+                f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}"
+            )
         logits = torch.empty(rows, last or width, len(self.head))
         ids, used = ids.contiguous(), (c_int64 * rows)(*cache.used)
         if tree is not None:
-            tree = Tree(tree.depth.expand(rows, width).contiguous(), tree.mask.expand(rows, width, width).contiguous())
+            tree = Tree(
+                tree.depth.expand(rows, width).contiguous(),
+                tree.mask.expand(rows, width, width).contiguous(),
+            )
         tree_data = (None, None) if tree is None else (tree.depth.data_ptr(), tree.mask.data_ptr())
         buffers = (cache.keys.data_ptr(), cache.values.data_ptr(), logits.data_ptr())
         if cache.layer_states is not None and cache.layer_states.states.shape[1] != cache.capacity:
@@ -117,10 +161,19 @@ class NativeLlama(Llama):
             for at, layers in enumerate(layer_states.ids):
                 layer_at[layers] = at
         step = _Pass(
-            rows, width, last or width, cache.capacity, ids.data_ptr(), ctypes.addressof(used), *tree_data, *buffers,
-            None if states is None else states.data_ptr(), layer_states.states.data_ptr() if layer_states else None,
-            None if layer_at is None else ctypes.addressof(layer_at), len(layer_states.ids) if layer_states else 0,
-        )  # fmt: skip
+            rows,
+            width,
+            last or width,
+            cache.capacity,
+            ids.data_ptr(),
+            ctypes.addressof(used),
+            *tree_data,
+            *buffers,
+            None if states is None else states.data_ptr(),
+            layer_states.states.data_ptr() if layer_states else None,
+            None if layer_at is None else ctypes.addressof(layer_at),
+            len(layer_states.ids) if layer_states else 0,
+        )
         self._model.threads = torch.get_num_threads()
         self._run(ctypes.byref(self._model), ctypes.byref(step))
         cache.used = [used + width for used in cache.used]
@@ -130,11 +183,24 @@ class NativeLlama(Llama):
         s = self.shape
         layers = (_Layer * s.layers)(*map(self._layer, self.blocks))
         return _Model(
-            s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.ffn, len(self.head), 1, self.eps,
-            self._pointer(self.embed), *map(self._float_pointer, (self.norm, self.cos, self.sin)),
-            self._matrix(self.head), layers, self._float_pointer(self.hidden_norm), self.norm_before_residual,
-            self.window or 0, s.whole_qk_norm,
-        )  # fmt: skip
+            s.layers,
+            s.hidden,
+            s.heads,
+            s.kv_heads,
+            s.head_dim,
+            s.ffn,
+            len(self.head),
+            1,
+            self.eps,
+            self._pointer(self.embed),
+            *map(self._float_pointer, (self.norm, self.cos, self.sin)),
+            self._matrix(self.head),
+            layers,
+            self._float_pointer(self.hidden_norm),
+            self.norm_before_residual,
+            self.window or 0,
+            s.whole_qk_norm,
+        )
 
     def _layer(self, block: Block) -> _Layer:
         q_norm, k_norm = block.qk_norm or (None, None)
@@ -152,7 +218,9 @@ class NativeLlama(Llama):
         if self.int8:
             scale = weights.float().abs().amax(1).clamp_min(1e-12) / 127  # [out]
             weights = (weights.float() / scale.unsqueeze(1)).round().to(torch.int8)
-        return _Matrix(self._pointer(weights), self._float_pointer(scale), self._float_pointer(bias))
+        return _Matrix(
+            self._pointer(weights), self._float_pointer(scale), self._float_pointer(bias)
+        )
 
     def _float_pointer(self, values: Tensor | None) -> int | None:
         return None if values is None else self._pointer(values.float())
@@ -166,7 +234,9 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
     """Return the dtype's name. Raises UserError: not on the CPU, or neither float32 nor bfloat16."""
     name = checkpoint.dtype_name(dtype)
     if device.type != "cpu" or name not in ("float32", "bfloat16"):
-        raise UserError(f"mode native runs float32 and bfloat16 on a CPU, not {name} on {device.type}")
+        raise UserError(
+            f"mode native runs float32 and bfloat16 on a CPU, not {name} on {device.type}"
+        )
     return name
 
 
@@ -179,11 +249,17 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
     Raises:
         UserError: no compiler, or a compiler error.
     """
-    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    compiler = next(
+        (path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None
+    )
     if compiler is None:
-        raise UserError("mode native needs a C++ compiler, and there is no c++, g++ or clang++; use --mode eager")
+        raise UserError(
+            "mode native needs a C++ compiler, and there is no c++, g++ or clang++; use --mode eager"
+        )
     command = [compiler, *FLAGS, tuned, str(SOURCE)]
-    key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[
+        :16
+    ]
     try:
         return _compiled(command, _private(_cache_folder()) / f"native-{key}.so")
     except OSError as error:
@@ -210,7 +286,9 @@ def _private(folder: Path) -> Path:
 
 def _is_own(path: Path) -> bool:
     info = path.lstat()
-    return info.st_uid == os.geteuid() and not info.st_mode & 0o022 and not stat.S_ISLNK(info.st_mode)
+    return (
+        info.st_uid == os.geteuid() and not info.st_mode & 0o022 and not stat.S_ISLNK(info.st_mode)
+    )
 
 
 def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
@@ -221,10 +299,14 @@ def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
         if not known or digest.read_text() != provenance.file_sha256(file):
             note(f"compiling {SOURCE.name}, once per machine")
             with replacing(file) as part:
-                done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True, check=False)
+                done = subprocess.run(
+                    [*command, "-o", str(part)], capture_output=True, text=True, check=False
+                )
                 if done.returncode:
                     reason = one_line(done.stderr)
-                    raise UserError(f"{command[0]} cannot compile {SOURCE}: {reason}; use --mode eager")
+                    raise UserError(
+                        f"{command[0]} cannot compile {SOURCE}: {reason}; use --mode eager"
+                    )
                 part.chmod(0o755)
                 write_atomic(digest, provenance.file_sha256(part))
     return ctypes.CDLL(str(file))
@@ -234,4 +316,7 @@ def _features() -> str:
     """Return the processor's features: different machines may share a home directory."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+    return next(
+        (line for line in lines if line.lower().startswith(("flags", "features"))),
+        platform.processor(),
+    )

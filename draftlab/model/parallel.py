@@ -15,8 +15,16 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.decoder import Tree
 
-PARD_TOKEN, SPD_TYPE, OFFSETS = "pard_token", "spd_type", "pard_offsets"  # keys of config.json; the last is ours alone
-RESERVED = ("reserved", "unused", "<|extra")  # parts of the names of tokens that tokenizers keep free
+PARD_TOKEN, SPD_TYPE, OFFSETS = (
+    "pard_token",
+    "spd_type",
+    "pard_offsets",
+)  # keys of config.json; the last is ours alone
+RESERVED = (
+    "reserved",
+    "unused",
+    "<|extra",
+)  # parts of the names of tokens that tokenizers keep free
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +59,24 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
     row, count = place // length, masks.flatten().cumsum(0)
     nth = torch.arange(len(place), device=device)
     own = nth - (count - masks.flatten())[place] + 1  # 1, 2, ... among the mask tokens of its start
-    before = torch.cat([count.new_zeros(1), count.view(rows, length)[:, -1]])[:-1]  # mask tokens of earlier rows
+    before = torch.cat([count.new_zeros(1), count.view(rows, length)[:, -1]])[
+        :-1
+    ]  # mask tokens of earlier rows
     column = length + nth - before[row]
-    start = torch.arange(width, device=device).repeat(rows, 1)  # [B, L]; unused columns start where no text is
+    start = torch.arange(width, device=device).repeat(
+        rows, 1
+    )  # [B, L]; unused columns start where no text is
     nested = (start >= length).long()  # 0: text; i: mask token i of its start
     start[row, column], nested[row, column] = place % length, own
     packed = torch.full((rows, width), token, device=device)
     packed[:, :length] = ids
-    attends_text = (nested == 0).unsqueeze(1) & (start.unsqueeze(1) <= start.unsqueeze(2))  # [B, query, key]
+    attends_text = (nested == 0).unsqueeze(1) & (
+        start.unsqueeze(1) <= start.unsqueeze(2)
+    )  # [B, query, key]
     same_start = start.unsqueeze(1) == start.unsqueeze(2)
-    attends_masks = same_start & (nested > 0).unsqueeze(1) & (nested.unsqueeze(1) <= nested.unsqueeze(2))
+    attends_masks = (
+        same_start & (nested > 0).unsqueeze(1) & (nested.unsqueeze(1) <= nested.unsqueeze(2))
+    )
     at = start.clamp_max(length - 1)
     if positions is None:
         places = at + nested
@@ -72,7 +88,14 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
     predicting = torch.cat([text // length * width + text % length, row * width + column])
     predicted, offset = torch.cat([text, place + own]), torch.cat([torch.ones_like(text), own + 1])
     order = predicted.argsort(stable=True)
-    return Packed(packed, places, attends_text | attends_masks, predicting[order], predicted[order], offset[order])
+    return Packed(
+        packed,
+        places,
+        attends_text | attends_masks,
+        predicting[order],
+        predicted[order],
+        offset[order],
+    )
 
 
 def pard_token(directory: Path) -> int | None:
@@ -112,14 +135,26 @@ def unused_id(directory: Path, vocab: int) -> int:
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     roles = {str(name) for name in tokenizer.special_tokens_map.values()}
     idle = [
-        i for i, token in sorted(tokenizer.added_tokens_decoder.items())
-        if token.special and i < vocab and token.content not in roles and token.content not in template
-    ]  # fmt: skip
-    named = [i for i in idle if any(word in str(tokenizer.added_tokens_decoder[i]) for word in RESERVED)]
+        i
+        for i, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special
+        and i < vocab
+        and token.content not in roles
+        and token.content not in template
+    ]
+    named = [
+        i for i in idle if any(word in str(tokenizer.added_tokens_decoder[i]) for word in RESERVED)
+    ]
     if named or idle:
         return (named or idle)[-1]
     special = checkpoint.special_ids(tokenizer)
     pad = special["pad"]
-    if pad is not None and pad < vocab and pad not in (special["bos"], special["eos"], tokenizer.unk_token_id):
+    if (
+        pad is not None
+        and pad < vocab
+        and pad not in (special["bos"], special["eos"], tokenizer.unk_token_id)
+    ):
         return pad
-    raise UserError(f"{directory}: its tokenizer leaves no id unused for the mask token; name one by --pard-token")
+    raise UserError(
+        f"{directory}: its tokenizer leaves no id unused for the mask token; name one by --pard-token"
+    )

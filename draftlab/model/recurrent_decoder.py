@@ -91,9 +91,13 @@ class RecurrentDecoder(HFDecoder):
             ValueError: the tokens do not fit the cache.
         """
         if tree is not None:
-            raise UserError(f"{type(self.model).__name__} has recurrent layers, which verify chains and no token trees")
+            raise UserError(
+                f"{type(self.model).__name__} has recurrent layers, which verify chains and no token trees"
+            )
         if max(cache.used) + ids.shape[1] > cache.capacity:
-            raise ValueError(f"{max(cache.used) + ids.shape[1]} tokens do not fit a cache of {cache.capacity}")
+            raise ValueError(
+                f"{max(cache.used) + ids.shape[1]} tokens do not fit a cache of {cache.capacity}"
+            )
         logits = []
         for number, (row, used) in enumerate(zip(cache.states, cache.used, strict=True)):
             self._roll_back(row, used)
@@ -126,7 +130,12 @@ class RecurrentDecoder(HFDecoder):
         row.take_snapshot()
 
     def _read(
-        self, row: RecurrentRow, ids: list[int], last: int, layer_states: LayerStates | None = None, number: int = 0
+        self,
+        row: RecurrentRow,
+        ids: list[int],
+        last: int,
+        layer_states: LayerStates | None = None,
+        number: int = 0,
     ) -> Tensor:
         """Append tokens to a row; return the logits of the last tokens, [1, last, V]."""
         if row.tokens and len(ids) > 1 and not self.continues:
@@ -144,7 +153,9 @@ class RecurrentDecoder(HFDecoder):
         logits = run(input_ids=torch.tensor([ids], device=self.device), **arguments).logits
         row.tokens = row.tokens + ids
         if layer_states is not None:
-            self.store_states(layer_states, torch.tensor([[number]]), torch.arange(start, end).unsqueeze(0))
+            self.store_states(
+                layer_states, torch.tensor([[number]]), torch.arange(start, end).unsqueeze(0)
+            )
         return logits[:, -last:]
 
     @cached_property
@@ -162,12 +173,18 @@ class RecurrentDecoder(HFDecoder):
 
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
-    return any(isinstance(layer, RECURRENT) for layer in cast(Any, DynamicCache(config=model.config)).layers)
+    return any(
+        isinstance(layer, RECURRENT)
+        for layer in cast(Any, DynamicCache(config=model.config)).layers
+    )
 
 
 def has_attention(model: PreTrainedModel) -> bool:
     """Return whether a model with recurrent layers has attention, too, whose cache tells its length."""
-    return any(isinstance(layer, DynamicLayer) for layer in cast(Any, DynamicCache(config=model.config)).layers)
+    return any(
+        isinstance(layer, DynamicLayer)
+        for layer in cast(Any, DynamicCache(config=model.config)).layers
+    )
 
 
 def _slides(layer: Any) -> bool:

@@ -41,7 +41,10 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], facts: dict[str, str])
 
 
 def write_checkpoint(
-    directory: Path, config: dict[str, object], weights: Iterable[tuple[str, Tensor]], tokenizer_from: Path | None
+    directory: Path,
+    config: dict[str, object],
+    weights: Iterable[tuple[str, Tensor]],
+    tokenizer_from: Path | None,
 ) -> int:
     """Write config.json, safetensors shards and a copy of the tokenizer; return the bytes of the weights.
 
@@ -51,7 +54,9 @@ def write_checkpoint(
         dtypes, size = _save_sharded(directory, weights)
     except SafetensorError as error:  # a full disk
         raise OSError(str(error)) from error
-    (directory / "config.json").write_text(json.dumps(config | {"dtype": min(dtypes)}, indent=2, sort_keys=True))
+    (directory / "config.json").write_text(
+        json.dumps(config | {"dtype": min(dtypes)}, indent=2, sort_keys=True)
+    )
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, directory)
     return size
@@ -68,7 +73,9 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 def model_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Return the parameters as dtype on the CPU, without a tied head, as Hugging Face checkpoints are."""
-    return ((name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters())
+    return (
+        (name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters()
+    )
 
 
 def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], int]:

@@ -61,25 +61,39 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
         raise UserError(f"{file} is not a readable SentencePiece model") from None
     if _agrees(tokenizer, processor):
         return tokenizer
-    defaults: dict[str, Any] = {} if (file.parent / "tokenizer_config.json").is_file() else {"add_bos_token": True}
+    defaults: dict[str, Any] = (
+        {} if (file.parent / "tokenizer_config.json").is_file() else {"add_bos_token": True}
+    )
     for candidate in (tokenizer, LlamaTokenizer.from_pretrained(file.parent, **defaults)):
-        if isinstance(candidate, TokenizersBackend) and isinstance(candidate.backend_tokenizer.model, models.BPE):
-            cast(Any, candidate.backend_tokenizer).model = _by_score(processor)  # its stubs declare it read-only
+        if isinstance(candidate, TokenizersBackend) and isinstance(
+            candidate.backend_tokenizer.model, models.BPE
+        ):
+            cast(Any, candidate.backend_tokenizer).model = _by_score(
+                processor
+            )  # its stubs declare it read-only
             if _agrees(candidate, processor):
                 return candidate
-    raise UserError(f"transformers gives other ids than SentencePiece with {file}; add the model's tokenizer.json")
+    raise UserError(
+        f"transformers gives other ids than SentencePiece with {file}; add the model's tokenizer.json"
+    )
 
 
 def _agrees(tokenizer: PreTrainedTokenizerBase, processor: "SentencePieceProcessor") -> bool:
-    texts = [text.lstrip(" ") for text in PROBES]  # transformers adds no space before a space, on purpose
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts] == processor.encode(texts)
+    texts = [
+        text.lstrip(" ") for text in PROBES
+    ]  # transformers adds no space before a space, on purpose
+    return [
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
+    ] == processor.encode(texts)
 
 
 def _by_score(processor: "SentencePieceProcessor") -> models.BPE:
     """Return a BPE model with SentencePiece's merges, by score and then leftmost first."""
     ids = range(processor.get_piece_size())
     vocab = {processor.id_to_piece(i): i for i in ids}
-    special = {i for i in ids if processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)}
+    special = {
+        i for i in ids if processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)
+    }
     scores = {piece: processor.get_score(i) for piece, i in vocab.items() if i not in special}
     merges = [
         (piece[:at], piece[at:])

@@ -17,7 +17,16 @@ from draftlab.errors import OtherArchitecture, UserError, one_line
 from draftlab.reading import reading
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
-Option = Literal["untied", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm", "whole_qk_norm", "norm_after"]
+Option = Literal[
+    "untied",
+    "qkv_bias",
+    "o_bias",
+    "mlp_bias",
+    "qk_norm",
+    "qk_layernorm",
+    "whole_qk_norm",
+    "norm_after",
+]
 MOST_NUMBERS = 10_000  # numbers of a list as 1-6
 
 
@@ -84,7 +93,9 @@ Size = Annotated[int, Field(ge=1, le=1 << 24)]
 class Shape(BaseModel):
     """The numbers that decide a model's size and cost; the options select rows of the table."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)  # YAML's yes must not be 1 layer
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True
+    )  # YAML's yes must not be 1 layer
 
     layers: int = Field(ge=1, le=10_000)
     hidden: Size
@@ -128,7 +139,11 @@ class Shape(BaseModel):
         rows = self._rows()
         first = next(i for i, row in enumerate(rows) if row.name.startswith(BLOCK))
         last = max(i for i, row in enumerate(rows) if row.name.startswith(BLOCK)) + 1
-        blocks = [(row.name.format(layer), row.axes) for layer in range(self.layers) for row in rows[first:last]]
+        blocks = [
+            (row.name.format(layer), row.axes)
+            for layer in range(self.layers)
+            for row in rows[first:last]
+        ]
         ends = [(row.name, row.axes) for row in rows]
         return dict(ends[:first] + blocks + ends[last:])
 
@@ -141,7 +156,9 @@ class Shape(BaseModel):
 
     def params(self) -> int:
         """Return the number of weights, a tied head counted once."""
-        return self.body_params() + self._count(row for row in self._rows() if not row.name.startswith(BLOCK))
+        return self.body_params() + self._count(
+            row for row in self._rows() if not row.name.startswith(BLOCK)
+        )
 
     def body_params(self) -> int:
         """Return the number of weights of the blocks, without embedding, head and final norm."""
@@ -162,7 +179,9 @@ class Shape(BaseModel):
         4 x heads x head_dim per layer for each cached token and the new token.
         """
         embedding = self.vocab * self.hidden
-        matrices = sum(math.prod(self.dims(axes)) for axes in self.axes().values() if len(axes) == 2)
+        matrices = sum(
+            math.prod(self.dims(axes)) for axes in self.axes().values() if len(axes) == 2
+        )
         products = matrices - embedding + (embedding if self.tied else 0) - self.idle_head_params()
         return 2 * products + 4 * self.layers * self.sizes["q"] * (context + 1)
 
@@ -195,7 +214,9 @@ class Shape(BaseModel):
         )
 
 
-def block_options(tensors: Mapping[str, tuple[int, ...]], sizes: Mapping[Axis, int]) -> frozenset[Option]:
+def block_options(
+    tensors: Mapping[str, tuple[int, ...]], sizes: Mapping[Axis, int]
+) -> frozenset[Option]:
     """Return the options of a model by the names and sizes of its first layer's tensors.
 
     An option is on if all of its weights are there, in their sizes, and not all of those that it replaces.
@@ -204,7 +225,10 @@ def block_options(tensors: Mapping[str, tuple[int, ...]], sizes: Mapping[Axis, i
     for option in BLOCK_OPTIONS:
         own = [row for row in TABLE if row.when == option]
         replaced = [row for row in TABLE if row.unless == option]
-        fits = all(tensors.get(row.name.format(0)) == tuple(sizes[axis] for axis in row.axes) for row in own)
+        fits = all(
+            tensors.get(row.name.format(0)) == tuple(sizes[axis] for axis in row.axes)
+            for row in own
+        )
         if fits and not (replaced and all(row.name.format(0) in tensors for row in replaced)):
             found.add(option)
     return frozenset(found)
@@ -226,7 +250,11 @@ def write_shape_file(shape: Shape, path: Path, note: str) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    fields = {name: value for name, value in shape.model_dump().items() if value is not False and value is not None}
+    fields = {
+        name: value
+        for name, value in shape.model_dump().items()
+        if value is not False and value is not None
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, f"# {note}\n" + yaml.safe_dump(fields, sort_keys=False))
@@ -247,7 +275,9 @@ def check(shape: Shape, *, llama: bool = True) -> None:
         raise UserError(f"heads ({shape.heads}) is not a multiple of kv_heads ({shape.kv_heads})")
     if llama and shape.hidden % shape.heads:
         widths = " or ".join(map(str, multiples_near(shape.hidden, shape.heads)))
-        raise UserError(f"width ({shape.hidden}) is not a multiple of heads ({shape.heads}); nearest widths: {widths}")
+        raise UserError(
+            f"width ({shape.hidden}) is not a multiple of heads ({shape.heads}); nearest widths: {widths}"
+        )
 
 
 def check_within(shape: Shape, source: Shape) -> None:
@@ -264,11 +294,17 @@ def check_within(shape: Shape, source: Shape) -> None:
     for field, option in {"layers": "--layers", "hidden": "--width", "ffn": "--ffn"}.items():
         size, limit = getattr(shape, field), getattr(source, field)
         if size > limit:
-            raise UserError(f"{option} {size} is more than the source has; at most {option} {limit}")
-    for field in sorted(Shape.model_fields.keys() - {"layers", "hidden", "heads", "kv_heads", "ffn", "draft_vocab"}):
+            raise UserError(
+                f"{option} {size} is more than the source has; at most {option} {limit}"
+            )
+    for field in sorted(
+        Shape.model_fields.keys() - {"layers", "hidden", "heads", "kv_heads", "ffn", "draft_vocab"}
+    ):
         value, expected = getattr(shape, field), getattr(source, field)
         if value != expected:
-            raise UserError(f"{field} {value} differs from the source's {expected}, and pruning does not change it")
+            raise UserError(
+                f"{field} {value} differs from the source's {expected}, and pruning does not change it"
+            )
     group, most = shape.heads // shape.kv_heads, source.heads // source.kv_heads
     if shape.heads > source.heads or shape.kv_heads > source.kv_heads or group > most:
         raise UserError(
@@ -366,7 +402,9 @@ def parse_count(text: str) -> int:
     except (ValueError, OverflowError):
         count = 0
     if count < 1:
-        raise UserError(f"{text!r} is not a count; write 1.3b, 796m, 350k or a whole number above 0")
+        raise UserError(
+            f"{text!r} is not a count; write 1.3b, 796m, 350k or a whole number above 0"
+        )
     return count
 
 
@@ -374,7 +412,9 @@ def parse_vocab(text: str) -> int:
     """Parse '16k', which is 16,384 ids, or a plain number. Raises UserError: anything else."""
     match = re.fullmatch(r"([1-9]\d*)(k?)", text.strip().lower())
     if match is None:
-        raise UserError(f"{text!r} is not a number of ids; write 16k (16,384) or a whole number above 0")
+        raise UserError(
+            f"{text!r} is not a number of ids; write 16k (16,384) or a whole number above 0"
+        )
     return int(match[1]) * (1024 if match[2] else 1)
 
 
@@ -390,7 +430,9 @@ def parse_numbers(text: str) -> list[int]:
         if not re.fullmatch(r"\s*\d{1,18}\s*(-\s*\d{1,18}\s*)?", part):
             raise UserError(f"{one_line(text, 80)!r} is not a list of numbers; write 1-6 or 2,4,8")
         if int(high or low) < int(low):
-            raise UserError(f"{one_line(part, 80)!r} ends before it begins; write {int(high)}-{int(low)}")
+            raise UserError(
+                f"{one_line(part, 80)!r} ends before it begins; write {int(high)}-{int(low)}"
+            )
         if int(high or low) - int(low) + len(numbers) >= MOST_NUMBERS:
             raise UserError(f"{one_line(text, 80)!r} lists more than {MOST_NUMBERS:,} numbers")
         numbers |= set(range(int(low), int(high or low) + 1))

@@ -58,12 +58,20 @@ def read_size(directory: Path) -> Shape | ApproximateSize:
         model = checkpoint.meta_model(plain, torch.float32)
         text, count = model.config.get_text_config(), sum(p.numel() for p in model.parameters())
         kind = " ".join(filter(None, (method, str(config.get("model_type")))))
-        stored = sum(file.stat().st_size for file in directory.glob("*.safetensors")) if method else 0
-        return ApproximateSize(kind, count, text.num_hidden_layers, text.hidden_size, stored or None)
+        stored = (
+            sum(file.stat().st_size for file in directory.glob("*.safetensors")) if method else 0
+        )
+        return ApproximateSize(
+            kind, count, text.num_hidden_layers, text.hidden_size, stored or None
+        )
 
 
 def training_cost(
-    student: Shape | ApproximateSize, teacher: Shape | ApproximateSize | None, *, tokens: int, seq_len: int
+    student: Shape | ApproximateSize,
+    teacher: Shape | ApproximateSize | None,
+    *,
+    tokens: int,
+    seq_len: int,
 ) -> dict[str, object]:
     """Return the needs of a training run for a plan: tokens, floating-point operations, memory, disk.
 
@@ -71,7 +79,9 @@ def training_cost(
     a bf16 teacher. Activations are not included; logits are computed in chunks of about 100 MB.
     """
     weights = 16 * student.params() + (teacher.weight_bytes() if teacher else 0)
-    per_token = 3 * student.flops_per_token(seq_len // 2) + (teacher.flops_per_token(seq_len // 2) if teacher else 0)
+    per_token = 3 * student.flops_per_token(seq_len // 2) + (
+        teacher.flops_per_token(seq_len // 2) if teacher else 0
+    )
     return {
         "tokens": f"{tokens:,}",
         "flops": tokens * per_token,

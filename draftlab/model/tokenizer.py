@@ -33,7 +33,11 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
 
 def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
     """Return the ids of bos, eos and pad; None for those that the tokenizer lacks."""
-    ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id}
+    ids = {
+        "bos": tokenizer.bos_token_id,
+        "eos": tokenizer.eos_token_id,
+        "pad": tokenizer.pad_token_id,
+    }
     return {name: value if isinstance(value, int) else None for name, value in ids.items()}
 
 
@@ -46,7 +50,9 @@ def check_embeds(model: Path) -> None:
     """Raises UserError: the tokenizer has ids without an embedding; added tokens are not counted."""
     ids, embeddings = load_tokenizer(model).vocab_size, vocab_size(model)
     if ids > embeddings:
-        raise UserError(f"{model} embeds {embeddings:,} ids, but its tokenizer has {ids:,}: they do not fit")
+        raise UserError(
+            f"{model} embeds {embeddings:,} ids, but its tokenizer has {ids:,}: they do not fit"
+        )
 
 
 def common_vocabulary(draft: Path, target: Path) -> int:
@@ -61,9 +67,13 @@ def common_vocabulary(draft: Path, target: Path) -> int:
     for model in (draft, target):
         check_embeds(model)
     if (target / HEAD_IDS).is_file():
-        raise UserError(f"{target}: its head is trimmed to some ids ({HEAD_IDS}), so it is a draft and no target")
+        raise UserError(
+            f"{target}: its head is trimmed to some ids ({HEAD_IDS}), so it is a draft and no target"
+        )
     size = min(vocab_size(model) for model in (draft, target))
-    other = first_difference(load_tokenizer(draft).get_vocab(), load_tokenizer(target).get_vocab(), size)
+    other = first_difference(
+        load_tokenizer(draft).get_vocab(), load_tokenizer(target).get_vocab(), size
+    )
     if other is not None:
         raise UserError(different_tokenizers(draft, target, other))
     return size
@@ -79,7 +89,9 @@ def check_files(draft: Path, target: Path) -> None:
         return
     vocabularies = [_vocabulary(file) for file in files]
     shared = set.intersection(*(set(vocab.values()) for vocab in vocabularies))
-    first, second = ({token: i for token, i in vocab.items() if i in shared} for vocab in vocabularies)
+    first, second = (
+        {token: i for token, i in vocab.items() if i in shared} for vocab in vocabularies
+    )
     if (other := first_difference(first, second, max(shared, default=-1) + 1)) is not None:
         raise UserError(different_tokenizers(draft, target, other))
 

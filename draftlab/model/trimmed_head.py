@@ -36,7 +36,9 @@ class TrimmedHead:
         return cls(ids, rows)
 
 
-def frequent_ids(texts: Sequence[np.ndarray], size: int, vocab: int, special: Iterable[int]) -> tuple[list[int], float]:
+def frequent_ids(
+    texts: Sequence[np.ndarray], size: int, vocab: int, special: Iterable[int]
+) -> tuple[list[int], float]:
     """Return the most frequent ids of the texts, ascending, and the share of the second half that the first covers.
 
     special: ids that stay in any case. Of equally frequent ids the lowest stay, which a BPE learns first.
@@ -47,10 +49,14 @@ def frequent_ids(texts: Sequence[np.ndarray], size: int, vocab: int, special: It
     stays = sorted({i for i in special if i < vocab})
     check_head_size(size, vocab, len(stays))
     if len(texts) < 2:
-        raise UserError(f"--vocab {size}: ids are counted in {len(texts)} texts, which say too little; use more text")
+        raise UserError(
+            f"--vocab {size}: ids are counted in {len(texts)} texts, which say too little; use more text"
+        )
 
     def top(some: Sequence[np.ndarray]) -> np.ndarray:
-        counts = np.bincount(np.concatenate(some).astype(np.int64), minlength=vocab)[:vocab].astype(np.float64)
+        counts = np.bincount(np.concatenate(some).astype(np.int64), minlength=vocab)[:vocab].astype(
+            np.float64
+        )
         counts[stays] = np.inf
         return np.sort(np.argsort(-counts, kind="stable")[:size])
 
@@ -91,7 +97,9 @@ def trimmed_head_of(model: "PreTrainedModel") -> TrimmedHead | None:
     return TrimmedHead(*(buffers[name] for name in BUFFERS)) if BUFFERS[0] in buffers else None
 
 
-def as_whole(config: dict[str, object], weights: Any, ids: Sequence[int]) -> tuple[dict[str, object], Any]:
+def as_whole(
+    config: dict[str, object], weights: Any, ids: Sequence[int]
+) -> tuple[dict[str, object], Any]:
     """Return config and weights of a head with all rows, for runtimes that know no trimmed head.
 
     The head is untied, and the rows of other ids are the mean of its rows: their logit is the mean logit, so that none

@@ -80,7 +80,9 @@ class Cut(TensorView):
 
     def __getitem__(self, name: str) -> Tensor:
         layer = layer_of(name)
-        tensor = self.weights[name if layer is None else name.replace(f".{layer}.", f".{self.keep.layers[layer]}.", 1)]
+        tensor = self.weights[
+            name if layer is None else name.replace(f".{layer}.", f".{self.keep.layers[layer]}.", 1)
+        ]
         for dim, axis in enumerate(self.axes[name]):
             indices = self._indices(axis, layer)
             tensor = tensor if indices is None else tensor.index_select(dim, indices)
@@ -95,7 +97,9 @@ class Cut(TensorView):
         if axis == "ffn":
             return torch.tensor(self.keep.ffn[layer])
         heads = torch.tensor(self.keep.heads[layer] if axis == "q" else self.keep.kv_heads[layer])
-        return (heads.unsqueeze(1) * self.shape.head_dim + torch.arange(self.shape.head_dim)).flatten()
+        return (
+            heads.unsqueeze(1) * self.shape.head_dim + torch.arange(self.shape.head_dim)
+        ).flatten()
 
 
 class Rotated(TensorView):
@@ -127,4 +131,8 @@ class Rotated(TensorView):
 
     def _scale(self, name: str) -> Tensor | None:
         norm = READS.get(self.roles[name])
-        return None if norm is None else self.weights[self.shape.names(layer_of(name) or 0)[norm]].float()
+        return (
+            None
+            if norm is None
+            else self.weights[self.shape.names(layer_of(name) or 0)[norm]].float()
+        )

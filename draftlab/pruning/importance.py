@@ -42,7 +42,9 @@ class Importance(Scores):
     Minitron (2407.14679, 3.1).
     """
 
-    covariance: Tensor  # [D, D], over the streams that enter norms, each token scaled to mean square 1
+    covariance: (
+        Tensor  # [D, D], over the streams that enter norms, each token scaled to mean square 1
+    )
 
     def principal(self, count: int, device: torch.device = CPU) -> tuple[Tensor, float]:
         """Return the largest principal directions, [D, count], and their share of the energy."""
@@ -53,19 +55,29 @@ class Importance(Scores):
         return (directions * signs).float(), float(energy.flip(0)[:count].sum() / energy.sum())
 
 
-def calibrate(walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[[int], None]) -> Importance:
+def calibrate(
+    walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[[int], None]
+) -> Importance:
     """Run chunks of token ids [1, T] layer by layer; advance is called with the number of layers done."""
     sums = _Sums(shape, walk.device)
     streams = walk.embed(chunks)
     stride = max(1, len(chunks) * chunks[0].shape[1] // SAMPLED_TOKENS)
     samples = [_sample(streams, stride)]
     for index in range(shape.layers):
-        with walk.layer(index) as (layer, run), _hooked(sums.listeners(layer, index)), exact_products():
+        with (
+            walk.layer(index) as (layer, run),
+            _hooked(sums.listeners(layer, index)),
+            exact_products(),
+        ):
             streams = [run(stream) for stream in streams]
             sums.weigh(layer, index)
         samples.append(_sample(streams, stride))
         advance(index + 1)
-    with walk.head() as (model, run), _hooked([(model.get_submodule("model.norm"), sums.norm)]), exact_products():
+    with (
+        walk.head() as (model, run),
+        _hooked([(model.get_submodule("model.norm"), sums.norm)]),
+        exact_products(),
+    ):
         for stream in streams:
             run(stream)
     return Importance(
@@ -79,7 +91,9 @@ def calibrate(walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[
 
 def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> None:
     """Write importance to a file with the facts that decided it. Raises UserError: it cannot be written."""
-    tensors = {field.name: getattr(importance, field.name).contiguous() for field in fields(Importance)}
+    tensors = {
+        field.name: getattr(importance, field.name).contiguous() for field in fields(Importance)
+    }
     write_tensors(file, tensors, facts)
 
 
@@ -89,7 +103,9 @@ def load_scores(file: Path, facts: dict[str, str]) -> Importance:
         stored = handle.metadata() or {}
         for key, value in facts.items():
             if stored.get(key) != value:
-                raise UserError(f"--scores-cache {file} was made with {key} = {stored.get(key)}, not {value}")
+                raise UserError(
+                    f"--scores-cache {file} was made with {key} = {stored.get(key)}, not {value}"
+                )
         tensors = {field.name: handle.get_tensor(field.name) for field in fields(Importance)}
     for name, tensor in tensors.items():
         check_weight(tensor, name, file)
@@ -108,7 +124,10 @@ class _Sums:
 
         self.shape = shape
         self.hidden, self.covariance = zeros(shape.hidden), zeros(shape.hidden, shape.hidden)
-        self.attention, self.neurons = zeros(shape.layers, shape.sizes["q"]), zeros(shape.layers, shape.ffn)
+        self.attention, self.neurons = (
+            zeros(shape.layers, shape.sizes["q"]),
+            zeros(shape.layers, shape.ffn),
+        )
         self.heads, self.ffn = zeros(shape.layers, shape.heads), zeros(shape.layers, shape.ffn)
 
     def listeners(self, layer: nn.Module, index: int) -> list[tuple[nn.Module, Listener]]:
@@ -129,7 +148,9 @@ class _Sums:
 
     def weigh(self, layer: nn.Module, index: int) -> None:
         """Multiply the activations of a layer by the norms of the columns that read them."""
-        o, down = (layer.get_parameter(f"{name}.weight") for name in ("self_attn.o_proj", "mlp.down_proj"))
+        o, down = (
+            layer.get_parameter(f"{name}.weight") for name in ("self_attn.o_proj", "mlp.down_proj")
+        )
         attention = self.attention[index].sqrt() * _column_norms(o)
         self.heads[index] = attention.unflatten(0, (self.shape.heads, self.shape.head_dim)).sum(-1)
         self.ffn[index] = self.neurons[index].sqrt() * _column_norms(down)
@@ -161,7 +182,9 @@ def _column_norms(weight: Tensor) -> Tensor:
 
 
 def _sample(streams: list[Tensor], stride: int) -> Tensor:
-    rows = torch.cat([stream[0, ::stride] for stream in streams])[:SAMPLED_TOKENS].float().cpu()  # [n, D]
+    rows = (
+        torch.cat([stream[0, ::stride] for stream in streams])[:SAMPLED_TOKENS].float().cpu()
+    )  # [n, D]
     return torch.nn.functional.normalize(rows, dim=-1).flatten()
 
 

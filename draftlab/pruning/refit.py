@@ -114,14 +114,18 @@ class Lockstep:
                 self._rescale(module.get_submodule(MLP_NORM), middle)
                 del before
                 if self.refit.layers:
-                    self._refit_layer(module, run, ["self_attn.o_proj", MLP_NORM], draft_streams, middle)
+                    self._refit_layer(
+                        module, run, ["self_attn.o_proj", MLP_NORM], draft_streams, middle
+                    )
                     self._refit_layer(module, run, ["mlp.down_proj"], draft_streams, streams)
                 draft_streams = [run(stream) for stream in draft_streams]
                 advance(after)
                 yield from self.draft.tensors(f"model.layers.{j}")
         yield from self._head(streams, draft_streams, heldout)
 
-    def _run_layers(self, layers: range, streams: list[Stream], advance: Callable[[int], None]) -> list[Stream]:
+    def _run_layers(
+        self, layers: range, streams: list[Stream], advance: Callable[[int], None]
+    ) -> list[Stream]:
         for layer in layers:
             with self.source.layer(layer) as (_, run):
                 streams = [run(stream) for stream in streams]
@@ -132,18 +136,27 @@ class Lockstep:
         """Correct for the mean square over fewer dimensions: scale to the source's normed stream."""
         if not self.refit.norms:
             return
-        ratios = torch.cat([_rms(self._project(s)) / _rms(s.float()) for s in streams[: self.fitted]], 1)
+        ratios = torch.cat(
+            [_rms(self._project(s)) / _rms(s.float()) for s in streams[: self.fitted]], 1
+        )
         norm.get_parameter("weight").data.mul_(ratios.mean())
 
     def _refit_layer(
-        self, module: nn.Module, run: Run, names: list[str], draft_streams: list[Stream], targets: list[Stream]
+        self,
+        module: nn.Module,
+        run: Run,
+        names: list[str],
+        draft_streams: list[Stream],
+        targets: list[Stream],
     ) -> None:
         """Fit a matrix of a layer. names has the matrix, and the norm after it unless the matrix ends the layer."""
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for stream, target in zip(draft_streams, targets, strict=True):
                 features, reached, *_ = _recorded(module, run, stream, *names)
-                error = (self._project(target)[0] - reached[0].float()) / self.draft.residual_multiplier
+                error = (
+                    self._project(target)[0] - reached[0].float()
+                ) / self.draft.residual_multiplier
                 yield features[0].float(), error
 
         _fit_matrix(module.get_submodule(names[0]), pairs(), self.fitted, self.refit.ridge)
@@ -158,12 +171,16 @@ class Lockstep:
                 def pairs() -> Iterator[tuple[Tensor, Tensor]]:
                     for stream, draft_stream in zip(streams, draft_streams, strict=True):
                         features, logits = _recorded(model, draft_logits, draft_stream, "lm_head")
-                        error = (source_logits(stream)[0].float() - logits[0].float()) * self.draft.logits_scaling
+                        error = (
+                            source_logits(stream)[0].float() - logits[0].float()
+                        ) * self.draft.logits_scaling
                         yield features[0].float(), error
 
                 _fit_matrix(model.get_submodule("lm_head"), pairs(), self.fitted, self.refit.ridge)
             rows = zip(streams[self.fitted :], draft_streams[self.fitted :], heldout, strict=True)
-            self.agreement = _agreement(((source_logits(s), draft_logits(d), ids) for s, d, ids in rows), self.head_ids)
+            self.agreement = _agreement(
+                ((source_logits(s), draft_logits(d), ids) for s, d, ids in rows), self.head_ids
+            )
             yield from self.draft.tensors("model.norm")
             if "lm_head.weight" in self.draft.weights:
                 yield from self.draft.tensors("lm_head")
@@ -189,7 +206,9 @@ def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[
 
 
 @torch.inference_mode()
-def _fit_matrix(linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitted: int, ridge: float) -> None:
+def _fit_matrix(
+    linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitted: int, ridge: float
+) -> None:
     """Add to the weight argmin |E - X dW|^2 + ridge |dW|^2, if that lowers the held-out error.
 
     pairs yields features X [T, N] and errors E [T, M] of each chunk. The first `fitted` chunks are fitted on.
@@ -226,7 +245,9 @@ def _rms(x: Tensor) -> Tensor:
     return x.square().mean(-1).add(1e-12).sqrt()
 
 
-def _agreement(rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int] | None) -> Agreement:
+def _agreement(
+    rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int] | None
+) -> Agreement:
     """Compare logits of the source and of the draft, [1, T, V] each, on token ids [1, T + 1].
 
     A head that lacks a token has no cross-entropy there, and agrees nowhere on it.
@@ -247,5 +268,9 @@ def _agreement(rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int
         tokens += len(targets)
     source_ce, draft_ce, acceptance, top1 = (sums / tokens).tolist()
     return Agreement(
-        tokens=tokens, source_cross_entropy=source_ce, cross_entropy=draft_ce, acceptance=acceptance, top1=top1
+        tokens=tokens,
+        source_cross_entropy=source_ce,
+        cross_entropy=draft_ce,
+        acceptance=acceptance,
+        top1=top1,
     )

@@ -98,20 +98,30 @@ class Prune:
         if self.is_copy():
             return self.copy()
         if method == "importance":
-            return self.write(self._most_active(depth, rotate and not self.source.shape.tied, scores_cache))
+            return self.write(
+                self._most_active(depth, rotate and not self.source.shape.tied, scores_cache)
+            )
         have, seed = self.source.shape, self.text.seed
         if method == "magnitude":
             scores = choose.magnitude_scores(self.source.weights, have)
         else:
-            scores = choose.random_scores(have, seed) if method == "random" else choose.first_scores(have)
+            scores = (
+                choose.random_scores(have, seed)
+                if method == "random"
+                else choose.first_scores(have)
+            )
         layers = choose.top(scores.layers, self.shape.layers)
         return self.write(self._unrotated(choose.choose(scores, have, self.shape, layers)))
 
     def is_copy(self) -> bool:
         """Return whether nothing but the head is cut, after checking that the draft fits the disk, and its text."""
-        self.output.check_space(self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft")
+        self.output.check_space(
+            self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft"
+        )
         is_copy = self.shape.with_whole_head() == self.source.shape.with_whole_head()
-        _ = self._head if is_copy else (self._head, self._heldout)  # before hours of calibration or training
+        _ = (
+            self._head if is_copy else (self._head, self._heldout)
+        )  # before hours of calibration or training
         return is_copy
 
     def copy(self) -> PrunedDraft:
@@ -119,18 +129,26 @@ class Prune:
         source, keep = self.source, keep_all(self.source.shape)
         with self.output.directory() as work:
             weights = source.with_head(checkpoint.Weights(source.directory)).items()
-            size = saving.write_checkpoint(work, source.config_for(self.shape), iter(weights), source.directory)
+            size = saving.write_checkpoint(
+                work, source.config_for(self.shape), iter(weights), source.directory
+            )
             return self._record(work, keep, size, None)
 
     def write(self, selection: Selection) -> PrunedDraft:
         """Cut, refit and write a selection."""
         source, keep, head = self.source, selection.keep, self._head
         draft_config = source.config_for(self.shape, keep.layers)
-        draft = Walk(Cut(selection.weights, self.shape, keep), draft_config, source.dtype, source.device)
+        draft = Walk(
+            Cut(selection.weights, self.shape, keep), draft_config, source.dtype, source.device
+        )
         lockstep = Lockstep(
-            source.walk(), draft, layers=keep.layers, basis=selection.basis, refit=self.refit,
+            source.walk(),
+            draft,
+            layers=keep.layers,
+            basis=selection.basis,
+            refit=self.refit,
             head_ids=head.ids if head else None,
-        )  # fmt: skip
+        )
         chunks = self._chunks if self.refit.fits else []
         with self.output.directory() as work, progress("refit", source.shape.layers) as advance:
             tensors = lockstep.tensors(chunks, self._heldout, lambda done: advance(done, "layers"))
@@ -161,12 +179,18 @@ class Prune:
         if (ids := read_head_ids(directory, vocab)) is not None:
             return HeadIds(ids=ids, coverage=None)
         if self.text.outputs is None:
-            note(f"counting ids in {self.text.data}; the target's own answers (--outputs) say it better")
+            note(
+                f"counting ids in {self.text.data}; the target's own answers (--outputs) say it better"
+            )
         special = template_ids(self._tokenizer) | set(checkpoint.eos_token_ids(directory))
-        ids, coverage = frequent_ids(self.text.counted(self._tokenizer), self.shape.draft_vocab, vocab, special)
+        ids, coverage = frequent_ids(
+            self.text.counted(self._tokenizer), self.shape.draft_vocab, vocab, special
+        )
         return HeadIds(ids=ids, coverage=coverage)
 
-    def _record(self, work: Path, keep: Keep, size: int, agreement: Agreement | None) -> PrunedDraft:
+    def _record(
+        self, work: Path, keep: Keep, size: int, agreement: Agreement | None
+    ) -> PrunedDraft:
         """Write the small files of a draft and its record."""
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         notes: dict[str, object] = {"params": self.shape.params()}
@@ -178,9 +202,13 @@ class Prune:
         read = [self.source.directory, *([self.text.outputs] if self.text.outputs else [])]
         self.output.record(work, read, **notes)
         return PrunedDraft(
-            source=self.source.shape, shape=self.shape, keep=keep, agreement=agreement, disk_bytes=size,
+            source=self.source.shape,
+            shape=self.shape,
+            keep=keep,
+            agreement=agreement,
+            disk_bytes=size,
             head=self._head,
-        )  # fmt: skip
+        )
 
     def _unrotated(self, keep: Keep) -> Selection:
         basis = torch.eye(self.source.shape.hidden)[:, keep.hidden]
@@ -215,7 +243,9 @@ class Prune:
         if file is not None:
             check_writable(file)
         with progress("calibrate", source.shape.layers) as advance:
-            importance = calibrate(source.walk(), source.shape, self._chunks, lambda done: advance(done, "layers"))
+            importance = calibrate(
+                source.walk(), source.shape, self._chunks, lambda done: advance(done, "layers")
+            )
         if file is not None:
             save_scores(importance, file, facts)
         return importance

@@ -29,7 +29,9 @@ class Source:
 
     @cached_property
     def config(self) -> dict[str, object]:
-        return checkpoint.read_config(self.directory) | ({"tie_word_embeddings": False} if self.untied else {})
+        return checkpoint.read_config(self.directory) | (
+            {"tie_word_embeddings": False} if self.untied else {}
+        )
 
     @cached_property
     def stored_dtype(self) -> torch.dtype:
@@ -53,7 +55,11 @@ class Source:
         These passes only calibrate; no weight of the draft is rounded to bfloat16.
         """
         slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
-        return torch.bfloat16 if slow and checkpoint.is_fast(torch.bfloat16, self.device) else self.dtype
+        return (
+            torch.bfloat16
+            if slow and checkpoint.is_fast(torch.bfloat16, self.device)
+            else self.dtype
+        )
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
@@ -61,7 +67,11 @@ class Source:
 
     def with_head(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return weights of the checkpoint's shape with the head that the draft is cut from."""
-        return Untied(weights, self.shape) if self.untied and "lm_head.weight" not in weights else weights
+        return (
+            Untied(weights, self.shape)
+            if self.untied and "lm_head.weight" not in weights
+            else weights
+        )
 
     def walk(self) -> Walk:
         return Walk(self.weights, self.config, self.pass_dtype, self.device)

@@ -34,12 +34,20 @@ class Text:
         rows = -(-self.tokens // seq_len)
         if self.outputs is not None:
             own = (self.outputs / HELDOUT).exists()
-            texts = [text for i, text in enumerate(_whole(read_texts(self.outputs))) if own or i % HELDOUT_SHARE]
+            texts = [
+                text
+                for i, text in enumerate(_whole(read_texts(self.outputs)))
+                if own or i % HELDOUT_SHARE
+            ]
             return joined(texts, rows, seq_len, self.seed)
-        text = open_batches(self.data, tokenizer, rows=rows, seq_len=seq_len, steps=1, seed=self.seed)
+        text = open_batches(
+            self.data, tokenizer, rows=rows, seq_len=seq_len, steps=1, seed=self.seed
+        )
         available = sum((len(stream) - 1) // seq_len for stream in text.streams.values())
         if 0 < available < rows:
-            note(f"data {self.data!r} has {available * seq_len:,} of {self.tokens:,} tokens to calibrate on")
+            note(
+                f"data {self.data!r} has {available * seq_len:,} of {self.tokens:,} tokens to calibrate on"
+            )
             text = replace(text, rows=available)
         return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
 
@@ -48,9 +56,15 @@ class Text:
         rows = max(1, HELDOUT_TOKENS // self.seq_len)
         if self.outputs is not None:
             own = self.outputs / HELDOUT
-            texts = _whole(read_texts(own)) if own.exists() else _whole(read_texts(self.outputs))[::HELDOUT_SHARE]
+            texts = (
+                _whole(read_texts(own))
+                if own.exists()
+                else _whole(read_texts(self.outputs))[::HELDOUT_SHARE]
+            )
             return joined(texts, rows, self.seq_len + 1, seed=0)
-        text = open_heldout(self.data, tokenizer, rows=1, seq_len=self.seq_len, most_rows=rows, least=LEAST_TOKENS)
+        text = open_heldout(
+            self.data, tokenizer, rows=1, seq_len=self.seq_len, most_rows=rows, least=LEAST_TOKENS
+        )
         return [torch.from_numpy(batch.ids) for batch in text.batches]
 
     def counted(self, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
@@ -69,7 +83,10 @@ def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[T
     order = np.random.default_rng(seed).permutation(len(texts))
     ids = np.concatenate([texts[i] for i in order])
     ids = ids if len(ids) >= length else np.resize(ids, length)
-    return [torch.from_numpy(row[None]) for row in ids[: len(ids) // length * length].reshape(-1, length)[:rows]]
+    return [
+        torch.from_numpy(row[None])
+        for row in ids[: len(ids) // length * length].reshape(-1, length)[:rows]
+    ]
 
 
 def _whole(outputs: list[TargetOutput]) -> list[np.ndarray]:

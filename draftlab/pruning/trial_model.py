@@ -31,7 +31,10 @@ def check_buildable(config: dict[str, object], shape: Shape) -> None:
     Raises:
         UserError: names the tensor.
     """
-    built = {name: tuple(p.shape) for name, p in checkpoint.meta_model(config, torch.float32).named_parameters()}
+    built = {
+        name: tuple(p.shape)
+        for name, p in checkpoint.meta_model(config, torch.float32).named_parameters()
+    }
     for name, axes in shape.axes().items():
         if built.get(name) != shape.dims(axes):
             raise UserError(
@@ -52,7 +55,13 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
     """
     group = min(4, source.heads // source.kv_heads)
     width = 2 * group * HEAD_DIM
-    sizes = {"layers": min(2, source.layers), "heads": 2 * group, "kv_heads": 2, "ffn": 32, "vocab": 48}
+    sizes = {
+        "layers": min(2, source.layers),
+        "heads": 2 * group,
+        "kv_heads": 2,
+        "ffn": 32,
+        "vocab": 48,
+    }
     wide = source.model_copy(update=sizes | {"hidden": width, "head_dim": HEAD_DIM})
     narrow = wide.model_copy(update={"hidden": width // 2, "heads": group, "kv_heads": 1})
     layers = list(range(wide.layers))

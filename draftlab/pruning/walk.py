@@ -23,7 +23,11 @@ class Walk:
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], config: dict[str, object], dtype: torch.dtype, device: torch.device
+        self,
+        weights: Mapping[str, Tensor],
+        config: dict[str, object],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.weights, self.dtype, self.device = weights, dtype, device
         self.model = checkpoint.meta_model(config, dtype)
@@ -40,7 +44,11 @@ class Walk:
     @torch.inference_mode()
     def embed(self, ids: list[Tensor]) -> list[Tensor]:
         """Return the residual streams before layer 0, from token ids [1, T] each."""
-        with self._loaded("model.embed_tokens"), self._loaded("model.norm"), self._recording() as calls:
+        with (
+            self._loaded("model.embed_tokens"),
+            self._loaded("model.norm"),
+            self._recording() as calls,
+        ):
             for row in ids:
                 self.decoder(input_ids=row.to(self.device), use_cache=False)
         self._arguments = [arguments for _, arguments in calls[: len(self.layers)]]
@@ -65,7 +73,9 @@ class Walk:
 
         @torch.inference_mode()
         def run(stream: Tensor) -> Tensor:
-            self.decoder.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=norm(stream))
+            self.decoder.forward = lambda *_, **__: BaseModelOutputWithPast(
+                last_hidden_state=norm(stream)
+            )
             try:
                 return self.model(input_ids=None).logits
             finally:
@@ -89,7 +99,10 @@ class Walk:
         module = self.model.get_submodule(name)
         tied = name == "lm_head" and "lm_head.weight" not in self.weights
         prefix = "model.embed_tokens" if tied else name
-        tensors = {key: self.weights[f"{prefix}.{key}"].to(self.device, self.dtype) for key in module.state_dict()}
+        tensors = {
+            key: self.weights[f"{prefix}.{key}"].to(self.device, self.dtype)
+            for key in module.state_dict()
+        }
         module.load_state_dict(tensors, assign=True)
 
     @contextlib.contextmanager

@@ -37,7 +37,9 @@ class Generation(FileModel):
         if any(a > d for a, d in zip(self.accepted, self.drafted, strict=True)):
             raise ValueError("accepted > drafted in a step")
         if self.tokens != 1 + sum(self.emitted):
-            raise ValueError(f"{self.tokens} tokens are not the prefill's one plus the steps' {sum(self.emitted)}")
+            raise ValueError(
+                f"{self.tokens} tokens are not the prefill's one plus the steps' {sum(self.emitted)}"
+            )
         return self
 
     @property
@@ -84,11 +86,17 @@ class AcceptanceMetrics(FileModel):
     num_draft_tokens: int | float
     num_accepted_draft_tokens: int | float
     draft_acceptance_rate: float  # accepted / drafted
-    mean_acceptance_length: float  # tokens per target pass, including the target's own; the paper's TAR
+    mean_acceptance_length: (
+        float  # tokens per target pass, including the target's own; the paper's TAR
+    )
     per_position_acceptance: list[float]  # share of steps that accepted at least i tokens, i = 1..K
-    conditional_acceptance: list[float]  # share accepted at i among steps that drafted and reached i
+    conditional_acceptance: list[
+        float
+    ]  # share accepted at i among steps that drafted and reached i
     acceptance_histogram: list[int | float]  # steps by accepted tokens, 0..K
-    n_truncated_steps: int | float | None  # cut by EOS or the length limit; None: a server does not report it
+    n_truncated_steps: (
+        int | float | None
+    )  # cut by EOS or the length limit; None: a server does not report it
 
 
 class Counters(FileModel):
@@ -96,11 +104,16 @@ class Counters(FileModel):
 
     num_drafts: float = Field(gt=0)
     num_draft_tokens: float = Field(ge=0)
-    num_accepted_tokens_per_pos: list[NonNegativeFloat]  # positions 1..K; trailing zeros may be left out
+    num_accepted_tokens_per_pos: list[
+        NonNegativeFloat
+    ]  # positions 1..K; trailing zeros may be left out
 
     @property
     def k(self) -> int:
-        return max(len(self.num_accepted_tokens_per_pos), math.ceil(self.num_draft_tokens / self.num_drafts))
+        return max(
+            len(self.num_accepted_tokens_per_pos),
+            math.ceil(self.num_draft_tokens / self.num_drafts),
+        )
 
     @property
     def acceptance(self) -> AcceptanceMetrics:
@@ -118,9 +131,16 @@ def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics
     Raises:
         ValueError: the counts of a step contradict each other.
     """
-    steps = [(d, a, e) for g in generations for d, a, e in zip(g.drafted, g.accepted, g.emitted, strict=True) if d > 0]
+    steps = [
+        (d, a, e)
+        for g in generations
+        for d, a, e in zip(g.drafted, g.accepted, g.emitted, strict=True)
+        if d > 0
+    ]
     if any(not 0 <= a <= d <= k or not 1 <= e <= a + 1 for d, a, e in steps):
-        raise ValueError(f"steps with accepted > drafted, drafted > K = {k}, or emitted > accepted + 1")
+        raise ValueError(
+            f"steps with accepted > drafted, drafted > K = {k}, or emitted > accepted + 1"
+        )
     return acceptance_from_counts(
         reached=[sum(a >= i for _, a, _ in steps) for i in range(k + 1)],
         eligible=[sum(a >= i - 1 and d >= i for d, a, _ in steps) for i in range(1, k + 1)],
@@ -146,7 +166,9 @@ def acceptance_from_counts(
         draft_acceptance_rate=accepted / drafted if drafted else 0.0,
         mean_acceptance_length=1 + accepted / n if n else 1.0,
         per_position_acceptance=[r / n if n else 0.0 for r in reached[1:]],
-        conditional_acceptance=[r / e if e else 0.0 for r, e in zip(reached[1:], eligible, strict=True)],
+        conditional_acceptance=[
+            r / e if e else 0.0 for r, e in zip(reached[1:], eligible, strict=True)
+        ],
         acceptance_histogram=[a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)],
         n_truncated_steps=truncated,
     )

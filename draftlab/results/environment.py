@@ -17,9 +17,15 @@ class Environment(FileModel):
     governor: str | None  # CPU frequency governor
     driver: str | None  # NVIDIA driver
     # while it was timed, where Linux says it:
-    waited_share: float | None = None  # share of the time in which the decoding thread wanted a core, without one
-    stolen_share: float | None = None  # share of the cores' time, given to other machines by the hypervisor
-    pressure: float | None = None  # share of the time in which some thread of the machine waited for a core
+    waited_share: float | None = (
+        None  # share of the time in which the decoding thread wanted a core, without one
+    )
+    stolen_share: float | None = (
+        None  # share of the cores' time, given to other machines by the hypervisor
+    )
+    pressure: float | None = (
+        None  # share of the time in which some thread of the machine waited for a core
+    )
 
     @property
     def busy(self) -> bool:
@@ -39,7 +45,9 @@ class Environment(FileModel):
         if self.busy:
             return f"other work kept {self.busy_cores:.1f} of {self.cores} cores busy"
         if (self.stolen_share or 0) > LONG_WAITS:
-            return f"the hypervisor gave {self.stolen_share:.0%} of the cores' time to other machines"
+            return (
+                f"the hypervisor gave {self.stolen_share:.0%} of the cores' time to other machines"
+            )
         if (self.waited_share or 0) > LONG_WAITS:
             return f"decoding waited for a core in {self.waited_share:.0%} of its time"
         if self.counts_cpu_seconds(device, threads):

@@ -21,11 +21,31 @@ from draftlab.trust import printable
 
 # After Okabe and Ito (2008), each at 3:1 or more against the page; the second is for a dark one.
 COLOURS = ("#0072b2", "#c04c00", "#00805d", "#b5508a", "#2b86bb", "#a36a00", "#86307a", "#74741a")
-DARK_COLOURS = ("#56b0e8", "#f0883e", "#2cc299", "#e59cc6", "#9bd5f7", "#f0bb4a", "#d48acb", "#c6c65c")
-MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
+DARK_COLOURS = (
+    "#56b0e8",
+    "#f0883e",
+    "#2cc299",
+    "#e59cc6",
+    "#9bd5f7",
+    "#f0bb4a",
+    "#d48acb",
+    "#c6c65c",
+)
+MARKERS = (
+    ("o", "●"),
+    ("s", "■"),
+    ("^", "▲"),
+    ("D", "◆"),
+    ("v", "▼"),
+    ("P", "✚"),
+    ("X", "✖"),
+    ("p", "⬟"),
+)
 LABEL_LENGTH = 34
 PHASES = {"draft": "#c04c00", "verify": "#0072b2", "host": "#6b6b6b"}
-VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {PHASES["host"]: "var(--soft)"}
+VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {
+    PHASES["host"]: "var(--soft)"
+}
 WIDTH = 4.6  # inches; text of 9 pt is readable where a phone shrinks that to 300 px
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -54,7 +74,9 @@ class Mark:
 def short(name: str) -> str:
     """Return a name that fits into a plot: begin and end, where names of one family differ."""
     begin = 23 if " (" in name else 10  # a drafter's words come before its options
-    return name if len(name) <= LABEL_LENGTH else f"{name[:begin]}…{name[begin + 1 - LABEL_LENGTH :]}"
+    return (
+        name if len(name) <= LABEL_LENGTH else f"{name[:begin]}…{name[begin + 1 - LABEL_LENGTH :]}"
+    )
 
 
 PHASE_MARKS = [
@@ -91,7 +113,9 @@ def save_figure(path: Path, panels: Sequence[Panel]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with rc_context({"svg.hashsalt": path.name}):
-            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(
+                path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None
+            )
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
@@ -100,20 +124,38 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
     """Draw panels side by side."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.8 * len(panels), 3.6), layout="constrained")
-        for ax, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for ax, panel in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+        ):
             ax.grid(color="black", alpha=0.12)
             styles = zip(COLOURS, MARKERS, strict=True)
             joined = panel.series if panel.lines is None else panel.lines
-            for (name, points), (colour, (marker, _)) in zip(panel.series.items(), styles, strict=False):
-                ax.plot(*zip(*points, strict=True), color=colour, marker=marker, linestyle="", label=name)
+            for (name, points), (colour, (marker, _)) in zip(
+                panel.series.items(), styles, strict=False
+            ):
+                ax.plot(
+                    *zip(*points, strict=True),
+                    color=colour,
+                    marker=marker,
+                    linestyle="",
+                    label=name,
+                )
                 ax.plot(*zip(*joined[name], strict=True), color=colour)
             ax.set(xlabel=panel.x, ylabel=panel.y)
-            room = 1.08 if panel.names is None else 1.3  # points side by side leave none for the legend
+            room = (
+                1.08 if panel.names is None else 1.3
+            )  # points side by side leave none for the legend
             ax.set_ylim(panel.bottom, panel.bottom + room * (ax.get_ylim()[1] - panel.bottom))
             if all(float(x).is_integer() for points in panel.series.values() for x, _ in points):
                 ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
             if panel.names is not None:
-                ax.set_xticks(range(len(panel.names)), panel.names, rotation=60, ha="right", rotation_mode="anchor")
+                ax.set_xticks(
+                    range(len(panel.names)),
+                    panel.names,
+                    rotation=60,
+                    ha="right",
+                    rotation_mode="anchor",
+                )
             if len(panel.series) > 1:
                 ax.legend(frameon=False)
     return figure
@@ -136,7 +178,11 @@ def plot_ranking(gains: Sequence[tuple[Mark, Interval]]) -> Markup:
         ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(gains), -0.9), yticks=[])
         ax.set(xlabel="speed-up of whole requests, 95% interval")
 
-    return _svg(draw, "Speed-up of each draft at its best K, with its interval", inches=1.0 + 0.42 * len(gains))
+    return _svg(
+        draw,
+        "Speed-up of each draft at its best K, with its interval",
+        inches=1.0 + 0.42 * len(gains),
+    )
 
 
 def plot_by_k(speedups: Sequence[tuple[Mark, Mapping[int, Interval]]]) -> Markup:
@@ -152,7 +198,12 @@ def plot_by_k(speedups: Sequence[tuple[Mark, Mapping[int, Interval]]]) -> Markup
             if len(ks) == 1:  # a band over one K has no width
                 ax.vlines(ks, low, high, color=mark.colour)
         ks = sorted({k for _, by_k in speedups for k in by_k})
-        ax.set(xlabel="K, drafted tokens per step", ylabel="speed-up", xticks=ks, xlim=(ks[0] - 0.5, ks[-1] + 0.5))
+        ax.set(
+            xlabel="K, drafted tokens per step",
+            ylabel="speed-up",
+            xticks=ks,
+            xlim=(ks[0] - 0.5, ks[-1] + 0.5),
+        )
 
     return _svg(draw, "Speed-up against K")
 
@@ -181,7 +232,9 @@ def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
                 left += ms[phase]
             ax.text(0, row - 0.28, label, va="bottom")
         widest = max(sum(ms.values()) for _, ms in steps)
-        ax.set(xlabel="ms per step", xlim=(0, 1.05 * widest), ylim=(len(steps) - 0.7, -0.8), yticks=[])
+        ax.set(
+            xlabel="ms per step", xlim=(0, 1.05 * widest), ylim=(len(steps) - 0.7, -0.8), yticks=[]
+        )
 
     return _svg(draw, "Time of one step by phase", inches=0.8 + 0.45 * len(steps))
 
@@ -197,10 +250,18 @@ def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True)
     body = re.sub(
-        r"(?s)^.*?<svg[^>]*>|<metadata>.*?</metadata>|<style.*?</style>", "", printable(file.getvalue(), keep="\n")
+        r"(?s)^.*?<svg[^>]*>|<metadata>.*?</metadata>|<style.*?</style>",
+        "",
+        printable(file.getvalue(), keep="\n"),
     )
-    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href").replace(": #000000", ": currentColor")
+    body = (
+        re.sub(r'<g id="[^"]*"', "<g", body)
+        .replace("xlink:href", "href")
+        .replace(": #000000", ": currentColor")
+    )
     for colour, variable in VARIABLES.items():
         body = body.replace(colour, variable)
     width, height = (round(72 * inches) for inches in figure.get_size_inches())
-    return Markup(f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(alt)}">{body}')
+    return Markup(
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(alt)}">{body}'
+    )

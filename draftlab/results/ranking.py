@@ -79,7 +79,10 @@ class Ranked:
         score, ratio, tpot = self.score, self.ratio_to_fastest, self.score.best_k_tpot_speedup
         tests = []
         for test in self.tasks:
-            difference = {"difference": test.difference.model_dump(), "significant": test.significant}
+            difference = {
+                "difference": test.difference.model_dump(),
+                "significant": test.significant,
+            }
             tests.append(asdict(test) | difference)
         return {
             "draft": self.name,
@@ -112,13 +115,17 @@ def read_scores(paths: Sequence[Path]) -> list[Score]:
     """
     files = score_files(paths)
     if not files:
-        raise UserError(f"no score.json under {', '.join(map(str, paths))}; run draftlab score first")
+        raise UserError(
+            f"no score.json under {', '.join(map(str, paths))}; run draftlab score first"
+        )
     scores = list(map(read_score, files))
     names = [score.name for score in scores]
     distinct = []
     for score, file in zip(scores, files, strict=True):
         twice = names.count(score.name) > 1
-        distinct.append(score.model_copy(update={"name": f"{score.name} in {file.parent}"}) if twice else score)
+        distinct.append(
+            score.model_copy(update={"name": f"{score.name} in {file.parent}"}) if twice else score
+        )
     return distinct
 
 
@@ -156,7 +163,9 @@ def same_requests(a: Score, b: Score) -> bool:
 
 def speedup_ratio(a: Score, b: Score) -> Interval:
     """Return the speed-up of a over that of b, each at its best K; paired where their prompts are the same."""
-    return intervals.speedup_ratio(a.timings(a.speculative), b.timings(b.speculative), paired=same_requests(a, b))
+    return intervals.speedup_ratio(
+        a.timings(a.speculative), b.timings(b.speculative), paired=same_requests(a, b)
+    )
 
 
 def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[PairedTest]:
@@ -172,14 +181,19 @@ def category_rows(score: Score) -> list[dict[str, Any]]:
     k = score.best_k
     for name, prompts in score.prompts_by_category.items():
         part = score.subset(prompts)
-        timed, counted = part.output_tps(0) > 0 and part.output_tps(k) > 0, bool(part.generations(k))
+        timed, counted = (
+            part.output_tps(0) > 0 and part.output_tps(k) > 0,
+            bool(part.generations(k)),
+        )
         gain = part.speedup(k) if timed else None
         rows.append(
             {
                 "category": name,
                 "prompts": len(prompts),
                 "k": k,
-                "mean_acceptance_length": part.acceptance(k).mean_acceptance_length if counted else None,
+                "mean_acceptance_length": part.acceptance(k).mean_acceptance_length
+                if counted
+                else None,
                 "tokens_per_target_pass": part.tokens_per_pass(k) if counted else None,
                 "output_tps": part.output_tps(k) if timed else None,
                 "speedup": gain and gain.value,
@@ -202,16 +216,22 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
         elif ranked.doubt is not None:
             lines.append(f"Cannot tell {name} from {fastest}: {ranked.doubt}.")
         elif ranked.significant is None:
-            lines.append(f"Cannot test {name} against {fastest}: a test needs scores over several prompts.")
+            lines.append(
+                f"Cannot test {name} against {fastest}: a test needs scores over several prompts."
+            )
         elif ranked.significant:
             lines.append(f"{name} is slower: {ratio} of the speed-up of {fastest}.")
         else:
-            lines.append(f"{name} does not differ significantly: {ratio} of the speed-up of {fastest}.")
+            lines.append(
+                f"{name} does not differ significantly: {ratio} of the speed-up of {fastest}."
+            )
         lines += [f"  {_test_line(test, name, fastest)}" for test in ranked.tasks]
     return lines
 
 
-def missed_thresholds(score: Score, min_speedup: float | None, min_acceptance_length: float | None) -> list[str]:
+def missed_thresholds(
+    score: Score, min_speedup: float | None, min_acceptance_length: float | None
+) -> list[str]:
     """Return one sentence for each of the user's thresholds that a draft does not reach, or cannot be judged by."""
     name, doubt, missed = score.name, score.doubt, []
     if min_speedup is not None:
@@ -221,7 +241,9 @@ def missed_thresholds(score: Score, min_speedup: float | None, min_acceptance_le
         if speedup < min_speedup:
             missed.append(f"{name}: speed-up {speedup:.3f} is below --min-speedup {min_speedup}")
         elif doubt is not None:
-            missed.append(f"{name}: cannot tell whether it reaches --min-speedup {min_speedup}, because {doubt}")
+            missed.append(
+                f"{name}: cannot tell whether it reaches --min-speedup {min_speedup}, because {doubt}"
+            )
     length = score.tokens_per_pass(score.best_k)
     if min_acceptance_length is not None and length < min_acceptance_length:
         bar = f"--min-acceptance-length {min_acceptance_length}"
@@ -261,12 +283,16 @@ def _paired_test(a: TaskResult, b: TaskResult) -> PairedTest:
         difference=interval(bootstrap(lambda counts: counts @ differences / n, n), n),
         won=won,
         lost=lost,
-        p=float(binomtest(won, won + lost).pvalue if won + lost else 1.0) if binary else None,  # McNemar 1947, exact
+        p=float(binomtest(won, won + lost).pvalue if won + lost else 1.0)
+        if binary
+        else None,  # McNemar 1947, exact
     )
 
 
 def _test_line(test: PairedTest, name: str, other: str) -> str:
-    difference = f"{test.difference.value:+.3f} ({test.difference.low:+.3f} to {test.difference.high:+.3f})"
+    difference = (
+        f"{test.difference.value:+.3f} ({test.difference.low:+.3f} to {test.difference.high:+.3f})"
+    )
     method = f"McNemar p = {test.p:.2g}" if test.p is not None else "paired bootstrap"
     verdict = "differs significantly" if test.significant else "does not differ significantly"
     return (

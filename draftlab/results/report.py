@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 PHASES = ("draft", "verify", "host")
 ACCURACY_METRICS = ("acc", "exact_match")  # lm-eval's, without the name of a filter
 WIDE = frozenset(
-    {"TTFT,\nms", "weights, target/draft", "draft ms per token (quartiles)", "layers x hidden", "parameters"}
+    {
+        "TTFT,\nms",
+        "weights, target/draft",
+        "draft ms per token (quartiles)",
+        "layers x hidden",
+        "parameters",
+    }
 )
 CAPTION = (
     "* Fastest. ~ No significant difference from the fastest draft. Each draft at its best K. requests: speed-up of "
@@ -59,7 +65,10 @@ def ranking_table(ranking: Sequence[Ranked]) -> Table:
         rows.append((ranked.score.output_differs, -ranked.speedup.value, _board_row(ranked, shown)))
     plain = scores[0].plain_tps
     for weights, speed in plain.items():
-        name, gain = (f"{NO_DRAFT}, {weights}" if len(plain) > 1 else NO_DRAFT), speed / max(plain.values())
+        name, gain = (
+            (f"{NO_DRAFT}, {weights}" if len(plain) > 1 else NO_DRAFT),
+            speed / max(plain.values()),
+        )
         cells = {
             "draft": name,
             "tokens\nper pass": "1.00",
@@ -73,7 +82,13 @@ def ranking_table(ranking: Sequence[Ranked]) -> Table:
     caption += f" Decoding: {decoding}. How both sides ran: {precision(scores)}."
     first = ranking[0]
     praised = first.doubt is None or first.score.output_differs
-    return Table.of([row for *_, row in rows], title="Ranking", caption=caption, best=0 if praised else None, wide=WIDE)
+    return Table.of(
+        [row for *_, row in rows],
+        title="Ranking",
+        caption=caption,
+        best=0 if praised else None,
+        wide=WIDE,
+    )
 
 
 def accuracy_table(scores: Sequence[Score]) -> Table | None:
@@ -100,8 +115,15 @@ def category_table(score: Score) -> Table | None:
     for row in sorted(category_rows(score), key=lambda row: -(row["speedup"] or 0)):
         gain = optional(row["speedup"], ".2f")
         if row["speedup"] is not None:
-            gain += "x" + (f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})" if row["prompts"] > 1 else "")
-        passes, speed = optional(row["tokens_per_target_pass"], ".2f"), optional(row["output_tps"], ".4g")
+            gain += "x" + (
+                f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
+                if row["prompts"] > 1
+                else ""
+            )
+        passes, speed = (
+            optional(row["tokens_per_target_pass"], ".2f"),
+            optional(row["output_tps"], ".4g"),
+        )
         rows.append([row["category"], str(row["prompts"]), passes, speed, gain])
     if not rows:
         return None
@@ -151,7 +173,9 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
     answer, *lines = verdict_lines(ranking)
     tables = [accuracy_table(ordered), _cost_table(ordered), _conditions_table(ordered)]
     marks = {score.label: plots.Mark.of(score.label, i) for i, score in enumerate(ordered)}
-    speedups = {score.label: {k: score.speedup(k) for k in sorted(score.speculative)} for score in ordered}
+    speedups = {
+        score.label: {k: score.speedup(k) for k in sorted(score.speculative)} for score in ordered
+    }
     first, *figures = _figures(ranking, marks, speedups)
     written = page_template("report.html.j2").render(
         target=ordered[0].target.name,
@@ -162,7 +186,10 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
         board=ranking_table(ranking),
         first=first,
         figures=figures,
-        drafts=[(score, _k_table(score, speedups[score.label]), category_table(score)) for score in ordered],
+        drafts=[
+            (score, _k_table(score, speedups[score.label]), category_table(score))
+            for score in ordered
+        ],
         tables=[table for table in tables if table],
         marks=marks,
         colours=(plots.COLOURS, plots.DARK_COLOURS),
@@ -175,18 +202,30 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
 def export_command(fastest: Ranked) -> str:
     """Return the command that writes the draft with a script for vLLM; empty without a gain or a checkpoint."""
     score = fastest.score
-    if fastest.doubt or score.output_differs or fastest.speedup.low <= 1 or score.draft.sha256 is None or score.served:
+    if (
+        fastest.doubt
+        or score.output_differs
+        or fastest.speedup.low <= 1
+        or score.draft.sha256 is None
+        or score.served
+    ):
         return ""
     options, named = list(pairwise(shlex.split(score.command))), target_named(score)
     drafts = [value for name, value in options if name == "--draft"]
     target = f" --target {shlex.quote(named)}" if named else ""
     path = next((draft for draft in drafts if draft.endswith(score.draft.name)), None)
-    return "" if path is None else f"draftlab export {shlex.quote(path)}{target} --to vllm --k {fastest.k}"
+    return (
+        ""
+        if path is None
+        else f"draftlab export {shlex.quote(path)}{target} --to vllm --k {fastest.k}"
+    )
 
 
 def target_named(score: Score) -> str | None:
     """Return the target as the command of a score names it."""
-    return next((value for name, value in pairwise(shlex.split(score.command)) if name == "--target"), None)
+    return next(
+        (value for name, value in pairwise(shlex.split(score.command)) if name == "--target"), None
+    )
 
 
 def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
@@ -198,7 +237,10 @@ def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
 def _accuracy_metric(scores: Sequence[Score]) -> tuple[str, str] | None:
     """Return the first task and metric of accuracy that any draft has: a single task, so that a column mixes none."""
     results = [result for score in scores for result in score.draft.tasks]
-    return next(((r.task, r.metric) for r in results if r.metric.partition(",")[0] in ACCURACY_METRICS), None)
+    return next(
+        ((r.task, r.metric) for r in results if r.metric.partition(",")[0] in ACCURACY_METRICS),
+        None,
+    )
 
 
 def _accuracy(tasks: Sequence[TaskResult], shown: tuple[str, str] | None) -> TaskResult | None:
@@ -209,13 +251,16 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
     """Return the cells of a draft by the head of their column."""
     score, k = ranked.score, ranked.k
     row = {
-        "draft": ("~ " if ranked.significant is False and not score.output_differs else "") + score.label,
+        "draft": ("~ " if ranked.significant is False and not score.output_differs else "")
+        + score.label,
         "K": str(k),
         "tokens\nper pass": f"{score.tokens_per_pass(k):.2f}",
         "accept\nrate": f"{score.acceptance(k).draft_acceptance_rate:.1%}",
         "tok/s": three_digits(score.output_tps(k)),
         "requests\n(95%)": ranked.speedup.as_speedup(),
-        "relative\nto best": "" if ranked.ratio_to_fastest is None else str(ranked.ratio_to_fastest),
+        "relative\nto best": ""
+        if ranked.ratio_to_fastest is None
+        else str(ranked.ratio_to_fastest),
         "TPOT\n(95%)": speedup_text(score.best_k_tpot_speedup),
         "TTFT,\nms": milliseconds(score.ttft_ms(k)),
         "accu-\nracy": "",
@@ -229,22 +274,31 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
         quartiles = f"({three_digits(latency.low_ms)} to {three_digits(latency.high_ms)})"
         row["draft ms per token (quartiles)"] = f"{three_digits(latency.median_ms)} {quartiles}"
     if (shape := score.draft.shape) is not None:
-        row |= {"layers x hidden": f"{shape.layers} x {shape.hidden}", "parameters": format_count(shape.params())}
+        row |= {
+            "layers x hidden": f"{shape.layers} x {shape.hidden}",
+            "parameters": format_count(shape.params()),
+        }
     return row
 
 
 def _figures(
-    ranking: Sequence[Ranked], marks: "Mapping[str, Mark]", speedups: Mapping[str, Mapping[int, Interval]]
+    ranking: Sequence[Ranked],
+    marks: "Mapping[str, Mark]",
+    speedups: Mapping[str, Mapping[int, Interval]],
 ) -> list[Figure]:
     """Return the plots of the page, the ranking first."""
     from draftlab.results import plots
 
     key = list(marks.values()) if len(marks) > 1 else []
     scores = [ranked.score for ranked in ranking]
-    accepted = {score.label: score.acceptance(score.best_k).per_position_acceptance for score in scores}
+    accepted = {
+        score.label: score.acceptance(score.best_k).per_position_acceptance for score in scores
+    }
     figures = [
         Figure(
-            svg=plots.plot_ranking([(marks[ranked.score.label], ranked.speedup) for ranked in ranking]),
+            svg=plots.plot_ranking(
+                [(marks[ranked.score.label], ranked.speedup) for ranked in ranking]
+            ),
             table=Table(
                 heads=(),
                 rows=[],  # the ranking has the numbers
@@ -296,7 +350,8 @@ def _time_figure(scores: Sequence[Score]) -> Figure | None:
         each = three_digits(total / tokens)
         steps.append((f"{plots.short(name)}: {tokens:.2f} tokens, {each} ms each", ms))
         phases = {
-            f"{mark.name}, ms": three_digits(ms[phase]) for mark, phase in zip(plots.PHASE_MARKS, ms, strict=True)
+            f"{mark.name}, ms": three_digits(ms[phase])
+            for mark, phase in zip(plots.PHASE_MARKS, ms, strict=True)
         }
         rows.append(
             {"draft": name}
@@ -358,7 +413,10 @@ def _conditions_table(scores: Sequence[Score]) -> Table:
     by_fact: dict[str, dict[str, list[str]]] = {}
     for score in scores:
         facts = {"target": score.target.name}
-        facts |= {name.replace("_", " "): str(value) for name, value in score.conditions.model_dump().items()}
+        facts |= {
+            name.replace("_", " "): str(value)
+            for name, value in score.conditions.model_dump().items()
+        }
         facts["output equals the target's own"] = identical[score.identical]
         facts["speed-ups are over weights in"] = score.baseline_weights
         facts["distinct 4-grams"] = f"{score.distinct_4grams:.2f}"
@@ -373,7 +431,11 @@ def _conditions_table(scores: Sequence[Score]) -> Table:
 
 
 def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, Any]:
-    shape, accuracy, shares = score.draft.shape, _accuracy(score.draft.tasks, shown), score.time_shares(k)
+    shape, accuracy, shares = (
+        score.draft.shape,
+        _accuracy(score.draft.tasks, shown),
+        score.time_shares(k),
+    )
     bits = re.search(r"\d+", score.conditions.dtype)  # a dtype's name ends in its bits
     estimates = {
         "speedup": score.speedup(k),
@@ -382,7 +444,10 @@ def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, 
         "best_k_tpot_speedup": score.best_k_tpot_speedup,
     }
     for prefix, arm in {"": k, "plain_": 0}.items():
-        estimates |= {f"{prefix}request_ms": score.request_ms(arm), f"{prefix}ttft_ms": score.ttft_ms(arm)}
+        estimates |= {
+            f"{prefix}request_ms": score.request_ms(arm),
+            f"{prefix}ttft_ms": score.ttft_ms(arm),
+        }
         estimates[f"{prefix}tpot_ms"] = score.tpot_ms(arm)
     row: dict[str, Any] = {
         "draft": score.name,
@@ -390,7 +455,9 @@ def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, 
         "layers": shape and shape.layers,
         "hidden": shape and shape.hidden,
         "params": shape and shape.params(),
-        "kv_bytes_per_token": shape.kv_bytes_per_token(int(bits[0]) / 8) if bits and shape else None,
+        "kv_bytes_per_token": shape.kv_bytes_per_token(int(bits[0]) / 8)
+        if bits and shape
+        else None,
         "draft_ms": score.draft_ms,
         "cost_ratio": score.cost_ratio,
         "num_speculative_tokens": k,
@@ -416,5 +483,8 @@ def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, 
         row |= {f"plain_output_tps_{weights}": speed for weights, speed in score.plain_tps.items()}
     for name, estimate in estimates.items():
         row[name] = estimate and estimate.value
-        row |= {f"{name}_low": estimate and estimate.low, f"{name}_high": estimate and estimate.high}
+        row |= {
+            f"{name}_low": estimate and estimate.low,
+            f"{name}_high": estimate and estimate.high,
+        }
     return row

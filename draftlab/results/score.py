@@ -31,7 +31,9 @@ from draftlab.sampling import SamplingParams
 DISAGREE = 1.25  # ratio of the implied to the measured speed-up, or its inverse, from which one of them is wrong
 MANY_STALLS = 0.1  # share of steps
 UNEVEN = 1.5  # slowest over fastest repeat of a prompt, from which the machine must have been busy
-MANY_UNEVEN = 1 / 3  # share of prompts: one in twenty is then slow in two repeats of three, so by its median, too
+MANY_UNEVEN = (
+    1 / 3
+)  # share of prompts: one in twenty is then slow in two repeats of three, so by its median, too
 
 
 class Latency(FileModel):
@@ -53,7 +55,9 @@ class TaskResult(FileModel):
     stderr: float | None
     n: PositiveInt  # items
     higher_is_better: bool
-    items: list[float] = Field(default=[])  # the metric of each item, in the task's order, for paired tests
+    items: list[float] = Field(
+        default=[]
+    )  # the metric of each item, in the task's order, for paired tests
     items_sha256: str | None = None  # hash of items and prompts
 
 
@@ -65,7 +69,9 @@ class Model(FileModel):
     shape: Shape | None
     latency: list[Latency]  # one entry a width, from one token on; []: not measured
     tasks: list[TaskResult]
-    via_transformers: bool = False  # transformers ran it, which is slower than draftlab's own decoder
+    via_transformers: bool = (
+        False  # transformers ran it, which is slower than draftlab's own decoder
+    )
     parallel: bool = False  # it drafted all tokens of a step in one pass
     eagle: bool = False  # an EAGLE-3 head
     heads_sha256: str | None = None  # hash of heads on the states of the target
@@ -126,7 +132,11 @@ class Conditions(FileModel):
         """The way in which tokens were sampled and verified, in words."""
         if self.temperature == 0 or self.mode == "served":
             return self.sampling.describe()
-        own = "" if self.draft_temperature is None else f", drafts at temperature {self.draft_temperature:g}"
+        own = (
+            ""
+            if self.draft_temperature is None
+            else f", drafts at temperature {self.draft_temperature:g}"
+        )
         return f"{self.sampling.describe()}, rule {self.rule}{own}"
 
 
@@ -149,16 +159,30 @@ class Score(FileModel):
     conditions: Conditions
     environment: Environment | None = None
     prompts: list[PromptRecord] = Field(default=[])
-    plain: list[Generation] | list[ServedGeneration]  # the target alone, with the weights that verify
-    other_plain: dict[str, list[Generation]] = Field(default={})  # the target alone with other weights, by their name
-    speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)  # keys: K
+    plain: (
+        list[Generation] | list[ServedGeneration]
+    )  # the target alone, with the weights that verify
+    other_plain: dict[str, list[Generation]] = Field(
+        default={}
+    )  # the target alone with other weights, by their name
+    speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(
+        min_length=1
+    )  # keys: K
     counters: dict[int, Counters] = Field(default={})  # keys: K, if a server decoded
-    equal_texts: float | None = Field(ge=0, le=1)  # share of texts, over all K, that equal plain's; None when sampling
-    distinct_4grams: float = Field(ge=0, le=1)  # share, in the target's output; low in a loop, which drafts predict
+    equal_texts: float | None = Field(
+        ge=0, le=1
+    )  # share of texts, over all K, that equal plain's; None when sampling
+    distinct_4grams: float = Field(
+        ge=0, le=1
+    )  # share, in the target's output; low in a loop, which drafts predict
     example: dict[str, Any] | None = None  # older files have it; nothing writes it
-    learnt: str | None = None  # a drafter with the options that it learnt when it was built, as --drafter takes it
+    learnt: str | None = (
+        None  # a drafter with the options that it learnt when it was built, as --drafter takes it
+    )
     learnt_prompts: int = Field(default=0, ge=0)  # prompts whose answers the draft learnt from
-    made: list[Stage] | None = None  # commands that made the draft; []: nothing to make; None: not known
+    made: list[Stage] | None = (
+        None  # commands that made the draft; []: nothing to make; None: not known
+    )
     command: str
     versions: dict[str, str]
     created: str
@@ -203,7 +227,10 @@ class Score(FileModel):
     def plain_tps(self) -> dict[str, float]:
         """Tokens per second of whole requests without a draft, by the target's weights."""
         plain = {self.conditions.target_weights: self.plain, **self.other_plain}
-        return {weights: intervals.tokens_per_second(request_timings(runs)) for weights, runs in plain.items()}
+        return {
+            weights: intervals.tokens_per_second(request_timings(runs))
+            for weights, runs in plain.items()
+        }
 
     @property
     def baseline_weights(self) -> str:
@@ -253,7 +280,10 @@ class Score(FileModel):
         return self._tpot_speedup([k])
 
     def _tpot_speedup(self, ks: Collection[int]) -> Interval | None:
-        drafted, plain = [decode_timings(self.generations(k)) for k in ks], decode_timings(self.generations(0))
+        drafted, plain = (
+            [decode_timings(self.generations(k)) for k in ks],
+            decode_timings(self.generations(0)),
+        )
         if not any(tokens for tokens, _ in plain):
             return None
         return intervals.speedup((drafted, plain), chosen_by=self.timings(ks)[0])
@@ -265,16 +295,24 @@ class Score(FileModel):
     def tpot_ms(self, k: int) -> Interval | None:
         """Return the milliseconds per output token after the first; K and None as in decode_tps."""
         runs = decode_timings(self.generations(k))
-        return intervals.ratio([(1e3 * seconds, tokens) for tokens, seconds in runs]) if runs else None
+        return (
+            intervals.ratio([(1e3 * seconds, tokens) for tokens, seconds in runs]) if runs else None
+        )
 
     def ttft_ms(self, k: int) -> Interval | None:
         """Return the mean milliseconds to the first token, the draft's prefill included; see decode_tps."""
         repeats = repeats_by_prompt(self.generations(k), lambda g: g.prefill_seconds)
-        return intervals.ratio([(1e3 * sorted(each)[(len(each) - 1) // 2], 1) for each in repeats]) if repeats else None
+        return (
+            intervals.ratio([(1e3 * sorted(each)[(len(each) - 1) // 2], 1) for each in repeats])
+            if repeats
+            else None
+        )
 
     def request_ms(self, k: int) -> Interval:
         """Return the mean milliseconds of a whole request; K = 0: the baseline."""
-        return intervals.ratio([(1e3 * seconds, 1) for _, seconds in request_timings(self._runs(k))])
+        return intervals.ratio(
+            [(1e3 * seconds, 1) for _, seconds in request_timings(self._runs(k))]
+        )
 
     def _runs(self, k: int) -> Sequence[Generation | ServedGeneration]:
         return self.speculative[k] if k else self.baseline
@@ -284,7 +322,11 @@ class Score(FileModel):
         return [g for g in self._runs(k) if isinstance(g, Generation)]
 
     def acceptance(self, k: int) -> AcceptanceMetrics:
-        return self.counters[k].acceptance if k in self.counters else count_acceptance(self.generations(k), k)
+        return (
+            self.counters[k].acceptance
+            if k in self.counters
+            else count_acceptance(self.generations(k), k)
+        )
 
     def tokens_per_pass(self, k: int) -> float:
         """Return tokens over all target passes but prefills; acceptance() leaves out those that had no draft.
@@ -310,7 +352,9 @@ class Score(FileModel):
         runs = self.generations(k)
         total = sum(g.decode_seconds for g in runs)
         phases = ("draft", "verify", "host") if total else ()
-        return {phase: sum(getattr(g, f"{phase}_seconds") for g in runs) / total for phase in phases}
+        return {
+            phase: sum(getattr(g, f"{phase}_seconds") for g in runs) / total for phase in phases
+        }
 
     @property
     def stalls(self) -> tuple[int, int]:
@@ -324,7 +368,9 @@ class Score(FileModel):
         """Number of prompts with a repeat UNEVEN times as slow as another, and the worst ratio."""
         runs = (self.plain, *self.other_plain.values(), *self.speculative.values())
         arms = [repeats_by_prompt(each, lambda g: g.request) for each in runs]
-        worst = [max(map(intervals.slowest_over_fastest, repeats)) for repeats in zip(*arms, strict=True)]
+        worst = [
+            max(map(intervals.slowest_over_fastest, repeats)) for repeats in zip(*arms, strict=True)
+        ]
         worst = list(map(max, worst, self._prefill_spreads() or worst))
         return sum(ratio > UNEVEN for ratio in worst), max(worst)
 
@@ -347,7 +393,9 @@ class Score(FileModel):
 
         Server counters, which are of all prompts, are left out.
         """
-        speculative = {k: [g for g in runs if g.prompt in prompts] for k, runs in self.speculative.items()}
+        speculative = {
+            k: [g for g in runs if g.prompt in prompts] for k, runs in self.speculative.items()
+        }
         plain = [g for g in self.baseline if g.prompt in prompts]
         parts = {"plain": plain, "other_plain": {}, "speculative": speculative, "counters": {}}
         return self.model_copy(update=parts)
@@ -356,7 +404,9 @@ class Score(FileModel):
     def prompts_by_category(self) -> dict[str, list[int]]:
         """Indices of prompts by category; {} where the prompt file has none."""
         names = sorted({p.category for p in self.prompts if p.category})
-        return {name: [i for i, p in enumerate(self.prompts) if p.category == name] for name in names}
+        return {
+            name: [i for i, p in enumerate(self.prompts) if p.category == name] for name in names
+        }
 
     @property
     def draft_ms(self) -> float | None:
@@ -366,7 +416,11 @@ class Score(FileModel):
     @property
     def cost_ratio(self) -> float | None:
         """c: time of a draft pass over that of a target pass."""
-        return self.draft_ms / self.target.latency[0].median_ms if self.draft_ms and self.target.latency else None
+        return (
+            self.draft_ms / self.target.latency[0].median_ms
+            if self.draft_ms and self.target.latency
+            else None
+        )
 
     def implied_speedup(self, k: int) -> float | None:
         """Return the TPOT speed-up that tokens per pass and latencies of single passes imply; None: not measured.
@@ -379,8 +433,12 @@ class Score(FileModel):
         if self.draft_ms is None or self.draft.sha256 is None or not {1, k + 1} <= ms.keys():
             return None
         drafting_ms = self._parallel_pass_ms(k) if self.draft.parallel else k * self.draft_ms
-        verifying = intervals.tokens_per_second(decode_timings([g for g in self.plain if isinstance(g, Generation)]))
-        over_baseline = verifying / (self.decode_tps(0) or verifying)  # latencies are of the weights that verify
+        verifying = intervals.tokens_per_second(
+            decode_timings([g for g in self.plain if isinstance(g, Generation)])
+        )
+        over_baseline = verifying / (
+            self.decode_tps(0) or verifying
+        )  # latencies are of the weights that verify
         return over_baseline * self.tokens_per_pass(k) * ms[1] / (drafting_ms + ms[k + 1])
 
     def _parallel_pass_ms(self, k: int) -> float:
@@ -391,7 +449,9 @@ class Score(FileModel):
         measured = sorted((latency.width, latency.median_ms) for latency in self.draft.latency)
         if len(measured) == 1:
             return measured[0][1]
-        line = InterpolatedUnivariateSpline([width for width, _ in measured], [ms for _, ms in measured], k=1)
+        line = InterpolatedUnivariateSpline(
+            [width for width, _ in measured], [ms for _, ms in measured], k=1
+        )
         return float(np.asarray(line(self.tokens_per_pass(k) + k - 1)))
 
     @property
@@ -423,8 +483,14 @@ class Score(FileModel):
         if doubt is not None:
             opening = f"Cannot tell, because {doubt}; measure again on a quiet machine. Measured"
         changed = "The output is not the target's own. " if self.output_differs else ""
-        over = f" over the target alone with {self.baseline_weights} weights" if self.other_plain else ""
-        return f"{changed}{opening}: {gain.as_speedup()} in whole requests at K = {self.best_k}{over}"
+        over = (
+            f" over the target alone with {self.baseline_weights} weights"
+            if self.other_plain
+            else ""
+        )
+        return (
+            f"{changed}{opening}: {gain.as_speedup()} in whole requests at K = {self.best_k}{over}"
+        )
 
     def verdict(self) -> str:
         """Return in words the draft's gain, and its strongest limit."""
@@ -435,7 +501,9 @@ class Score(FileModel):
             said.append(f"TPOT, the time per token after the first: {tpot.as_speedup()}{implies}.")
         with_draft, alone = self.ttft_ms(k), self.ttft_ms(0)
         if with_draft is not None and alone is not None:
-            said.append(f"TTFT, the time to the first token: {with_draft.value:.3g} ms, {alone.value:.3g} ms without.")
+            said.append(
+                f"TTFT, the time to the first token: {with_draft.value:.3g} ms, {alone.value:.3g} ms without."
+            )
         said.append(
             f"{self.tokens_per_pass(k):.2f} tokens per target pass (break-even of "
             f"{'whole requests' if self.served else 'TPOT'}: {self.break_even_length(k):.2f})."
@@ -443,7 +511,9 @@ class Score(FileModel):
         if shares := self.time_shares(k):
             phase = max(shares, key=lambda name: shares[name])
             activity, advice = LIMITS[phase]
-            said.append(f"{activity} takes {shares[phase]:.0%} of the time after the first token: {advice}.")
+            said.append(
+                f"{activity} takes {shares[phase]:.0%} of the time after the first token: {advice}."
+            )
         return " ".join(said)
 
 
@@ -456,7 +526,11 @@ LIMITS = {
 
 def score_files(paths: Sequence[Path]) -> list[Path]:
     """Return score.json files, named or anywhere under directories."""
-    return [f for path in paths for f in ([path] if path.suffix == ".json" else sorted(path.rglob("score.json")))]
+    return [
+        f
+        for path in paths
+        for f in ([path] if path.suffix == ".json" else sorted(path.rglob("score.json")))
+    ]
 
 
 def read_score(path: Path) -> Score:

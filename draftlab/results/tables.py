@@ -62,7 +62,9 @@ class Table:
         """Return the table of cells by the head of their column. A column that no record fills is left out."""
         heads: dict[str, None] = {}
         for record in records:
-            heads |= dict.fromkeys(head for head in record if any(r.get(head, "") not in EMPTY for r in records))
+            heads |= dict.fromkeys(
+                head for head in record if any(r.get(head, "") not in EMPTY for r in records)
+            )
         rows = [[record.get(head) or "–" for head in heads] for record in records]
         return cls(heads=list(heads), rows=rows, title=title, caption=caption, best=best, wide=wide)
 
@@ -100,7 +102,9 @@ def terminal_table(
     )
     for i, head in enumerate(heads):
         justify = "left" if i == flexible else "right"
-        table.add_column(head, justify=justify, no_wrap=i != flexible, overflow="fold", vertical="top")
+        table.add_column(
+            head, justify=justify, no_wrap=i != flexible, overflow="fold", vertical="top"
+        )
     for i, cells in enumerate(rows):
         first = f"* {cells[0]}" if i == best else cells[0]
         table.add_row(*map(_text, (first, *cells[1:])), style="bold green" if i == best else None)
@@ -111,8 +115,16 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Termi
     """Return one row per named shape. latency_ms: Predicted milliseconds of a pass; {} without a latency law."""
     rows = []
     for name, shape in shapes.items():
-        cells = [name, f"{shape.heads}/{shape.kv_heads}", str(shape.ffn), format_count(shape.params())]
-        cells += [format_count(shape.body_params()), f"{1 - shape.body_params() / shape.params():.0%}"]
+        cells = [
+            name,
+            f"{shape.heads}/{shape.kv_heads}",
+            str(shape.ffn),
+            format_count(shape.params()),
+        ]
+        cells += [
+            format_count(shape.body_params()),
+            f"{1 - shape.body_params() / shape.params():.0%}",
+        ]
         cells += [f"{shape.kv_bytes_per_token():,}", f"{shape.flops_per_token(0) / 1e6:,.1f}"]
         rows.append(cells + ([f"{latency_ms[name]:.3g}"] if latency_ms else []))
     table = terminal_table([*SHAPE_HEADS, *(["ms, pre-\ndicted"] if latency_ms else [])], rows)

@@ -19,11 +19,20 @@ def score_warnings(scores: Sequence[Score]) -> list[str]:
     for text, names in drafts.items():
         concerned = "all drafts" if 1 < len(scores) == len(names) else ", ".join(names)
         texts.append(f"{concerned}: {text}")
-    facts = [s.conditions.model_dump(exclude={"draft_weights"}) | {"target": s.target.sha256} for s in scores]
-    differing = [name for name in facts[0] if any(fact[name] != facts[0][name] for fact in facts)] if facts else []
+    facts = [
+        s.conditions.model_dump(exclude={"draft_weights"}) | {"target": s.target.sha256}
+        for s in scores
+    ]
+    differing = (
+        [name for name in facts[0] if any(fact[name] != facts[0][name] for fact in facts)]
+        if facts
+        else []
+    )
     if differing:
         names = ", ".join(differing).replace("_", " ")
-        texts.append(f"drafts were measured with different {names}, so their speed-ups do not compare")
+        texts.append(
+            f"drafts were measured with different {names}, so their speed-ups do not compare"
+        )
     return texts
 
 

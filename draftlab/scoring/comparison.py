@@ -53,8 +53,12 @@ class Requests:
     def score_facts(self, plain: list[list[int]], texts: list[list[list[int]]]) -> dict[str, Any]:
         """Return the fields of a score that follow from its texts, as token ids. texts: Texts with drafts, by K."""
         return {
-            "prompts": [PromptRecord(tokens=len(p.ids), category=p.category) for p in self.prompts.rows],
-            "equal_texts": share_of_equal_texts(plain, texts) if self.sampling.temperature == 0 else None,
+            "prompts": [
+                PromptRecord(tokens=len(p.ids), category=p.category) for p in self.prompts.rows
+            ],
+            "equal_texts": share_of_equal_texts(plain, texts)
+            if self.sampling.temperature == 0
+            else None,
             "distinct_4grams": distinct_ngrams(plain, 4),
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
@@ -108,21 +112,34 @@ class Comparison:
     @property
     def draft_paths(self) -> list[Path]:
         """Return all draft models, those of drafters included."""
-        named = [path for spec in self.drafters for path in spec.paths(self.default_draft, models_only=True)]
+        named = [
+            path
+            for spec in self.drafters
+            for path in spec.paths(self.default_draft, models_only=True)
+        ]
         return list(dict.fromkeys([*self.drafts.values(), *named]))
 
     @property
     def inputs(self) -> list[Path]:
         """Return the inputs for the record."""
         read = [path for spec in self.drafters for path in spec.paths(self.default_draft)]
-        said = turns.place(self.requests.prompts, provenance.fingerprint(self.target), self.requests.sampling)
-        return list(dict.fromkeys([self.target, *self.drafts.values(), *read, *([] if said is None else [said])]))
+        said = turns.place(
+            self.requests.prompts, provenance.fingerprint(self.target), self.requests.sampling
+        )
+        return list(
+            dict.fromkeys(
+                [self.target, *self.drafts.values(), *read, *([] if said is None else [said])]
+            )
+        )
 
     @property
     def context(self) -> int:
         """Return the cached tokens in the middle of decoding."""
         requests = self.requests
-        return int(median(len(p.ids) for p in requests.prompts.rows)) + requests.sampling.max_tokens // 2
+        return (
+            int(median(len(p.ids) for p in requests.prompts.rows))
+            + requests.sampling.max_tokens // 2
+        )
 
     def made(self, name: str) -> list[Stage] | None:
         """Return the commands that made a draft, or a drafter's inputs; [] if it reads nothing, None if not known."""
@@ -145,7 +162,9 @@ class Comparison:
             for path in self._paths(name):
                 for store in lineage(path, self.target):
                     if store not in prompts_of and (store / MANIFEST).exists():
-                        prompts_of[store] = {tuple(output.prompt.tolist()) for output in read_texts(store)}
+                        prompts_of[store] = {
+                            tuple(output.prompt.tolist()) for output in read_texts(store)
+                        }
                     learnt |= prompts_of.get(store, set())
             counts[name] = sum(ids in learnt for ids in asked)
         return counts
@@ -163,7 +182,10 @@ class Comparison:
         return {
             "target": _described(self.target),
             **{name: _described(path) for name, path in self.drafts.items()},
-            **{name: f"reads {', '.join(map(str, paths)) or 'no files'}" for name, paths in read.items()},
+            **{
+                name: f"reads {', '.join(map(str, paths)) or 'no files'}"
+                for name, paths in read.items()
+            },
             "work": f"at most {texts} generations of {self.requests.sampling.max_tokens} tokens",
             **self._cost(texts),
         }
@@ -189,21 +211,29 @@ class Comparison:
         """
         for batch in self.batches:
             if (count := self.requests.prompts.requests) % batch:
-                raise UserError(f"--batch {batch}: {count} prompts do not fill such batches; want a multiple of it")
+                raise UserError(
+                    f"--batch {batch}: {count} prompts do not fill such batches; want a multiple of it"
+                )
         names = [*self.drafts, *(spec.name for spec in self.drafters)]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise UserError(f"two results would both be called {twice[0]}; ask for one of them, or rename the draft")
+            raise UserError(
+                f"two results would both be called {twice[0]}; ask for one of them, or rename the draft"
+            )
         self._check_drafters()
         for path in self.draft_paths:
             self._check_parallel(path)
         engine = self.engine
         if engine.device_map is not None and (engine.mode != "eager" or self.batches != [1]):
-            raise UserError("--device-map has transformers run the target: use --mode eager --batch 1")
+            raise UserError(
+                "--device-map has transformers run the target: use --mode eager --batch 1"
+            )
         if engine.int8 and engine.mode != "native":
             raise UserError(f"--int8 needs mode native, and this runs in mode {engine.mode}")
         models = {"the target": self.target, **self.drafts}
         with about("--max-new-tokens"):
-            self.check_context({name: max_model_len(path) for name, path in models.items()}, max(self.ks))
+            self.check_context(
+                {name: max_model_len(path) for name, path in models.items()}, max(self.ks)
+            )
         if self.tasks is not None and self.tasks.apply_chat_template:
             for path in models.values():
                 check_chat_template(path)
@@ -221,14 +251,25 @@ class Comparison:
     def check_memory(self) -> None:
         """Raises UserError: weights, caches and logits do not fit the free memory; the spread target is left out."""
         spread = {self.target} if self.engine.device_map else set()
-        sizes = {path: read_size(path) for path in [self.target, *self.draft_paths] if path not in spread}
+        sizes = {
+            path: read_size(path) for path in [self.target, *self.draft_paths] if path not in spread
+        }
         longest, rows, k = self.requests.prompts.longest, max(self.batches), max(self.ks)
-        width, tokens = self.engine.dtype.itemsize, rows * (longest + self.requests.sampling.max_tokens + k)
+        width, tokens = (
+            self.engine.dtype.itemsize,
+            rows * (longest + self.requests.sampling.max_tokens + k),
+        )
         needs = {f"weights of {path}": size.weight_bytes(width) for path, size in sizes.items()}
-        needs |= {"int8 copies": sum(size.weight_bytes(1) for size in sizes.values())} if self.engine.int8 else {}
+        needs |= (
+            {"int8 copies": sum(size.weight_bytes(1) for size in sizes.values())}
+            if self.engine.int8
+            else {}
+        )
         needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) for size in sizes.values())
         needs["logits"] = 2 * 4 * max(rows * (k + 1), longest) * checkpoint.vocab_size(self.target)
-        memory.check_fits(needs, self.engine.device, "--dtype bfloat16, --device-map auto, or a smaller --batch")
+        memory.check_fits(
+            needs, self.engine.device, "--dtype bfloat16, --device-map auto, or a smaller --batch"
+        )
 
     def _check_drafters(self) -> None:
         if not self.drafters:
@@ -253,7 +294,9 @@ class Comparison:
         if parallel.pard_token(draft) is None:
             return
         name, trained = hub.checkpoint_name(draft), parallel.trained_offsets(draft)
-        note(f"{name} drafts all tokens in one pass; --drafter model:draft={draft} drafts in one pass for each")
+        note(
+            f"{name} drafts all tokens in one pass; --drafter model:draft={draft} drafts in one pass for each"
+        )
         if trained is not None and max(self.ks) > trained:
             beyond = f"those beyond, up to K = {max(self.ks)}, are untrained"
             note(f"{name} was trained to draft {trained} tokens; {beyond}")

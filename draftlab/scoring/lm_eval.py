@@ -24,7 +24,9 @@ if TYPE_CHECKING:  # takes seconds to import
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
-BOOTSTRAP_SAMPLES = 1000  # samples for the few metrics without a closed form; lm-eval's 100,000 take minutes
+BOOTSTRAP_SAMPLES = (
+    1000  # samples for the few metrics without a closed form; lm-eval's 100,000 take minutes
+)
 SERVED_CONTEXT = 2048  # lm-eval's default, if a server does not tell its own
 LOCAL_DATA = "; data that is not on this disk comes from the hub; a YAML task can name a local file (docs/measuring.md)"
 UNSUPPORTED = ("unsafe_code", "doc_to_image", "doc_to_audio")
@@ -59,7 +61,9 @@ class Tasks:
         ):
             from lm_eval.models.huggingface import HFLM
 
-            hflm: Any = HFLM  # the decorator that registers it hides its constructor from type checkers
+            hflm: Any = (
+                HFLM  # the decorator that registers it hides its constructor from type checkers
+            )
             lm = hflm(
                 pretrained=str(directory),
                 tokenizer=checkpoint.load_tokenizer(directory),
@@ -157,9 +161,13 @@ def load_tasks(
         scored = None
         for name, task in index.load(list(names))["tasks"].items():
             if any(task.get_config(key) for key in UNSUPPORTED):
-                raise UserError(f"--tasks {name}: runs generated code or needs images or sound; not supported")
+                raise UserError(
+                    f"--tasks {name}: runs generated code or needs images or sound; not supported"
+                )
             if num_fewshot and task.get_config("num_fewshot") == 0:
-                raise UserError(f"--num-fewshot {num_fewshot}: {name} sets 0, which lm-eval does not change")
+                raise UserError(
+                    f"--num-fewshot {num_fewshot}: {name} sets 0, which lm-eval does not change"
+                )
             if task.OUTPUT_TYPE != "generate_until":
                 scored = scored or name
     return Tasks(
@@ -181,7 +189,10 @@ def check_chat_template(directory: Path) -> None:
 
 
 def _task_results(
-    task: str, measured: dict[str, Any], higher_is_better: dict[str, bool | None], samples: list[dict[str, Any]]
+    task: str,
+    measured: dict[str, Any],
+    higher_is_better: dict[str, bool | None],
+    samples: list[dict[str, Any]],
 ) -> Iterator[TaskResult]:
     """Yield lm-eval's flat "metric,filter" and "metric_stderr,filter" as records; the filter "none" is not named."""
     digest = hashlib.sha256()
@@ -194,7 +205,9 @@ def _task_results(
             continue
         better = higher_is_better.get(metric)
         if better is None:
-            log.warning("%s: %s is left out: lm-eval does not define whether higher is better", task, metric)
+            log.warning(
+                "%s: %s is left out: lm-eval does not define whether higher is better", task, metric
+            )
             continue
         yield TaskResult(
             task=task,
@@ -227,7 +240,10 @@ def _running(label: str, *, secret: str = "", shown: str = "", hint: str = "") -
     with heartbeat(label):
         logging.disable(logging.WARNING)
         try:
-            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            with (
+                contextlib.redirect_stderr(io.StringIO()),
+                contextlib.redirect_stdout(io.StringIO()),
+            ):
                 yield
         except UserError:
             raise

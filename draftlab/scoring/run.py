@@ -64,7 +64,9 @@ def measure(comparison: Comparison, command: str) -> list[Score]:
     models = Models(comparison)
     drafts = {name: models.draft(path) for name, path in comparison.drafts.items()}
     comparison = _with_turns(comparison, models)
-    contexts = {name: model.context for name, model in {"the target": models.target, **drafts}.items()}
+    contexts = {
+        name: model.context for name, model in {"the target": models.target, **drafts}.items()
+    }
     comparison.check_context(contexts, max(comparison.ks))
     runs = _drafter_runs(comparison, models)
     for name, run in runs.items():
@@ -103,7 +105,9 @@ class Models:
             if model.architecture is None and engine.mode != "eager":
                 raise UserError(f"transformers runs {directory}, which needs --mode eager")
             if self.comparison.batches != [1] and not model.takes_rows:
-                raise UserError(f"{directory} computes rows of one length only, which needs --batch 1")
+                raise UserError(
+                    f"{directory} computes rows of one length only, which needs --batch 1"
+                )
             self._loaded[directory] = model
         return self._loaded[directory]
 
@@ -111,7 +115,9 @@ class Models:
         """Return a checkpoint in the mode of the run."""
         if (directory, int8) not in self._running:
             model = self.eager(directory)
-            running = with_mode(model, self.engine.mode, int8) if isinstance(model, Llama) else model
+            running = (
+                with_mode(model, self.engine.mode, int8) if isinstance(model, Llama) else model
+            )
             self._running[directory, int8] = running
         return self._running[directory, int8]
 
@@ -125,7 +131,11 @@ class Models:
     @property
     def other_target(self) -> Decoder | None:
         """The target with the weights that do not verify; None where its dtype is the only precision."""
-        return self.running(self.comparison.target, not self.engine.target_int8) if self.engine.int8 else None
+        return (
+            self.running(self.comparison.target, not self.engine.target_int8)
+            if self.engine.int8
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +176,11 @@ class Measurement:
 
     def _latency(self, batch: int) -> dict[str, list[Latency]]:
         """Time single passes of the models that our own engine runs; the target has the empty name."""
-        decoders = {"": self.target, **self.drafts, **{name: run.model for name, run in self.runs.items()}}
+        decoders = {
+            "": self.target,
+            **self.drafts,
+            **{name: run.model for name, run in self.runs.items()},
+        }
         own = {name: model for name, model in decoders.items() if isinstance(model, Llama)}
         if not own:
             return {}
@@ -232,7 +246,9 @@ class Measurement:
             learnt=run.learnt if run else None,
             made=self.comparison.made(name),
             learnt_prompts=self.learnt_prompts[name],
-            **self.comparison.requests.score_facts(measured.tokens[PLAIN], [measured.tokens[name, k] for k in ks]),
+            **self.comparison.requests.score_facts(
+                measured.tokens[PLAIN], [measured.tokens[name, k] for k in ks]
+            ),
         )
 
     def _label(self, name: str, batch: int) -> str:
@@ -243,8 +259,14 @@ class Measurement:
         return f"{name}{rounded}" + (f"-b{batch}" if len(comparison.batches) > 1 else "")
 
     def _conditions(self, name: str, draft_weights: str | None, batch: int) -> Conditions:
-        comparison, engine, acceptance = self.comparison, self.comparison.engine, self.comparison.acceptance
-        own_rule = {spec.name: spec.rejection_rule for spec in comparison.drafters}.get(name, REJECTION)
+        comparison, engine, acceptance = (
+            self.comparison,
+            self.comparison.engine,
+            self.comparison.acceptance,
+        )
+        own_rule = {spec.name: spec.rejection_rule for spec in comparison.drafters}.get(
+            name, REJECTION
+        )
         return Conditions(
             **comparison.requests.conditions(),
             device=device_name(engine.device),
@@ -260,7 +282,11 @@ class Measurement:
         )
 
     def _model(
-        self, name: str, decoder: Decoder | None, path: Path | None, latency: Mapping[str, list[Latency]]
+        self,
+        name: str,
+        decoder: Decoder | None,
+        path: Path | None,
+        latency: Mapping[str, list[Latency]],
     ) -> Model:
         return Model(
             name=name if path is None else hub.checkpoint_name(path),
@@ -293,7 +319,11 @@ def _with_turns(comparison: Comparison, models: Models) -> Comparison:
     requests, target = comparison.requests, comparison.target
     if requests.prompts.requests == len(requests.prompts.rows):
         return comparison
-    model = models.running(target, False) if comparison.engine.mode == "native" else models.eager(target)
+    model = (
+        models.running(target, False)
+        if comparison.engine.mode == "native"
+        else models.eager(target)
+    )
     prompts = turns.answered(
         requests.prompts,
         checkpoint.load_tokenizer(target),

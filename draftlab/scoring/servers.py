@@ -17,7 +17,13 @@ from draftlab import provenance, turns
 from draftlab.console import note, progress
 from draftlab.engine.clocks import Clock
 from draftlab.errors import UserError
-from draftlab.latency.machine_state import read_core_time, read_environment, warm_up, warn_if_busy, with_waiting
+from draftlab.latency.machine_state import (
+    read_core_time,
+    read_environment,
+    warm_up,
+    warn_if_busy,
+    with_waiting,
+)
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
 from draftlab.reading import FileModel
@@ -131,15 +137,26 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
     environment = read_environment()
     warn_if_busy(environment)
     before = read_core_time()
-    with progress("decode", len(comparison.requests.prompts.rows) * comparison.requests.repeats) as advance:
+    with progress(
+        "decode", len(comparison.requests.prompts.rows) * comparison.requests.repeats
+    ) as advance:
         answers = measure(comparison, lambda done: advance(done, "of each server"))
     environment = with_waiting(environment, before, read_core_time())
     plain = comparison.stored or _plain_answers(comparison, answers[PLAIN])
     scored = SPECULATIVE in comparison.servers
-    result = _score(comparison, plain, answers[SPECULATIVE], environment, output.command_line) if scored else plain
+    result = (
+        _score(comparison, plain, answers[SPECULATIVE], environment, output.command_line)
+        if scored
+        else plain
+    )
     with output.directory() as work:
-        (work / ("score.json" if scored else PLAIN_FILE)).write_text(result.model_dump_json(indent=1))
-        read = [comparison.tokenizer, *([Path(comparison.draft)] if Path(comparison.draft).is_dir() else [])]
+        (work / ("score.json" if scored else PLAIN_FILE)).write_text(
+            result.model_dump_json(indent=1)
+        )
+        read = [
+            comparison.tokenizer,
+            *([Path(comparison.draft)] if Path(comparison.draft).is_dir() else []),
+        ]
         output.record(work, read)
     return result
 
@@ -150,8 +167,13 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
 
     def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int]]:
         if server is None:
-            raise UserError(f"the answers to earlier turns are gone from {turns.FOLDER}; score --server again")
-        return [completion.ids for completion in server.generate([p.ids for p in prompts], requests.sampling)]
+            raise UserError(
+                f"the answers to earlier turns are gone from {turns.FOLDER}; score --server again"
+            )
+        return [
+            completion.ids
+            for completion in server.generate([p.ids for p in prompts], requests.sampling)
+        ]
 
     named = comparison.stored or server
     assert named is not None  # prepare() wanted one of the two
@@ -171,7 +193,9 @@ def measure(
     """Send every prompt to every server, repeats times, in alternating order. Raises as score."""
     servers, requests = comparison.servers, comparison.requests
     prompts = [prompt.ids for prompt in requests.prompts.rows]
-    _warm_up(comparison, prompts[0][::-1], clock)  # text as long as a prompt, and no cached prefix of a prompt
+    _warm_up(
+        comparison, prompts[0][::-1], clock
+    )  # text as long as a prompt, and no cached prefix of a prompt
     answers = {role: ServerAnswers(before=_metrics(server)) for role, server in servers.items()}
     for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
         ids, seconds, counters = _ask(servers[role], prompts[index], requests.sampling, clock)
@@ -198,7 +222,9 @@ def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> N
     """
     tokens = sum(r.tokens for r in runs)
     most = len(runs) + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
-    if not tokens <= most <= tokens + len(runs) * (counters.k + 1):  # the end of a text cuts its last step
+    if (
+        not tokens <= most <= tokens + len(runs) * (counters.k + 1)
+    ):  # the end of a text cuts its last step
         raise UserError(
             f"{url} counted {counters.num_drafts:.0f} steps, which give {most:.0f} tokens, and {tokens} arrived: it "
             "answered other requests at the same time; score needs it alone"
@@ -215,11 +241,17 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
         answers.after = _metrics(server)
         drafts = answers.counters is not None
         if drafts != (role == SPECULATIVE):
-            wrong = "drafts; it must run the target alone" if drafts else "drafts nothing; start it with a draft"
+            wrong = (
+                "drafts; it must run the target alone"
+                if drafts
+                else "drafts nothing; start it with a draft"
+            )
             raise UserError(f"{OPTIONS[role]} {server.http.url} {wrong}")
     for server in comparison.servers.values():
         if not warm_up(lambda server=server: _ask(server, prompt, sampling, clock)[1]):
-            note(f"{server.http.url} does not reach a steady state: its times vary by more than a tenth")
+            note(
+                f"{server.http.url} does not reach a steady state: its times vary by more than a tenth"
+            )
 
 
 def _ask(
@@ -258,11 +290,17 @@ def _check_same(comparison: ServedComparison) -> None:
     now = comparison.conditions | {"server": comparison.servers[SPECULATIVE].kind}
     for name, value in now.items():
         if before.get(name) != value:
-            raise UserError(f"--server: its answers have {name} = {before.get(name)!r}, and now it is {value!r}")
+            raise UserError(
+                f"--server: its answers have {name} = {before.get(name)!r}, and now it is {value!r}"
+            )
 
 
 def _score(
-    comparison: ServedComparison, plain: PlainAnswers, answers: ServerAnswers, environment: Environment, command: str
+    comparison: ServedComparison,
+    plain: PlainAnswers,
+    answers: ServerAnswers,
+    environment: Environment,
+    command: str,
 ) -> Score:
     counters, server = answers.counters, comparison.servers[SPECULATIVE]
     if counters is None:
@@ -302,7 +340,9 @@ def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]
         note(f"--tasks: {draft.name} is no checkpoint here, so that only the target is evaluated")
         return []
     device = checkpoint.resolve_device("auto")
-    return comparison.tasks.of_checkpoint(Path(comparison.draft), checkpoint.resolve_dtype("auto", device), device)
+    return comparison.tasks.of_checkpoint(
+        Path(comparison.draft), checkpoint.resolve_dtype("auto", device), device
+    )
 
 
 def _model(directory: Path, name: str) -> Model:
@@ -310,4 +350,6 @@ def _model(directory: Path, name: str) -> Model:
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
         return Model(name=Path(name).name, sha256=None, shape=None, latency=[], tasks=[])
     shape, digest = checkpoint.read_shape(directory), provenance.fingerprint(directory)
-    return Model(name=hub.checkpoint_name(directory), sha256=digest, shape=shape, latency=[], tasks=[])
+    return Model(
+        name=hub.checkpoint_name(directory), sha256=digest, shape=shape, latency=[], tasks=[]
+    )

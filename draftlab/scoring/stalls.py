@@ -31,7 +31,10 @@ class TimedStep:
 
 def timed_steps(rows: Sequence[Sequence[Step]]) -> list[list[TimedStep]]:
     """Return the steps of each row of a batch but its prefill."""
-    return [[TimedStep(s, sum(len(other) > i for other in rows)) for i, s in enumerate(row) if i] for row in rows]
+    return [
+        [TimedStep(s, sum(len(other) > i for other in rows)) for i, s in enumerate(row) if i]
+        for row in rows
+    ]
 
 
 def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]:
@@ -41,7 +44,9 @@ def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]
     for timed in every:
         kinds[_kind(timed)].append(timed.step)
     whole = _Usual.of([timed.step for timed in every]) if every else None
-    usual = {kind: _Usual.of(steps) if len(steps) >= ENOUGH else whole for kind, steps in kinds.items()}
+    usual = {
+        kind: _Usual.of(steps) if len(steps) >= ENOUGH else whole for kind, steps in kinds.items()
+    }
     return [[_mended(timed, usual[_kind(timed)]) for timed in run] for run in runs]
 
 
@@ -54,7 +59,9 @@ class _Usual:
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> "_Usual":
-        seconds = np.array([[getattr(step, phase) for phase in PHASES] for step in steps])  # [steps, 3]
+        seconds = np.array(
+            [[getattr(step, phase) for phase in PHASES] for step in steps]
+        )  # [steps, 3]
         limit = FACTOR * float(np.quantile(seconds.sum(1), USUAL))
         return cls(limit, tuple(np.median(seconds[seconds.sum(1) <= limit], axis=0).tolist()))
 

@@ -81,16 +81,24 @@ def measure_throughput(
     by_name = {name: drafter for name, (drafter, _) in runs.items()}
     clock = clock or step_clock_for(target.device)
     decode_arm = _decoder(alone, by_name, sampling, clock, rule, draft_temperature)
-    decode_to_the_end = _decoder(alone, by_name, replace(sampling, stop_token_ids=()), clock, rule, draft_temperature)
-    groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
+    decode_to_the_end = _decoder(
+        alone, by_name, replace(sampling, stop_token_ids=()), clock, rule, draft_temperature
+    )
+    groups = [
+        list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)
+    ]
     for arm in sorted(arms, key=lambda arm: -arm[1]) if target.replays_passes else []:
         with note_if_slow(f"capturing graphs of {_arm_name(arm)}"):
-            for group in _first_of_each_length(groups, prompts):  # longest caches first: longer ones replace shorter
+            for group in _first_of_each_length(
+                groups, prompts
+            ):  # longest caches first: longer ones replace shorter
                 deque(decode_to_the_end(arm, [prompts[i] for i in group], group), maxlen=0)
     few = replace(sampling, max_tokens=min(sampling.max_tokens, WARM_UP_TOKENS))
     decode_few = _decoder(alone, by_name, few, clock, rule, draft_temperature)
     _warm_up(arms, lambda arm: decode_few(arm, [prompts[i] for i in groups[0]], groups[0]))
-    runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {arm: {} for arm in arms}  # keys: repeat and group
+    runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {
+        arm: {} for arm in arms
+    }  # keys: repeat and group
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
 
     def run(arm: Arm, group: list[int]) -> list[list[Step]]:
@@ -109,12 +117,18 @@ def measure_throughput(
             "to time; a chat model needs prompts in its own format, other models longer prompts"
         )
     _repeat_stalled(runs_of, lambda arm, number: _runs(groups[number], run(arm, groups[number])))
-    _mend_prefills([(arm, run) for arm, runs in runs_of.items() for each in runs.values() for run in each])
-    generations = {arm: _generations(list(chain.from_iterable(runs.values()))) for arm, runs in runs_of.items()}
+    _mend_prefills(
+        [(arm, run) for arm, runs in runs_of.items() for each in runs.values() for run in each]
+    )
+    generations = {
+        arm: _generations(list(chain.from_iterable(runs.values()))) for arm, runs in runs_of.items()
+    }
     return TimedArms(generations=generations, tokens=tokens)
 
 
-def interleaved(arms: Sequence[AnyArm], groups: int, repeats: int) -> Iterator[tuple[AnyArm, int, int]]:
+def interleaved(
+    arms: Sequence[AnyArm], groups: int, repeats: int
+) -> Iterator[tuple[AnyArm, int, int]]:
     """Yield each arm with every repeat and group of prompts; arms take turns in alternating order."""
     for repeat in range(repeats):
         for group in range(groups):
@@ -135,7 +149,15 @@ def _decoder(
         if arm in alone:
             return decode(alone[arm], prompts, sampling, clock, numbers)
         return speculative_decode(
-            alone[PLAIN], drafters[name], prompts, k, sampling, clock, numbers, rule, draft_temperature
+            alone[PLAIN],
+            drafters[name],
+            prompts,
+            k,
+            sampling,
+            clock,
+            numbers,
+            rule,
+            draft_temperature,
         )
 
     return decode_arm
@@ -170,7 +192,9 @@ def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> 
     def longest(group: list[int]) -> int:
         return max(len(prompts[i]) for i in group)
 
-    by_length = {(len(group), longest(group) // BUCKET): group for group in sorted(groups, key=longest)}
+    by_length = {
+        (len(group), longest(group) // BUCKET): group for group in sorted(groups, key=longest)
+    }
     return sorted(by_length.values(), key=longest, reverse=True)
 
 
@@ -188,7 +212,9 @@ class _Run:
 
 
 def _runs(group: list[int], rows: list[list[Step]]) -> list[_Run]:
-    return list(map(_Run, group, (TimedStep(steps[0], len(rows)) for steps in rows), timed_steps(rows)))
+    return list(
+        map(_Run, group, (TimedStep(steps[0], len(rows)) for steps in rows), timed_steps(rows))
+    )
 
 
 def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
@@ -200,25 +226,34 @@ def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
     draft_seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for arm, run in runs:
         step = run.prefill.step
-        target_seconds[arm == OTHER_PLAIN, run.prompt].append(step.verify_seconds + step.host_seconds)
+        target_seconds[arm == OTHER_PLAIN, run.prompt].append(
+            step.verify_seconds + step.host_seconds
+        )
         draft_seconds[arm[0], run.prompt].append(step.draft_seconds)
     for arm, run in runs:
         target = median_low(target_seconds[arm == OTHER_PLAIN, run.prompt])
-        draft = median_low(draft_seconds[arm[0], run.prompt]) if arm[1] else 0.0  # plain decoding drafts nothing
+        draft = (
+            median_low(draft_seconds[arm[0], run.prompt]) if arm[1] else 0.0
+        )  # plain decoding drafts nothing
         stall = _seconds(run.prefill.step) - target - draft
         if stall > (FACTOR - 1) * (target + draft):
-            usual = replace(run.prefill.step, draft_seconds=draft, verify_seconds=target, host_seconds=0.0)
+            usual = replace(
+                run.prefill.step, draft_seconds=draft, verify_seconds=target, host_seconds=0.0
+            )
             run.prefill = TimedStep(usual, run.prefill.rows, stall)
 
 
 def _repeat_stalled(
-    runs_of: Mapping[Arm, dict[tuple[int, int], list[_Run]]], rerun: Callable[[Arm, int], list[_Run]]
+    runs_of: Mapping[Arm, dict[tuple[int, int], list[_Run]]],
+    rerun: Callable[[Arm, int], list[_Run]],
 ) -> None:
     """Replace runs in which too many steps stalled. rerun: takes the arm and the number of the group."""
     for _ in range(TRIES):
         stalled = [(arm, at) for arm, runs in runs_of.items() for at in _stalled(runs)]
         if stalled:
-            note(f"repeating {len(stalled)} runs in which over {MANY_STALLED:.0%} of the steps stalled")
+            note(
+                f"repeating {len(stalled)} runs in which over {MANY_STALLED:.0%} of the steps stalled"
+            )
         for arm, at in stalled:
             runs_of[arm][at] = rerun(arm, at[1])
 
@@ -227,7 +262,11 @@ def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]
     """Return the repeats and groups of an arm in which too many steps stalled."""
     mended = iter(without_stalls([run.steps for each in runs.values() for run in each]))
     steps = {at: [timed for _ in each for timed in next(mended)] for at, each in runs.items()}
-    return [at for at, each in steps.items() if sum(t.stall > 0 for t in each) > MANY_STALLED * len(each)]
+    return [
+        at
+        for at, each in steps.items()
+        if sum(t.stall > 0 for t in each) > MANY_STALLED * len(each)
+    ]
 
 
 def _generations(runs: list[_Run]) -> list[Generation]:

@@ -46,9 +46,14 @@ from draftlab.training.students.eagle import EagleStudent
 from draftlab.training.students.parallel import ParallelStudent
 
 PLAN, VERDICT, PAGE, RECIPE = "plan.json", "auto.json", "index.html", "recipe.yaml"
-MIN_GAIN = 0.01  # gain in tokens per pass of a round that doubles the training; training stops below it
+MIN_GAIN = (
+    0.01  # gain in tokens per pass of a round that doubles the training; training stops below it
+)
 MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
-LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = 2, 3  # drafted where prompt lookup has no match; recipes/smollm2.yaml
+LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = (
+    2,
+    3,
+)  # drafted where prompt lookup has no match; recipes/smollm2.yaml
 CONTINUED_LR = 2.0e-3  # rate of a draft that has learnt already, recipes/smollm2.yaml
 MOST_FASTER = 4.0  # the target may write this many times faster or slower than planned
 
@@ -79,20 +84,35 @@ class AutoRun:
         ranking = verdicts.ranking(candidates, scores)
         best = ranking[0]
         chosen = next(arm for arm in candidates if arm.name == best.name)
-        measured = {n: by_name[best.name] for n, by_name in self._scores("final", [chosen], best.k).items()}
+        measured = {
+            n: by_name[best.name] for n, by_name in self._scores("final", [chosen], best.k).items()
+        }
         speedups = {n: score.speedup(best.k) for n, score in measured.items()}
         use, reason = verdicts.judged(speedups)
         if best.changed:
-            use, reason = False, f"every candidate changes the target's output in {self.plan.machine.dtype}"
+            use, reason = (
+                False,
+                f"every candidate changes the target's output in {self.plan.machine.dtype}",
+            )
         self._write_report()
         notes = serving.unverified(self.request)
-        choice: dict[str, Any] = {"would_change": verdicts.would_change(ranking, scores, self.plan.left_out)}
+        choice: dict[str, Any] = {
+            "would_change": verdicts.would_change(ranking, scores, self.plan.left_out)
+        }
         if use:
             ks = {n: _best_k(by_name[best.name]) for n, by_name in scores.items()}
-            serve, more = serving.serve(self.request, self.steps, chosen, ks, k=best.k, int8=self._int8)
+            serve, more = serving.serve(
+                self.request, self.steps, chosen, ks, k=best.k, int8=self._int8
+            )
             self._write_recipe()
             drafter = chosen.drafter.text if chosen.drafter else ""
-            choice = {"choice": best.label, "kind": best.kind, "k": best.k, "drafter": drafter, "serve": serve}
+            choice = {
+                "choice": best.label,
+                "kind": best.kind,
+                "k": best.k,
+                "drafter": drafter,
+                "serve": serve,
+            }
             choice["draft"] = str(chosen.draft or "")
             notes += more
         return Verdict(
@@ -100,7 +120,9 @@ class AutoRun:
             use=use,
             reason=reason,
             speedups=speedups,
-            doubt="; ".join(dict.fromkeys(score.doubt for score in measured.values() if score.doubt)),
+            doubt="; ".join(
+                dict.fromkeys(score.doubt for score in measured.values() if score.doubt)
+            ),
             ranking=ranking,
             precision=next(iter(measured.values())).conditions.precision,
             plain_tokens_per_second=next(iter(scores[min(scores)].values())).output_tps(0),
@@ -125,8 +147,12 @@ class AutoRun:
         return out
 
     def _write_recipe(self) -> None:
-        content = yaml.safe_dump({"steps": [step.entry for step in self.steps.done.values()]}, sort_keys=False)
-        write_atomic(self.folder / RECIPE, f"# What draftlab auto ran, for draftlab run.\n{content}")
+        content = yaml.safe_dump(
+            {"steps": [step.entry for step in self.steps.done.values()]}, sort_keys=False
+        )
+        write_atomic(
+            self.folder / RECIPE, f"# What draftlab auto ran, for draftlab run.\n{content}"
+        )
 
     def _seconds_for(self, step: str) -> float:
         return self.plan.seconds_for(step, self.steps.seconds())
@@ -134,7 +160,9 @@ class AutoRun:
     def _candidates(self) -> tuple[list[Arm], TrainingRounds | None]:
         """Make the candidates; a candidate that turns out not to be possible joins left_out."""
         kinds, training = self.plan.candidates, None
-        candidates = [_ready_arm(draft) for draft in self.request.ready if draft.name in self.plan.ready]
+        candidates = [
+            _ready_arm(draft) for draft in self.request.ready if draft.name in self.plan.ready
+        ]
         if "prompt-lookup" in kinds:
             candidates.append(Arm(kind="prompt-lookup", drafter=PromptLookupSpec.of()))
         if "draft" in kinds:
@@ -147,9 +175,14 @@ class AutoRun:
             steps = int(self._seconds_for("eagle") / self._costs.train_head(1))
             head = self._tried("eagle", steps, student=EagleStudent.of(), target=self.request.name)
             if head is not None:
-                candidates.append(Arm(kind="eagle", draft=head, drafter=EagleSpec.of(heads=str(head))))
+                candidates.append(
+                    Arm(kind="eagle", draft=head, drafter=EagleSpec.of(heads=str(head)))
+                )
             if head is not None and "fallback-eagle" in kinds:
-                lookup = {"prompt_lookup_max": FALLBACK_LOOKUP_MAX, "draft_tokens": LOOKUP_HEAD_TOKENS}
+                lookup = {
+                    "prompt_lookup_max": FALLBACK_LOOKUP_MAX,
+                    "draft_tokens": LOOKUP_HEAD_TOKENS,
+                }
                 drafter = EagleSpec.of(heads=str(head), **lookup)
                 candidates.append(Arm(kind="fallback-eagle", draft=head, drafter=drafter))
         return candidates, training
@@ -239,7 +272,9 @@ class AutoRun:
             if kind in kinds:
                 steps = int(self._seconds_for(kind) * pace / cost)
                 trained = self._tried(kind, steps, student=student, draft=str(draft), **settings)
-                drafts += [] if trained is None else [Arm(kind=kind, draft=trained, shape=winner.name)]
+                drafts += (
+                    [] if trained is None else [Arm(kind=kind, draft=trained, shape=winner.name)]
+                )
         return drafts, training
 
     def _rounds(self, draft: Path, name: str, k: int) -> tuple[Path, TrainingRounds]:
@@ -247,7 +282,11 @@ class AutoRun:
 
         Return the best draft.
         """
-        start, budget, per_step = self.steps.seconds(), self._seconds_for("train"), _tokens_per_step(draft)
+        start, budget, per_step = (
+            self.steps.seconds(),
+            self._seconds_for("train"),
+            _tokens_per_step(draft),
+        )
         drafts, rounds = [draft], [self._replayed(draft, 0, k, 0.0)]
         stopped = "no time was left for more"
         while True:
@@ -256,7 +295,9 @@ class AutoRun:
             if steps < LEAST_STEPS:
                 break
             number_of = len(rounds)
-            longer = self._trained(f"train/{name}-{number_of}", steps, draft=str(drafts[-1]), seed=number_of)
+            longer = self._trained(
+                f"train/{name}-{number_of}", steps, draft=str(drafts[-1]), seed=number_of
+            )
             drafts.append(longer)
             rounds.append(self._replayed(longer, number_of, k, rounds[-1].tokens))
             if rounds[-1].length < (1 + MIN_GAIN) * rounds[-2].length:
@@ -267,7 +308,9 @@ class AutoRun:
 
     def _replayed(self, draft: Path, count: int, k: int, tokens: float) -> Round:
         """Replay a draft over the target's answers; tokens are those of earlier rounds."""
-        replayed = self._run(f"train/replay-{count}", "replay", directory=self._texts, draft=[str(draft)], k=[k])
+        replayed = self._run(
+            f"train/replay-{count}", "replay", directory=self._texts, draft=[str(draft)], k=[k]
+        )
         row = rows_of(read_replay(replayed / draft.name), [k])[0]
         return Round(tokens=tokens + number(record_of(draft), "tokens"), length=row.length.value)
 
@@ -286,7 +329,9 @@ class AutoRun:
             **settings,
         )
 
-    def _tried(self, kind: str, steps: int, *, student: StudentSpec, **settings: Any) -> Path | None:
+    def _tried(
+        self, kind: str, steps: int, *, student: StudentSpec, **settings: Any
+    ) -> Path | None:
         """Train a candidate; a candidate that cannot be trained joins left_out, with the reason."""
         try:
             return self._trained(kind, steps, student=student, **settings)
@@ -302,8 +347,13 @@ class AutoRun:
         if searched := score_files([self.folder / "search" / "score"]):
             answer = MAX_TOKENS / read_score(searched[0]).output_tps(0)
         seconds = (self._seconds_for(step) - self._costs.start) / len(streams)
-        afforded = int(seconds / (answer * arms(len(self.plan.candidates) + len(self.plan.ready)))) - 5
-        prompts = max(LEAST_PROMPTS, min(afforded, self.request.prompts.choose)) // together * together or together
+        afforded = (
+            int(seconds / (answer * arms(len(self.plan.candidates) + len(self.plan.ready)))) - 5
+        )
+        prompts = (
+            max(LEAST_PROMPTS, min(afforded, self.request.prompts.choose)) // together * together
+            or together
+        )
         out = self._run(
             step,
             "score",

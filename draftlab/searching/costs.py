@@ -22,7 +22,10 @@ from draftlab.training.optimizers import training_dtype
 WRITTEN, SEQ_LEN, BATCH_SIZE = 96, 256, 8
 START_SECONDS = 2.0  # a command takes them until its models are loaded
 CANDIDATE_SECONDS = 2.0  # a shape of a search takes them whatever its size
-TRAINING = {"float32": 1.5, "bfloat16": 3.0}  # over the machine's products: attention, optimizers, Python
+TRAINING = {
+    "float32": 1.5,
+    "bfloat16": 3.0,
+}  # over the machine's products: attention, optimizers, Python
 WRITING = 3.0  # over the machine's products
 LAW_SECONDS, LAW_PASSES = 8.0, 600  # passes as long as the target's
 LAYER_SECONDS = 3e-5  # a layer of a pass takes them whatever its size
@@ -51,7 +54,11 @@ class Machine(FileModel, extra="ignore"):
             f"{self.gigabytes_per_second:.3g} GB/s in {self.dtype}, {self.training_tflops:.3g} TFLOP/s to train in "
             f"{self.training_dtype}; {self.free_memory / 1e9:.3g} GB of memory and "
             f"{self.free_disk / 1e9:.3g} GB of disk free"
-            + (f"; other work makes it {self.slowdown:.1f} times slower" if self.slowdown > 1.5 else "")
+            + (
+                f"; other work makes it {self.slowdown:.1f} times slower"
+                if self.slowdown > 1.5
+                else ""
+            )
         )
 
 
@@ -74,7 +81,9 @@ class Costs:
     def write(self, sequences: int, tokens: int, batch: int) -> float:
         """Return the seconds in which the target answers each of some prompts with this number of tokens."""
         passes = math.ceil(sequences / batch) * tokens
-        read = self.size.weight_bytes(self.bytes_per_weight) / (1e9 * self.machine.gigabytes_per_second)
+        read = self.size.weight_bytes(self.bytes_per_weight) / (
+            1e9 * self.machine.gigabytes_per_second
+        )
         layers = LAYER_SECONDS * self.size.layers
         computed = WRITING * batch * self._token_flops / (1e12 * self.machine.tflops)
         return passes * (max(read, computed) + self.machine.slowdown * layers)
@@ -115,13 +124,18 @@ class Costs:
         return TRAINING[self.machine.training_dtype] * flops / (1e12 * self.machine.training_tflops)
 
 
-def measure_machine(size: Shape | ApproximateSize, device: torch.device, dtype: torch.dtype, folder: Path) -> Machine:
+def measure_machine(
+    size: Shape | ApproximateSize, device: torch.device, dtype: torch.dtype, folder: Path
+) -> Machine:
     """Time a large product, and the reading of the target's number of weights. Drafts will lie in folder."""
     trained = checkpoint.DTYPES[training_dtype("auto")]
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     started, used = time.perf_counter(), time.process_time()
     with note_if_slow("measuring this machine: products and memory"):
-        tflops, bandwidth = matmul_tflops(dtype, device), bandwidth_gbs(size.params(), dtype, device)
+        tflops, bandwidth = (
+            matmul_tflops(dtype, device),
+            bandwidth_gbs(size.params(), dtype, device),
+        )
         training_tflops = tflops if trained == dtype else matmul_tflops(trained, device)
     wall, busy = time.perf_counter() - started, time.process_time() - used
     return Machine(

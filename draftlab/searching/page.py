@@ -17,15 +17,28 @@ def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command:
     """
     faster = sum(choice.speedup > 1 and not choice.changed for choice in verdict.ranking)
     rows = list(map(_row, verdict.ranking))
-    rows.insert(faster, ["no draft", "–", "1.00", three_digits(verdict.plain_tokens_per_second), "1.00x", "1.00x"])
+    rows.insert(
+        faster,
+        ["no draft", "–", "1.00", three_digits(verdict.plain_tokens_per_second), "1.00x", "1.00x"],
+    )
     labels = [row[0] for row in rows]
     chosen = labels.index(verdict.choice) if verdict.use and not verdict.doubt else None
     fewest = streams([min(verdict.speedups)])
-    heads = ["candidate", "K", "tokens per target pass", "tokens/s", f"speed-up, {fewest}", "all streams"]
+    heads = [
+        "candidate",
+        "K",
+        "tokens per target pass",
+        "tokens/s",
+        f"speed-up, {fewest}",
+        "all streams",
+    ]
     if len(verdict.speedups) == 1:
         heads, rows = heads[:-1], [row[:-1] for row in rows]
     rounds = verdict.training.rounds if verdict.training else []
-    steps = [[step.name, step.what, f"{step.minutes:.1f}", f"{seconds(step.name) / 60:.1f}"] for step in plan.steps]
+    steps = [
+        [step.name, step.what, f"{step.minutes:.1f}", f"{seconds(step.name) / 60:.1f}"]
+        for step in plan.steps
+    ]
     return page_template("auto.html.j2").render(
         title=f"Draft models for {verdict.target}",
         answer=f"{verdict.head()}: {verdict.reason}.",
@@ -49,4 +62,10 @@ def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command:
 
 def _row(choice: Choice) -> list[str]:
     rates = [f"{choice.tokens_per_pass:.2f}", three_digits(choice.tokens_per_second)]
-    return [choice.label, str(choice.k), *rates, choice.at_fewest.as_speedup(), f"{choice.speedup:.2f}x"]
+    return [
+        choice.label,
+        str(choice.k),
+        *rates,
+        choice.at_fewest.as_speedup(),
+        f"{choice.speedup:.2f}x",
+    ]

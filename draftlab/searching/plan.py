@@ -38,13 +38,30 @@ LABELS = {  # kinds of candidates in words, with the searched shape
     "fallback": "prompt lookup followed by draft model {}",
     "fallback-eagle": "prompt lookup followed by the EAGLE-3 head",
 }
-SERVED = {"draft": "model", "parallel": "parallel", "eagle": "eagle", "prompt-lookup": "prompt-lookup"}  # drafters
+SERVED = {
+    "draft": "model",
+    "parallel": "parallel",
+    "eagle": "eagle",
+    "prompt-lookup": "prompt-lookup",
+}  # drafters
 CUT = ("draft", "parallel", "trimmed", "fallback")  # candidates that are cut from the target
 HEADS = ("eagle", "fallback-eagle")
 STEPS = {  # share of the time, commands, and purpose
-    "texts": (0.03, "outputs build", "the target's answers to the prompts to choose by, to replay drafts on"),
-    "answers": (0.22, "outputs build", "what drafts learn from: the target's answers, or text with its probabilities"),
-    "search": (0.24, "search", "a latency law of this machine; shapes are cut, distilled, replayed and measured"),
+    "texts": (
+        0.03,
+        "outputs build",
+        "the target's answers to the prompts to choose by, to replay drafts on",
+    ),
+    "answers": (
+        0.22,
+        "outputs build",
+        "what drafts learn from: the target's answers, or text with its probabilities",
+    ),
+    "search": (
+        0.24,
+        "search",
+        "a latency law of this machine; shapes are cut, distilled, replayed and measured",
+    ),
     "train": (0.22, "distill, replay", "the winner in rounds, until a round gains less than 1 %"),
     "parallel": (0.06, "distill", "a parallel draft, from the winner"),
     "trimmed": (0.04, "distill", "the winner with a head for frequent ids"),
@@ -53,7 +70,12 @@ STEPS = {  # share of the time, commands, and purpose
     "final": (0.04, "score", "the choice on other prompts"),
     "export": (0.01, "export, report", "the choice, its script and card, and a page"),
 }
-EXPENDABLE = (("trimmed",), HEADS, ("parallel",), ("draft", "fallback"))  # left out in turn where time is short
+EXPENDABLE = (
+    ("trimmed",),
+    HEADS,
+    ("parallel",),
+    ("draft", "fallback"),
+)  # left out in turn where time is short
 ANSWER_TOKENS = 128
 KS, OFFSETS = (2, 3, 5), 5
 LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
@@ -147,16 +169,27 @@ class Plan(FileModel, extra="ignore"):
 
     def facts(self) -> dict[str, object]:
         """Return the plan for people, by topic."""
-        facts: dict[str, object] = {"target": self.target, "machine": self.machine.describe(), "prompts": self.prompts}
-        facts |= {"candidates": ", ".join(["no draft", *self.ready, *self.candidates]), "needs": self.needs}
-        return facts | {f"{count}. {step.name}": step.line() for count, step in enumerate(self.steps, 1)}
+        facts: dict[str, object] = {
+            "target": self.target,
+            "machine": self.machine.describe(),
+            "prompts": self.prompts,
+        }
+        facts |= {
+            "candidates": ", ".join(["no draft", *self.ready, *self.candidates]),
+            "needs": self.needs,
+        }
+        return facts | {
+            f"{count}. {step.name}": step.line() for count, step in enumerate(self.steps, 1)
+        }
 
 
 def served_by(server: str | None) -> list[str]:
     """Return the kinds of candidates that a server runs. Draftlab's own engine, None, runs all."""
     if server is None:
         return list(LABELS)
-    return [kind for kind, name in SERVED.items() if server in DRAFTERS.get(name, "--for").served_by]
+    return [
+        kind for kind, name in SERVED.items() if server in DRAFTERS.get(name, "--for").served_by
+    ]
 
 
 def not_tried(left_out: Mapping[str, str]) -> list[str]:
@@ -203,9 +236,13 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
             f"{math.ceil(sum(least.values()) / 60)} or more"
         )
     seconds = seconds_of_steps(least, 60 * minutes)
-    layers, widths, first_steps = _grid(request.target, costs, seconds["search"]) if "search" in least else ([], [], 0)
+    layers, widths, first_steps = (
+        _grid(request.target, costs, seconds["search"]) if "search" in least else ([], [], 0)
+    )
     draft = guessed_draft(size) if "draft" in candidates else None
-    disk = 0 if draft is None else DRAFTS * draft.weight_bytes() + 12 * draft.params()  # and an optimizer's state
+    disk = (
+        0 if draft is None else DRAFTS * draft.weight_bytes() + 12 * draft.params()
+    )  # and an optimizer's state
     return Plan(
         settings=settings,
         target=f"{hub.checkpoint_name(request.target)}, {size.describe()}",
@@ -213,7 +250,8 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
         prompts=request.prompts.about,
         candidates=candidates,
         ready=[draft.name for draft in ready],
-        left_out={f"--draft {name}": reason for name, reason in refused.items() if reason} | left_out,
+        left_out={f"--draft {name}": reason for name, reason in refused.items() if reason}
+        | left_out,
         layers=layers,
         widths=widths,
         first_steps=first_steps,
@@ -243,7 +281,9 @@ def _unsuitable(request: Request) -> dict[str, str]:
     target, server = request.target, request.server
     if not request.trains:
         trained = [kind for kind in (*CUT, *HEADS) if kind in served_by(server)]
-        return dict.fromkeys(trained, "nothing is trained where --draft names drafts; --train adds it")
+        return dict.fromkeys(
+            trained, "nothing is trained where --draft names drafts; --train adds it"
+        )
     reasons = dict.fromkeys(CUT, "") | dict.fromkeys(HEADS, "")
     try:
         prunable_shape(str(target))
@@ -259,7 +299,9 @@ def _unsuitable(request: Request) -> dict[str, str]:
     vocab = checkpoint.vocab_size(target)
     if not reasons["trimmed"] and vocab < LARGE_VOCAB:
         reasons["trimmed"] = f"a vocabulary of {vocab:,} costs a draft little"
-    return {kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)}
+    return {
+        kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)
+    }
 
 
 def _refused(artifact: Artifact, server: str | None) -> str:
@@ -281,7 +323,13 @@ def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[Read
         artifact = open_artifact(path, target)
         if (other := artifact.difference()) is not None:
             raise UserError(different_tokenizers(path, target, other))
-        kind = "eagle" if artifact.head is not None else "parallel" if artifact.in_parallel else "draft"
+        kind = (
+            "eagle"
+            if artifact.head is not None
+            else "parallel"
+            if artifact.in_parallel
+            else "draft"
+        )
         name = hub.checkpoint_name(path)
         if name in drafts:
             raise UserError(f"two drafts are called {name}; rename one")
@@ -294,13 +342,17 @@ def arms(candidates: int) -> int:
     return 1 + candidates * len(KS)
 
 
-def _least(costs: Costs, request: Request, candidates: Sequence[str], ready: int) -> dict[str, float]:
+def _least(
+    costs: Costs, request: Request, candidates: Sequence[str], ready: int
+) -> dict[str, float]:
     """Return the fewest seconds in which each step is worth it, by its name."""
     sequences, prompts = 2 * LEAST_SEQUENCES, request.prompts
     least: dict[str, float] = {}
     if "draft" in candidates or "eagle" in candidates:
         reads = prompts.data is not None
-        least["answers"] = costs.read(sequences * SEQ_LEN) if reads else costs.write(sequences, ANSWER_TOKENS, 64)
+        least["answers"] = (
+            costs.read(sequences * SEQ_LEN) if reads else costs.write(sequences, ANSWER_TOKENS, 64)
+        )
     if "draft" in candidates:
         shape = guessed_draft(costs.size)
         least["texts"] = costs.write(prompts.choose, WRITTEN, 16)
@@ -322,9 +374,16 @@ def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[i
     source = checkpoint.planned_shape(target)
     depths = [n for n in default_depths(source) if n <= max(2, 3 * source.layers // 8)]
     wide = default_widths(source)
-    thinned = sorted({depths[0], depths[len(depths) // 3], depths[2 * len(depths) // 3], depths[-1]})
+    thinned = sorted(
+        {depths[0], depths[len(depths) // 3], depths[2 * len(depths) // 3], depths[-1]}
+    )
     left = 0.75 * (seconds - costs.law())
-    for layers, widths in ((depths, wide), (depths, wide[1:]), (depths, wide[-1:]), (thinned, wide[-1:])):
+    for layers, widths in (
+        (depths, wide),
+        (depths, wide[1:]),
+        (depths, wide[-1:]),
+        (thinned, wide[-1:]),
+    ):
         shapes = [resolve(source, layers=n, hidden=width) for n in layers for width in widths]
         for steps in FIRST_STEPS:
             if sum(costs.candidate(shape, steps) for shape in shapes) <= left:

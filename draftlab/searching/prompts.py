@@ -45,14 +45,22 @@ class PromptSplit:
         rows, count = self.rows, self.choose + self.measure
         if self.data is not None:
             tokenizer = checkpoint.load_tokenizer(target)
-            ids = data.heldout_prompts(self.data, tokenizer, count=count, length=FROM_DATA_TOKENS, seed=0)
+            ids = data.heldout_prompts(
+                self.data, tokenizer, count=count, length=FROM_DATA_TOKENS, seed=0
+            )
             texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
             rows = [{"prompt": text} for text in texts]
-        parts = {"choose": rows[: self.choose], "measure": rows[self.choose : count], "train": rows[count:]}
+        parts = {
+            "choose": rows[: self.choose],
+            "measure": rows[self.choose : count],
+            "train": rows[count:],
+        }
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in parts.items():
             if part and not (folder / f"{name}.jsonl").exists():
-                write_atomic(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in part))
+                write_atomic(
+                    folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in part)
+                )
 
 
 def find_prompts(
@@ -80,7 +88,9 @@ def find_prompts(
     if file is not None:
         least = {"to choose by": choose, "to measure with": measure}
         least |= {"or more to train on": LEAST_TRAINED} if trains else {}
-        return replace(prompts, about=file.name, rows=_of_file(file, target, least, batched=together > 1))
+        return replace(
+            prompts, about=file.name, rows=_of_file(file, target, least, batched=together > 1)
+        )
     if text is None and checkpoint.load_tokenizer(target).chat_template:
         about = "draftlab's own for chat models; --prompts takes your users'"
         return replace(prompts, about=about, rows=mixed(0, BUILT_IN))
@@ -96,7 +106,9 @@ def find_prompts(
     return replace(prompts, about=about, data=text)
 
 
-def _of_file(file: Path, target: Path, least: Mapping[str, int], *, batched: bool) -> list[dict[str, Any]]:
+def _of_file(
+    file: Path, target: Path, least: Mapping[str, int], *, batched: bool
+) -> list[dict[str, Any]]:
     """Return the distinct prompts of a file in an order that depends on their text alone.
 
     Args:
@@ -113,7 +125,9 @@ def _of_file(file: Path, target: Path, least: Mapping[str, int], *, batched: boo
     needed = sum(least.values())
     if len(rows) < needed:
         uses = ", ".join(f"{count} {use}" for use, count in least.items())
-        raise UserError(f"--prompts: {file} has {len(rows)} different prompts; auto wants {needed} or more: {uses}")
+        raise UserError(
+            f"--prompts: {file} has {len(rows)} different prompts; auto wants {needed} or more: {uses}"
+        )
     return rows
 
 

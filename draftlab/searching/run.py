@@ -48,7 +48,10 @@ BATCH_SIZE, LR, MOST_STEPS = 8, 4.0e-3, 1000  # the rate is Muon's, as in recipe
 REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
 FINALISTS, MEASURED_PROMPTS = 2, 16
 MEASURED_SHARE = 0.25  # share of the time that is reserved to measure the leaders
-TRIED_SHARES = (0.3, 0.6)  # shares of the time after which rung 0, or a later rung, takes no further candidate
+TRIED_SHARES = (
+    0.3,
+    0.6,
+)  # shares of the time after which rung 0, or a later rung, takes no further candidate
 REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 
 
@@ -80,7 +83,9 @@ class Wanted:
         return OrdinarySpec.of() if self.offsets == 1 else ParallelStudent.of(tokens=self.offsets)
 
 
-def shapes_to_try(source: Shape, layers: Sequence[int] | None, widths: Sequence[int] | None) -> list[Shape]:
+def shapes_to_try(
+    source: Shape, layers: Sequence[int] | None, widths: Sequence[int] | None
+) -> list[Shape]:
     """Return every depth at every width. Raises UserError: the source has no such size."""
     depths, wide = layers or default_depths(source), widths or default_widths(source)
     return [resolve(source, layers=n, hidden=width) for n in depths for width in wide]
@@ -106,11 +111,15 @@ def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
         UserError: Too few shapes are cheap, or a step fails.
     """
     inputs = [wanted.target, wanted.source, *wanted.inputs]
-    output.claim_state(inputs, but=["minutes"])  # a search may resume with another number of minutes
+    output.claim_state(
+        inputs, but=["minutes"]
+    )  # a search may resume with another number of minutes
     searcher = Searcher(wanted=wanted, steps=steps)
     result = searcher.search()
     with output.directory() as directory:
-        shutil.copytree(searcher.draft(len(result.rungs) - 1, result.winner.name), directory / "draft")
+        shutil.copytree(
+            searcher.draft(len(result.rungs) - 1, result.winner.name), directory / "draft"
+        )
         for part in ("texts", "score"):
             shutil.copytree(output.state / part, directory / part)
         write_search(result, directory)
@@ -184,7 +193,11 @@ class Searcher:
         """Make a candidate, and return the target's texts with its acceptance."""
         draft = self._distilled(rung, name, steps) if steps else self._cut(name)
         replayed = self.steps.run(
-            f"replay-{rung}/{name}", "replay", directory=self._texts, draft=[str(draft)], k=[self.wanted.offsets]
+            f"replay-{rung}/{name}",
+            "replay",
+            directory=self._texts,
+            draft=[str(draft)],
+            k=[self.wanted.offsets],
         )
         return workload_of_replay(read_replay(replayed / draft.name))
 
@@ -211,7 +224,11 @@ class Searcher:
             record = record_of(self.draft(rung, name))
             trained = number(record, "seconds")
             step_seconds += trained / steps
-            overhead += record.total_seconds - trained + record_of(self.steps.folder / f"replay-{rung}/{name}").seconds
+            overhead += (
+                record.total_seconds
+                - trained
+                + record_of(self.steps.folder / f"replay-{rung}/{name}").seconds
+            )
         left = (1 - MEASURED_SHARE) * 60 * self.wanted.minutes - self.steps.seconds()
         return int(max(self.wanted.first_steps, min(MOST_STEPS, (left - overhead) / step_seconds)))
 
@@ -246,13 +263,19 @@ class Searcher:
     def _law(self) -> ScalingLaw:
         """The latency law of drafts, up to the widest pass of a parallel draft."""
         k = 2 * self.wanted.offsets - 1
-        return read_law(self.steps.run("law", "profile", models=[str(self.wanted.source)], law=True, k=k, **self._grid))
+        return read_law(
+            self.steps.run(
+                "law", "profile", models=[str(self.wanted.source)], law=True, k=k, **self._grid
+            )
+        )
 
     @cached_property
     def _target_cost(self) -> CostModel:
         target, k = self.wanted.target, max(self.wanted.ks)
         profiles = self.steps.run("profile", "profile", models=[str(target)], k=k, **self._grid)
-        return CostModel.of(read_profile(profiles / f"{hub.checkpoint_name(target)}.yaml"), extrapolate=True)
+        return CostModel.of(
+            read_profile(profiles / f"{hub.checkpoint_name(target)}.yaml"), extrapolate=True
+        )
 
     @property
     def _grid(self) -> dict[str, Any]:

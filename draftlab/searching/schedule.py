@@ -90,18 +90,28 @@ class Search(FileModel):
         """Return the verdict in words."""
         winner, spread = self.winner, self.winner.gain
         predicted = next(trial for trial in self.rungs[-1].trials if trial.name == winner.name)
-        lines = [] if self.pays else ["No draft is faster: plain decoding is. The best of the candidates:"]
+        lines = (
+            []
+            if self.pays
+            else ["No draft is faster: plain decoding is. The best of the candidates:"]
+        )
         lines.append(
             f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} tokens/s measured in whole requests, "
             f"{spread.as_speedup()} of plain decoding (predicted {predicted.speedup:.2f}x in TPOT at K = {predicted.k})"
         )
         if changed := [each.name for each in self.measured if each.changed]:
-            lines.append(f"Changed the target's output, so their speed-up does not count: {', '.join(changed)}.")
+            lines.append(
+                f"Changed the target's output, so their speed-up does not count: {', '.join(changed)}."
+            )
         return lines
 
 
 def candidates(
-    source: Shape, shapes: Sequence[Shape], latency_ms: Callable[[Shape], float], target_ms: float, share: float
+    source: Shape,
+    shapes: Sequence[Shape],
+    latency_ms: Callable[[Shape], float],
+    target_ms: float,
+    share: float,
 ) -> dict[str, Shape]:
     """Return the shapes whose pass takes at most a share of the target's, by name.
 
@@ -110,7 +120,11 @@ def candidates(
     Raises:
         NoCheapShape: Fewer than two shapes are cheap enough.
     """
-    cheap = {shape_name(shape): shape for shape in shapes if shape != source and latency_ms(shape) <= share * target_ms}
+    cheap = {
+        shape_name(shape): shape
+        for shape in shapes
+        if shape != source and latency_ms(shape) <= share * target_ms
+    }
     if len(cheap) < 2:
         fastest = min(map(latency_ms, shapes)) / target_ms
         raise NoCheapShape(

@@ -21,7 +21,13 @@ FASTEST = "the fastest that draftlab auto measured"
 
 
 def serve(
-    request: Request, steps: StepRunner, chosen: Arm, k_by_streams: Mapping[int, int], *, k: int, int8: bool
+    request: Request,
+    steps: StepRunner,
+    chosen: Arm,
+    k_by_streams: Mapping[int, int],
+    *,
+    k: int,
+    int8: bool,
 ) -> tuple[str, list[str]]:
     """Export the choice with its script; return the command to type, and notes on it.
 
@@ -31,7 +37,11 @@ def serve(
     """
     prompts, server = steps.folder / "prompts/measure.jsonl", request.server
     scores = [str(steps.folder / name) for name in ("score", "final")]
-    settings: dict[str, Any] = {"draft": str(chosen.draft), "target": request.name, "scores": scores}
+    settings: dict[str, Any] = {
+        "draft": str(chosen.draft),
+        "target": request.name,
+        "scores": scores,
+    }
     if server is None:
         drafter = chosen.drafter
         if chosen.draft is not None:
@@ -44,7 +54,12 @@ def serve(
         return f"draftlab score --target {request.name} {options}", [note]
     if chosen.draft is None:
         folder = steps.folder / "export"
-        launch = Launch(target=target_name(request.name, request.target), k=k, reason=FASTEST, kind="prompt lookup")
+        launch = Launch(
+            target=target_name(request.name, request.target),
+            k=k,
+            reason=FASTEST,
+            kind="prompt lookup",
+        )
         file, text = SERVERS.get(server, "--for").script(launch)
         folder.mkdir(exist_ok=True)
         write_atomic(folder / file, text)
@@ -54,7 +69,10 @@ def serve(
     changes = schedule.pays_up_to > 0 and len(schedule.ranges) > 1
     if server == "vllm" and chosen.kind != "parallel" and changes:
         file = steps.folder / "k-by-streams.json"
-        row = {"draft_sha256": provenance.fingerprint(chosen.draft), "schedule": schedule.model_dump()}
+        row = {
+            "draft_sha256": provenance.fingerprint(chosen.draft),
+            "schedule": schedule.model_dump(),
+        }
         write_atomic(file, json.dumps({"predictions": [row]}))
         del settings["k"]
         settings["prediction"] = file
@@ -77,7 +95,9 @@ def unverified(request: Request) -> list[str]:
         return []
     if not SERVERS.get(request.server, "--for").program:
         return [f"not verified in {request.server}: draftlab starts vLLM and llama.cpp only"]
-    return [f"{request.server} is not installed here: all is done but its verification; name it with --verify-with"]
+    return [
+        f"{request.server} is not installed here: all is done but its verification; name it with --verify-with"
+    ]
 
 
 def _typed(export: Path) -> str:

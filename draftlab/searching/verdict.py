@@ -84,7 +84,9 @@ class TrainingRounds(FileModel):
 
     def line(self) -> str:
         """Return the rounds in words."""
-        lengths = ", ".join(f"{each.length:.2f} after {each.tokens:,.0f} tokens" for each in self.rounds)
+        lengths = ", ".join(
+            f"{each.length:.2f} after {each.tokens:,.0f} tokens" for each in self.rounds
+        )
         return f"tokens per pass at K = {self.k}: {lengths}; {self.stopped}"
 
 
@@ -134,12 +136,17 @@ class Verdict(FileModel, extra="ignore"):
         """Return the verdict for people."""
         gains = [f"{gain.as_speedup()} at {streams([n])}" for n, gain in self.speedups.items()]
         ran = f"; whole requests, {self.precision}" if self.precision else ""
-        lines = [f"{self.head()}: {self.reason}.", f"measured: {'; '.join(gains)}, on other prompts{ran}"]
+        lines = [
+            f"{self.head()}: {self.reason}.",
+            f"measured: {'; '.join(gains)}, on other prompts{ran}",
+        ]
         lines += [f"what would change it: {text}" for text in self.would_change]
         if self.training is not None:
             lines.append(f"training: {self.training.line()}")
         lines += not_tried(self.left_out) + self.notes
-        return lines + [text for text in (self.serve and f"run it: {self.serve}", self.page) if text]
+        return lines + [
+            text for text in (self.serve and f"run it: {self.serve}", self.page) if text
+        ]
 
 
 def ranking(arms: Sequence[Arm], scores: Scores) -> list[Choice]:
@@ -165,13 +172,18 @@ def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
     )
 
 
-def would_change(ranking: Sequence[Choice], scores: Scores, left_out: Mapping[str, str]) -> list[str]:
+def would_change(
+    ranking: Sequence[Choice], scores: Scores, left_out: Mapping[str, str]
+) -> list[str]:
     """Return what would make a draft pay, or pay more."""
     changes, fewest = [], min(scores)
     trained = next((choice for choice in ranking if choice.kind == "draft"), None)
     if trained is not None:
         score = scores[fewest][trained.name]
-        needed, share = score.break_even_length(trained.k), score.time_shares(trained.k).get("draft", 0.0)
+        needed, share = (
+            score.break_even_length(trained.k),
+            score.time_shares(trained.k).get("draft", 0.0),
+        )
         if trained.tokens_per_pass < needed:
             changes.append(
                 f"{trained.label} has {trained.tokens_per_pass:.2f} tokens per target pass at K = {trained.k} and "
@@ -194,5 +206,10 @@ def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
     if losses and geometric_mean(gain.value for gain in speedups.values()) <= 1:
         return False, f"it gains at {streams(gains)} and loses more at {streams(losses)}"
     if losses:
-        return True, f"it gains at {streams(gains)}; at {streams(losses)} it loses: turn it off there"
-    return True, f"it gains at {streams(gains)}" if len(speedups) > 1 else "its gain is beyond the noise"
+        return (
+            True,
+            f"it gains at {streams(gains)}; at {streams(losses)} it loses: turn it off there",
+        )
+    return True, f"it gains at {streams(gains)}" if len(
+        speedups
+    ) > 1 else "its gain is beyond the noise"

@@ -2,7 +2,16 @@
 
 from draftlab.config.server_rules import Acceptance
 from draftlab.servers.answers import PromptLogprobs, ServedCompletion
-from draftlab.servers.kinds import Artifact, Finding, Launch, ServerKind, error, server, shell_script, warning
+from draftlab.servers.kinds import (
+    Artifact,
+    Finding,
+    Launch,
+    ServerKind,
+    error,
+    server,
+    shell_script,
+    warning,
+)
 
 __all__ = [
     "Acceptance",

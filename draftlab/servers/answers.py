@@ -30,7 +30,9 @@ class PromptLogprobs(BaseModel):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if len(self.top_ids) not in (0, len(self.logprobs)):
-            raise ValueError(f"{len(self.logprobs)} tokens with {len(self.top_ids)} lists of top tokens")
+            raise ValueError(
+                f"{len(self.logprobs)} tokens with {len(self.top_ids)} lists of top tokens"
+            )
         return self
 
 
@@ -39,7 +41,9 @@ class ServedCompletion(PromptLogprobs):
 
     prompt_ids: list[int]
     ids: list[TokenId]
-    finish_reason: Literal["stop", "length"] | None  # stop: eos; length: max_tokens; None: a log does not tell
+    finish_reason: (
+        Literal["stop", "length"] | None
+    )  # stop: eos; length: max_tokens; None: a log does not tell
 
     @model_validator(mode="after")
     def _has_a_logprob_for_each_token(self) -> Self:
@@ -61,12 +65,21 @@ def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
 
 
 def completion(
-    prompt: list[int], ids: list[int], logprobs: list[float], tops: Sequence[TopLogprobs], reason: Any
+    prompt: list[int],
+    ids: list[int],
+    logprobs: list[float],
+    tops: Sequence[TopLogprobs],
+    reason: Any,
 ) -> ServedCompletion:
     """Return a checked completion. Raises ValueError: values are missing, or are no ids or not finite."""
     top_ids, top_logprobs = _columns(tops)
     return ServedCompletion(
-        prompt_ids=prompt, ids=ids, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs, finish_reason=reason
+        prompt_ids=prompt,
+        ids=ids,
+        logprobs=logprobs,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        finish_reason=reason,
     )
 
 

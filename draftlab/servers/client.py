@@ -65,16 +65,31 @@ class HttpClient:
     """
 
     def __init__(
-        self, url: str, api_key: str | None, wait: Callable[[float], None], *, seconds: float = ANSWER_SECONDS
+        self,
+        url: str,
+        api_key: str | None,
+        wait: Callable[[float], None],
+        *,
+        seconds: float = ANSWER_SECONDS,
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url, self.wait, self.seconds = without_secrets(url), wait, seconds  # the address as messages show it
+        self.url, self.wait, self.seconds = (
+            without_secrets(url),
+            wait,
+            seconds,
+        )  # the address as messages show it
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         limits = httpx.Limits(max_connections=None)  # the caller has its own limit of workers
         self.client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits)
 
     def json(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, tries: int = TRIES, default: Answer = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        tries: int = TRIES,
+        default: Answer = None,
     ) -> Answer:
         """Return the JSON value of an answer. default: Value, if not None, where the server has no such page."""
         answer = self._send(method, path, body, tries)
@@ -86,22 +101,34 @@ class HttpClient:
     def text(self, path: str) -> str:
         return self._accepted(path, self._send("GET", path, None, TRIES)).text
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None, tries: int) -> httpx.Response:
+    def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, tries: int
+    ) -> httpx.Response:
         problem = ""
         for attempt in range(tries):
             if attempt:
                 pause = min(0.5 * 2 ** (attempt - 1), MAX_WAIT_SECONDS)
-                with note_if_slow(f"{self.url} is busy ({problem}); asking again in {pause:g} s", SILENT_SECONDS):
+                with note_if_slow(
+                    f"{self.url} is busy ({problem}); asking again in {pause:g} s", SILENT_SECONDS
+                ):
                     self.wait(pause)
             try:
-                with note_if_slow(f"waiting for {self.url}{path}, {self.seconds:g} s at most", SILENT_SECONDS):
+                with note_if_slow(
+                    f"waiting for {self.url}{path}, {self.seconds:g} s at most", SILENT_SECONDS
+                ):
                     answer = self.client.request(method, path, json=body)
             except DROPPED as error:
                 problem = str(error) or type(error).__name__
                 continue
             except httpx.TimeoutException:
-                raise UserError(f"{self.url}{path}: no whole answer in {self.seconds:g} s") from None
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # httpx's decoders raise ValueError
+                raise UserError(
+                    f"{self.url}{path}: no whole answer in {self.seconds:g} s"
+                ) from None
+            except (
+                httpx.HTTPError,
+                httpx.InvalidURL,
+                ValueError,
+            ) as error:  # httpx's decoders raise ValueError
                 raise UserError(f"{self.url}{path}: {one_line(error)}") from None
             if answer.status_code not in BUSY:
                 return answer
@@ -151,26 +178,40 @@ class Server:
             name = model or first
         if name not in cards:
             raise UserError(f"{http.url} serves no model {name!r}{did_you_mean(name, cards)}")
-        folder_name(name, f"the model of {http.url}")  # it names directories, and stands in scripts and pages
+        folder_name(
+            name, f"the model of {http.url}"
+        )  # it names directories, and stands in scripts and pages
         kind, adapter = _kind_of(cards[name].get("owned_by"))
         page = http.json("GET", adapter.about_path, default={})
         with reading(f"{http.url}{adapter.about_path} is not a page of {kind}"):
             version, max_length = adapter.about(page, cards[name])
             version, max_length = one_line(version), None if max_length is None else int(max_length)
         return cls(
-            kind=kind, model=name, version=version, max_length=max_length, http=http, workers=workers, adapter=adapter
+            kind=kind,
+            model=name,
+            version=version,
+            max_length=max_length,
+            http=http,
+            workers=workers,
+            adapter=adapter,
         )
 
     def describe(self) -> str:
         return f"{self.model} by {self.kind} {self.version} at {self.http.url}"
 
-    def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int = 0) -> list[ServedCompletion]:
+    def generate(
+        self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int = 0
+    ) -> list[ServedCompletion]:
         """Return a completion of each prompt, with the k top tokens of each position."""
         self._check_length(max(map(len, prompts), default=0) + sampling.max_tokens)
-        jobs = [(prompt, replace(sampling, seed=sampling.seed + i)) for i, prompt in enumerate(prompts)]
+        jobs = [
+            (prompt, replace(sampling, seed=sampling.seed + i)) for i, prompt in enumerate(prompts)
+        ]
         return self._map(lambda job: self._generate(*job, k), jobs)
 
-    def generate_ids(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], Counters | None]:
+    def generate_ids(
+        self, prompt: list[int], sampling: SamplingParams
+    ) -> tuple[list[int], Counters | None]:
         """Return the generated tokens at the least cost, and the speculative counters of the answer (SGLang)."""
         self._check_length(len(prompt) + sampling.max_tokens)
         answer = self._post(self.adapter.completion_request(prompt, sampling, None))
@@ -187,7 +228,9 @@ class Server:
             UserError: the server does not score prompts, or returns something else than log-probabilities.
         """
         if not self.adapter.has_prompt_logprobs:
-            raise UserError(f"{self.http.url} ({self.kind}) does not score prompts; vLLM and SGLang do")
+            raise UserError(
+                f"{self.http.url} ({self.kind}) does not score prompts; vLLM and SGLang do"
+            )
         self._check_length(max(map(len, rows), default=0) + 1)
         return self._map(lambda ids: self._prompt_logprobs(ids, k), rows)
 
@@ -195,8 +238,12 @@ class Server:
         """Request one token at two temperatures and a few greedy tokens, and compare their log-probabilities."""
         at_temperature = (SamplingParams(max_tokens=1, temperature=value) for value in (1.0, 0.5))
         hot, cold = (self._generate(prompt, sampling, PROBE_TOP_K) for sampling in at_temperature)
-        at_1, at_half = (dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold))
-        difference = max((abs(at_1[i] - at_half[i]) for i in at_1.keys() & at_half.keys()), default=0.0)
+        at_1, at_half = (
+            dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold)
+        )
+        difference = max(
+            (abs(at_1[i] - at_half[i]) for i in at_1.keys() & at_half.keys()), default=0.0
+        )
         mode = "processed" if difference > 0.05 else "raw"
         logits = max(at_1.values()) > ROUNDING or sum(map(math.exp, at_1.values())) > 1.01
         greedy = self._generate(prompt, SamplingParams(max_tokens=8, temperature=0.0), PROBE_TOP_K)
@@ -225,7 +272,9 @@ class Server:
         """Return the growth of the speculative counters since an earlier metrics(). Raises UserError: there is none."""
         counters = spec_decode_counters(before, self.metrics())
         if counters is None:
-            raise UserError(f"{self.http.url} drafted nothing: its /metrics count no speculative steps")
+            raise UserError(
+                f"{self.http.url} drafted nothing: its /metrics count no speculative steps"
+            )
         return counters
 
     def _generate(self, prompt: list[int], sampling: SamplingParams, k: int) -> ServedCompletion:
@@ -241,10 +290,13 @@ class Server:
             scored = self.adapter.prompt_logprobs(ids, answer, k)
             if len(scored.logprobs) != len(ids) - 1:
                 raise ValueError(f"{len(scored.logprobs)} values for {len(ids) - 1} tokens")
-        if any(max(values, default=0.0) > ROUNDING for values in (scored.logprobs, *scored.top_logprobs)):
+        if any(
+            max(values, default=0.0) > ROUNDING
+            for values in (scored.logprobs, *scored.top_logprobs)
+        ):
             raise UserError(
-                f"{self.http.url} returns logits instead of log-probabilities; start vLLM with "
-                "--logprobs-mode raw_logprobs"
+                f"{self.http.url} returns logits instead of log-probabilities; "
+                "start vLLM with --logprobs-mode raw_logprobs"
             )
         return scored
 
@@ -264,16 +316,22 @@ class Server:
 
     def _check_length(self, tokens: int) -> None:
         if self.max_length is not None and tokens > self.max_length:
-            raise UserError(f"{self.http.url} takes at most {self.max_length} tokens, and {tokens} are needed")
+            raise UserError(
+                f"{self.http.url} takes at most {self.max_length} tokens, and {tokens} are needed"
+            )
 
 
 def parse_metrics(text: str) -> dict[str, float]:
     """Parse Prometheus' text format: ``name{label="value"}`` -> value. Raises ValueError: a value is no number."""
-    lines = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+    lines = (
+        line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")
+    )
     return {series: float(value) for series, _, value in lines}
 
 
-def spec_decode_counters(before: Mapping[str, float], after: Mapping[str, float]) -> Counters | None:
+def spec_decode_counters(
+    before: Mapping[str, float], after: Mapping[str, float]
+) -> Counters | None:
     """Return the growth of vLLM's or llama.cpp's counters between two reads of the metrics, over all engines.
 
     None: the server did not speculate in between.
@@ -284,7 +342,9 @@ def spec_decode_counters(before: Mapping[str, float], after: Mapping[str, float]
         if counter is not None:
             growth = value - before.get(series, 0.0)
             if not (math.isfinite(growth) and growth >= 0):
-                raise UserError(f"the server's counter {counter[1]} went back or is not finite; was it restarted?")
+                raise UserError(
+                    f"the server's counter {counter[1]} went back or is not finite; was it restarted?"
+                )
             grown.setdefault(counter[1], {})[series] = growth
     drafts = sum(grown.get("num_drafts", {}).values())
     if not drafts:
@@ -302,7 +362,9 @@ def spec_decode_counters(before: Mapping[str, float], after: Mapping[str, float]
 
 def _kind_of(owner: object) -> tuple[str, ServerKind]:
     """Return the kind of the server whose /v1/models says this owned_by."""
-    known = next((kind for kind in SERVERS.loadable() if kind.owned_by and kind.owned_by == owner), None)
+    known = next(
+        (kind for kind in SERVERS.loadable() if kind.owned_by and kind.owned_by == owner), None
+    )
     return (OPENAI, SERVERS.get("vllm", "--server")) if known is None else (known.owned_by, known)
 
 

@@ -97,7 +97,9 @@ class Sampling(NamedTuple):
     reason: str
 
 
-DEFAULT_SAMPLING = Sampling("probabilistic", "a default; export --verify-with --temperature compares it with greedy")
+DEFAULT_SAMPLING = Sampling(
+    "probabilistic", "a default; export --verify-with --temperature compares it with greedy"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,17 +152,25 @@ class ServerKind:
 
     loads_gguf: ClassVar[bool] = False  # loads GGUF in place of Hugging Face directories
     parallel: ClassVar[bool] = False  # drafts in one pass with a parallel draft
-    translates: ClassVar[str] = ""  # its way to draft with another vocabulary than the target's; empty: it cannot
+    translates: ClassVar[str] = (
+        ""  # its way to draft with another vocabulary than the target's; empty: it cannot
+    )
     vocab_slack: ClassVar[int] = 0  # largest difference of the numbers of logits
     heads: ClassVar[str] = ""  # its way to load an EAGLE-3 head; empty: it has none
-    head_parts: ClassVar[frozenset[str]] = frozenset()  # parts in eagle.OPTIONAL_PARTS that it computes
+    head_parts: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # parts in eagle.OPTIONAL_PARTS that it computes
     one_stream: ClassVar[bool] = False  # decodes one prompt at a time
 
-    rules: ClassVar[Mapping[str, Acceptance]] = {}  # keys: variants; "" is the rule of --server-rule NAME
+    rules: ClassVar[
+        Mapping[str, Acceptance]
+    ] = {}  # keys: variants; "" is the rule of --server-rule NAME
     script_rule: ClassVar[str] = ""  # the variant of what the script starts
 
     program: ClassVar[str] = ""  # name of the program that export --verify-with starts; empty: none
-    cuts_last_step: ClassVar[bool] = False  # drafts no more than fits a text; else its last step counts whole
+    cuts_last_step: ClassVar[bool] = (
+        False  # drafts no more than fits a text; else its last step counts whole
+    )
     counts_end: ClassVar[bool] = True  # a drafted end of text counts as a token
 
     owned_by: ClassVar[str] = ""  # its name in /v1/models; empty: draftlab sends it no requests
@@ -176,16 +186,24 @@ class ServerKind:
             yield from self.check_vocabulary(artifact)
             if artifact.in_parallel and not self.parallel:
                 text = "cannot draft in parallel: with this draft it makes one pass for each token"
-                yield warning(self.name, text, "serve it with vllm or tensorrt-llm, or distil an ordinary draft")
+                yield warning(
+                    self.name,
+                    text,
+                    "serve it with vllm or tensorrt-llm, or distil an ordinary draft",
+                )
             yield from self.check_draft(artifact)
         elif self.heads:
             for part in artifact.head.optional_parts:
                 if part not in self.head_parts:
                     fix = f"train the head without {part}, or serve it with vLLM"
-                    yield error(self.name, f"does not compute {part}, with which the head was trained", fix)
+                    yield error(
+                        self.name, f"does not compute {part}, with which the head was trained", fix
+                    )
             yield from self.check_head(artifact, artifact.head)
         else:
-            yield warning(self.name, "has no EAGLE-3", "serve it with vLLM, SGLang, llama.cpp or TensorRT-LLM")
+            yield warning(
+                self.name, "has no EAGLE-3", "serve it with vLLM, SGLang, llama.cpp or TensorRT-LLM"
+            )
 
     def check_draft(self, artifact: Artifact) -> Iterator[Finding]:
         """Yield the problems of a draft model, apart from its vocabulary."""
@@ -204,9 +222,15 @@ class ServerKind:
         vocab, targets = artifact.vocab, artifact.target_vocab
         if artifact.difference() is None:
             if abs(vocab - targets) > self.vocab_slack:
-                allowed = f"; it allows a difference of {self.vocab_slack}" if self.vocab_slack else ""
-                text = f"{vocab:,} logits against {targets:,}, and it wants the same number{allowed}"
-                yield error(self.name, text, f"draftlab export --to {self.name} --target {artifact.target}")
+                allowed = (
+                    f"; it allows a difference of {self.vocab_slack}" if self.vocab_slack else ""
+                )
+                text = (
+                    f"{vocab:,} logits against {targets:,}, and it wants the same number{allowed}"
+                )
+                yield error(
+                    self.name, text, f"draftlab export --to {self.name} --target {artifact.target}"
+                )
             return
         transplant = f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT"
         if not self.translates:
@@ -245,7 +269,9 @@ class ServerKind:
         """Return version and longest sequence, from the page at about_path and the model's card in /v1/models."""
         return page.get("version", "unknown"), card.get("max_model_len")
 
-    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
+    def completion_request(
+        self, prompt: list[int], sampling: SamplingParams, k: int | None
+    ) -> dict[str, Any]:
         """Return the body of a request. k: top tokens per position; None asks for ids alone, at the least cost."""
         raise NotImplementedError
 
@@ -291,9 +317,13 @@ def shell_script(launch: Launch, lines: Sequence[str]) -> tuple[str, str]:
     return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {launch.k}: {launch.reason}", *lines, ""])
 
 
-def check_head_dim(name: str, size: int, supported: Sequence[int], fix: str, build: str = "it") -> Iterator[Finding]:
+def check_head_dim(
+    name: str, size: int, supported: Sequence[int], fix: str, build: str = "it"
+) -> Iterator[Finding]:
     if size not in supported:
-        yield warning(name, f"head_dim {size}; {build} supports {', '.join(map(str, supported))}", fix)
+        yield warning(
+            name, f"head_dim {size}; {build} supports {', '.join(map(str, supported))}", fix
+        )
 
 
 def unknown_architecture(name: str, artifact: Artifact) -> Finding:

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
     from draftlab.servers.client import Server
 
-BLOCK, K_BLOCK = 32, 256  # weights of a row that share a scale in its plain types and in its K types
+BLOCK, K_BLOCK = (
+    32,
+    256,
+)  # weights of a row that share a scale in its plain types and in its K types
 LEAST_CONTEXT = 256  # llama-server's own
 
 
@@ -66,11 +69,17 @@ class LlamaCpp(ServerKind):
             yield warning(self.name, f"{text}{match:.0%} of the probe texts", fix)
         shape = artifact.shape
         assert shape is not None  # GGUF has no other architectures
-        rows = {"--width": shape.hidden, "heads x head_dim": shape.heads * shape.head_dim, "--ffn": shape.ffn}
+        rows = {
+            "--width": shape.hidden,
+            "heads x head_dim": shape.heads * shape.head_dim,
+            "--ffn": shape.ffn,
+        }
         for block, types in ((BLOCK, "Q8_0 and Q4_0"), (K_BLOCK, "the K types")):
             odd = {name: size for name, size in rows.items() if size % block}
             for name, size in odd.items():
-                text = f"{name} {size} is no multiple of {block}: these matrices stay f16 in {types}"
+                text = (
+                    f"{name} {size} is no multiple of {block}: these matrices stay f16 in {types}"
+                )
                 fix = f"prune to {name} {' or '.join(map(str, multiples_near(size, block)))}"
                 yield warning(self.name, text, fix)
             if odd:
@@ -87,8 +96,10 @@ class LlamaCpp(ServerKind):
 
     def script(self, launch: Launch) -> tuple[str, str]:
         lines = [
-            f"# sh serve.sh TARGET.gguf [options of llama-server]; draftlab export {launch.target} --to gguf writes "
-            "TARGET.gguf"
+            (
+                "# sh serve.sh TARGET.gguf [options of llama-server]; draftlab export "
+                f"{launch.target} --to gguf writes TARGET.gguf"
+            )
         ]
         target_file = "target=${1:?GGUF file of the target}; shift"
         if launch.kind == "prompt lookup":  # nothing shorter than what is looked up is drafted
@@ -101,7 +112,9 @@ class LlamaCpp(ServerKind):
             return shell_script(launch, lines)
         head = launch.kind == "EAGLE-3 head"
         if not head:
-            lines.append("# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0")
+            lines.append(
+                "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0"
+            )
         lines = [
             f"# {ABOVE_ZERO}: there is nothing to set",
             *lines,
@@ -144,11 +157,17 @@ class LlamaCpp(ServerKind):
         return written, tokens / (tokens - sum(counters.num_accepted_tokens_per_pos))
 
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
-        return page.get("build_info", "unknown"), page.get("default_generation_settings", {}).get("n_ctx")
+        return page.get("build_info", "unknown"), page.get("default_generation_settings", {}).get(
+            "n_ctx"
+        )
 
-    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
+    def completion_request(
+        self, prompt: list[int], sampling: SamplingParams, k: int | None
+    ) -> dict[str, Any]:
         if sampling.stop_token_ids:
-            raise UserError("llama.cpp's server stops at its model's own eos, not at stop_token_ids")
+            raise UserError(
+                "llama.cpp's server stops at its model's own eos, not at stop_token_ids"
+            )
         return {
             "prompt": prompt,
             "n_predict": sampling.max_tokens,
@@ -168,7 +187,9 @@ class LlamaCpp(ServerKind):
         tokens = answer["completion_probabilities"]
         tops = []
         for token in tokens if k else []:
-            tops.append(answers.top_k(((top["id"], top["logprob"]) for top in token["top_logprobs"]), k))
+            tops.append(
+                answers.top_k(((top["id"], top["logprob"]) for top in token["top_logprobs"]), k)
+            )
         reason = {"eos": "stop", "limit": "length"}[answer["stop_type"]]
         logprobs = [token["logprob"] for token in tokens]
         return answers.completion(prompt, answer["tokens"], logprobs, tops, reason)

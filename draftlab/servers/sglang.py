@@ -38,7 +38,9 @@ FLASHINFER_HEADS = (64, 128, 256)
 class SGLang(ServerKind):
     heads = "loads it as it is, by --speculative-algorithm EAGLE3"
     head_parts = frozenset({"norm_before_fc", "fc_norm", "norm_output", "sliding_window"})
-    rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}  # target-only sampling, thresholds 1
+    rules: ClassVar[Mapping[str, Acceptance]] = {
+        "": Acceptance("match", 0.0)
+    }  # target-only sampling, thresholds 1
     owned_by = "sglang"
     path = "/generate"
     about_path = "/server_info"
@@ -48,13 +50,17 @@ class SGLang(ServerKind):
             yield unknown_architecture(self.name, artifact)
         else:
             fix = "start it with --attention-backend triton"
-            yield from check_head_dim(self.name, artifact.shape.head_dim, FLASHINFER_HEADS, fix, "flashinfer")
+            yield from check_head_dim(
+                self.name, artifact.shape.head_dim, FLASHINFER_HEADS, fix, "flashinfer"
+            )
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         layers = (artifact.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         export = f"draftlab export --to {self.name}"
         if "speculators_model_type" in artifact.config:
-            yield error(self.name, "does not read speculators' layout", f"{export} writes SpecForge's")
+            yield error(
+                self.name, "does not read speculators' layout", f"{export} writes SpecForge's"
+            )
         elif layers != [i - 1 for i in head.layer_ids]:
             text = f"reads layers from eagle_config, which has {layers or 'none'}"
             yield error(self.name, text, f"{export} writes them")
@@ -63,7 +69,9 @@ class SGLang(ServerKind):
         start = f"exec python -m sglang.launch_server --model-path {shlex.quote(launch.target)} \\"
         usage, tokens = "# sh serve.sh [options of sglang.launch_server]; untested", launch.k + 1
         if launch.kind == "prompt lookup":
-            ngram = f'    --speculative-algorithm NGRAM --speculative-num-draft-tokens {tokens} "$@"'
+            ngram = (
+                f'    --speculative-algorithm NGRAM --speculative-num-draft-tokens {tokens} "$@"'
+            )
             return shell_script(launch, [usage, start, ngram])
         algorithm = "EAGLE3" if launch.kind == "EAGLE-3 head" else "STANDALONE"
         options = f"--speculative-num-steps {launch.k} --speculative-eagle-topk 1"
@@ -79,7 +87,9 @@ class SGLang(ServerKind):
         ]
         return shell_script(launch, lines)
 
-    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
+    def completion_request(
+        self, prompt: list[int], sampling: SamplingParams, k: int | None
+    ) -> dict[str, Any]:
         settings = {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -98,7 +108,9 @@ class SGLang(ServerKind):
         meta = answer["meta_info"]
         tops = [_top_k(row, k) for row in (meta["output_top_logprobs"] if k else [])]
         logprobs = [value for value, _, _ in meta["output_token_logprobs"]]
-        return answers.completion(prompt, answer["output_ids"], logprobs, tops, meta["finish_reason"]["type"])
+        return answers.completion(
+            prompt, answer["output_ids"], logprobs, tops, meta["finish_reason"]["type"]
+        )
 
     def ids(self, answer: Answer) -> list[int]:
         return answer["output_ids"]
@@ -111,17 +123,24 @@ class SGLang(ServerKind):
         return Counters(
             num_drafts=meta["spec_verify_ct"],
             num_draft_tokens=meta["spec_num_proposed_drafts"],
-            num_accepted_tokens_per_pos=[float(sum(histogram[i:])) for i in range(1, len(histogram))],
+            num_accepted_tokens_per_pos=[
+                float(sum(histogram[i:])) for i in range(1, len(histogram))
+            ],
         )
 
     def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]:
         logprobs = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": k}
-        return {"input_ids": ids, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}} | logprobs
+        return {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        } | logprobs
 
     def prompt_logprobs(self, ids: list[int], answer: Answer, k: int) -> PromptLogprobs:
         meta = answer["meta_info"]
         tops = [_top_k(row, k) for row in meta["input_top_logprobs"][1:]]
-        return answers.prompt_logprobs(tops, [value for value, _, _ in meta["input_token_logprobs"][1:]])
+        return answers.prompt_logprobs(
+            tops, [value for value, _, _ in meta["input_token_logprobs"][1:]]
+        )
 
 
 def _top_k(row: list[list[Any]], k: int) -> answers.TopLogprobs:

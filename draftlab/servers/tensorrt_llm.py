@@ -4,7 +4,16 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from draftlab.servers.kinds import SCRIPT_DIRECTORY, Artifact, Finding, Launch, ServerKind, error, server, shell_script
+from draftlab.servers.kinds import (
+    SCRIPT_DIRECTORY,
+    Artifact,
+    Finding,
+    Launch,
+    ServerKind,
+    error,
+    server,
+    shell_script,
+)
 
 if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
@@ -33,7 +42,9 @@ class TensorRTLLM(ServerKind):
             "  speculative_model: $here",
         ]
         if launch.layer_ids:
-            captured = ", ".join(str(i - 1) for i in launch.layer_ids)  # it counts the layer whose output is read
+            captured = ", ".join(
+                str(i - 1) for i in launch.layer_ids
+            )  # it counts the layer whose output is read
             lines.append(f"  eagle3_layers_to_capture: [{captured}]")
         options = '--extra_llm_api_options "$here/speculative.yaml"'
         lines += ["END", f'exec trtllm-serve {shlex.quote(launch.target)} {options} "$@"']

@@ -4,7 +4,15 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from draftlab.config.server_rules import Acceptance
-from draftlab.servers.kinds import PROMPT_LOOKUP_MAX, Artifact, Finding, Launch, ServerKind, error, server
+from draftlab.servers.kinds import (
+    PROMPT_LOOKUP_MAX,
+    Artifact,
+    Finding,
+    Launch,
+    ServerKind,
+    error,
+    server,
+)
 
 
 @server("transformers")
@@ -18,14 +26,21 @@ class Transformers(ServerKind):
         yield from super().check_vocabulary(artifact)
         if artifact.difference() is not None and artifact.vocab == artifact.target_vocab:
             text = f"wants two tokenizers only where the numbers of logits differ; both have {artifact.vocab:,}"
-            yield error(self.name, text, f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT")
+            yield error(
+                self.name, text, f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT"
+            )
 
     def script(self, launch: Launch) -> tuple[str, str]:
         draft, options = _ASSISTANT.format(k=launch.k), "assistant_model=draft"
         if launch.kind == "prompt lookup":
-            draft, options = "", f"prompt_lookup_num_tokens={launch.k}, max_matching_ngram_size={PROMPT_LOOKUP_MAX}"
+            draft, options = (
+                "",
+                f"prompt_lookup_num_tokens={launch.k}, max_matching_ngram_size={PROMPT_LOOKUP_MAX}",
+            )
         elif launch.heterogeneous:
-            options += ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(here)"
+            options += (
+                ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(here)"
+            )
         text = f"""# python assist.py "a prompt"; K = {launch.k}: {launch.reason}
 import sys
 from pathlib import Path

@@ -45,11 +45,19 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 class VLLM(ServerKind):
     parallel = True
     translates = (
-        "use_heterogeneous_vocab drafts shared tokens only, greedily, and reads others as unknown or end of text"
+        "use_heterogeneous_vocab drafts shared tokens only, greedily, "
+        "and reads others as unknown or end of text"
     )
     heads = "loads it as it is, by --speculative-config with method eagle3"
     head_parts = frozenset(
-        {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "sliding_window", "qk_norm"}
+        {
+            "norm_before_residual",
+            "norm_before_fc",
+            "fc_norm",
+            "norm_output",
+            "sliding_window",
+            "qk_norm",
+        }
     )
     rules: ClassVar[Mapping[str, Acceptance]] = {
         "": Acceptance("rejection", 0.0),  # draft_sample_method greedy, its default
@@ -73,7 +81,9 @@ class VLLM(ServerKind):
             text = f"head_dim {shape.head_dim}; its attention supports multiples of 8 up to 256"
             yield error(self.name, text, "prune a source with another head_dim")
         else:
-            yield from check_head_dim(self.name, shape.head_dim, CPU_HEADS, "run it on a GPU", "its CPU build")
+            yield from check_head_dim(
+                self.name, shape.head_dim, CPU_HEADS, "run it on a GPU", "its CPU build"
+            )
         if artifact.config.get("model_type") == "qwen2" and shape.sizes["q"] != shape.hidden:
             widths = " or ".join(map(str, multiples_near(shape.hidden, shape.head_dim)))
             text = f"wants width = heads x head_dim in a Qwen2; {shape.heads} x {shape.head_dim} is not {shape.hidden}"
@@ -81,13 +91,16 @@ class VLLM(ServerKind):
         devices = [n for n in (1, 2, 4, 8) if _splits(shape, n)]
         if devices != [1, 2, 4, 8]:
             text = (
-                f"runs a draft on the target's number of devices; this one splits over {', '.join(map(str, devices))}"
+                "runs a draft on the target's number of devices; this one "
+                f"splits over {', '.join(map(str, devices))}"
             )
             fix = "prune to heads and ffn that are multiples of the target's --tensor-parallel-size"
             yield warning(self.name, text, fix)
 
     def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
-        yield from check_head_dim(self.name, head.head_dim, CPU_HEADS, "run it on a GPU", "its CPU build")
+        yield from check_head_dim(
+            self.name, head.head_dim, CPU_HEADS, "run it on a GPU", "its CPU build"
+        )
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         export = f"draftlab export --to {self.name}"
@@ -98,11 +111,19 @@ class VLLM(ServerKind):
             return
         layers = (artifact.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         if len(head.layer_ids) != len(layers or "abc"):
-            yield error(self.name, f"counts the layers in eagle_config, and {layers or 'none'} are there", export)
+            yield error(
+                self.name,
+                f"counts the layers in eagle_config, and {layers or 'none'} are there",
+                export,
+            )
 
     def script(self, launch: Launch) -> tuple[str, str]:
         if launch.own_target:
-            serve = ["# sh serve.sh [options of vllm serve]", SCRIPT_DIRECTORY, 'exec vllm serve "$here" "$@"']
+            serve = [
+                "# sh serve.sh [options of vllm serve]",
+                SCRIPT_DIRECTORY,
+                'exec vllm serve "$here" "$@"',
+            ]
             return shell_script(launch, serve)
         sampling = launch.sampling
         config = speculative_config(
@@ -115,7 +136,9 @@ class VLLM(ServerKind):
         )
         about = ABOVE_ZERO
         if launch.kind != "prompt lookup":
-            about = f"draft_sample_method = {sampling.method}, above temperature 0: {sampling.reason}"
+            about = (
+                f"draft_sample_method = {sampling.method}, above temperature 0: {sampling.reason}"
+            )
         quoted = json.dumps(config).replace('"', '\\"').replace("@", "$here")
         lines = [
             f"# {about}",
@@ -127,7 +150,14 @@ class VLLM(ServerKind):
 
     def command(self, program: Path, trial: ServerTrial, method: SampleMethod) -> list[object]:
         target = trial.draft if trial.own_target else trial.target
-        command: list[object] = [program.absolute(), "serve", target, "--dtype", "float32", "--enforce-eager"]
+        command: list[object] = [
+            program.absolute(),
+            "serve",
+            target,
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+        ]
         command.append("--no-enable-prefix-caching")
         if trial.own_target:
             return command
@@ -138,15 +168,29 @@ class VLLM(ServerKind):
         self, server: "Server", prompts: list[list[int]], limits: list[int], temperature: float
     ) -> tuple[list[list[int]], float]:
         before = server.metrics()
-        written = server.generate(prompts, SamplingParams(max_tokens=max(limits), temperature=temperature))
-        return [each.ids for each in written], server.grown(before).acceptance.mean_acceptance_length
+        written = server.generate(
+            prompts, SamplingParams(max_tokens=max(limits), temperature=temperature)
+        )
+        return [each.ids for each in written], server.grown(
+            before
+        ).acceptance.mean_acceptance_length
 
-    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
+    def completion_request(
+        self, prompt: list[int], sampling: SamplingParams, k: int | None
+    ) -> dict[str, Any]:
         # every setting is sent: those left out would come from the model's generation_config.json
-        settings = {name: value for name, value in asdict(sampling).items() if name != "stop_token_ids"}
+        settings = {
+            name: value for name, value in asdict(sampling).items() if name != "stop_token_ids"
+        }
         stops = {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
         logprobs = {} if k is None else {"logprobs": k, "return_tokens_as_token_ids": True}
-        return settings | stops | NO_PENALTIES | logprobs | {"prompt": prompt, "return_token_ids": True}
+        return (
+            settings
+            | stops
+            | NO_PENALTIES
+            | logprobs
+            | {"prompt": prompt, "return_token_ids": True}
+        )
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         choice = answer["choices"][0]
@@ -156,7 +200,9 @@ class VLLM(ServerKind):
             ids = (int(name.removeprefix(TOKEN_PREFIX)) for name in tokens)
             tops.append(answers.top_k(zip(ids, tokens.values(), strict=True), k))
         reason = choice["finish_reason"]
-        return answers.completion(prompt, choice["token_ids"], logprobs["token_logprobs"], tops, reason)
+        return answers.completion(
+            prompt, choice["token_ids"], logprobs["token_logprobs"], tops, reason
+        )
 
     def ids(self, answer: Answer) -> list[int]:
         return answer["choices"][0]["token_ids"]
@@ -199,5 +245,7 @@ def speculative_config(
 
 
 def _splits(shape: "Shape", devices: int) -> bool:
-    kv = shape.kv_heads % devices == 0 or devices % shape.kv_heads == 0  # vLLM repeats kv heads if there are fewer
+    kv = (
+        shape.kv_heads % devices == 0 or devices % shape.kv_heads == 0
+    )  # vLLM repeats kv heads if there are fewer
     return shape.heads % devices == 0 and kv and shape.ffn % devices == 0

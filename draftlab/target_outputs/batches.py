@@ -10,7 +10,13 @@ from draftlab.data import Batch, HeldOut, TopLogprobs
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput, padded
-from draftlab.target_outputs.store import HELDOUT, MANIFEST, check_tokenizer, finished_manifest, read_shard
+from draftlab.target_outputs.store import (
+    HELDOUT,
+    MANIFEST,
+    check_tokenizer,
+    finished_manifest,
+    read_shard,
+)
 
 SHARDS_IN_MEMORY = 2  # rows of a shard follow each other
 
@@ -26,7 +32,9 @@ def open_stored(
     batches = StoredBatches(directory, batch_size, temperature, seed)
     check_tokenizer(batches.manifest, draft)
     if not (directory / HELDOUT / MANIFEST).exists():
-        raise UserError(f"{directory} has no held-out text; build it with draftlab outputs build --use distill")
+        raise UserError(
+            f"{directory} has no held-out text; build it with draftlab outputs build --use distill"
+        )
     heldout_size = finished_manifest(directory / HELDOUT).sequences
     heldout = StoredBatches(directory / HELDOUT, heldout_size, temperature).batch(0)
     counted = [ids[1:][mask > 0] for ids, mask in zip(heldout.ids, heldout.mask, strict=True)]
@@ -46,19 +54,31 @@ class StoredBatches:
             corrupt, missing or misaligned.
     """
 
-    def __init__(self, directory: Path, batch_size: int, temperature: float = 1.0, seed: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, batch_size: int, temperature: float = 1.0, seed: int | None = None
+    ) -> None:
         manifest = finished_manifest(directory)
         if not manifest.top_logprobs:
-            raise UserError(f"{directory} has no top log-probabilities to distil from; build it with --top-logprobs 64")
+            raise UserError(
+                f"{directory} has no top log-probabilities to distil from; build it with --top-logprobs 64"
+            )
         if temperature not in manifest.temperatures:
-            raise UserError(f"{directory} has temperatures {list(manifest.temperatures)}, not {temperature}")
+            raise UserError(
+                f"{directory} has temperatures {list(manifest.temperatures)}, not {temperature}"
+            )
         self.manifest, self.batch_size, self.temperature = manifest, batch_size, temperature
         longest = 0
-        for number in range(len(manifest.shards)):  # checked before the expensive part, and not kept in memory
+        for number in range(
+            len(manifest.shards)
+        ):  # checked before the expensive part, and not kept in memory
             longest = max(longest, *map(len, read_shard(directory, manifest, number)))
         self.seq_len = manifest.seq_len or longest - 1
-        self._order = functools.lru_cache(2)(functools.partial(_order, [s.sequences for s in manifest.shards], seed))
-        self._shard = functools.lru_cache(SHARDS_IN_MEMORY)(lambda number: read_shard(directory, manifest, number))
+        self._order = functools.lru_cache(2)(
+            functools.partial(_order, [s.sequences for s in manifest.shards], seed)
+        )
+        self._shard = functools.lru_cache(SHARDS_IN_MEMORY)(
+            lambda number: read_shard(directory, manifest, number)
+        )
 
     def batch(self, step: int) -> Batch:
         outputs: list[TargetOutput] = []
@@ -68,7 +88,9 @@ class StoredBatches:
             outputs.append(self._shard(shard)[row])
         batch = padded(outputs, min(self.seq_len, max(map(len, outputs)) - 1))
         fits = [int(n) for n in batch.mask.sum(1)]
-        top = StoredLogprobs.joined([o.top[:n] for o, n in zip(outputs, fits, strict=True) if o.top is not None])
+        top = StoredLogprobs.joined(
+            [o.top[:n] for o, n in zip(outputs, fits, strict=True) if o.top is not None]
+        )
         logprobs, rest = top.at(self.temperature, self.manifest.temperatures)
         columns = (top.ids.astype(np.int64), logprobs.astype(np.float32), rest)
         top_logprobs = TopLogprobs(*(_spread(column, batch.mask > 0) for column in columns))
@@ -80,7 +102,9 @@ def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple
     rng = None if seed is None else np.random.default_rng((seed, epoch))
     order: list[tuple[int, int]] = []
     for shard in range(len(sequences)) if rng is None else rng.permutation(len(sequences)).tolist():
-        rows = range(sequences[shard]) if rng is None else rng.permutation(sequences[shard]).tolist()
+        rows = (
+            range(sequences[shard]) if rng is None else rng.permutation(sequences[shard]).tolist()
+        )
         order += [(shard, row) for row in rows]
     return order
 

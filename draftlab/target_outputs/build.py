@@ -44,15 +44,23 @@ class Rows:
 
     def write(self, out: Path, target: Target, k: int) -> Manifest:
         """Write the rows, and a few of held-out text."""
-        tokenizer, loss_on = checkpoint.load_tokenizer(target.directory), loss_on_of(self.data, None)
+        tokenizer, loss_on = (
+            checkpoint.load_tokenizer(target.directory),
+            loss_on_of(self.data, None),
+        )
 
         @functools.cache
         def batches() -> Callable[[int], Batch]:
             steps = -(-self.count // DISTILL_SHARD)
             return open_batches(
-                self.data, tokenizer, rows=DISTILL_SHARD, seq_len=self.seq_len, steps=steps, seed=self.seed,
+                self.data,
+                tokenizer,
+                rows=DISTILL_SHARD,
+                seq_len=self.seq_len,
+                steps=steps,
+                seed=self.seed,
                 loss_on=loss_on,
-            ).batch  # fmt: skip
+            ).batch
 
         def outputs(batch: Batch, first: int) -> list[TargetOutput]:
             if self.sampling is None:
@@ -66,16 +74,30 @@ class Rows:
 
         def heldout() -> list[TargetOutput]:
             windows = open_heldout(
-                self.data, tokenizer, rows=HELDOUT_SEQUENCES, seq_len=self.seq_len, most_rows=HELDOUT_SEQUENCES,
+                self.data,
+                tokenizer,
+                rows=HELDOUT_SEQUENCES,
+                seq_len=self.seq_len,
+                most_rows=HELDOUT_SEQUENCES,
                 loss_on=loss_on,
-            )  # fmt: skip
-            return outputs(windows.batches[0], self.count)  # numbers, and with them seeds, of no training sequence
+            )
+            return outputs(
+                windows.batches[0], self.count
+            )  # numbers, and with them seeds, of no training sequence
 
         manifest = _manifest(
-            target, text="data" if self.sampling is None else "target", data=self.data, loss_on=loss_on,
-            data_sha256=None, prompt_tokens=self.prompt_tokens, sampling=self.sampling, top_logprobs=k,
-            seq_len=self.seq_len, seed=self.seed, planned=self.count,
-        )  # fmt: skip
+            target,
+            text="data" if self.sampling is None else "target",
+            data=self.data,
+            loss_on=loss_on,
+            data_sha256=None,
+            prompt_tokens=self.prompt_tokens,
+            sampling=self.sampling,
+            top_logprobs=k,
+            seq_len=self.seq_len,
+            seed=self.seed,
+            planned=self.count,
+        )
         return write_store(out, manifest, shard, tokenizer=target.directory, heldout=heldout)
 
 
@@ -100,7 +122,9 @@ class TargetAnswers:
     def check(self, k: int) -> None:
         """Raises UserError: with k listed tokens per position there is nothing to distil from, or to evaluate on."""
         if self.use == "distill" and not k:
-            raise UserError("--top-logprobs 0 leaves nothing to distil from; take 1 or more, or --use replay")
+            raise UserError(
+                "--top-logprobs 0 leaves nothing to distil from; take 1 or more, or --use replay"
+            )
         if self.use == "distill" and self.prompts.requests < LEAST_PROMPTS:
             few = f"{self.prompts.source}: {self.prompts.requests} prompts are too few"
             raise UserError(f"{few} to distil on and to evaluate on; take {LEAST_PROMPTS} or more")
@@ -130,10 +154,19 @@ class TargetAnswers:
             return answers(written[number * size : (number + 1) * size])
 
         manifest = _manifest(
-            target, text="target", data=prompts.source, chat=prompts.chat, data_sha256=prompts.sha256,
-            prompt_tokens=prompts.tokens, categories=prompts.categories, sampling=self.sampling, top_logprobs=k,
-            seq_len=None, seed=self.seed, planned=len(written),
-        )  # fmt: skip
+            target,
+            text="target",
+            data=prompts.source,
+            chat=prompts.chat,
+            data_sha256=prompts.sha256,
+            prompt_tokens=prompts.tokens,
+            categories=prompts.categories,
+            sampling=self.sampling,
+            top_logprobs=k,
+            seq_len=None,
+            seed=self.seed,
+            planned=len(written),
+        )
         held_out = functools.partial(answers, heldout) if apart else None
         return write_store(out, manifest, shard, tokenizer=target.directory, heldout=held_out)
 
@@ -141,14 +174,20 @@ class TargetAnswers:
         """Return a prompt for every turn."""
 
         def answer(asked: list[Prompt], numbers: list[int]) -> list[list[int]]:
-            return [output.ids.tolist() for output in target.generate(asked, numbers, self.sampling, 0)]
+            return [
+                output.ids.tolist() for output in target.generate(asked, numbers, self.sampling, 0)
+            ]
 
         tokenizer, info = checkpoint.load_tokenizer(target.directory), target.info()
         name = info.target_sha256 or f"{info.source} {info.target}"
-        return turns.answered(self.prompts, tokenizer, target=name, sampling=self.sampling, answer=answer)
+        return turns.answered(
+            self.prompts, tokenizer, target=name, sampling=self.sampling, answer=answer
+        )
 
 
-def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output, inputs: Sequence[Path]) -> Manifest:
+def build(
+    target: Target, text: Rows | TargetAnswers, k: int, output: Output, inputs: Sequence[Path]
+) -> Manifest:
     """Write the outputs of a target with its k most probable tokens. A killed build resumes.
 
     Args:
@@ -162,7 +201,12 @@ def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output, in
         output.check_space(text.tokens * bytes_per_token(text, k, served), "the outputs")
     manifest = text.write(output.out, target, k)
     about = {"server": target.describe()} if isinstance(target, ServedTarget) else {}
-    output.record(output.out, [*([] if served else [target.directory]), *inputs], tokens=manifest.tokens, **about)
+    output.record(
+        output.out,
+        [*([] if served else [target.directory]), *inputs],
+        tokens=manifest.tokens,
+        **about,
+    )
     return manifest
 
 
@@ -176,17 +220,33 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
     """Write the sequences of a server's log. directory has the tokenizer."""
     trained, heldout = log.split(HELDOUT_SEQUENCES)
     manifest = Manifest(
-        source="log", target=hub.checkpoint_name(directory), target_sha256=None, vocab=log.vocab,
-        tokenizer_sha256=vocabulary_sha256(directory), dtype="as served", batch_size=1, text="target",
-        data=log.path.name, data_sha256=provenance.file_sha256(log.path), prompt_tokens=None, sampling=None,
-        logprobs="raw", top_logprobs=log.top_logprobs, temperatures=(1.0,), seq_len=log.seq_len, seed=0,
-        planned=len(trained), versions=provenance.versions(),
-    )  # fmt: skip
+        source="log",
+        target=hub.checkpoint_name(directory),
+        target_sha256=None,
+        vocab=log.vocab,
+        tokenizer_sha256=vocabulary_sha256(directory),
+        dtype="as served",
+        batch_size=1,
+        text="target",
+        data=log.path.name,
+        data_sha256=provenance.file_sha256(log.path),
+        prompt_tokens=None,
+        sampling=None,
+        logprobs="raw",
+        top_logprobs=log.top_logprobs,
+        temperatures=(1.0,),
+        seq_len=log.seq_len,
+        seed=0,
+        planned=len(trained),
+        versions=provenance.versions(),
+    )
 
     def shard(number: int) -> list[TargetOutput]:
         return log.outputs(trained[number * DISTILL_SHARD : (number + 1) * DISTILL_SHARD])
 
-    manifest = write_store(output.out, manifest, shard, tokenizer=directory, heldout=lambda: log.outputs(heldout))
+    manifest = write_store(
+        output.out, manifest, shard, tokenizer=directory, heldout=lambda: log.outputs(heldout)
+    )
     output.record(output.out, [log.path])
     return manifest
 
@@ -203,5 +263,8 @@ def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: Any) 
     if sampling is None:
         info["logprobs"] = "none"
     return Manifest(
-        **info, sampling=sampling, tokenizer_sha256=vocabulary_sha256(target.directory), versions=provenance.versions()
+        **info,
+        sampling=sampling,
+        tokenizer_sha256=vocabulary_sha256(target.directory),
+        versions=provenance.versions(),
     )

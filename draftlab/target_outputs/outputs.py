@@ -12,7 +12,9 @@ from draftlab.data import Batch
 from draftlab.sampling import FinishReason
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # log-normalisers are stored for distilling at these
-ROUNDING = 0.01  # nats by which two log-probabilities of a token may differ in one answer of a server
+ROUNDING = (
+    0.01  # nats by which two log-probabilities of a token may differ in one answer of a server
+)
 LEAST_REST = 1e-7  # probability of the tokens that are not listed where rounding leaves less
 
 
@@ -29,11 +31,15 @@ class StoredLogprobs:
     @classmethod
     def empty(cls, k: int, temperatures: int) -> "StoredLogprobs":
         shapes = ((0, k), (0, k), (0,), (0,), (0, temperatures))
-        return cls(np.empty(shapes[0], np.int64), *(np.empty(shape, np.float32) for shape in shapes[1:]))
+        return cls(
+            np.empty(shapes[0], np.int64), *(np.empty(shape, np.float32) for shape in shapes[1:])
+        )
 
     @classmethod
     def joined(cls, parts: "Sequence[StoredLogprobs]") -> "StoredLogprobs":
-        columns = zip(*([getattr(part, name) for name in cls.__slots__] for part in parts), strict=True)
+        columns = zip(
+            *([getattr(part, name) for name in cls.__slots__] for part in parts), strict=True
+        )
         return cls(*map(np.concatenate, columns))
 
     @classmethod
@@ -57,7 +63,9 @@ class StoredLogprobs:
             )
         return cls(ids, logprobs, log_rest(logprobs), by_list, np.zeros((len(ids), 1), np.float32))
 
-    def at(self, temperature: float, temperatures: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    def at(
+        self, temperature: float, temperatures: Sequence[float]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return log-probabilities at another temperature: of the listed tokens [n, k], of all other tokens [n]."""
         if temperature == 1:
             return self.logprobs, self.rest
@@ -81,7 +89,9 @@ class TargetOutput:
     finish_reason: FinishReason = "length"
     logprobs: np.ndarray | None = None  # [n], sampled from or raw: Manifest.logprobs says which
     top: StoredLogprobs | None = None  # [n, k]; [c, k] if counted is set
-    counted: np.ndarray | None = None  # [n] bool, True for the c tokens to train on; None counts every token
+    counted: np.ndarray | None = (
+        None  # [n] bool, True for the c tokens to train on; None counts every token
+    )
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.ids)
@@ -99,7 +109,10 @@ def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch
     The tokens after the prompts count, unless outputs mark some of them.
     """
     width = max(map(len, outputs)) if seq_len is None else seq_len + 1
-    ids, mask = np.zeros((len(outputs), width), np.int64), np.zeros((len(outputs), width - 1), np.float32)
+    ids, mask = (
+        np.zeros((len(outputs), width), np.int64),
+        np.zeros((len(outputs), width - 1), np.float32),
+    )
     for row, counted, output in zip(ids, mask, outputs, strict=True):
         whole = np.concatenate([output.prompt, output.ids])[:width]
         row[: len(whole)] = whole
@@ -111,18 +124,25 @@ def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch
 def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
     """Return rows of data as outputs, numbered from `first` on. Each output ends with the last token that counts."""
     outputs, ends = [], np.cumsum(batch.mask.sum(1)).astype(int)
-    for i, (row, mask, length, end) in enumerate(zip(batch.ids, batch.mask > 0, batch.lengths, ends, strict=True)):
+    for i, (row, mask, length, end) in enumerate(
+        zip(batch.ids, batch.mask > 0, batch.lengths, ends, strict=True)
+    ):
         counted = mask[:length]
         outputs.append(
             TargetOutput(
-                number=first + i, prompt=row[:1], ids=row[1 : length + 1], top=top[end - int(counted.sum()) : end],
+                number=first + i,
+                prompt=row[:1],
+                ids=row[1 : length + 1],
+                top=top[end - int(counted.sum()) : end],
                 counted=None if counted.all() else counted,
             )
-        )  # fmt: skip
+        )
     return outputs
 
 
 def with_top(outputs: Sequence[TargetOutput], top: StoredLogprobs) -> list[TargetOutput]:
     """Return outputs with their parts of top, [sum of n]."""
     ends = np.cumsum([len(output.ids) for output in outputs])
-    return [replace(o, top=top[end - len(o.ids) : end]) for o, end in zip(outputs, ends, strict=True)]
+    return [
+        replace(o, top=top[end - len(o.ids) : end]) for o, end in zip(outputs, ends, strict=True)
+    ]

@@ -159,7 +159,11 @@ class Drafting:
 
     def draft_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """Return how the draft samples: as the target, but for its own temperature."""
-        return sampling if self.temperature is None else replace(sampling, temperature=self.temperature)
+        return (
+            sampling
+            if self.temperature is None
+            else replace(sampling, temperature=self.temperature)
+        )
 
 
 def replay(
@@ -170,7 +174,9 @@ def replay(
     Raises:
         UserError: a draft or a rule that does not fit the stored outputs.
     """
-    replays = {spec.name: replay_draft(store, spec, drafting, output.command_line) for spec in drafters}
+    replays = {
+        spec.name: replay_draft(store, spec, drafting, output.command_line) for spec in drafters
+    }
     with output.directory() as work:
         for name, each in replays.items():
             (work / name).mkdir()
@@ -201,34 +207,55 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
         raise UserError(f"--drafter {spec.text} is not replayed; draftlab score measures it")
     fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"
     fits = fits or (store.manifest.logprobs == "raw" and sampling.unmodified)
-    if drafting.rule == "rejection" and drafting.draft_sampling(sampling).temperature > 0 and not fits:
+    if (
+        drafting.rule == "rejection"
+        and drafting.draft_sampling(sampling).temperature > 0
+        and not fits
+    ):
         raise UserError(
             f"{store.directory} was sampled at {sampling.describe()} and has {store.manifest.logprobs} "
             "log-probabilities; --rule rejection needs those of the distribution that was sampled from: take "
             "--rule match, or build it at temperature 1"
         )
     drafts = spec.paths(None, models_only=True)
-    size = common_vocabulary(drafts[0], store.vocabulary) if drafts else _target_vocabulary(store, spec, drafting)
+    size = (
+        common_vocabulary(drafts[0], store.vocabulary)
+        if drafts
+        else _target_vocabulary(store, spec, drafting)
+    )
     for text in store.outputs:
         largest = max(int(text.prompt.max()), int(text.ids.max(initial=0)))
         if largest >= size:
             named = drafts[0] if drafts else drafting.target
-            raise UserError(f"text {text.number} of {store.directory} has the id {largest}; {named} has only {size}")
+            raise UserError(
+                f"text {text.number} of {store.directory} has the id {largest}; {named} has only {size}"
+            )
     return size
 
 
-def replay_draft(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, command: str = "") -> Replay:
+def replay_draft(
+    store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, command: str = ""
+) -> Replay:
     """Run one pass of the draft over every text of the store."""
-    vocab, sampling, manifest = check(store, spec, drafting), _target_sampling(store), store.manifest
+    vocab, sampling, manifest = (
+        check(store, spec, drafting),
+        _target_sampling(store),
+        store.manifest,
+    )
     draft_sampling, target = drafting.draft_sampling(sampling), drafting.target
     with progress(f"replay {spec.name}", len(store.outputs)) as advance:
         scores = spec.acceptance(
             ReplayContext(
-                texts=[(t.prompt, t.ids) for t in store.outputs], target_path=target or Path(), sampling=draft_sampling,
-                vocab=vocab, most=drafting.k, dtype=drafting.dtype, device=drafting.device,
+                texts=[(t.prompt, t.ids) for t in store.outputs],
+                target_path=target or Path(),
+                sampling=draft_sampling,
+                vocab=vocab,
+                most=drafting.k,
+                dtype=drafting.dtype,
+                device=drafting.device,
                 advance=lambda done: advance(done, "texts"),
             )
-        )  # fmt: skip
+        )
     certain = drafting.rule == "match" or sampling.temperature == 0
     read = [*spec.paths(None), *([] if target is None else [target])]
     return Replay(
@@ -244,7 +271,9 @@ def replay_draft(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, co
         draft_temperature=draft_sampling.temperature,
         offsets=drafting.k if spec.by_age else None,
         eagle=spec.eagle_head is not None,
-        texts=[_replayed(*each, certain=certain) for each in zip(store.outputs, scores, strict=True)],
+        texts=[
+            _replayed(*each, certain=certain) for each in zip(store.outputs, scores, strict=True)
+        ],
         command=command,
         versions=provenance.versions(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -275,9 +304,15 @@ def _row(group: str, counts: Counts, which: np.ndarray, k: int) -> AcceptanceRow
     under = np.column_stack([c.passes, c.steps, c.drafted, c.examined])
     per_pass, length, rate, *conditional = ratio_intervals(over, under)
     return AcceptanceRow(
-        group=group, texts=len(which), k=k, acceptance=c.acceptance(), tokens_per_pass=per_pass, length=length,
-        rate=rate, conditional=conditional,
-    )  # fmt: skip
+        group=group,
+        texts=len(which),
+        k=k,
+        acceptance=c.acceptance(),
+        tokens_per_pass=per_pass,
+        length=length,
+        rate=rate,
+        conditional=conditional,
+    )
 
 
 def _replayed(text: TargetOutput, score: TokenLogprobs, *, certain: bool) -> ReplayedText:
@@ -307,17 +342,27 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
     vocab, layers = common_vocabulary(target, store.vocabulary), None
     with contextlib.suppress(OtherArchitecture, Quantised):  # transformers runs it
         layers = llama.check_supported(target).layers
-    spec.check(RunFacts(target=target, layers=layers, vocab=vocab, mode="eager", rule=drafting.rule, draft=None))
+    spec.check(
+        RunFacts(
+            target=target, layers=layers, vocab=vocab, mode="eager", rule=drafting.rule, draft=None
+        )
+    )
     written_by = store.manifest.target_sha256
     if written_by is not None and written_by != provenance.fingerprint(target):
-        raise UserError(f"{store.directory} was written by {store.manifest.target}, whose weights are not {target}'s")
+        raise UserError(
+            f"{store.directory} was written by {store.manifest.target}, whose weights are not {target}'s"
+        )
     return vocab
 
 
 def _target_sampling(store: StoredOutputs) -> SamplingParams:
     """Raises UserError: the target did not write the text, or nobody knows how it sampled."""
     if store.manifest.text == "data":
-        raise UserError(f"{store.directory} is of data that the target only read; build it with --use replay")
+        raise UserError(
+            f"{store.directory} is of data that the target only read; build it with --use replay"
+        )
     if store.manifest.sampling is None:
-        raise UserError(f"{store.directory} is a server's log, which does not say how the target sampled")
+        raise UserError(
+            f"{store.directory} is a server's log, which does not say how the target sampled"
+        )
     return store.manifest.sampling

@@ -27,7 +27,9 @@ class _Line(FileModel):
 
     model_config = ConfigDict(strict=True)
 
-    prompt_ids: list[NonNegativeInt] = Field(min_length=1)  # text starts with at least one token, such as bos
+    prompt_ids: list[NonNegativeInt] = Field(
+        min_length=1
+    )  # text starts with at least one token, such as bos
     ids: list[NonNegativeInt]
     top_ids: list[list[NonNegativeInt]]
     top_logprobs: list[list[Logprob]]
@@ -36,12 +38,16 @@ class _Line(FileModel):
     @model_validator(mode="after")
     def _fits_together(self) -> "_Line":
         if not len(self.ids) == len(self.top_ids) == len(self.top_logprobs) == len(self.logprobs):
-            raise ValueError("ids, top_ids, top_logprobs and logprobs differ in their number of entries")
+            raise ValueError(
+                "ids, top_ids, top_logprobs and logprobs differ in their number of entries"
+            )
         places = zip(self.ids, self.logprobs, self.top_ids, self.top_logprobs, strict=True)
         for place, (token, logprob, ids, values) in enumerate(places):
             listed = dict(zip(ids, values, strict=False))
             if not len(ids) == len(values) == len(listed) > 0:
-                raise ValueError(f"place {place}: top_ids and top_logprobs differ in length, or list a token twice")
+                raise ValueError(
+                    f"place {place}: top_ids and top_logprobs differ in length, or list a token twice"
+                )
             if (total := sum(map(math.exp, values))) > 1 + ABOVE_ONE:
                 raise ValueError(f"place {place}: the listed probabilities sum to {total:.3f}")
             by_list = listed.get(token, min(logprob, *values))
@@ -59,9 +65,13 @@ class _Line(FileModel):
             top_ids.append([ids[i] for i in order])
             top_logprobs.append([values[i] for i in order])
         return ServedCompletion(
-            prompt_ids=self.prompt_ids, ids=self.ids, logprobs=self.logprobs, top_ids=top_ids,
-            top_logprobs=top_logprobs, finish_reason=None,
-        )  # fmt: skip
+            prompt_ids=self.prompt_ids,
+            ids=self.ids,
+            logprobs=self.logprobs,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            finish_reason=None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +101,21 @@ class ServerLog:
                 empty += 1
                 continue
             starts.append((number, start))
-            shortest = min(shortest, (min(map(len, line.top_ids)), number), key=lambda pair: pair[0])
+            shortest = min(
+                shortest, (min(map(len, line.top_ids)), number), key=lambda pair: pair[0]
+            )
         if empty:
-            note(f"{path}: {empty} lines left out: without text, or with a prompt of more than {seq_len} tokens")
+            note(
+                f"{path}: {empty} lines left out: without text, or with a prompt of more than {seq_len} tokens"
+            )
         if len(starts) < 2:
-            raise UserError(f"{path}: {len(starts)} lines with text; at least two are needed, one is held out")
+            raise UserError(
+                f"{path}: {len(starts)} lines with text; at least two are needed, one is held out"
+            )
         if shortest[0] < top_logprobs:
-            note(f"{path}: {shortest[0]} tokens of each list are stored, not {top_logprobs}: see line {shortest[1]}")
+            note(
+                f"{path}: {shortest[0]} tokens of each list are stored, not {top_logprobs}: see line {shortest[1]}"
+            )
         return cls(path=path, vocab=vocab, seq_len=seq_len, top_logprobs=shortest[0], starts=starts)
 
     def split(self, most: int) -> tuple[list[int], list[int]]:
@@ -117,7 +135,9 @@ class ServerLog:
 
     def _cut(self, w: ServedCompletion) -> ServedCompletion:
         n = self.seq_len + 1 - len(w.prompt_ids)
-        cut = {name: getattr(w, name)[:n] for name in ("ids", "logprobs", "top_ids", "top_logprobs")}
+        cut = {
+            name: getattr(w, name)[:n] for name in ("ids", "logprobs", "top_ids", "top_logprobs")
+        }
         return w.model_copy(update=cut)
 
 

@@ -35,10 +35,15 @@ HELDOUT = "heldout"
 ABOVE_ZERO = 1e-3  # nats that rounding may put a log-probability above 0
 Logprobs = Literal["sampled", "raw", "none"]
 TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of its fields
-    "top_ids": np.uint32, "top_logprobs": np.float16, "rest_logprob": np.float32, "token_logprob": np.float16,
+    "top_ids": np.uint32,
+    "top_logprobs": np.float16,
+    "rest_logprob": np.float32,
+    "token_logprob": np.float16,
     "normalizers": np.float32,
-}  # fmt: skip
-FolderName = Annotated[str, AfterValidator(lambda name: folder_name(name, "the target of stored outputs"))]
+}
+FolderName = Annotated[
+    str, AfterValidator(lambda name: folder_name(name, "the target of stored outputs"))
+]
 
 
 class Shard(FileModel):
@@ -76,9 +81,13 @@ class Manifest(TargetInfo):
     loss_on: LossOn | None = None  # tokens of conversations that have lists, to train on
     prompt_tokens: int | None  # prompts were cut to this length
     categories: tuple[str, ...] = ("",)
-    sampling: SamplingParams | None  # None if the target did not write the text, or if nobody knows how
+    sampling: (
+        SamplingParams | None
+    )  # None if the target did not write the text, or if nobody knows how
     top_logprobs: int = Field(ge=0, le=1 << 24)
-    seq_len: int | None  # length of the rows to distil from; None is the length of the longest sequence
+    seq_len: (
+        int | None
+    )  # length of the rows to distil from; None is the length of the longest sequence
     seed: int
     planned: PositiveInt  # sequences of the finished store
     versions: dict[str, str]
@@ -143,7 +152,9 @@ def write_store(
             outputs = shard(len(manifest.shards))
         while True:
             manifest = _add_shard(out, manifest, outputs)
-            note(f"stored {manifest.sequences:,} of {manifest.planned:,} sequences, {manifest.tokens:,} tokens")
+            note(
+                f"stored {manifest.sequences:,} of {manifest.planned:,} sequences, {manifest.tokens:,} tokens"
+            )
             if manifest.finished:
                 break
             outputs = shard(len(manifest.shards))
@@ -162,7 +173,9 @@ def finished_manifest(directory: Path) -> Manifest:
     manifest = read_manifest(directory)
     if not manifest.finished:
         done = f"{manifest.sequences} of {manifest.planned} sequences"
-        raise UserError(f"{directory} is unfinished ({done}); run the same draftlab outputs build again to resume it")
+        raise UserError(
+            f"{directory} is unfinished ({done}); run the same draftlab outputs build again to resume it"
+        )
     return manifest
 
 
@@ -184,7 +197,10 @@ def read_texts(directory: Path) -> list[TargetOutput]:
     manifest = finished_manifest(directory)
     outputs: list[TargetOutput] = []
     for number in range(len(manifest.shards)):
-        outputs += [replace(output, logprobs=None, top=None) for output in read_shard(directory, manifest, number)]
+        outputs += [
+            replace(output, logprobs=None, top=None)
+            for output in read_shard(directory, manifest, number)
+        ]
     return outputs
 
 
@@ -193,7 +209,9 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetO
     file, shard = directory / _shard_name(number), manifest.shards[number]
     with reading(file):
         if provenance.file_sha256(file) != shard.sha256:
-            raise UserError(f"{file} is corrupt: its checksum is not the manifest's; remove the store and build again")
+            raise UserError(
+                f"{file} is corrupt: its checksum is not the manifest's; remove the store and build again"
+            )
         arrays = load_file(file)
         _check(arrays, manifest, shard)
         return _outputs(arrays, manifest)
@@ -207,7 +225,10 @@ def describe(directory: Path) -> dict[str, object]:
     outputs = read_store(directory).outputs
     return {
         "categories": dict(sorted(Counter(o.category for o in outputs if o.category).items())),
-        "prompt_lengths": [min(len(o.prompt) for o in outputs), max(len(o.prompt) for o in outputs)],
+        "prompt_lengths": [
+            min(len(o.prompt) for o in outputs),
+            max(len(o.prompt) for o in outputs),
+        ],
         "stopped_at_eos": sum(o.finish_reason == "stop" for o in outputs),
         "degenerate_texts": sum(distinct_ngrams([o.ids.tolist()], 4) < LOOP for o in outputs),
     }
@@ -216,7 +237,9 @@ def describe(directory: Path) -> dict[str, object]:
 def check_tokenizer(manifest: Manifest, model: Path) -> None:
     """Raises UserError: the store was made with another vocabulary."""
     if vocabulary_sha256(model) != manifest.tokenizer_sha256:
-        raise UserError(f"the outputs were made with the tokenizer of {manifest.target}; {model} has another one")
+        raise UserError(
+            f"the outputs were made with the tokenizer of {manifest.target}; {model} has another one"
+        )
 
 
 def vocabulary_sha256(directory: Path) -> str:
@@ -231,7 +254,9 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
         check_free(out, force=False, remedy=", or remove it")
         return manifest
     existing = read_manifest(out)
-    new, old = (json.loads(m.model_dump_json(exclude={"shards", "versions"})) for m in (manifest, existing))
+    new, old = (
+        json.loads(m.model_dump_json(exclude={"shards", "versions"})) for m in (manifest, existing)
+    )
     differing = next((name for name in new if new[name] != old[name]), None)
     if differing is not None:
         raise UserError(
@@ -247,7 +272,9 @@ def _add_shard(out: Path, manifest: Manifest, outputs: Sequence[TargetOutput]) -
     arrays = _arrays(outputs, manifest)
     with replacing(out / name) as part:
         save_file(arrays, part)
-        shard = Shard(sequences=len(outputs), tokens=len(arrays["ids"]), sha256=provenance.file_sha256(part))
+        shard = Shard(
+            sequences=len(outputs), tokens=len(arrays["ids"]), sha256=provenance.file_sha256(part)
+        )
         with reading(f"{manifest.target} writes what cannot be stored"):
             _check(arrays, manifest, shard)
     grown = manifest.model_copy(update={"shards": (*manifest.shards, shard)})
@@ -283,7 +310,9 @@ def _arrays(outputs: Sequence[TargetOutput], manifest: Manifest) -> dict[str, np
 
     arrays = {
         "number": np.array([o.number for o in outputs], dtype=np.int64),
-        "category": np.array([manifest.categories.index(o.category) for o in outputs], dtype=np.uint16),
+        "category": np.array(
+            [manifest.categories.index(o.category) for o in outputs], dtype=np.uint16
+        ),
         "stopped": np.array([o.finish_reason == "stop" for o in outputs], dtype=np.uint8),
         "prompt_offsets": offsets([o.prompt for o in outputs]),
         "prompt_ids": np.concatenate([o.prompt for o in outputs]).astype(np.uint32),
@@ -299,7 +328,10 @@ def _arrays(outputs: Sequence[TargetOutput], manifest: Manifest) -> dict[str, np
     if manifest.top_logprobs:
         top = StoredLogprobs.joined([o.top for o in outputs if o.top is not None])
         columns = (getattr(top, name) for name in StoredLogprobs.__slots__)
-        arrays |= {name: column.astype(dtype) for (name, dtype), column in zip(TOP.items(), columns, strict=True)}
+        arrays |= {
+            name: column.astype(dtype)
+            for (name, dtype), column in zip(TOP.items(), columns, strict=True)
+        }
     return arrays
 
 
@@ -311,18 +343,27 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
     top = None
     if manifest.top_logprobs:
         columns = (arrays[name] for name in TOP)
-        top = StoredLogprobs(*(c if c.dtype == np.uint32 else c.astype(np.float32) for c in columns))
+        top = StoredLogprobs(
+            *(c if c.dtype == np.uint32 else c.astype(np.float32) for c in columns)
+        )
     outputs = []
     for i, prompt in enumerate(prompts):
-        part, lists = slice(int(bounds[i]), int(bounds[i + 1])), slice(int(listed[i]), int(listed[i + 1]))
+        part, lists = (
+            slice(int(bounds[i]), int(bounds[i + 1])),
+            slice(int(listed[i]), int(listed[i + 1])),
+        )
         outputs.append(
             TargetOutput(
-                number=int(arrays["number"][i]), category=manifest.categories[arrays["category"][i]], prompt=prompt,
-                ids=arrays["ids"][part], finish_reason="stop" if arrays["stopped"][i] else "length",
-                logprobs=None if logprobs is None else logprobs[part], top=None if top is None else top[lists],
+                number=int(arrays["number"][i]),
+                category=manifest.categories[arrays["category"][i]],
+                prompt=prompt,
+                ids=arrays["ids"][part],
+                finish_reason="stop" if arrays["stopped"][i] else "length",
+                logprobs=None if logprobs is None else logprobs[part],
+                top=None if top is None else top[lists],
                 counted=None if counted is None else counted[part].astype(bool),
             )
-        )  # fmt: skip
+        )
     return outputs
 
 
@@ -330,10 +371,14 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
     """Raises ValueError: the manifest does not describe these arrays, or no target can have given them."""
     n, tokens, counted = shard.sequences, shard.tokens, arrays.get("counted")
     expected: dict[str, tuple[type, tuple[int, ...]]] = {
-        "number": (np.int64, (n,)), "category": (np.uint16, (n,)), "stopped": (np.uint8, (n,)),
-        "prompt_offsets": (np.int64, (n + 1,)), "prompt_ids": (np.uint32, (int(arrays["prompt_offsets"][-1]),)),
-        "offsets": (np.int64, (n + 1,)), "ids": (np.uint32, (tokens,)),
-    }  # fmt: skip
+        "number": (np.int64, (n,)),
+        "category": (np.uint16, (n,)),
+        "stopped": (np.uint8, (n,)),
+        "prompt_offsets": (np.int64, (n + 1,)),
+        "prompt_ids": (np.uint32, (int(arrays["prompt_offsets"][-1]),)),
+        "offsets": (np.int64, (n + 1,)),
+        "ids": (np.uint32, (tokens,)),
+    }
     if counted is not None:
         expected["counted"] = (np.uint8, (tokens,))
     if manifest.logprobs != "none":
@@ -345,7 +390,9 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
         expected |= {name: (TOP[name], shape) for name, shape in zip(TOP, shapes, strict=True)}
     for name, (dtype, shape) in expected.items():
         if name not in arrays or arrays[name].dtype != dtype or arrays[name].shape != shape:
-            raise ValueError(f"{name} is missing or does not fit {MANIFEST}; remove the store and build again")
+            raise ValueError(
+                f"{name} is missing or does not fit {MANIFEST}; remove the store and build again"
+            )
     for name, end, least in (("prompt_offsets", None, 1), ("offsets", tokens, 0)):
         at = arrays[name]
         if at[0] != 0 or end not in (None, at[-1]) or (np.diff(at) < least).any():
@@ -353,17 +400,23 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
     limits = {"prompt_ids": manifest.vocab, "ids": manifest.vocab, "top_ids": manifest.vocab}
     for name, limit in (limits | {"category": len(manifest.categories)}).items():
         if name in arrays and arrays[name].max(initial=0) >= limit:
-            raise ValueError(f"{name} has {arrays[name].max()}, and the store has {limit:,} of them")
+            raise ValueError(
+                f"{name} has {arrays[name].max()}, and the store has {limit:,} of them"
+            )
     for name, values in arrays.items():
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             raise ValueError(f"{name} has values that are not finite")
         if name.endswith(("logprob", "logprobs")) and values.max(initial=0) > ABOVE_ZERO:
             raise ValueError(f"{name} has {values.max():g}, and a log-probability is at most 0")
     if arrays["number"].min() < 0:
-        raise ValueError(f"number has {arrays['number'].min()}, and a prompt's number is at least 0")
+        raise ValueError(
+            f"number has {arrays['number'].min()}, and a prompt's number is at least 0"
+        )
     if manifest.top_logprobs:
         # sum p^(1/t) lies between 1, if a single token is certain, and V^(1 - 1/t), if all are equally probable
-        largest = np.abs(1 - 1 / np.array(manifest.temperatures)) * np.log(manifest.vocab) + ROUNDING
+        largest = (
+            np.abs(1 - 1 / np.array(manifest.temperatures)) * np.log(manifest.vocab) + ROUNDING
+        )
         if (np.abs(arrays["normalizers"]) > largest).any():
             raise ValueError("normalizers has values that no distribution over the vocabulary has")
         _check_alignment(arrays)
@@ -374,7 +427,9 @@ def _check_alignment(arrays: Mapping[str, np.ndarray]) -> None:
     logprobs, token = arrays["top_logprobs"], arrays["token_logprob"]
     ids = arrays["ids"][arrays["counted"] > 0] if "counted" in arrays else arrays["ids"]
     inside = arrays["top_ids"] == ids[:, None]  # [n, k]
-    matches = np.where(inside.any(1), np.where(inside, logprobs, 0).sum(1) == token, token <= logprobs[:, -1])
+    matches = np.where(
+        inside.any(1), np.where(inside, logprobs, 0).sum(1) == token, token <= logprobs[:, -1]
+    )
     if not matches.all():
         raise ValueError(
             f"{np.count_nonzero(~matches)} of {len(matches)} tokens contradict their lists; "

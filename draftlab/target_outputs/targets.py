@@ -28,13 +28,24 @@ from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
 from draftlab.servers.answers import ServedCompletion
 from draftlab.servers.client import Probe, Server
-from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, TargetOutput, padded, with_top
+from draftlab.target_outputs.outputs import (
+    TEMPERATURES,
+    StoredLogprobs,
+    TargetOutput,
+    padded,
+    with_top,
+)
 from draftlab.target_outputs.store import Logprobs, TargetInfo, logits_of
 
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
-SEEDS = 256  # distance of two prompts' seeds: a server counts the seed up over the prompts of a request
+SEEDS = (
+    256  # distance of two prompts' seeds: a server counts the seed up over the prompts of a request
+)
 CPU_TOKENS = 2048  # most tokens of a pass on a CPU: progress shows, and larger passes gain nothing
-SCORED_ROWS = {"cpu": 16, "cuda": 256}  # positions whose log-probabilities are computed at once: few fit a cache
+SCORED_ROWS = {
+    "cpu": 16,
+    "cuda": 256,
+}  # positions whose log-probabilities are computed at once: few fit a cache
 LEAST_LOGPROB = -1e4  # stands for -inf, since it is finite in float16
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 
@@ -89,10 +100,15 @@ class LocalTarget:
     def info(self) -> TargetInfo:
         dtype = self.dtype or checkpoint.compute_dtype(self.directory, self.device)
         return TargetInfo(
-            source="draftlab", target=hub.checkpoint_name(self.directory), vocab=self.vocab,
-            target_sha256=provenance.fingerprint(self.directory), dtype=checkpoint.dtype_name(dtype),
-            batch_size=self.batch_size, logprobs="sampled", temperatures=TEMPERATURES,
-        )  # fmt: skip
+            source="draftlab",
+            target=hub.checkpoint_name(self.directory),
+            vocab=self.vocab,
+            target_sha256=provenance.fingerprint(self.directory),
+            dtype=checkpoint.dtype_name(dtype),
+            batch_size=self.batch_size,
+            logprobs="sampled",
+            temperatures=TEMPERATURES,
+        )
 
     def check_length(self, prompt: int, tokens: int) -> None:
         check_context(prompt, tokens, checkpoint.max_model_len(self.directory))
@@ -101,10 +117,15 @@ class LocalTarget:
         most = max_positions(checkpoint.vocab_size(self.directory), self.memory)
         scores: dict[int, StoredLogprobs] = {}
         with progress("the target scores text", len(batch.ids)) as advance:
-            for rows, part in batch.numbered_parts(min(most, CPU_TOKENS) if self.device.type == "cpu" else most):
+            for rows, part in batch.numbered_parts(
+                min(most, CPU_TOKENS) if self.device.type == "cpu" else most
+            ):
                 joined = self._score(part, most, k)
                 ends = np.cumsum(part.mask.sum(1).astype(int))
-                scores |= {r: joined[slice(*at)] for r, at in zip(rows, itertools.pairwise([0, *ends]), strict=True)}
+                scores |= {
+                    r: joined[slice(*at)]
+                    for r, at in zip(rows, itertools.pairwise([0, *ends]), strict=True)
+                }
                 advance(len(scores), "sequences")
         return StoredLogprobs.joined([scores[row] for row in range(len(batch.ids))])
 
@@ -115,15 +136,24 @@ class LocalTarget:
         model, texts = self.model, [p.ids for p in prompts]
         with progress("the target writes text", len(texts)) as advance:
             written = generate_batch(
-                model, texts, sampling, batching, numbers=numbers, advance=lambda done: advance(done, "texts")
+                model,
+                texts,
+                sampling,
+                batching,
+                numbers=numbers,
+                advance=lambda done: advance(done, "texts"),
             )
         outputs = [
             TargetOutput(
-                number=number, category=prompt.category, prompt=np.array(prompt.ids), ids=w.ids,
-                finish_reason=w.finish_reason, logprobs=w.logprobs,
+                number=number,
+                category=prompt.category,
+                prompt=np.array(prompt.ids),
+                ids=w.ids,
+                finish_reason=w.finish_reason,
+                logprobs=w.logprobs,
             )
             for prompt, number, w in zip(prompts, numbers, written, strict=True)
-        ]  # fmt: skip
+        ]
         return with_top(outputs, self.score(padded(outputs), k)) if k else outputs
 
     def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:
@@ -134,7 +164,9 @@ class LocalTarget:
         if not len(columns):
             return scores[0]
         first, end = int(columns[0]), int(columns[-1]) + 1  # later tokens decide nothing
-        for at, logits in logits_in_parts(self.model, ids[:, :end], first, most):  # several parts only of a single row
+        for at, logits in logits_in_parts(
+            self.model, ids[:, :end], first, most
+        ):  # several parts only of a single row
             mask = counted[:, at : at + logits.shape[1]]
             labels = batch.ids[:, 1 + at :][:, : logits.shape[1]][mask]
             chosen = logits[..., : self.vocab][torch.from_numpy(mask).to(logits.device)]
@@ -152,7 +184,9 @@ class ServedTarget:
     probe: Probe
 
     @classmethod
-    def connected(cls, server: Server, directory: Path, sampling: SamplingParams | None, k: int) -> "ServedTarget":
+    def connected(
+        cls, server: Server, directory: Path, sampling: SamplingParams | None, k: int
+    ) -> "ServedTarget":
         """Check that the server can write with sampling (None: only score), and can list k tokens.
 
         Raises:
@@ -160,12 +194,16 @@ class ServedTarget:
         """
         ids, url = check_server_tokenizer(server, directory), server.http.url
         if sampling is None and not server.adapter.has_prompt_logprobs:
-            raise UserError(f"{server.kind} does not score given text; use --text target, or vLLM or SGLang")
+            raise UserError(
+                f"{server.kind} does not score given text; use --text target, or vLLM or SGLang"
+            )
         probe = server.probe(ids)
         if sampling is not None and sampling.temperature == 0 and not probe.greedy:
             raise UserError(f"{url} does not take the most probable token at temperature 0")
         if k and probe.logprobs_mode.endswith("logits"):
-            raise UserError(f"{url} gives logits instead of log-probabilities; start it with raw log-probabilities")
+            raise UserError(
+                f"{url} gives logits instead of log-probabilities; start it with raw log-probabilities"
+            )
         processed = sampling is not None and sampling.temperature != 0 and not sampling.unmodified
         if k and processed and probe.logprobs_mode != "raw_logprobs":
             raise UserError(
@@ -175,14 +213,23 @@ class ServedTarget:
         return cls(server, directory, logits_of(directory), probe)
 
     def describe(self) -> dict[str, str]:
-        return {"kind": self.server.kind, "version": self.server.version, "model": self.server.model}
+        return {
+            "kind": self.server.kind,
+            "version": self.server.version,
+            "model": self.server.model,
+        }
 
     def info(self) -> TargetInfo:
         return TargetInfo(
-            source=f"{self.server.kind} {self.server.version}".strip(), target=self.server.model, target_sha256=None,
-            vocab=self.vocab, dtype="as served", batch_size=self.server.workers,
-            logprobs=LOGPROBS.get(self.probe.logprobs_mode, "none"), temperatures=(1.0,),
-        )  # fmt: skip
+            source=f"{self.server.kind} {self.server.version}".strip(),
+            target=self.server.model,
+            target_sha256=None,
+            vocab=self.vocab,
+            dtype="as served",
+            batch_size=self.server.workers,
+            logprobs=LOGPROBS.get(self.probe.logprobs_mode, "none"),
+            temperatures=(1.0,),
+        )
 
     def check_length(self, prompt: int, tokens: int) -> None:
         """Do nothing: the server refuses a prompt that is too long before it writes."""
@@ -196,7 +243,9 @@ class ServedTarget:
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
     ) -> list[TargetOutput]:
         seed = (sampling.seed * 1_000_003 + numbers[0] * SEEDS) % 2**31
-        written = self.server.generate([p.ids for p in prompts], replace(sampling, seed=seed, stop_token_ids=()), k=k)
+        written = self.server.generate(
+            [p.ids for p in prompts], replace(sampling, seed=seed, stop_token_ids=()), k=k
+        )
         categories, greedy = [prompt.category for prompt in prompts], sampling.temperature == 0
         with self._consistent():
             return outputs_of(written, numbers, k, categories=categories, greedy=greedy)
@@ -219,11 +268,17 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
         rest = log_p.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(-80)
         own = log_p.gather(1, tokens[start : start + rows, None].to(log_p.device)).squeeze(1)
         normalizers = torch.stack([(log_p / t).logsumexp(-1) for t in TEMPERATURES], 1)
-        pieces.append(StoredLogprobs(*(column.cpu().numpy() for column in (ids, values, rest, own, normalizers))))
+        pieces.append(
+            StoredLogprobs(
+                *(column.cpu().numpy() for column in (ids, values, rest, own, normalizers))
+            )
+        )
     return StoredLogprobs.joined(pieces)
 
 
-def score_on_server(server: Server, batch: Batch, k: int, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def score_on_server(
+    server: Server, batch: Batch, k: int, vocab: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Let a server score the n tokens that count.
 
     Returns: ids [n, k] and log-probabilities [n, k] of the most probable tokens, and log-probabilities [n] of the n
@@ -233,10 +288,18 @@ def score_on_server(server: Server, batch: Batch, k: int, vocab: int) -> tuple[n
         UserError: The server fails, or lists a token beyond vocab.
     """
     counted = batch.mask > 0
-    ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]  # later tokens decide nothing
+    ends = [
+        int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted
+    ]  # later tokens decide nothing
     asked = [number for number, end in enumerate(ends) if end]
-    scored = server.prompt_logprobs([batch.ids[number, : ends[number] + 1].tolist() for number in asked], k)
-    ids, logprobs, own = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)], [np.empty(0, np.float32)]
+    scored = server.prompt_logprobs(
+        [batch.ids[number, : ends[number] + 1].tolist() for number in asked], k
+    )
+    ids, logprobs, own = (
+        [np.empty((0, k), np.int64)],
+        [np.empty((0, k), np.float32)],
+        [np.empty(0, np.float32)],
+    )
     for number, row in zip(asked, scored, strict=True):
         mask = counted[number, : ends[number]]
         ids.append(np.array(row.top_ids, np.int64)[mask])
@@ -269,7 +332,9 @@ def outputs_of(
         top = None
         if k:
             top_ids = np.array([row[:k] for row in completion.top_ids], np.int64).reshape(-1, k)
-            listed = np.array([row[:k] for row in completion.top_logprobs], np.float32).reshape(-1, k)
+            listed = np.array([row[:k] for row in completion.top_logprobs], np.float32).reshape(
+                -1, k
+            )
             top = StoredLogprobs.of_lists(top_ids, listed, own, ids)
         outputs.append(
             TargetOutput(
@@ -288,7 +353,9 @@ def outputs_of(
 def check_ids(ids: np.ndarray, vocab: int) -> None:
     """Raises UserError: a server lists a token beyond vocab."""
     if ids.max(initial=0) >= vocab:
-        raise UserError(f"the server lists token {ids.max()}, and the vocabulary here has {vocab} tokens")
+        raise UserError(
+            f"the server lists token {ids.max()}, and the vocabulary here has {vocab} tokens"
+        )
 
 
 def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
@@ -300,7 +367,9 @@ def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
     ids = checkpoint.load_tokenizer(directory)(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     served = server.tokenize(PROBE_TEXT)
     if served is None:
-        note(f"{server.http.url} does not tokenize: its vocabulary is assumed to be that of {directory}")
+        note(
+            f"{server.http.url} does not tokenize: its vocabulary is assumed to be that of {directory}"
+        )
     elif served != ids:
         pairs = enumerate(zip(ids, served, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(served)))

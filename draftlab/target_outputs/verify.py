@@ -46,7 +46,9 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
     manifest = store.manifest
     check_tokenizer(manifest, target.directory)
     if not manifest.top_logprobs:
-        raise UserError(f"{directory} has no top log-probabilities to compare; its checksums are right")
+        raise UserError(
+            f"{directory} has no top log-probabilities to compare; its checksums are right"
+        )
     order = np.random.default_rng(seed).permutation(len(store.outputs))[:SEQUENCES]
     differences, same = [np.empty(0, np.float32)], [np.empty(0, bool)]
     for start in range(0, len(order), BATCH):
@@ -54,13 +56,18 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
         stored = StoredLogprobs.joined([o.top for o in outputs if o.top is not None])
         new = target.score(padded(outputs), manifest.top_logprobs)
         probable = stored.logprobs > ROUNDED_BELOW
-        differences.append(np.abs(_same_tokens(stored, new, manifest.vocab) - stored.logprobs)[probable])
+        differences.append(
+            np.abs(_same_tokens(stored, new, manifest.vocab) - stored.logprobs)[probable]
+        )
         same.append(new.ids[:, 0] == stored.ids[:, 0])
     apart, equal = np.concatenate(differences), np.concatenate(same)
     return StoreVerification(
-        shards=len(manifest.shards), sequences=len(order), mean=float(apart.mean()), worst=float(apart.max()),
+        shards=len(manifest.shards),
+        sequences=len(order),
+        mean=float(apart.mean()),
+        worst=float(apart.max()),
         same_top=float(equal.mean()),
-    )  # fmt: skip
+    )
 
 
 def _same_tokens(stored: StoredLogprobs, new: StoredLogprobs, vocab: int) -> np.ndarray:

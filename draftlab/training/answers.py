@@ -51,9 +51,12 @@ class PromptFile:
     def prompts(self) -> Prompts:
         """Return the prompts that the target answers. Raises UserError: The errors of file_prompts."""
         return file_prompts(
-            self.file, checkpoint.load_tokenizer(self.target), chat=self.chat, system_prompt=self.system_prompt,
+            self.file,
+            checkpoint.load_tokenizer(self.target),
+            chat=self.chat,
+            system_prompt=self.system_prompt,
             split="train" if self.of_data else None,
-        )  # fmt: skip
+        )
 
     def describe(self) -> str:
         """Return the target's task in words, for a plan. Raises UserError: The errors of file_prompts."""
@@ -73,7 +76,9 @@ class PromptFile:
             if (out / MANIFEST).exists() and read_manifest(out).finished:
                 note(f"{out} has the target's answers already")
             else:
-                note(f"the target's answers go to {out}; later runs, and --outputs, find them there")
+                note(
+                    f"the target's answers go to {out}; later runs, and --outputs, find them there"
+                )
                 output = Output(command="outputs build", config=settings, out=out)
                 with output.locked(resumes=True):
                     self._write(output)
@@ -81,27 +86,52 @@ class PromptFile:
 
     def _write(self, output: Output) -> None:
         sampling = SamplingParams(
-            temperature=self.temperature, max_tokens=self.max_new_tokens, seed=self.seed,
+            temperature=self.temperature,
+            max_tokens=self.max_new_tokens,
+            seed=self.seed,
             stop_token_ids=checkpoint.eos_token_ids(self.target),
-        )  # fmt: skip
-        answers = build.TargetAnswers(prompts=self.prompts(), use="distill", sampling=sampling, seed=self.seed)
+        )
+        answers = build.TargetAnswers(
+            prompts=self.prompts(), use="distill", sampling=sampling, seed=self.seed
+        )
         device, hardware = self.hardware.resolved, self.hardware
-        model = LocalTarget(self.target, device, None, hardware.device_map, hardware.memory, build.DISTILL_BATCH)
-        build.build(model, answers, min(build.DISTILL_TOP_LOGPROBS, known_ids(self.target)), output, [self.file])
+        model = LocalTarget(
+            self.target, device, None, hardware.device_map, hardware.memory, build.DISTILL_BATCH
+        )
+        build.build(
+            model,
+            answers,
+            min(build.DISTILL_TOP_LOGPROBS, known_ids(self.target)),
+            output,
+            [self.file],
+        )
 
     def _settings(self) -> OutputsBuildConfig:
         """Return the settings of outputs build that write the answers, to a place of their own under the runs."""
-        text = {"data": str(self.file), "text": "target"} if self.of_data else {"prompt_file": self.file}
+        text = (
+            {"data": str(self.file), "text": "target"}
+            if self.of_data
+            else {"prompt_file": self.file}
+        )
         decides = {
-            "chat": self.chat, "max_new_tokens": self.max_new_tokens, "temperature": self.temperature,
-            "seed": self.seed, "of_data": self.of_data, "system_prompt": self.system_prompt,
-        }  # fmt: skip
+            "chat": self.chat,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "of_data": self.of_data,
+            "system_prompt": self.system_prompt,
+        }
         inputs = [provenance.fingerprint(self.target), provenance.file_sha256(self.file)]
         key = hashlib.sha256(json.dumps([decides, inputs]).encode()).hexdigest()[:8]
         name = f"answers-{hub.checkpoint_name(self.target)}-{self.file.stem}-{key}"
         given = {
-            "target": self.name, "chat": self.chat, "max_new_tokens": self.max_new_tokens, "seed": self.seed,
-            "temperature": self.temperature, "device": self.hardware.device, "out": workspace.load().runs / name,
-        }  # fmt: skip
+            "target": self.name,
+            "chat": self.chat,
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+            "temperature": self.temperature,
+            "device": self.hardware.device,
+            "out": workspace.load().runs / name,
+        }
         given |= {"device_map": self.hardware.device_map} if self.hardware.device_map else {}
         return OutputsBuildConfig.build(given | text)

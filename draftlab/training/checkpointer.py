@@ -28,7 +28,9 @@ from draftlab.model.checkpoint import resolve_device
 from draftlab.trust import trusts_remote_code
 
 BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"
-PATIENCE = timedelta(days=1)  # time that a process waits while another writes text; NCCL's own is ten minutes
+PATIENCE = timedelta(
+    days=1
+)  # time that a process waits while another writes text; NCCL's own is ten minutes
 
 
 def process_state(device: torch.device | None = None) -> PartialState:
@@ -36,11 +38,20 @@ def process_state(device: torch.device | None = None) -> PartialState:
 
     device: Device of a run in one process, if this is the first call; None leaves it to accelerate.
     """
-    forced = parse_flag_from_env("ACCELERATE_USE_CPU") or (device is not None and device.type == "cpu")
-    if device is not None and device.type == "cuda" and device.index is not None and processes() == 1:
+    forced = parse_flag_from_env("ACCELERATE_USE_CPU") or (
+        device is not None and device.type == "cpu"
+    )
+    if (
+        device is not None
+        and device.type == "cuda"
+        and device.index is not None
+        and processes() == 1
+    ):
         torch.cuda.set_device(device)
     together: dict[str, Any] = {"timeout": PATIENCE} if processes() > 1 else {}
-    return PartialState(cpu=forced or (processes() > 1 and not torch.accelerator.is_available()), **together)
+    return PartialState(
+        cpu=forced or (processes() > 1 and not torch.accelerator.is_available()), **together
+    )
 
 
 def select_device(name: str) -> torch.device:
@@ -70,16 +81,25 @@ class Best:
     def __init__(self) -> None:
         self.metric, self.step, self.evaluations_since = -math.inf, 0, 0
 
-    def offer(self, metric: float, step: int, accelerator: Accelerator, module: nn.Module, state: Path) -> None:
+    def offer(
+        self, metric: float, step: int, accelerator: Accelerator, module: nn.Module, state: Path
+    ) -> None:
         """Save the trained weights of module in state if the metric is the highest so far; call it in every process."""
         if not metric > self.metric:
             self.evaluations_since += 1
             return
         self.metric, self.step, self.evaluations_since = float(metric), step, 0
-        trained = {name for name, p in accelerator.unwrap_model(module).named_parameters() if p.requires_grad}
+        trained = {
+            name
+            for name, p in accelerator.unwrap_model(module).named_parameters()
+            if p.requires_grad
+        }
         weights: dict[str, Any] = accelerator.get_state_dict(module)  # gathers what is sharded
         if accelerator.is_main_process:
-            save(state / BEST, {name: weight.cpu() for name, weight in weights.items() if name in trained})
+            save(
+                state / BEST,
+                {name: weight.cpu() for name, weight in weights.items() if name in trained},
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -91,7 +111,9 @@ class Best:
 def best_weights(state: Path, part: str) -> dict[str, Tensor]:
     """Return the trained weights at the best evaluation. part: student or constraint."""
     prefix = part + "."
-    return {n.removeprefix(prefix): w for n, w in load(state / BEST).items() if n.startswith(prefix)}
+    return {
+        n.removeprefix(prefix): w for n, w in load(state / BEST).items() if n.startswith(prefix)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +136,10 @@ class Training:
     @property
     def sharded(self) -> bool:
         """Return whether accelerate alone can save it, in a format with pickles."""
-        return self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        return self.accelerator.distributed_type in (
+            DistributedType.FSDP,
+            DistributedType.DEEPSPEED,
+        )
 
     def save(self, state: Path, step: int, *, ended: bool = False) -> None:
         """Write step-N under a temporary name, rename it, and remove the checkpoint before it.
@@ -142,7 +167,9 @@ class Training:
                     shutil.rmtree(earlier)
         except (OSError, RuntimeError, UserError) as error:  # torch reports a full disk so
             shutil.rmtree(work, ignore_errors=True)
-            raise UserError(f"cannot write a checkpoint to {state}: {one_line(error, 200)}") from error
+            raise UserError(
+                f"cannot write a checkpoint to {state}: {one_line(error, 200)}"
+            ) from error
         self.accelerator.wait_for_everyone()
 
     def restore(self, state: Path) -> TrainingCheckpoint | None:
@@ -166,12 +193,18 @@ class Training:
             if not checkpoint.ended:
                 self._restore(newest, content)
         except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
-            raise UserError(f"cannot resume from {newest} ({one_line(error, 200)}); --force starts again") from error
+            raise UserError(
+                f"cannot resume from {newest} ({one_line(error, 200)}); --force starts again"
+            ) from error
         return checkpoint
 
     def _content(self, step: int, ended: bool) -> dict[str, Any]:
         """Return the content of a checkpoint besides the files of accelerate."""
-        content = {"step": step, "ended": ended, "counters": [counter.state_dict() for counter in self.counters]}
+        content = {
+            "step": step,
+            "ended": ended,
+            "counters": [counter.state_dict() for counter in self.counters],
+        }
         if ended:
             return content
         content["random"] = gather_object([_random_states()])
@@ -187,7 +220,9 @@ class Training:
         else:
             if content["weights"].keys() != self._own_weights().keys():
                 raise ValueError("its weights have other names")
-            self.accelerator.unwrap_model(self.module).load_state_dict(content["weights"], strict=False)
+            self.accelerator.unwrap_model(self.module).load_state_dict(
+                content["weights"], strict=False
+            )
             for optimizer, values in zip(self.optimizers, content["optimizers"], strict=True):
                 optimizer.load_state_dict(values)
         before, now = len(content["random"]), self.accelerator.num_processes
@@ -200,8 +235,14 @@ class Training:
         """Return the parameters that are trained, and the buffers: all other tensors are the inputs' own."""
         module = self.accelerator.unwrap_model(self.module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        trained = {name for name, p in module.named_parameters() if p.requires_grad}  # tied ones once
-        return {n: value for n, value in module.state_dict().items() if n in trained or n not in parameters}
+        trained = {
+            name for name, p in module.named_parameters() if p.requires_grad
+        }  # tied ones once
+        return {
+            n: value
+            for n, value in module.state_dict().items()
+            if n in trained or n not in parameters
+        }
 
 
 def _sync_files(folder: Path) -> None:
@@ -220,7 +261,10 @@ def save(file: Path, content: Mapping[str, Any], run: str | None = None) -> None
     """
     identity = run_identity(file.parent) if run is None else run
     file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as part, part.open("wb") as stream:  # a path would hide the error of a full disk
+    with (
+        replacing(file) as part,
+        part.open("wb") as stream,
+    ):  # a path would hide the error of a full disk
         torch.save({"run": identity, "content": dict(content)}, stream)
 
 
@@ -237,7 +281,9 @@ def load(file: Path, run: str | None = None) -> dict[str, Any]:
         stored = {} if damaged else torch.load(file, map_location="cpu", weights_only=True)
         content = stored["content"]
     except Exception as error:  # whatever zipfile, pickle and torch raise
-        raise UserError(f"{file} is missing, damaged, or of another version of draftlab; {advice}") from error
+        raise UserError(
+            f"{file} is missing, damaged, or of another version of draftlab; {advice}"
+        ) from error
     if stored["run"] != (run_identity(file.parent) if run is None else run):
         raise UserError(f"{file} is of another run; {advice}")
     return content
@@ -305,7 +351,11 @@ def deferred_signals() -> Iterator[list[int]]:
         if number == signal.SIGINT:
             note("stopping after this step and its checkpoint; Ctrl-C again stops at once")
 
-    signals = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    signals = [
+        n
+        for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        if signal.getsignal(n) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield received

@@ -89,9 +89,13 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
     state = claimed_state(output, inputs)
     opened = job.student.open(job, state)
     with tracked(job.report_to, output) as log:
-        result = fit(opened.module, opened.setup, job.loop, state=state, what=output.command, log=log)
+        result = fit(
+            opened.module, opened.setup, job.loop, state=state, what=output.command, log=log
+        )
     if opened.setup.length is not None:
-        result = replace(result, lengths=opened.setup.length.compare(result.before.step, result.after.step))
+        result = replace(
+            result, lengths=opened.setup.length.compare(result.before.step, result.after.step)
+        )
     if result.after.step < job.loop.steps:
         best = f"after step {result.after.step}" if result.after.step else "before the first step"
         note(f"the best evaluation was {best}: those weights are written")

@@ -13,9 +13,13 @@ def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
     """Raises UserError: the launcher chose DeepSpeed or FSDP for what these cannot train."""
     chosen = next((name for name in ("DeepSpeed", "FSDP") if _chosen(name)), None)
     if chosen and optimizer == "muon":
-        raise UserError(f"--optimizer muon is two optimizers, and {chosen} runs one; use --optimizer adamw, or DDP")
+        raise UserError(
+            f"--optimizer muon is two optimizers, and {chosen} runs one; use --optimizer adamw, or DDP"
+        )
     if chosen == "DeepSpeed" and masks:
-        raise UserError("masks are clamped in place, and DeepSpeed trains copies of them; launch with DDP or FSDP2")
+        raise UserError(
+            "masks are clamped in place, and DeepSpeed trains copies of them; launch with DDP or FSDP2"
+        )
 
 
 def new_accelerator(dtype: str, clip: float) -> Accelerator:
@@ -25,8 +29,13 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
     settings of the command alone decide a run.
     """
     if not _chosen("DeepSpeed"):
-        alone = GradientAccumulationPlugin(num_steps=1)  # the loop accumulates, whatever the launcher says
-        return Accelerator(mixed_precision="bf16" if dtype == "bfloat16" else "no", gradient_accumulation_plugin=alone)
+        alone = GradientAccumulationPlugin(
+            num_steps=1
+        )  # the loop accumulates, whatever the launcher says
+        return Accelerator(
+            mixed_precision="bf16" if dtype == "bfloat16" else "no",
+            gradient_accumulation_plugin=alone,
+        )
     accelerator = Accelerator(mixed_precision="no")  # DeepSpeed's bf16 rounds the weights, too
     unset_hf_deepspeed_config()  # or transformers shards models that one process loads later
     plugin: Any = accelerator.deepspeed_plugin
@@ -42,10 +51,14 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
         "fp16": {"enabled": False},
         "torch_autocast": {"enabled": dtype == "bfloat16", "dtype": "bfloat16"},
     }
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # fp32 ones, too
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = (
+        True  # fp32 ones, too
+    )
     return accelerator
 
 
 def _chosen(name: str) -> bool:
     """Return whether accelerate uses it; on CPUs it uses DDP alone."""
-    return parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}") and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    return parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}") and not parse_flag_from_env(
+        "ACCELERATE_USE_CPU"
+    )

@@ -50,10 +50,15 @@ class OpenDraft:
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
         """Write the best weights in the dtype of like; return the notes of the record."""
-        trained, dtype = checkpointer.best_weights(state, "student"), checkpoint.stored_dtype(self.like)
+        trained, dtype = (
+            checkpointer.best_weights(state, "student"),
+            checkpoint.stored_dtype(self.like),
+        )
         whole = merged_weights(self.like, self.lora_rank, trained) if self.lora_rank else trained
         config = checkpoint.read_config(self.like) | (self.offsets.config if self.offsets else {})
-        saving.write_checkpoint(work, config, ((n, weight.to(dtype)) for n, weight in whole.items()), self.like)
+        saving.write_checkpoint(
+            work, config, ((n, weight.to(dtype)) for n, weight in whole.items()), self.like
+        )
         notes: dict[str, object] = {}
         if self.vocab is not None:
             notes["vocab"] = vocabulary.resize(work, self.vocab)
@@ -74,7 +79,9 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     models = {"draft": student.describe(), "target": teacher.describe() if teacher else "none"}
     text = {} if job.answers is None else {"text": job.answers.describe()}
     cost = training_cost(student, teacher, tokens=tokens, seq_len=seq_len)
-    wider = {"in parallel": f"{offsets.cost:.2f} tokens are read for each of these"} if offsets else {}
+    wider = (
+        {"in parallel": f"{offsets.cost:.2f} tokens are read for each of these"} if offsets else {}
+    )
     return models | text | cost | wider
 
 
@@ -88,7 +95,9 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
     student = _load(job, job.draft, offsets)
     if job.outputs is not None:
         loop = job.loop
-        setup = stored_setup(job.outputs, job.draft, job.loss, job.temperature, rows=loop.batch_size, seed=loop.seed)
+        setup = stored_setup(
+            job.outputs, job.draft, job.loss, job.temperature, rows=loop.batch_size, seed=loop.seed
+        )
     else:
         setup = _text_setup(job, student, job.draft, state, offsets)
     setup = replace(setup, offsets=offsets)
@@ -97,9 +106,21 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
             texts = [output.ids for output in read_texts(job.outputs)]
         else:
             texts = vocabulary.trained_texts(setup.batches, job.loop.steps)
-        vocabulary.trim(student, job.vocab, texts, [path for path in (job.draft, job.target) if path is not None])
+        vocabulary.trim(
+            student,
+            job.vocab,
+            texts,
+            [path for path in (job.draft, job.target) if path is not None],
+        )
     vocab = checkpoint.vocab_size(job.target) if job.target else None
-    return OpenDraft(module=student, setup=setup, like=job.draft, offsets=offsets, lora_rank=job.lora_rank, vocab=vocab)
+    return OpenDraft(
+        module=student,
+        setup=setup,
+        like=job.draft,
+        offsets=offsets,
+        lora_rank=job.lora_rank,
+        vocab=vocab,
+    )
 
 
 def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrainedModel:
@@ -119,17 +140,25 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
     return student
 
 
-def stored_setup(outputs: Path, draft: Path, loss: str, temperature: float, *, rows: int, seed: int) -> TrainingSetup:
+def stored_setup(
+    outputs: Path, draft: Path, loss: str, temperature: float, *, rows: int, seed: int
+) -> TrainingSetup:
     """Return a setup from stored target outputs. temperature: The temperature of both distributions in the loss.
 
     Raises:
         UserError: another vocabulary, unfinished or corrupt outputs, or a temperature that they do not hold.
     """
     check_embeds(draft)
-    batches, heldout = open_stored(outputs, draft, batch_size=rows, temperature=temperature, seed=seed)
+    batches, heldout = open_stored(
+        outputs, draft, batch_size=rows, temperature=temperature, seed=seed
+    )
     teacher = StoredTeacher(batches.manifest.vocab)
     return TrainingSetup(
-        teacher=teacher, batches=batches, heldout=heldout, loss=parse_loss(loss), temperature=temperature
+        teacher=teacher,
+        batches=batches,
+        heldout=heldout,
+        loss=parse_loss(loss),
+        temperature=temperature,
     )
 
 
@@ -141,7 +170,9 @@ def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
     """
     check_server_tokenizer(server, draft)
     if not server.adapter.has_prompt_logprobs:
-        raise UserError(f"{server.kind} does not score given text; store target outputs, or use vLLM or SGLang")
+        raise UserError(
+            f"{server.kind} does not score given text; store target outputs, or use vLLM or SGLang"
+        )
     return ServedTeacher(server, k, logits_of(draft))
 
 
@@ -162,27 +193,54 @@ def _text_setup(
     if author is not None and loss.needs_teacher:
         length = TargetTextEvaluator.of(author, draft, heldout, state, offsets)
     setup = TrainingSetup(
-        teacher=served, batches=batches, heldout=heldout, loss=loss, temperature=job.temperature, length=length
+        teacher=served,
+        batches=batches,
+        heldout=heldout,
+        loss=loss,
+        temperature=job.temperature,
+        length=length,
     )
     del author  # and the target with it, before it is loaded as a teacher
-    return setup if job.target is None or not loss.needs_teacher else _with_target(job, setup, student, job.target)
+    return (
+        setup
+        if job.target is None or not loss.needs_teacher
+        else _with_target(job, setup, student, job.target)
+    )
 
 
 def _batches(
-    job: Distillation, data: TokenBatches, tokenizer: PreTrainedTokenizerBase, student: PreTrainedModel, draft: Path,
-    author: Author | None, state: Path,
-) -> Batches:  # fmt: skip
+    job: Distillation,
+    data: TokenBatches,
+    tokenizer: PreTrainedTokenizerBase,
+    student: PreTrainedModel,
+    draft: Path,
+    author: Author | None,
+    state: Path,
+) -> Batches:
     reweighed = author is not None and job.text.reweigh_steps > 0
-    source = reweighing(job.text, data, author, tokenizer) if author is not None and reweighed else data
+    source = (
+        reweighing(job.text, data, author, tokenizer) if author is not None and reweighed else data
+    )
     return mixed(job.text, source, student, draft, author, job.loop, job.hardware.memory, state)
 
 
-def _with_target(job: Distillation, setup: TrainingSetup, student: PreTrainedModel, target: Path) -> TrainingSetup:
+def _with_target(
+    job: Distillation, setup: TrainingSetup, student: PreTrainedModel, target: Path
+) -> TrainingSetup:
     """Load the target as teacher, and fit the held-out batches to the memory for its logits."""
-    operations, seq_len = 2 * (Weights(target).parameters + student.num_parameters()), job.text.seq_len
+    operations, seq_len = (
+        2 * (Weights(target).parameters + student.num_parameters()),
+        job.text.seq_len,
+    )
     dtype = training_dtype(job.loop.dtype)
     note(f"loading {hub.checkpoint_name(target)} as teacher in {dtype}")
-    teacher = checkpoint.load_model(target, checkpoint.DTYPES[dtype], device_map=job.hardware.device_map)
-    spread = setup.heldout.subset(affordable(HELDOUT_ROWS, operations * seq_len, job.hardware.resolved))
+    teacher = checkpoint.load_model(
+        target, checkpoint.DTYPES[dtype], device_map=job.hardware.device_map
+    )
+    spread = setup.heldout.subset(
+        affordable(HELDOUT_ROWS, operations * seq_len, job.hardware.resolved)
+    )
     fitting = max_positions(checkpoint.vocab_size(target), job.hardware.memory) // seq_len
-    return replace(setup, teacher=teacher, heldout=spread.batched(max(1, min(job.loop.batch_size, fitting))))
+    return replace(
+        setup, teacher=teacher, heldout=spread.batched(max(1, min(job.loop.batch_size, fitting)))
+    )

@@ -52,7 +52,9 @@ class OpenHead:
         weights = {name: weight.to(dtype) for name, weight in student.weights().items()}
         embedding = None if self.begun is None else self.begun.embedding
         objective = cast(EagleObjective, self.setup.objective)
-        head = Head(config=student.config, weights=weights, ids=objective.trimmed.ids, embedding=embedding)
+        head = Head(
+            config=student.config, weights=weights, ids=objective.trimmed.ids, embedding=embedding
+        )
         eagle.write(work, head, "native", target=self.target, k=self.k)
         return {"coverage": self.coverage}
 
@@ -108,11 +110,16 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
     student = start_head(head, begun, teacher, batches, job.loop, job.text.seq_len, state)
     loss = parse_loss(job.loss)
     setup = TrainingSetup(
-        teacher=cast(Any, teacher), batches=ChainBatches(batches, spec.ttt_steps), heldout=heldout, loss=loss,
+        teacher=cast(Any, teacher),
+        batches=ChainBatches(batches, spec.ttt_steps),
+        heldout=heldout,
+        loss=loss,
         temperature=job.temperature,
         objective=EagleObjective(student, teacher.ids, loss, job.temperature, spec.ttt_steps),
-    )  # fmt: skip
-    return OpenHead(module=student, setup=setup, target=target, begun=begun, coverage=coverage, k=spec.ttt_steps)
+    )
+    return OpenHead(
+        module=student, setup=setup, target=target, begun=begun, coverage=coverage, k=spec.ttt_steps
+    )
 
 
 def _texts(job: Distillation, target: Path, chain: int, state: Path) -> tuple[Batches, HeldOut]:
@@ -120,7 +127,12 @@ def _texts(job: Distillation, target: Path, chain: int, state: Path) -> tuple[Ba
     text, loop = job.text, job.loop
     if job.outputs is not None:
         stored, heldout = open_texts(
-            job.outputs, target, rows=loop.batch_size, seq_len=text.seq_len, seed=loop.seed, most_heldout=HELDOUT_ROWS
+            job.outputs,
+            target,
+            rows=loop.batch_size,
+            seq_len=text.seq_len,
+            seed=loop.seed,
+            most_heldout=HELDOUT_ROWS,
         )
         return stored, _within_chains(heldout, chain)
     data, heldout = text.open(checkpoint.load_tokenizer(target), loop)
@@ -136,7 +148,9 @@ def _texts(job: Distillation, target: Path, chain: int, state: Path) -> tuple[Ba
 
 
 def _within_chains(heldout: HeldOut, steps: int) -> HeldOut:
-    return HeldOut([within_chains(batch, steps) for batch in heldout.batches], heldout.bytes_per_token)
+    return HeldOut(
+        [within_chains(batch, steps) for batch in heldout.batches], heldout.bytes_per_token
+    )
 
 
 def _draft_ids(
@@ -157,7 +171,9 @@ def _draft_ids(
         if begun is not None:
             ids = begun.ids.numpy()
             return {"ids": ids, "coverage": np.isin(np.concatenate(texts), ids).mean(keepdims=True)}
-        stays = template_ids(checkpoint.load_tokenizer(target)) | set(checkpoint.eos_token_ids(target))
+        stays = template_ids(checkpoint.load_tokenizer(target)) | set(
+            checkpoint.eos_token_ids(target)
+        )
         ids, coverage = frequent_ids(texts, head.draft_vocab, head.vocab, stays)
         return {"ids": np.array(ids), "coverage": np.array([coverage])}
 
@@ -166,17 +182,28 @@ def _draft_ids(
 
 
 def start_head(
-    head: HeadShape, begun: Head | None, teacher: EagleTeacher, batches: Batches, loop: Loop,
-    seq_len: int, state: Path,
-) -> EagleHead:  # fmt: skip
+    head: HeadShape,
+    begun: Head | None,
+    teacher: EagleTeacher,
+    batches: Batches,
+    loop: Loop,
+    seq_len: int,
+    state: Path,
+) -> EagleHead:
     """Return a head to train: the one that was begun, or one from least squares on a little of the text; found once."""
     torch.manual_seed(loop.seed)
-    student = EagleHead(head, teacher.embedding) if begun is None else EagleHead.of(begun, teacher.embedding)
+    student = (
+        EagleHead(head, teacher.embedding)
+        if begun is None
+        else EagleHead.of(begun, teacher.embedding)
+    )
     student.to(teacher.device)
 
     def find() -> dict[str, np.ndarray]:
         count = min(loop.steps, math.ceil(FITTED_TOKENS / (loop.batch_size * seq_len)))
-        with progress("least squares for the head's start" if begun is None else "sizes of states", count) as advance:
+        with progress(
+            "least squares for the head's start" if begun is None else "sizes of states", count
+        ) as advance:
             sampled = sample(teacher, (batches.batch(step) for step in range(count)), advance)
         if begun is not None:
             start_again(student, sampled)
@@ -185,10 +212,13 @@ def start_head(
             with torch.no_grad():
                 student.lm_head.weight.copy_(teacher.weight[teacher.ids])
         return {
-            name: weight.cpu().numpy() for name, weight in [*student.state_dict().items(), ("scale", student.scale)]
+            name: weight.cpu().numpy()
+            for name, weight in [*student.state_dict().items(), ("scale", student.scale)]
         }
 
-    start = {n: torch.from_numpy(weight) for n, weight in load_or_make(state / "start.pt", find).items()}
+    start = {
+        n: torch.from_numpy(weight) for n, weight in load_or_make(state / "start.pt", find).items()
+    }
     student.scale.copy_(start.pop("scale"))
     student.load_state_dict(start)
     return student

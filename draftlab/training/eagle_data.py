@@ -8,7 +8,13 @@ import numpy as np
 from draftlab.data import Batch, HeldOut
 from draftlab.errors import UserError
 from draftlab.target_outputs.outputs import TargetOutput, padded
-from draftlab.target_outputs.store import HELDOUT, MANIFEST, check_tokenizer, finished_manifest, read_shard
+from draftlab.target_outputs.store import (
+    HELDOUT,
+    MANIFEST,
+    check_tokenizer,
+    finished_manifest,
+    read_shard,
+)
 from draftlab.training.on_policy import Batches
 
 HELDOUT_SHARE = 0.05  # share of a store without held-out text
@@ -25,7 +31,9 @@ class StoredRows:
 
     def batch(self, step: int) -> Batch:
         places = (divmod(step * self.rows + i, len(self.outputs)) for i in range(self.rows))
-        return padded([self.outputs[self._order(epoch)[place]] for epoch, place in places], self.seq_len)
+        return padded(
+            [self.outputs[self._order(epoch)[place]] for epoch, place in places], self.seq_len
+        )
 
     def _order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self.seed, epoch)).permutation(len(self.outputs))
@@ -66,7 +74,9 @@ def open_texts(
         count = max(1, round(HELDOUT_SHARE * len(outputs)))
         heldout, outputs = [outputs[i] for i in order[:count]], [outputs[i] for i in order[count:]]
     if not outputs or not heldout:
-        raise UserError(f"{directory} has no two sequences with an answer within {seq_len} tokens; raise --seq-len")
+        raise UserError(
+            f"{directory} has no two sequences with an answer within {seq_len} tokens; raise --seq-len"
+        )
     batch = padded(heldout[:most_heldout], seq_len)
     return StoredRows(outputs, rows, seq_len, seed), HeldOut(batch.split(rows), 1.0)
 
@@ -74,4 +84,9 @@ def open_texts(
 def _sequences(directory: Path, seq_len: int) -> list[TargetOutput]:
     manifest = finished_manifest(directory)
     shards = (read_shard(directory, manifest, number) for number in range(len(manifest.shards)))
-    return [replace(o, top=None, logprobs=None) for shard in shards for o in shard if len(o.prompt) < seq_len]
+    return [
+        replace(o, top=None, logprobs=None)
+        for shard in shards
+        for o in shard
+        if len(o.prompt) < seq_len
+    ]

@@ -15,7 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.trimmed_head import TrimmedHead
@@ -61,7 +66,9 @@ class Attention(nn.Module):
             else (nn.Identity(), nn.Identity())
         )
 
-    def forward(self, x: Tensor, at: "Places", step: int, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(
+        self, x: Tensor, at: "Places", step: int, earlier: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
         """x: [B, T, 2 D]. earlier: keys and values [B, H, T, C] of the steps before, to which this one's are added."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -78,12 +85,16 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-def _attend_along_chains(q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor | None) -> Tensor:
+def _attend_along_chains(
+    q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor | None
+) -> Tensor:
     """Attend from q [B, H, T, C] to the first step's positions up to each own, and to its own place in later steps."""
     (first_k, first_v), *own = steps
     width, scale = q.shape[2], q.shape[3] ** -0.5
     scores = torch.matmul(q, first_k.transpose(2, 3))  # [B, H, T, T]
-    visible = torch.ones(width, width, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+    visible = (
+        torch.ones(width, width, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+    )
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     scores = torch.cat([scores, *((q * k).sum(-1, keepdim=True) for k, _ in own)], -1)
     weights = torch.softmax(scores.float() * scale, -1).to(q.dtype)
@@ -105,12 +116,19 @@ class Layer(nn.Module):
         self.mlp = LlamaMLP(llama)
 
     def forward(
-        self, embedded: Tensor, hidden: Tensor, at: Places, step: int, earlier: list[tuple[Tensor, Tensor]]
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        at: Places,
+        step: int,
+        earlier: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Return the layer's output [B, T, D], from token embeddings and states, [B, T, D] each."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
-        x = residual + self.self_attn(torch.cat([self.input_layernorm(embedded), normed], -1), at, step, earlier)
+        x = residual + self.self_attn(
+            torch.cat([self.input_layernorm(embedded), normed], -1), at, step, earlier
+        )
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -164,7 +182,9 @@ class EagleHead(nn.Module):
         tensors = self.state_dict()
         return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
 
-    def forward(self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None) -> list[Tensor]:
+    def forward(
+        self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None
+    ) -> list[Tensor]:
         """Return what lm_head reads after each step, [B, T, D] each; the last 1 + l positions of step l mean nothing.
 
         ids: [B, T]. states: the target's, [B, T, A E]. positions: See Batch; the end of each sequence means nothing.
@@ -210,14 +230,21 @@ class EagleObjective(Objective):
     takes_packed = True
     rates = MappingProxyType({"lm_head.weight": 0.25})  # the target's, which needs little change
 
-    def __init__(self, student: EagleHead, ids: Tensor, loss: Loss, temperature: float, steps: int) -> None:
+    def __init__(
+        self, student: EagleHead, ids: Tensor, loss: Loss, temperature: float, steps: int
+    ) -> None:
         """ids: the target's id of each draft id, [W]."""
         super().__init__()
         self.student, self.loss, self.temperature, self.steps = student, loss, temperature, steps
         self.trimmed = TrimmedHead.of(ids, student.config.vocab)
 
     def forward(
-        self, ids: Tensor, mask: Tensor, teacher: TargetPass, positions: Tensor | None = None, depths: None = None
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        teacher: TargetPass,
+        positions: Tensor | None = None,
+        depths: None = None,
     ) -> Tensor:
         """Return the sums of DistillStep, [G, 6]: their mean over the steps; without gradients each step's own.
 
@@ -227,7 +254,9 @@ class EagleObjective(Objective):
         counted = mask.flatten().nonzero().squeeze(1)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
         outputs = self.student(ids[:, :-1], teacher.states, self.steps, positions)
-        read = [out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)]  # L of [N, D]
+        read = [
+            out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)
+        ]  # L of [N, D]
         target = teacher.distributions
         if not torch.is_grad_enabled():
             return torch.stack([self._sums(hidden, labels, weights, target) for hidden in read])
@@ -239,6 +268,14 @@ class EagleObjective(Objective):
 
     def _sums(self, hidden: Tensor, labels: Tensor, weights: Tensor, target: Dense) -> Tensor:
         head, loss = self.student.lm_head.weight, self.loss.at(self.progress)
-        loss_sum = fused_loss(hidden, head, labels, weights, target, loss, self.temperature, trimmed=self.trimmed)
-        watched = [loss_sum.objective, loss_sum.cross_entropy, loss_sum.acceptance, loss_sum.slack, loss_sum.agreement]
+        loss_sum = fused_loss(
+            hidden, head, labels, weights, target, loss, self.temperature, trimmed=self.trimmed
+        )
+        watched = [
+            loss_sum.objective,
+            loss_sum.cross_entropy,
+            loss_sum.acceptance,
+            loss_sum.slack,
+            loss_sum.agreement,
+        ]
         return torch.stack([*(value.detach() for value in watched), loss_sum.objective])

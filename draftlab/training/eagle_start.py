@@ -81,7 +81,10 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     values = c.kv_heads * c.head_dim
     predicted = inputs @ change
     basis = torch.linalg.eigh(predicted.T @ predicted).eigenvectors.flip(1)[:, :values]  # [D, R]
-    attention, own = layer.self_attn, torch.arange(0, c.heads, c.heads // c.kv_heads)  # one head for each value
+    attention, own = (
+        layer.self_attn,
+        torch.arange(0, c.heads, c.heads // c.kv_heads),
+    )  # one head for each value
     student.fc.weight.copy_(fc.T * student.scale * size.unsqueeze(1))
     if c.norm_output:
         layer.hidden_norm.weight.copy_(hidden_norm)
@@ -92,7 +95,9 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     out = attention.o_proj.weight.zero_().unflatten(1, (c.heads, c.head_dim))
     padded = torch.nn.functional.pad(basis * size.unsqueeze(1), (0, values - basis.shape[1]))
     out[:, own] = padded.unflatten(1, (c.kv_heads, c.head_dim))
-    _look_at_own_position(attention.q_proj.weight, attention.k_proj.weight, own, embedded, c.head_dim)
+    _look_at_own_position(
+        attention.q_proj.weight, attention.k_proj.weight, own, embedded, c.head_dim
+    )
 
 
 @torch.no_grad()
@@ -122,9 +127,13 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
     k.zero_()
     for number, head in enumerate(own.tolist()):
         random = torch.randn(hidden, size).to(k)
-        random -= torch.outer(mean, mean @ random)  # the mean of all embeddings tells no position from another
+        random -= torch.outer(
+            mean, mean @ random
+        )  # the mean of all embeddings tells no position from another
         directions = torch.linalg.qr(random).Q.T if size <= hidden else random.T * hidden**-0.5
-        directions = directions * (OWN * size**0.5 / (embedded @ directions.T).pow(2).sum(-1).mean()) ** 0.5
+        directions = (
+            directions * (OWN * size**0.5 / (embedded @ directions.T).pow(2).sum(-1).mean()) ** 0.5
+        )
         k[number * size : (number + 1) * size, :hidden] = directions
         q[head * size : (head + 1) * size] = 0
         q[head * size : (head + 1) * size, :hidden] = directions

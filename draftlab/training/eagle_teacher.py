@@ -26,7 +26,12 @@ class EagleTeacher:
     """
 
     def __init__(
-        self, model: PreTrainedModel, layer_ids: tuple[int, ...], ids: Tensor, temperature: float, device: torch.device
+        self,
+        model: PreTrainedModel,
+        layer_ids: tuple[int, ...],
+        ids: Tensor,
+        temperature: float,
+        device: torch.device,
     ) -> None:
         """ids: the target's id of each draft id, [W]. temperature: The temperature of the loss.
 
@@ -56,11 +61,21 @@ class EagleTeacher:
 
     @property
     def weight(self) -> Tensor:
-        return cast(nn.Module, self.model.get_output_embeddings()).get_parameter("weight").detach().to(self.device)
+        return (
+            cast(nn.Module, self.model.get_output_embeddings())
+            .get_parameter("weight")
+            .detach()
+            .to(self.device)
+        )
 
     @property
     def embedding(self) -> Tensor:
-        return cast(nn.Module, self.model.get_input_embeddings()).get_parameter("weight").detach().to(self.device)
+        return (
+            cast(nn.Module, self.model.get_input_embeddings())
+            .get_parameter("weight")
+            .detach()
+            .to(self.device)
+        )
 
     @torch.no_grad()
     def distributions(self, batch: Batch) -> TargetPass:
@@ -71,8 +86,12 @@ class EagleTeacher:
         hidden = self.head.hidden_and_weight(self.model, ids, counted, positions)[0].to(self.device)
         states = self._joined()  # states of that pass
         if self.whole_head is None:
-            return TargetPass(Dense(hidden[:, self.ids], None, log_total=self._log_total(hidden)), states)
-        total = torch.cat([self._log_total(part @ self.whole_head.T) for part in hidden.split(ROWS)])
+            return TargetPass(
+                Dense(hidden[:, self.ids], None, log_total=self._log_total(hidden)), states
+            )
+        total = torch.cat(
+            [self._log_total(part @ self.whole_head.T) for part in hidden.split(ROWS)]
+        )
         return TargetPass(Dense(hidden, self.draft_head, log_total=total), states)
 
     @torch.no_grad()

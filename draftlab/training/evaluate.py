@@ -28,7 +28,11 @@ from draftlab.training.parallel import Offsets
 from draftlab.training.texts import Author
 
 KS = tuple(range(1, 9))
-EVALUATED_TEXTS, EVALUATED_PROMPT, EVALUATED_LENGTH = 48, 64, 64  # texts of the target for acceptance length
+EVALUATED_TEXTS, EVALUATED_PROMPT, EVALUATED_LENGTH = (
+    48,
+    64,
+    64,
+)  # texts of the target for acceptance length
 CPU_OPERATIONS = 7e11  # operations of an evaluation on a CPU, some four seconds: fewer texts where they need more
 
 
@@ -47,7 +51,9 @@ class TargetText:
     def of(cls, arrays: Mapping[str, np.ndarray], temperature: float = 0.0) -> "TargetText":
         """Return what generate() returned as arrays."""
         ends, starts = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["prompt_lengths"])[:-1]
-        texts = list(zip(np.split(arrays["prompts"], starts), np.split(arrays["ids"], ends), strict=True))
+        texts = list(
+            zip(np.split(arrays["prompts"], starts), np.split(arrays["ids"], ends), strict=True)
+        )
         return cls(texts, np.split(arrays["log_p"], ends), temperature)
 
 
@@ -74,7 +80,9 @@ def generate(
     advance: Callable[[int], None],
 ) -> dict[str, np.ndarray]:
     """Let the target continue R prompts; return them, lengths [R], ids [N] and log_p [N] as arrays of a file."""
-    texts = generate_batch(target, [ids.tolist() for ids in prompts], sampling, batching, advance=advance)
+    texts = generate_batch(
+        target, [ids.tolist() for ids in prompts], sampling, batching, advance=advance
+    )
     return {
         "prompts": np.concatenate(prompts),
         "prompt_lengths": np.array(list(map(len, prompts))),
@@ -98,10 +106,15 @@ def acceptance_probabilities(
         scored = score_tokens(HFDecoder(student), text.texts, vocab, sampling, memory=memory)
     else:
         count, token = offsets.count, offsets.token
-        scored = score_offsets(HFDecoder(student), text.texts, vocab, sampling, count, token, memory=memory)
+        scored = score_offsets(
+            HFDecoder(student), text.texts, vocab, sampling, count, token, memory=memory
+        )
     student.train(was_training)
     targets = text.log_p if offsets is None else [log_p[:, None] for log_p in text.log_p]
-    return [expected.chances(draft.logprobs, target)[1:] for draft, target in zip(scored, targets, strict=True)]
+    return [
+        expected.chances(draft.logprobs, target)[1:]
+        for draft, target in zip(scored, targets, strict=True)
+    ]
 
 
 def compare_lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[LengthComparison]:
@@ -113,14 +126,20 @@ def compare_lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[L
         gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))  # same texts: passes over passes
         first = float(old[:, 0].sum() / old[:, 1].sum())
         comparisons.append(
-            LengthComparison(k=k, before=first, after=now.value, low=now.low, high=now.high, gain_low=gain.low)
+            LengthComparison(
+                k=k, before=first, after=now.value, low=now.low, high=now.high, gain_low=gain.low
+            )
         )
     return comparisons
 
 
 def affordable(most: int, operations: float, device: torch.device) -> int:
     """Return how many texts an evaluation takes: on a CPU a quarter of most, at least, where each needs much work."""
-    return most if device.type != "cpu" else max(most // 4, min(most, int(CPU_OPERATIONS / operations)))
+    return (
+        most
+        if device.type != "cpu"
+        else max(most // 4, min(most, int(CPU_OPERATIONS / operations)))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +170,16 @@ class TargetTextEvaluator:
         windows = heldout.starts(count, prompt)
         windows = [ids for ids in windows if len(ids) + sampling.max_tokens <= context]
         if not windows:
-            note(f"no held-out conversation fits {context} tokens: acceptance length is not measured")
+            note(
+                f"no held-out conversation fits {context} tokens: acceptance length is not measured"
+            )
             return None
 
         def make() -> dict[str, np.ndarray]:
             with progress("the target writes text to evaluate on", len(windows)) as advance:
-                return generate(author.model, windows, sampling, author.batching, lambda n: advance(n, "texts"))
+                return generate(
+                    author.model, windows, sampling, author.batching, lambda n: advance(n, "texts")
+                )
 
         arrays = checkpointer.load_or_make(state / "evaluation.pt", make)
         if arrays["lengths"].max(initial=0) < 2:
@@ -167,14 +190,20 @@ class TargetTextEvaluator:
     def __call__(self, student: PreTrainedModel, step: int) -> float:
         """Return tokens per target pass at K = 4, or fewer if a parallel draft has fewer offsets."""
         chances = acceptance_probabilities(student, self.text, self.memory, self.offsets)
-        checkpointer.load_or_make(self._file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)})
-        tokens, passes = tokens_per_pass(chances, min(4, self.offsets.count if self.offsets else 4)).sum(0)
+        checkpointer.load_or_make(
+            self._file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)}
+        )
+        tokens, passes = tokens_per_pass(
+            chances, min(4, self.offsets.count if self.offsets else 4)
+        ).sum(0)
         return float(tokens / passes)
 
     def compare(self, before: int, after: int) -> list[LengthComparison]:
         """Compare two evaluated steps at every K."""
         rows = [checkpointer.load(self._file(step)) for step in (before, after)]
-        return compare_lengths(*([chances[name].numpy() for name in sorted(chances)] for chances in rows))
+        return compare_lengths(
+            *([chances[name].numpy() for name in sorted(chances)] for chances in rows)
+        )
 
     def _file(self, step: int) -> Path:
         return self.state / f"acceptance-{step:08d}.pt"

@@ -25,11 +25,19 @@ from draftlab.model.devices import exact_dtype
 from draftlab.model.trimmed_head import TrimmedHead
 from draftlab.training.losses import Loss, Pair, log_probs, wide
 
-CPU_BUDGET, BUDGET = 128 << 20, 1 << 30  # bytes of a chunk's logits, the student's and the teacher's, in fp32
-CPU_ROWS, ROWS = 512, 4096  # most rows of a chunk: matrix products gain nothing from more, and launches cost time
+CPU_BUDGET, BUDGET = (
+    128 << 20,
+    1 << 30,
+)  # bytes of a chunk's logits, the student's and the teacher's, in fp32
+CPU_ROWS, ROWS = (
+    512,
+    4096,
+)  # most rows of a chunk: matrix products gain nothing from more, and launches cost time
 CPU_BLOCK, BLOCK = 1 << 19, 1 << 27  # bytes of an fp32 [b, V]; about ten live at once
 LOST = -80.0  # log-probability of what has none
-SLICE = 512  # rows of the head's gradient that a CPU adds to at once where it is wider than the head
+SLICE = (
+    512  # rows of the head's gradient that a CPU adds to at once where it is wider than the head
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +77,11 @@ class Dense:
     def _product(self, hidden: Tensor, buffer: Tensor | None) -> Tensor:
         if self.head is None:
             return hidden
-        return torch.mm(hidden.to(self.dtype), self.head.T, out=None if buffer is None else buffer[: len(hidden)])
+        return torch.mm(
+            hidden.to(self.dtype),
+            self.head.T,
+            out=None if buffer is None else buffer[: len(hidden)],
+        )
 
     def total(self, tokens: slice) -> Tensor | None:
         """Return the log-normalisers of some tokens, if they have their own."""
@@ -94,7 +106,9 @@ class TopK:
 
 
 Teacher = Dense | TopK | None
-Chunk = tuple[slice, Tensor, Tensor]  # rows, values of their tokens, gradient of their weighted sum: see _chunks
+Chunk = tuple[
+    slice, Tensor, Tensor
+]  # rows, values of their tokens, gradient of their weighted sum: see _chunks
 Chunks = Callable[[Dense], Iterator[Chunk]]
 
 
@@ -103,7 +117,11 @@ def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
     rows = torch.searchsorted(counted, places)
     if isinstance(teacher, Dense):
         return Dense(teacher.hidden, teacher.head, rows, teacher.log_total)
-    return None if teacher is None else TopK(teacher.ids[rows], teacher.log_p[rows], teacher.tail[rows])
+    return (
+        None
+        if teacher is None
+        else TopK(teacher.ids[rows], teacher.log_p[rows], teacher.tail[rows])
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,17 +160,26 @@ def fused_loss(
     """
 
     def chunks(student: Dense) -> Iterator[Chunk]:
-        return _chunks(student, labels, weights, teacher, _Objective(loss, temperature, trimmed), budget)
+        return _chunks(
+            student, labels, weights, teacher, _Objective(loss, temperature, trimmed), budget
+        )
 
     sums = _Fused.apply(hidden, head, weights, chunks, torch.is_grad_enabled())
     objective, (ce, alpha, slack, agreement) = sums[0], sums.detach()[1:].unbind()
-    return Sums(objective=objective, cross_entropy=ce, acceptance=alpha, slack=slack, agreement=agreement)
+    return Sums(
+        objective=objective, cross_entropy=ce, acceptance=alpha, slack=slack, agreement=agreement
+    )
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor | None, weights: Tensor, chunks: Chunks, with_gradient: bool
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor | None,
+        weights: Tensor,
+        chunks: Chunks,
+        with_gradient: bool,
     ) -> Tensor:
         student, exact = _cast(hidden, head), torch.promote_types(hidden.dtype, torch.float32)
         sums = torch.zeros(5, dtype=exact_dtype(hidden.device), device=hidden.device)
@@ -187,7 +214,11 @@ class _Fused(torch.autograd.Function):
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
     """Return the student with its head in autocast's dtype."""
     device = hidden.device.type
-    if head is not None and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if (
+        head is not None
+        and torch.amp.is_autocast_available(device)
+        and torch.is_autocast_enabled(device)
+    ):
         head = head.to(torch.get_autocast_dtype(device))
     return Dense(hidden, head)
 
@@ -201,7 +232,12 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _chunks(
-    student: Dense, labels: Tensor, weights: Tensor, teacher: Teacher, objective: "_Objective", budget: int | None
+    student: Dense,
+    labels: Tensor,
+    weights: Tensor,
+    teacher: Teacher,
+    objective: "_Objective",
+    budget: int | None,
 ) -> Iterator[Chunk]:
     """Yield rows of a chunk, values of its tokens [5, c], and the gradient of their weighted sum by its logits [c, V].
 
@@ -220,7 +256,9 @@ def _chunks(
         for part in _slices(len(z), block):
             tokens = slice(rows.start + part.start, rows.start + part.stop)
             own = teacher.total(tokens) if isinstance(teacher, Dense) else None
-            values[:, part], slope = objective.block(z[part], labels[tokens], None if y is None else y[part], own)
+            values[:, part], slope = objective.block(
+                z[part], labels[tokens], None if y is None else y[part], own
+            )
             torch.mul(slope, weights[tokens].unsqueeze(1), out=gradient[part])
         yield rows, values, gradient[: len(z)]
 
@@ -251,7 +289,11 @@ class _Objective:
         if self.trimmed is not None:
             ce = torch.where(labels.squeeze(1) < z.shape[1], ce, 0.0)
         if teacher is None:
-            objective, watched, gradient = torch.zeros_like(ce), [torch.zeros_like(ce)] * 3, torch.zeros_like(log_q1)
+            objective, watched, gradient = (
+                torch.zeros_like(ce),
+                [torch.zeros_like(ce)] * 3,
+                torch.zeros_like(log_q1),
+            )
         else:
             log_q = log_q1 if temperature == 1 else self._with_lost(log_probs(z, temperature))
             if isinstance(teacher, TopK):
@@ -267,7 +309,9 @@ class _Objective:
         values = torch.stack([objective + loss.cross_entropy * ce, ce, *watched])
         return values, gradient[:, : z.shape[1]]
 
-    def _dense(self, log_q: Tensor, log_p: Tensor, whole: bool) -> tuple[Tensor, list[Tensor], Tensor]:
+    def _dense(
+        self, log_q: Tensor, log_p: Tensor, whole: bool
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return value, [acceptance, slack, agreement] and gradient.
 
         whole: log_p is the whole distribution of the teacher; else what it has for the ids of a trimmed head.

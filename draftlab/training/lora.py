@@ -17,7 +17,9 @@ def adapt(model: PreTrainedModel, rank: int, seed: int) -> PreTrainedModel:
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return cast(PreTrainedModel, get_peft_model(model, config))  # a PeftModel runs like the model in it
+        return cast(
+            PreTrainedModel, get_peft_model(model, config)
+        )  # a PeftModel runs like the model in it
 
 
 def merged_weights(source: Path, rank: int, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -25,7 +27,9 @@ def merged_weights(source: Path, rank: int, trained: Mapping[str, Tensor]) -> di
     model: Any = adapt(checkpoint.load_model(source, torch.float32), rank, seed=0)
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if adapters.keys() != trained.keys():
-        raise ValueError(f"adapters of rank {rank} on {source} have other names than the trained ones")
+        raise ValueError(
+            f"adapters of rank {rank} on {source} have other names than the trained ones"
+        )
     with torch.no_grad():
         for name, parameter in adapters.items():
             parameter.copy_(trained[name])

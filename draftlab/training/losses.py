@@ -117,7 +117,9 @@ def jsd(beta: float) -> Divergence:
 
     def divergence(x: Pair) -> tuple[Tensor, Tensor]:
         m = torch.lerp(x.q, x.p, beta)
-        log_m = m.clamp_min(torch.finfo(m.dtype).tiny).log()  # if m underflows, so do p and q, and nothing is lost
+        log_m = m.clamp_min(
+            torch.finfo(m.dtype).tiny
+        ).log()  # if m underflows, so do p and q, and nothing is lost
         gap = log_m - x.log_q
         terms = beta * kl_terms(x.p, m, log_m - x.log_p) + (1 - beta) * kl_terms(x.q, m, gap)
         return terms.sum(-1), (beta - 1) * x.q * gap
@@ -156,7 +158,9 @@ def log_probs(logits: Tensor, temperature: float, log_total: Tensor | None = Non
     """
     logits = wide(logits)
     logits = logits if temperature == 1 else logits / temperature
-    return torch.log_softmax(logits, dim=-1) if log_total is None else logits - log_total.unsqueeze(-1)
+    return (
+        torch.log_softmax(logits, dim=-1) if log_total is None else logits - log_total.unsqueeze(-1)
+    )
 
 
 def wide(x: Tensor) -> Tensor:
@@ -188,7 +192,9 @@ class Loss:
             return torch.zeros_like(x.log_q[..., 0]), torch.zeros_like(x.log_q)
         parts = [(weight, *divergence(x)) for weight, divergence in self.terms]
         value = torch.stack([weight * value for weight, value, _ in parts]).sum(0)
-        return value, reduce(torch.add, [slope if weight == 1 else weight * slope for weight, _, slope in parts])
+        return value, reduce(
+            torch.add, [slope if weight == 1 else weight * slope for weight, _, slope in parts]
+        )
 
 
 def parse_loss(spec: str) -> Loss:
@@ -203,7 +209,9 @@ def parse_loss(spec: str) -> Loss:
         text, _, share = phase.partition("@")
         last = number == len(phases) - 1
         if share and last:
-            raise UserError(f"loss {spec!r}: the last phase lasts to the end; leave out @{share.strip()}")
+            raise UserError(
+                f"loss {spec!r}: the last phase lasts to the end; leave out @{share.strip()}"
+            )
         until = 1.0 if last else _number(share, f"loss {spec!r}: @", 0, 1) if share else SWITCH
         later = _phase(text, until, later)
     assert later is not None

@@ -30,7 +30,9 @@ class Constraint(Protocol):
 
     def penalty(self) -> Tensor: ...
 
-    def groups(self) -> list[dict[str, Any]]: ...  # groups of parameters for AdamW, with their rates
+    def groups(
+        self,
+    ) -> list[dict[str, Any]]: ...  # groups of parameters for AdamW, with their rates
 
 
 class Objective(nn.Module):
@@ -85,7 +87,12 @@ class DistillStep(Objective):
             self.constraint.progress = progress
 
     def forward(
-        self, ids: Tensor, mask: Tensor, teacher: Teacher, positions: Tensor | None = None, depths: Tensor | None = None
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        teacher: Teacher,
+        positions: Tensor | None = None,
+        depths: Tensor | None = None,
     ) -> Tensor:
         """Return sums over tokens, [G, 6]: objective, cross-entropy, acceptance, its slack, agreement, total cost.
 
@@ -97,7 +104,9 @@ class DistillStep(Objective):
             self.constraint.draw()
         counted = mask.flatten().nonzero().squeeze(1)
         if depths is None:
-            hidden, head = self.head.hidden_and_weight(self.student, ids[:, :-1], counted, positions)
+            hidden, head = self.head.hidden_and_weight(
+                self.student, ids[:, :-1], counted, positions
+            )
             return self._sums(hidden, head, ids, mask, counted, teacher).unsqueeze(0)
         assert self.offsets is not None  # depths are theirs
         packed = pack(ids[:, :-1], depths, self.offsets.token, positions)
@@ -111,17 +120,29 @@ class DistillStep(Objective):
         each = []
         for own in groups:
             places = packed.predicted[own]
-            each.append(self._sums(hidden[own], head, ids, mask, places, chosen(teacher, counted, places)))
+            each.append(
+                self._sums(hidden[own], head, ids, mask, places, chosen(teacher, counted, places))
+            )
         return torch.stack(each)
 
     def _sums(
-        self, hidden: Tensor, head: Tensor | None, ids: Tensor, mask: Tensor, predicted: Tensor, teacher: Teacher
+        self,
+        hidden: Tensor,
+        head: Tensor | None,
+        ids: Tensor,
+        mask: Tensor,
+        predicted: Tensor,
+        teacher: Teacher,
     ) -> Tensor:
         """Return the sums over tokens that are predicted at places of the mask, [6]."""
         labels, weights = ids[:, 1:].flatten()[predicted], mask.flatten()[predicted]
         loss, trimmed = self.loss.at(self.progress), trimmed_head_of(self.student)
-        sums = fused_loss(hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed)
+        sums = fused_loss(
+            hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed
+        )
         # the penalty counts on every token, as the objective is a sum over tokens
-        total = sums.objective + (0 if self.constraint is None else self.constraint.penalty() * weights.sum())
+        total = sums.objective + (
+            0 if self.constraint is None else self.constraint.penalty() * weights.sum()
+        )
         watched = [sums.objective, sums.cross_entropy, sums.acceptance, sums.slack, sums.agreement]
         return torch.stack([*(w.detach() for w in watched), total])

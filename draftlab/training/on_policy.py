@@ -35,7 +35,9 @@ class MixedBatches:
     turns: list[tuple[str, int]]
 
     @classmethod
-    def of(cls, sources: Mapping[str, Batches], weights: dict[str, float], steps: int) -> "MixedBatches":
+    def of(
+        cls, sources: Mapping[str, Batches], weights: dict[str, float], steps: int
+    ) -> "MixedBatches":
         """Share the steps out by weight: after n steps no source is more than a step off."""
         counts, turns = dict.fromkeys(weights, 0), []
         for number in range(1, steps + 1):
@@ -66,22 +68,34 @@ class StudentBatches:
         """Let every process write its share of the rows, and return them all."""
         prompts, state = self.prompts.batch(step).ids, process_state()
         rows, processes = len(prompts), state.num_processes
-        last = math.ceil(rows / processes) * processes  # equal shares, so that all processes make the same passes
+        last = (
+            math.ceil(rows / processes) * processes
+        )  # equal shares, so that all processes make the same passes
         own = [min(row, rows - 1) for row in range(state.process_index, last, processes)]
         sampling = SamplingParams(
-            max_tokens=prompts.shape[1] - self.prompt, temperature=self.temperature, seed=self.seed,
+            max_tokens=prompts.shape[1] - self.prompt,
+            temperature=self.temperature,
+            seed=self.seed,
             stop_token_ids=self.ends,
-        )  # fmt: skip
-        batching = Batching(vocab=self.known, batch_size=rows, memory=self.memory, unfinished=_in_all_processes)
+        )
+        batching = Batching(
+            vocab=self.known, batch_size=rows, memory=self.memory, unfinished=_in_all_processes
+        )
         prompts, was_training = prompts[:, : self.prompt], self.student.training
         self.student.eval()
         numbers = [step * rows + row for row in own]
         written = generate_batch(
-            HFDecoder(self.student, one_length=True), prompts[own].tolist(), sampling, batching, numbers=numbers
+            HFDecoder(self.student, one_length=True),
+            prompts[own].tolist(),
+            sampling,
+            batching,
+            numbers=numbers,
         )
         self.student.train(was_training)
         texts: dict[int, Completion] = dict(gather_object(list(zip(own, written, strict=True))))
-        return GeneratedRows.of(prompts, [texts[row] for row in range(rows)], sampling.max_tokens, rows).batch(0)
+        return GeneratedRows.of(
+            prompts, [texts[row] for row in range(rows)], sampling.max_tokens, rows
+        ).batch(0)
 
 
 def _in_all_processes(count: int) -> int:
@@ -100,7 +114,9 @@ class GeneratedRows:
     rows: int
 
     @classmethod
-    def of(cls, prompts: np.ndarray, texts: Sequence[Completion], length: int, rows: int) -> "GeneratedRows":
+    def of(
+        cls, prompts: np.ndarray, texts: Sequence[Completion], length: int, rows: int
+    ) -> "GeneratedRows":
         """Join prompts [N, P] and texts. length: the longest possible text; shorter texts are padded."""
         ids = np.zeros((len(texts), prompts.shape[1] + length), dtype=np.uint32)
         ids[:, : prompts.shape[1]] = prompts

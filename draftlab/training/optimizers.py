@@ -13,7 +13,10 @@ from draftlab.training.loop import Loop
 
 
 def optimizers_for(
-    model: nn.Module, loop: Loop, other_groups: list[dict[str, Any]], shares: Mapping[str, float] = MappingProxyType({})
+    model: nn.Module,
+    loop: Loop,
+    other_groups: list[dict[str, Any]],
+    shares: Mapping[str, float] = MappingProxyType({}),
 ) -> list[torch.optim.Optimizer]:
     """Return AdamW; or Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other parameters.
 
@@ -22,7 +25,10 @@ def optimizers_for(
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     slower = [{"params": [p], "lr": shares[name] * loop.lr} for name, p in named if name in shares]
-    named, other_groups = [(name, p) for name, p in named if name not in shares], [*other_groups, *slower]
+    named, other_groups = (
+        [(name, p) for name, p in named if name not in shares],
+        [*other_groups, *slower],
+    )
     # model.layers.3.mlp, transformer.h.3.attn; what joins layers in an EAGLE-3 head
     in_blocks = {name for name, _ in named if re.search(r"\.\d+\.|^fc\.", name)}
     matrices = [p for name, p in named if p.ndim == 2 and name in in_blocks]
@@ -35,13 +41,20 @@ def optimizers_for(
             {"params": undecayed, "weight_decay": 0.0},
             *other_groups,
         ]
-        used, fused = [group for group in groups if group["params"]], torch.cuda.is_available() or None
+        used, fused = (
+            [group for group in groups if group["params"]],
+            torch.cuda.is_available() or None,
+        )
         return torch.optim.AdamW(used, lr=loop.lr, betas=(0.9, 0.95), fused=fused)
 
     if loop.optimizer == "adamw" or not matrices:
         return [adamw(matrices + others, vectors)]
-    kind = torch.optim.Muon if checkpoint.is_fast(torch.bfloat16, matrices[0].device) else Float32Muon
-    muon = kind(matrices, lr=loop.lr, weight_decay=loop.weight_decay, adjust_lr_fn="match_rms_adamw")
+    kind = (
+        torch.optim.Muon if checkpoint.is_fast(torch.bfloat16, matrices[0].device) else Float32Muon
+    )
+    muon = kind(
+        matrices, lr=loop.lr, weight_decay=loop.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
     rest = others + vectors  # none where LoRA trains adapters alone
     return [muon, adamw([], rest)] if rest or other_groups else [muon]
 
@@ -63,11 +76,17 @@ class Float32Muon(torch.optim.Muon):
                 average.lerp_(grad, 1 - group["momentum"])
                 update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                update = orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                weight.add_(update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5)  # match_rms_adamw
+                update = orthogonal(
+                    update, group["ns_coefficients"], group["ns_steps"], group["eps"]
+                )
+                weight.add_(
+                    update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5
+                )  # match_rms_adamw
 
 
-def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
+def orthogonal(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
     """Return a matrix with the same singular vectors and values near 1 (Newton-Schulz, Jordan et al. 2024), float32."""
     a, b, c = coefficients
     x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T

@@ -35,7 +35,11 @@ class Offsets:
     @property
     def config(self) -> dict[str, object]:
         """Return what config.json says of a parallel draft, as PARD's do and vLLM reads."""
-        return {parallel.PARD_TOKEN: self.token, parallel.SPD_TYPE: "pard", parallel.OFFSETS: self.count}
+        return {
+            parallel.PARD_TOKEN: self.token,
+            parallel.SPD_TYPE: "pard",
+            parallel.OFFSETS: self.count,
+        }
 
     def prepare(self, student: PreTrainedModel) -> None:
         """Give the mask token the mean embedding, unless the student is a parallel draft with this token already."""
@@ -53,7 +57,9 @@ class Offsets:
         rng = np.random.default_rng((self.seed, number + (1 << 32)))
         counted = batch.mask > 0
         ahead = _run_lengths(counted)
-        order = np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)  # random rank in its row
+        order = (
+            np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
+        )  # random rank in its row
         positions = counted.sum(1, keepdims=True)
         depths = np.zeros(counted.shape, dtype=np.int64)
         for offset in range(1, self.count + 1):
@@ -85,7 +91,9 @@ def _run_lengths(counted: np.ndarray) -> np.ndarray:
     """Return how many positions in a row count from each on, [B, T]."""
     ahead = np.zeros(counted.shape, dtype=np.int64)
     for t in range(counted.shape[1] - 1, -1, -1):
-        ahead[:, t] = np.where(counted[:, t], 1 + (ahead[:, t + 1] if t + 1 < counted.shape[1] else 0), 0)
+        ahead[:, t] = np.where(
+            counted[:, t], 1 + (ahead[:, t + 1] if t + 1 < counted.shape[1] else 0), 0
+        )
     return ahead
 
 

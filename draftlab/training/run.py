@@ -85,16 +85,23 @@ def fit(
             advance(record.step, text + alpha)
     checkpointer.process_state().wait_for_everyone()
     records = read_log(state / LOG_FILE)
-    if checkpointer.process_state().is_main_process:  # each step once, as a run has it that was not killed
-        write_atomic(state / LOG_FILE, "".join(json.dumps(asdict(record)) + "\n" for record in records))
+    if (
+        checkpointer.process_state().is_main_process
+    ):  # each step once, as a run has it that was not killed
+        write_atomic(
+            state / LOG_FILE, "".join(json.dumps(asdict(record)) + "\n" for record in records)
+        )
     steps = [r for r in records if isinstance(r, StepRecord)]
     evals = [r for r in records if isinstance(r, EvalRecord)]
     best = max(evals, key=lambda r: r.selection_metric)  # the first of equals, as Best
     after = best if constraint is None else evals[-1]
     return TrainingResult(
-        before=evals[0], after=after, tokens=sum(r.tokens for r in steps), seconds=sum(r.seconds for r in steps),
+        before=evals[0],
+        after=after,
+        tokens=sum(r.tokens for r in steps),
+        seconds=sum(r.seconds for r in steps),
         bits_per_byte=setup.heldout.bits_per_byte(after.cross_entropy),
-    )  # fmt: skip
+    )
 
 
 def _checkpoint_bytes(student: PreTrainedModel, loop: Loop) -> int:
@@ -115,12 +122,18 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     latest: dict[tuple[bool, int], StepRecord | EvalRecord] = {}
     for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         try:
-            record = (STEPS if '"grad_norm"' in line else EVALUATIONS).validate_python(parse_json(line))
+            record = (STEPS if '"grad_norm"' in line else EVALUATIONS).validate_python(
+                parse_json(line)
+            )
         except ValueError:
-            raise UserError(f"{path}:{number} is damaged; --force starts again, or remove {path.parent}") from None
+            raise UserError(
+                f"{path}:{number} is damaged; --force starts again, or remove {path.parent}"
+            ) from None
         latest[isinstance(record, EvalRecord), record.step] = record
     if (True, 0) not in latest:
-        raise UserError(f"{path} lacks its first lines; --force starts again, or remove {path.parent}")
+        raise UserError(
+            f"{path} lacks its first lines; --force starts again, or remove {path.parent}"
+        )
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
 
 

@@ -15,7 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
 from draftlab.console import note, progress
-from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_batches, open_heldout, parse_mixture
+from draftlab.data import (
+    Batch,
+    DynamicBatches,
+    HeldOut,
+    TokenBatches,
+    open_batches,
+    open_heldout,
+    parse_mixture,
+)
 from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
@@ -67,10 +75,21 @@ class TrainingText:
             )
         rows, seq_len, loss_on = loop.batch_size, self.seq_len, self.loss_on
         heldout = open_heldout(
-            self.data, tokenizer, rows=rows, seq_len=seq_len, most_rows=HELDOUT_ROWS, loss_on=loss_on
+            self.data,
+            tokenizer,
+            rows=rows,
+            seq_len=seq_len,
+            most_rows=HELDOUT_ROWS,
+            loss_on=loss_on,
         )
         batches = open_batches(
-            self.data, tokenizer, rows=rows, seq_len=seq_len, steps=loop.steps, seed=loop.seed, loss_on=loss_on
+            self.data,
+            tokenizer,
+            rows=rows,
+            seq_len=seq_len,
+            steps=loop.steps,
+            seed=loop.seed,
+            loss_on=loss_on,
         )
         return batches, heldout
 
@@ -109,7 +128,9 @@ class Author:
     loop: Loop
 
     @classmethod
-    def of(cls, target: Path, hardware: Hardware, loop: Loop, draft: Path | None = None) -> "Author":
+    def of(
+        cls, target: Path, hardware: Hardware, loop: Loop, draft: Path | None = None
+    ) -> "Author":
         known = known_ids(target) if draft is None else known_ids(draft, target)
         return cls(target, known, hardware, loop)
 
@@ -118,11 +139,15 @@ class Author:
         return checkpoint.DTYPES[training_dtype(self.loop.dtype)]
 
     def load_model(self) -> PreTrainedModel:
-        return checkpoint.load_model(self.target, self.dtype, self.hardware.resolved, self.hardware.device_map)
+        return checkpoint.load_model(
+            self.target, self.dtype, self.hardware.resolved, self.hardware.device_map
+        )
 
     @cached_property
     def model(self) -> Decoder:
-        return load_generator(self.target, self.dtype, self.hardware.resolved, self.hardware.device_map)
+        return load_generator(
+            self.target, self.dtype, self.hardware.resolved, self.hardware.device_map
+        )
 
     @property
     def batching(self) -> Batching:
@@ -130,13 +155,21 @@ class Author:
 
     def sampling(self, length: int, temperature: float) -> SamplingParams:
         ends = checkpoint.eos_token_ids(self.target)
-        return SamplingParams(max_tokens=length, temperature=temperature, seed=self.loop.seed, stop_token_ids=ends)
+        return SamplingParams(
+            max_tokens=length, temperature=temperature, seed=self.loop.seed, stop_token_ids=ends
+        )
 
 
 def mixed(
-    text: TrainingText, data: Batches, student: PreTrainedModel, draft: Path, author: Author | None, loop: Loop,
-    memory: float, state: Path,
-) -> Batches:  # fmt: skip
+    text: TrainingText,
+    data: Batches,
+    student: PreTrainedModel,
+    draft: Path,
+    author: Author | None,
+    loop: Loop,
+    memory: float,
+    state: Path,
+) -> Batches:
     """Mix data, text of the target and text of the draft by their shares of steps."""
     sources: dict[str, Batches] = {"data": data}
     if "target" in text.shares and author is not None:
@@ -144,16 +177,26 @@ def mixed(
     if "draft" in text.shares:
         ends, known = (author.target, author.known) if author else (draft, known_ids(draft))
         sources["draft"] = StudentBatches(
-            student, data, text.prompt_tokens, text.temperature, checkpoint.eos_token_ids(ends), known, loop.seed,
+            student,
+            data,
+            text.prompt_tokens,
+            text.temperature,
+            checkpoint.eos_token_ids(ends),
+            known,
+            loop.seed,
             memory,
-        )  # fmt: skip
+        )
     return in_turns(text, sources, loop)
 
 
 def in_turns(text: TrainingText, sources: Mapping[str, Batches], loop: Loop) -> Batches:
     """Return the batches of several sources in turn, by their shares of the steps."""
     shares = dict(text.shares)
-    return sources[next(iter(shares))] if len(shares) == 1 else MixedBatches.of(sources, shares, loop.steps)
+    return (
+        sources[next(iter(shares))]
+        if len(shares) == 1
+        else MixedBatches.of(sources, shares, loop.steps)
+    )
 
 
 def target_text(text: TrainingText, data: Batches, author: Author, state: Path) -> GeneratedRows:
@@ -164,7 +207,9 @@ def target_text(text: TrainingText, data: Batches, author: Author, state: Path) 
     return continued(np.concatenate(starts), text, author, state / "target_text.pt", "train on")
 
 
-def continued(prompts: np.ndarray, text: TrainingText, author: Author, file: Path, purpose: str) -> GeneratedRows:
+def continued(
+    prompts: np.ndarray, text: TrainingText, author: Author, file: Path, purpose: str
+) -> GeneratedRows:
     """Return prompts [N, P] with the target's text after them, up to the length of a row; made once, in a file.
 
     purpose: completes "text to ..." for the bar of progress.
@@ -174,9 +219,12 @@ def continued(prompts: np.ndarray, text: TrainingText, author: Author, file: Pat
     def make() -> dict[str, np.ndarray]:
         with progress(f"the target writes text to {purpose}", len(prompts)) as advance:
             texts = generate_batch(
-                author.model, prompts.tolist(), author.sampling(length, text.temperature), author.batching,
+                author.model,
+                prompts.tolist(),
+                author.sampling(length, text.temperature),
+                author.batching,
                 advance=lambda n: advance(n, "texts"),
-            )  # fmt: skip
+            )
         written = GeneratedRows.of(prompts, texts, length, rows)
         return {"ids": written.ids, "lengths": written.lengths}
 
@@ -201,7 +249,7 @@ def reweighing(
             name, tokenizer, rows=rows, seq_len=batches.seq_len, most_rows=16, loss_on=text.loss_on
         ).batches
         for name in batches.weights
-    }  # fmt: skip
+    }
     losses = {name: _cross_entropy(reference, b) for name, b in heldout.items()}
     return DynamicBatches.start(batches, heldout, losses, text.reweigh_steps)
 
@@ -209,5 +257,8 @@ def reweighing(
 @torch.inference_mode()
 def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
     step, device = DistillStep(model, parse_loss("ce"), 1.0), model.device
-    sums = [step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None) for b in batches]
+    sums = [
+        step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None)
+        for b in batches
+    ]
     return float(sum(s[0, 1] for s in sums) / sum(int(b.mask.sum()) for b in batches))

@@ -31,7 +31,13 @@ from draftlab.training.objectives import Constraint, DistillStep, Objective
 from draftlab.training.on_policy import Batches
 from draftlab.training.optimizers import optimizers_for, training_dtype
 from draftlab.training.parallel import Offsets, expected_tokens
-from draftlab.training.teachers import ListingTeacher, LocalTeacher, logits_of, moved_to, shard_by_layer
+from draftlab.training.teachers import (
+    ListingTeacher,
+    LocalTeacher,
+    logits_of,
+    moved_to,
+    shard_by_layer,
+)
 
 TeacherModel = PreTrainedModel | ListingTeacher | None
 MAX_GRAD_NORM = 1.0
@@ -110,7 +116,11 @@ class EvalRecord:
 
 
 def train(
-    student: PreTrainedModel, setup: TrainingSetup, loop: Loop, state: Path, constraint: Constraint | None = None
+    student: PreTrainedModel,
+    setup: TrainingSetup,
+    loop: Loop,
+    state: Path,
+    constraint: Constraint | None = None,
 ) -> Iterator[StepRecord | EvalRecord]:
     """Train student in place; yield a record per step and per held-out evaluation: before, during and after.
 
@@ -122,7 +132,9 @@ def train(
         Interrupted: SIGTERM or Ctrl-C, after a checkpoint was saved.
     """
     if setup.loss.needs_teacher and setup.teacher is None:
-        raise UserError(f"loss {setup.loss.name!r} compares with a target; name one, or train with --loss ce")
+        raise UserError(
+            f"loss {setup.loss.name!r} compares with a target; name one, or train with --loss ce"
+        )
     trainer = Trainer(student, setup, loop, state, constraint)
     checkpoint = trainer.training.restore(state)
     if checkpoint is None:
@@ -145,7 +157,9 @@ def train(
             if done % loop.save_steps == 0 or stopping or ended:
                 trainer.training.save(state, done, ended=ended)
             if stopping:
-                raise Interrupted(f"interrupted after step {done} of {loop.steps}; the same command goes on there")
+                raise Interrupted(
+                    f"interrupted after step {done} of {loop.steps}; the same command goes on there"
+                )
             if ended:
                 break
     trainer.accelerator.free_memory()
@@ -155,19 +169,32 @@ class Trainer:
     """A student, its optimizers and its teacher under accelerate."""
 
     def __init__(
-        self, student: PreTrainedModel, setup: TrainingSetup, loop: Loop, state: Path, constraint: Constraint | None
+        self,
+        student: PreTrainedModel,
+        setup: TrainingSetup,
+        loop: Loop,
+        state: Path,
+        constraint: Constraint | None,
     ) -> None:
         torch.manual_seed(loop.seed)
         AcceleratorState._reset_state()  # a recipe may train in one dtype and then in another
         checkpointer.process_state()
-        self.student, self.setup, self.loop, self.state, self.constraint = student, setup, loop, state, constraint
+        self.student, self.setup, self.loop, self.state, self.constraint = (
+            student,
+            setup,
+            loop,
+            state,
+            constraint,
+        )
         self.accelerator = distributed.new_accelerator(training_dtype(loop.dtype), MAX_GRAD_NORM)
         student.train()
         vocab = _shared_vocab(student, setup.teacher)
         module = setup.objective or DistillStep(
             student, setup.loss, setup.temperature, vocab, constraint, setup.offsets
         )
-        optimizers = optimizers_for(student, loop, constraint.groups() if constraint else [], module.rates)
+        optimizers = optimizers_for(
+            student, loop, constraint.groups() if constraint else [], module.rates
+        )
         for group in _groups(optimizers):
             group["peak_lr"] = group["lr"]
         self.module, *self.optimizers = self.accelerator.prepare(module, *optimizers)
@@ -178,9 +205,14 @@ class Trainer:
         self.packs = module.takes_packed and (self.teacher is None or self.teacher.takes_packed)
         self.best = checkpointer.Best()
         self.training = checkpointer.Training(
-            accelerator=self.accelerator, module=self.module, optimizers=self.optimizers,
-            counters=[self.best, *([setup.batches] if isinstance(setup.batches, DynamicBatches) else [])],
-        )  # fmt: skip
+            accelerator=self.accelerator,
+            module=self.module,
+            optimizers=self.optimizers,
+            counters=[
+                self.best,
+                *([setup.batches] if isinstance(setup.batches, DynamicBatches) else []),
+            ],
+        )
 
     @property
     def out_of_patience(self) -> bool:
@@ -192,7 +224,9 @@ class Trainer:
         if self.setup.length is not None:
             length = self.setup.length
             around = self.accelerator.unwrap_model(self.module).around
-            record = replace(record, mean_acceptance_length=around(lambda: length(self.student, done)))
+            record = replace(
+                record, mean_acceptance_length=around(lambda: length(self.student, done))
+            )
         metric = record.selection_metric if self.constraint is None else done
         self.best.offer(metric, done, self.accelerator, self.module, self.state)
         return record
@@ -213,19 +247,30 @@ class Trainer:
             optimizer.zero_grad()
         objective, _, alpha, *_ = (self._total(sums) / max(1, tokens)).tolist()
         if not math.isfinite(objective):
-            cure = f"lower --lr ({self.loop.lr:g})" if index else "a model's logits are NaN, or overflow in its dtype"
+            cure = (
+                f"lower --lr ({self.loop.lr:g})"
+                if index
+                else "a model's logits are NaN, or overflow in its dtype"
+            )
             raise UserError(f"loss is {objective} at step {index}: {cure}")
         return StepRecord(
-            step=index + 1, loss=objective, acceptance=None if self.teacher is None else alpha, tokens=tokens,
-            grad_norm=None if norm is None or not math.isfinite(norm) else float(norm), lr=rate * self.loop.lr,
+            step=index + 1,
+            loss=objective,
+            acceptance=None if self.teacher is None else alpha,
+            tokens=tokens,
+            grad_norm=None if norm is None or not math.isfinite(norm) else float(norm),
+            lr=rate * self.loop.lr,
             seconds=time.perf_counter() - started_at,
-        )  # fmt: skip
+        )
 
     def reweigh(self, done: int) -> None:
         """Update the weights of a mixture where that is due."""
         batches = self.setup.batches
         if isinstance(batches, DynamicBatches) and done % batches.every == 0:
-            losses = {n: self._heldout(rows, None, done).cross_entropy for n, rows in batches.heldout.items()}
+            losses = {
+                n: self._heldout(rows, None, done).cross_entropy
+                for n, rows in batches.heldout.items()
+            }
             batches.reweigh(done, losses)
 
     def in_any_process(self, flag: bool) -> bool:
@@ -235,7 +280,9 @@ class Trainer:
     def _micro_batches(self, index: int) -> list[Batch]:
         """Return this process's rows, in parts: made before they are shared out, so that all make the same passes."""
         processes = self.accelerator.num_processes
-        batch = self.accelerator.unwrap_model(self.module).around(lambda: self.setup.batches.batch(index))
+        batch = self.accelerator.unwrap_model(self.module).around(
+            lambda: self.setup.batches.batch(index)
+        )
         parts = self._packed(batch, index).parts(self.loop.micro_batch_tokens * processes)
         return [part.shard(self.accelerator.process_index, processes) for part in parts]
 
@@ -251,8 +298,14 @@ class Trainer:
         """Return the sums of DistillStep over all parts, [6]. tokens: Tokens of the whole step, in all processes."""
         totals, accelerator = torch.zeros(6, dtype=torch.float64), self.accelerator
         for number, part in enumerate(parts, 1):
-            accelerator.sync_gradients = number == len(parts)  # DeepSpeed clips and steps in that backward pass
-            unsynced = contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.module)
+            accelerator.sync_gradients = number == len(
+                parts
+            )  # DeepSpeed clips and steps in that backward pass
+            unsynced = (
+                contextlib.nullcontext()
+                if accelerator.sync_gradients
+                else accelerator.no_sync(self.module)
+            )
             with unsynced:
                 sums = self._sums(self.teacher, part)[0]
                 # DDP averages over processes; the token count is that of the whole step, so scale back
@@ -260,12 +313,18 @@ class Trainer:
             totals += exact(sums.detach()).cpu()
         return totals
 
-    def _heldout(self, batches: list[Batch], teacher: LocalTeacher | ListingTeacher | None, step: int) -> EvalRecord:
+    def _heldout(
+        self, batches: list[Batch], teacher: LocalTeacher | ListingTeacher | None, step: int
+    ) -> EvalRecord:
         self.module.eval()
         totals, tokens = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
         with torch.no_grad():
-            for i, batch in enumerate(batches):  # split by rows: FSDP wants every process in every forward pass
-                part = self._packed(batch, -1 - i).shard(self.accelerator.process_index, self.accelerator.num_processes)
+            for i, batch in enumerate(
+                batches
+            ):  # split by rows: FSDP wants every process in every forward pass
+                part = self._packed(batch, -1 - i).shard(
+                    self.accelerator.process_index, self.accelerator.num_processes
+                )
                 sums = exact(self._sums(teacher, part)).cpu()
                 totals = totals + sums
                 tokens = tokens + torch.from_numpy(part.predictions_by_offset(len(sums)))
@@ -273,18 +332,26 @@ class Trainer:
         totals, tokens = self._total(totals), self._total(tokens)
         means = totals / tokens.unsqueeze(1).clamp_min(1)
         _, cross_entropy, alpha, slack, agreement, _ = means[0].tolist()
-        compared: dict[str, Any] = {} if teacher is None else {"acceptance": alpha, "agreement": agreement}
+        compared: dict[str, Any] = (
+            {} if teacher is None else {"acceptance": alpha, "agreement": agreement}
+        )
         if teacher is not None and len(means) > 1:
             compared["offsets"] = tuple(means[:, 2].tolist())
         return EvalRecord(
-            step=step, tokens=int(tokens.sum()), loss=float(totals[:, 0].sum() / tokens.sum()),
-            cross_entropy=cross_entropy, slack=slack, **compared,
-        )  # fmt: skip
+            step=step,
+            tokens=int(tokens.sum()),
+            loss=float(totals[:, 0].sum() / tokens.sum()),
+            cross_entropy=cross_entropy,
+            slack=slack,
+            **compared,
+        )
 
     def _sums(self, teacher: LocalTeacher | ListingTeacher | None, batch: Batch) -> Tensor:
         device = self.accelerator.device
         ids, mask = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.mask).to(device)
-        positions = None if batch.positions is None else torch.from_numpy(batch.positions).to(device)
+        positions = (
+            None if batch.positions is None else torch.from_numpy(batch.positions).to(device)
+        )
         depths = None if batch.depths is None else torch.from_numpy(batch.depths).to(device)
         listed = None if teacher is None else moved_to(device, teacher.distributions(batch))
         return self.module(ids, mask, listed, positions, depths)
@@ -316,7 +383,9 @@ def _prepare_teacher(
     model = teacher.eval()
     if accelerator.is_fsdp2:
         shard_by_layer(model)
-    elif getattr(model, "hf_device_map", None) is None:  # accelerate has not spread it over devices already
+    elif (
+        getattr(model, "hf_device_map", None) is None
+    ):  # accelerate has not spread it over devices already
         model.to(cast(Any, accelerator.device))
     if compiled:
         model.get_decoder().compile()

@@ -56,7 +56,9 @@ def tensors_of_ids(directory: Path) -> list[str]:
     return sized
 
 
-def trim(student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], models: Iterable[Path]) -> None:
+def trim(
+    student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], models: Iterable[Path]
+) -> None:
     """Trim a student's head to the most frequent ids of texts. models: checkpoints whose special ids stay.
 
     Raises:
@@ -64,11 +66,15 @@ def trim(student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], model
     """
     special = set[int]()
     for model in models:
-        special |= template_ids(checkpoint.load_tokenizer(model)) | set(checkpoint.eos_token_ids(model))
+        special |= template_ids(checkpoint.load_tokenizer(model)) | set(
+            checkpoint.eos_token_ids(model)
+        )
     ids, coverage = frequent_ids(texts, size, logits_of(student), special)
     trim_model(student, ids)
     tokens = sum(map(len, texts))
-    note(f"head of {size:,} ids; those of one half of {tokens:,} tokens cover {coverage:.2%} of the other half")
+    note(
+        f"head of {size:,} ids; those of one half of {tokens:,} tokens cover {coverage:.2%} of the other half"
+    )
 
 
 def trained_texts(batches: Batches, steps: int) -> list[np.ndarray]:
@@ -92,6 +98,12 @@ def _rows_of_ids(config: dict[str, object]) -> set[str]:
     """Return the names of embedding and head in files, with and without the base model's prefix."""
     model = checkpoint.meta_model(config, torch.float32)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    own = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
-    names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own}
+    own = {
+        id(parameter) for module in ends if module is not None for parameter in module.parameters()
+    }
+    names = {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in own
+    }
     return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}

@@ -26,7 +26,9 @@ from draftlab.sampling import SamplingParams
 from draftlab.training import evaluate
 
 KS = range(1, 9)
-chance_lists = st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), min_size=1, max_size=6)
+chance_lists = st.lists(
+    st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), min_size=1, max_size=6
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class One:
     emitted: int
 
 
-def walk(kept: Callable[[int, int], bool], n: int, depth: Callable[[int], int], limit: int) -> Iterator[One]:
+def walk(
+    kept: Callable[[int, int], bool], n: int, depth: Callable[[int], int], limit: int
+) -> Iterator[One]:
     """Speculation over n tokens, step by step. kept: of the token and its depth in the step, whether it is accepted."""
     at = 0
     while at < n:
@@ -60,10 +64,18 @@ def test_counts_are_the_enumeration(chances, k, spare):
     spare: tokens that the length limit would still have allowed, as after an end-of-text token.
     """
     n, limit = len(chances), len(chances) + spare
-    sums = {"reached": np.zeros(k + 1), "examined": np.zeros(k), "drafted": 0.0, "passes": 0.0, "truncated": 0.0}
+    sums = {
+        "reached": np.zeros(k + 1),
+        "examined": np.zeros(k),
+        "drafted": 0.0,
+        "passes": 0.0,
+        "truncated": 0.0,
+    }
     began = np.zeros(n)
     for pattern in itertools.product([True, False], repeat=n):
-        weight = float(np.prod([c if kept else 1 - c for c, kept in zip(chances, pattern, strict=True)]))
+        weight = float(
+            np.prod([c if kept else 1 - c for c, kept in zip(chances, pattern, strict=True)])
+        )
         for step in walk(lambda token, _, p=pattern: p[token], n, lambda _: k, limit):
             began[step.began] += weight
             sums["passes"] += weight
@@ -72,7 +84,9 @@ def test_counts_are_the_enumeration(chances, k, spare):
             for a in range(k + 1):
                 sums["reached"][a] += weight * (step.drafted > 0 and step.accepted >= a)
             for a in range(k):
-                sums["examined"][a] += weight * (step.accepted >= a and min(step.drafted, n - step.began) > a)
+                sums["examined"][a] += weight * (
+                    step.accepted >= a and min(step.drafted, n - step.began) > a
+                )
     counts = chain(texts_of([np.array(chances)], np.array([limit])), k)
     for name, value in sums.items():
         np.testing.assert_allclose(getattr(counts, name)[0], value, atol=1e-9, err_msg=name)
@@ -87,7 +101,9 @@ def test_texts_do_not_touch_each_other(rows, k):
     for i, text in enumerate(texts):
         alone = chain(texts_of([text]), k)
         for name in ("tokens", "passes", "steps", "drafted", "reached", "examined", "truncated"):
-            np.testing.assert_allclose(getattr(together, name)[i], getattr(alone, name)[0], err_msg=name)
+            np.testing.assert_allclose(
+                getattr(together, name)[i], getattr(alone, name)[0], err_msg=name
+            )
         np.testing.assert_allclose(alone.passes, visits(text, k).sum())
 
 
@@ -134,10 +150,14 @@ def passes_by_leviathan(p, q, prefix: tuple[int, ...], n: int, k: int) -> float:
             continue
         chances = [min(1.0, float(ps[i, t] / qs[i, t])) for i, t in enumerate(drafted)]
         for accepted in range(count + 1):
-            share = float(np.prod(chances[:accepted])) * (1 - chances[accepted] if accepted < count else 1)
+            share = float(np.prod(chances[:accepted])) * (
+                1 - chances[accepted] if accepted < count else 1
+            )
             if share == 0:
                 continue
-            u = torch.tensor([c / 2 for c in chances[:accepted]] + [(1 + c) / 2 for c in chances[accepted:]])
+            u = torch.tensor(
+                [c / 2 for c in chances[:accepted]] + [(1 + c) / 2 for c in chances[accepted:]]
+            )
             got, rest = verify(ps, qs, torch.tensor(drafted, dtype=torch.long), u.double())
             assert got == accepted
             for token, chance in enumerate(rest.tolist()):
@@ -198,7 +218,9 @@ def test_replay_over_all_texts_is_leviathan_speculation_enumerated(seed, k):
     p, q = table(seed, 3), table(seed + 100, 3)
     live = passes_by_leviathan(p, q, (), 4, k)
     assert passes_by_replay(p, q, 4, k, rejection) == pytest.approx(live, abs=1e-9)
-    assert abs(passes_by_replay(p, q, 4, k, match) - live) > 0.01  # the other rule is another number
+    assert (
+        abs(passes_by_replay(p, q, 4, k, match) - live) > 0.01
+    )  # the other rule is another number
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -237,7 +259,9 @@ def markov_pair() -> tuple[np.ndarray, np.ndarray]:
     return p, (1 - share) * p + share * noise
 
 
-def simulate(p: np.ndarray, q: np.ndarray, k: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+def simulate(
+    p: np.ndarray, q: np.ndarray, k: int, n: int, rng: np.random.Generator
+) -> tuple[np.ndarray, int]:
     """Speculative sampling as in Leviathan et al. 2023, algorithm 1: the text and the passes it took."""
     text, passes = [0], 0
     p_sums, q_sums = p.cumsum(1), q.cumsum(1)
@@ -317,7 +341,9 @@ def pair(tmp_path_factory) -> tuple[Llama, Llama]:
         for p in models["draft"].parameters():
             p.add_(torch.randn_like(p) * 0.002)
         for name, model in models.items():
-            model.get_output_embeddings().get_parameter("weight").mul_(12)  # sure of some tokens, not of others
+            model.get_output_embeddings().get_parameter("weight").mul_(
+                12
+            )  # sure of some tokens, not of others
             model.save_pretrained(root / name)
     return load(root / "target", torch.float32), load(root / "draft", torch.float32)
 
@@ -373,17 +399,22 @@ def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
         if whole[at] in whole[:at]:
             continue
         sampling = SamplingParams(
-            max_tokens=40, stop_token_ids=(whole[-1], whole[at]) if whole[-1] not in whole[:at] else (whole[at],)
+            max_tokens=40,
+            stop_token_ids=(whole[-1], whole[at]) if whole[-1] not in whole[:at] else (whole[at],),
         )
         given = [(np.array(PROMPTS[0]), np.array(whole[: at + 1]))]
-        kept = expected.chances(score_tokens(draft, given, 307, SamplingParams())[0].logprobs, np.zeros(at + 1))[1:]
+        kept = expected.chances(
+            score_tokens(draft, given, 307, SamplingParams())[0].logprobs, np.zeros(at + 1)
+        )[1:]
         for k in KS:
             steps = list(speculative_decode(target, ModelDrafter(draft), [PROMPTS[0]], k, sampling))
             live, found = of_steps(0, steps), chain(texts_of([kept], np.array([39])), k)
             assert (found.passes[0], found.tokens[0]) == (len(live.drafted), live.tokens - 1)
             assert found.drafted[0] == sum(live.drafted)
             assert found.accepted[0] == sum(live.accepted)
-            assert found.truncated[0] == sum(e < a + 1 for a, e in zip(live.accepted, live.emitted, strict=True))
+            assert found.truncated[0] == sum(
+                e < a + 1 for a, e in zip(live.accepted, live.emitted, strict=True)
+            )
 
 
 # the teacher-forced pass
@@ -391,11 +422,17 @@ def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
 
 def test_ragged_texts_together_are_each_alone_and_what_transformers_says(pair, monkeypatch):
     rng = np.random.default_rng(3)
-    texts = [(rng.integers(3, 300, a), rng.integers(3, 300, b)) for a, b in ((4, 9), (17, 1), (2, 30), (6, 0), (9, 9))]
+    texts = [
+        (rng.integers(3, 300, a), rng.integers(3, 300, b))
+        for a, b in ((4, 9), (17, 1), (2, 30), (6, 0), (9, 9))
+    ]
     warp = SamplingParams(temperature=9.0, top_k=150, top_p=0.95)
     hosted = hf_decoder.HFDecoder(build("llama", 1))
     hosted.model.get_output_embeddings().get_parameter("weight").data.mul_(12)
-    together, other = score_tokens(pair[0], texts, 307, warp), score_tokens(hosted, texts, 307, warp)
+    together, other = (
+        score_tokens(pair[0], texts, 307, warp),
+        score_tokens(hosted, texts, 307, warp),
+    )
     monkeypatch.setattr(token_logprobs, "MAX_LOGITS", 1)  # one text a pass
     alone = score_tokens(pair[0], texts, 307, warp)
     for (prompt, written), *found in zip(texts, together, other, alone, strict=True):
@@ -415,7 +452,9 @@ def test_ragged_texts_together_are_each_alone_and_what_transformers_says(pair, m
 
 def test_a_text_longer_than_the_context_is_refused(pair):
     prompt, written = np.zeros(200, dtype=np.int64), np.zeros(58, dtype=np.int64)
-    assert len(score_tokens(pair[0], [(prompt, written[:57])], 307, SamplingParams())[0].ranks) == 57
+    assert (
+        len(score_tokens(pair[0], [(prompt, written[:57])], 307, SamplingParams())[0].ranks) == 57
+    )
     with raises_option("258", "256"):
         score_tokens(pair[0], [(prompt, written)], 307, SamplingParams())
 
@@ -428,14 +467,22 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
     draft.save_pretrained(tmp_path / "draft")
     prompts = np.random.default_rng(0).integers(3, 300, (3, 6))
     arrays = evaluate.generate(
-        hf_decoder.HFDecoder(target), prompts, SamplingParams(max_tokens=24), Batching(), lambda done: None
+        hf_decoder.HFDecoder(target),
+        prompts,
+        SamplingParams(max_tokens=24),
+        Batching(),
+        lambda done: None,
     )
     text = evaluate.TargetText.of(arrays, 0.0)
     chances = evaluate.acceptance_probabilities(draft, text)
     engine = ModelDrafter(load(tmp_path / "draft", torch.float32))
     for k in (1, 2, 4):
         for row, prompt, chance in zip(text.texts, prompts, chances, strict=True):
-            steps = list(speculative_decode(pair[0], engine, [prompt.tolist()], k, SamplingParams(max_tokens=24)))
+            steps = list(
+                speculative_decode(
+                    pair[0], engine, [prompt.tolist()], k, SamplingParams(max_tokens=24)
+                )
+            )
             assert tokens_of(steps) == row[1].tolist()
             assert visits(chance, k).sum() == len(steps) - 1  # the prefill emits the first token
 

@@ -33,13 +33,19 @@ def space(tmp_path, monkeypatch):
 
 
 def ran(*words):
-    result = CliRunner().invoke(app, ["auto", *map(str, words), "--prompts", "prompts.jsonl", "--threads", "1"])
+    result = CliRunner().invoke(
+        app, ["auto", *map(str, words), "--prompts", "prompts.jsonl", "--threads", "1"]
+    )
     assert result.exit_code == 0, result.output
     return result.output
 
 
 def times(folder):
-    return {str(file): os.stat(file).st_mtime_ns for file in folder.rglob("draftlab.json") if file.parent != folder}
+    return {
+        str(file): os.stat(file).st_mtime_ns
+        for file in folder.rglob("draftlab.json")
+        if file.parent != folder
+    }
 
 
 def test_a_target_that_cannot_be_pruned_gets_a_verdict_on_lookup(space, tokenizer_dir):
@@ -54,7 +60,9 @@ def test_a_target_that_cannot_be_pruned_gets_a_verdict_on_lookup(space, tokenize
     assert (space / "out/report/report.html").is_file()
     page = (space / "out/index.html").read_text()
     assert verdict.reason in page
-    assert all(html.escape(line).replace("&#x27;", "&#39;") in page for line in not_tried(verdict.left_out))
+    assert all(
+        html.escape(line).replace("&#x27;", "&#39;") in page for line in not_tried(verdict.left_out)
+    )
     assert (space / "out/export/serve.sh").is_file() == verdict.use
     assert all(step.is_done() for step in read_recipe(space / "out/recipe.yaml"))
     before = times(space / "out")
@@ -72,8 +80,15 @@ def test_ready_drafts_are_measured_and_nothing_is_trained(space, tokenizer_dir):
     save_target(space / "sibling", tokenizer_dir, layers=1)
     ran("target", "--draft", "sibling", "--minutes", "1", "--out", "out")
     verdict = read_model(Verdict, space / "out", "auto.json")
-    assert {(choice.kind, choice.name) for choice in verdict.ranking} == {("draft", "sibling"), ("prompt-lookup",) * 2}
-    assert {step.out.name for step in read_recipe(space / "out/recipe.yaml")} <= {"score", "final", "export"}
+    assert {(choice.kind, choice.name) for choice in verdict.ranking} == {
+        ("draft", "sibling"),
+        ("prompt-lookup",) * 2,
+    }
+    assert {step.out.name for step in read_recipe(space / "out/recipe.yaml")} <= {
+        "score",
+        "final",
+        "export",
+    }
 
 
 def test_no_draft_is_advised_where_nothing_gains(space, tokenizer_dir):
@@ -114,7 +129,18 @@ def killed_when(ready, command, log):
 def test_a_run_killed_in_its_search_goes_on_with_what_was_there(space, tokenizer_dir):
     """Whether a draft of a random target pays does not matter; that every step is made once does."""
     save_target(space / "target", tokenizer_dir)
-    words = ["auto", "target", "--minutes", "4", "--prompts", "prompts.jsonl", "--threads", "1", "--out", "out"]
+    words = [
+        "auto",
+        "target",
+        "--minutes",
+        "4",
+        "--prompts",
+        "prompts.jsonl",
+        "--threads",
+        "1",
+        "--out",
+        "out",
+    ]
     state = space / "out/.search.state"
 
     def in_first_rung():
@@ -135,7 +161,9 @@ def test_a_run_killed_in_its_search_goes_on_with_what_was_there(space, tokenizer
     verdict = read_model(Verdict, space / "out", "auto.json")
     planned = read_model(Plan, space / "out", "plan.json")
     assert "draft" in planned.candidates
-    assert {choice.kind for choice in verdict.ranking} == {*planned.candidates} - {*verdict.left_out}
+    assert {choice.kind for choice in verdict.ranking} == {*planned.candidates} - {
+        *verdict.left_out
+    }
     assert verdict.training is not None
     again = CliRunner().invoke(app, words)
     assert again.exit_code == 0

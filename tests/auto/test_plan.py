@@ -37,7 +37,9 @@ seconds = st.dictionaries(st.sampled_from(list(STEPS)), st.floats(0.1, 100), min
 
 def prompt_file(folder, count):
     file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"def parse{i}(line):"}) + "\n" for i in range(count)))
+    file.write_text(
+        "".join(json.dumps({"prompt": f"def parse{i}(line):"}) + "\n" for i in range(count))
+    )
     return file
 
 
@@ -65,7 +67,9 @@ def test_what_a_step_leaves_goes_to_the_later_ones(least, more, used):
     total = sum(least.values()) + more
     steps = [
         PlannedStep(name=n, command="", what="", minutes=s / 60, least_minutes=least[n] / 60)
-        for n, s in seconds_of_steps({name: least[name] for name in STEPS if name in least}, total).items()
+        for n, s in seconds_of_steps(
+            {name: least[name] for name in STEPS if name in least}, total
+        ).items()
     ]
     plan = Plan(
         settings={}, target="", machine=FAST, prompts="", candidates=[], left_out={}, layers=[], widths=[],
@@ -110,7 +114,9 @@ def test_less_time_drops_the_dearest_and_says_the_least(tmp_path):
         before = set(plan.candidates)
     assert "prompt-lookup" in before
     assert not {"trimmed", "eagle", "parallel", "draft"} & before
-    (everything,) = {int(word) for reason in plan.left_out.values() for word in reason.split() if word.isdigit()}
+    (everything,) = {
+        int(word) for reason in plan.left_out.values() for word in reason.split() if word.isdigit()
+    }
     assert {*planned("tiny", tmp_path, everything, slow).candidates} > before
     assert "draft" in plan.left_out
     with raises_option("--minutes"):
@@ -160,7 +166,11 @@ def test_a_ready_draft_may_have_the_name_of_a_kind(family_dirs, tmp_path):
 
 
 def test_a_ready_draft_with_other_words_is_refused(family_dirs, tmp_path):
-    train_tokenizer(["other words entirely " * 50], 307, shutil.copytree(family_dirs["llama"], tmp_path / "other"))
+    train_tokenizer(
+        ["other words entirely " * 50],
+        307,
+        shutil.copytree(family_dirs["llama"], tmp_path / "other"),
+    )
     with raises_option(kind=UserError):
         ready_drafts([str(tmp_path / "other")], family_dirs["llama"], weights=True)
     with raises_option("llama"):
@@ -173,7 +183,9 @@ def test_prompts_are_parted_without_overlap_and_always_alike(family_dirs, tmp_pa
     assert (prompts.choose, prompts.measure, prompts.train) == (50, 25, 85)
     for name in ("a", "b"):
         prompts.write(tmp_path / name, target)
-    texts = [[(tmp_path / name / f"{part}.jsonl").read_text() for part in parts] for name in ("a", "b")]
+    texts = [
+        [(tmp_path / name / f"{part}.jsonl").read_text() for part in parts] for name in ("a", "b")
+    ]
     assert texts[0] == texts[1]
     rows = [set(text.splitlines()) for text in texts[0]]
     assert list(map(len, rows)) == [50, 25, 85]
@@ -191,8 +203,14 @@ def test_prompts_are_parted_without_overlap_and_always_alike(family_dirs, tmp_pa
         ({"prompt_file": 96, "out": "a,b"}, "--out a,b"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_by_its_option(family_dirs, tmp_path, monkeypatch, settings, option):
+def test_what_cannot_be_planned_is_refused_by_its_option(
+    family_dirs, tmp_path, monkeypatch, settings, option
+):
     monkeypatch.chdir(tmp_path)
-    files = {"prompt_file": prompt_file(tmp_path, settings["prompt_file"])} if "prompt_file" in settings else {}
+    files = (
+        {"prompt_file": prompt_file(tmp_path, settings["prompt_file"])}
+        if "prompt_file" in settings
+        else {}
+    )
     with pytest.raises(UserError, match=option):
         auto(target=str(family_dirs["llama"]), **settings | files, dry_run=True)

@@ -39,11 +39,15 @@ def space(tmp_path, monkeypatch, family_dirs):
     Path("head").mkdir()
     eagle.write(Path("head"), head, "native", target=target, k=3)
     Path("out/prompts").mkdir(parents=True)
-    Path("out/prompts/measure.jsonl").write_text('{"prompt": "def f(x):"}\n{"prompt": "class A:"}\n')
+    Path("out/prompts/measure.jsonl").write_text(
+        '{"prompt": "def f(x):"}\n{"prompt": "class A:"}\n'
+    )
     return tmp_path
 
 
-def request_of(target: Path, server: str | None = None, program: Path | None = None, temperature: float = 0) -> Request:
+def request_of(
+    target: Path, server: str | None = None, program: Path | None = None, temperature: float = 0
+) -> Request:
     return Request(
         name=str(target), target=target, size=read_size(target), server=server, streams=[1], temperature=temperature,
         prompts=PromptSplit(about="", rows=[], data=None, choose=1, measure=1), program=program,
@@ -53,7 +57,9 @@ def request_of(target: Path, server: str | None = None, program: Path | None = N
 def served(
     target: Path, chosen: Arm, k_by_streams: dict[int, int] | None = None, **wanted: object
 ) -> tuple[str, list[str]]:
-    steps = StepRunner(folder=Path("out"), make=lambda name, settings: step_of(name, settings, {}, "auto"))
+    steps = StepRunner(
+        folder=Path("out"), make=lambda name, settings: step_of(name, settings, {}, "auto")
+    )
     request = request_of(target, **wanted)
     return serve(request, steps, chosen, k_by_streams or {1: 3}, k=3, int8=False)
 
@@ -64,11 +70,19 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
     if kind not in served_by(server):
         pytest.skip("not tried there")
     draft = {"draft": Path("draft"), "eagle": Path("head"), "prompt-lookup": None}[kind]
-    drafter = {"draft": None, "eagle": EagleSpec.of(heads="head"), "prompt-lookup": PromptLookupSpec.of()}[kind]
-    command, notes = served(family_dirs["llama"], Arm(kind=kind, draft=draft, drafter=drafter), server=server)
+    drafter = {
+        "draft": None,
+        "eagle": EagleSpec.of(heads="head"),
+        "prompt-lookup": PromptLookupSpec.of(),
+    }[kind]
+    command, notes = served(
+        family_dirs["llama"], Arm(kind=kind, draft=draft, drafter=drafter), server=server
+    )
     program, script = command.split()[:2]
     assert Path(script).is_file()
-    assert (program, Path(script).name) == (("python", "assist.py") if server == "transformers" else ("sh", "serve.sh"))
+    assert (program, Path(script).name) == (
+        ("python", "assist.py") if server == "transformers" else ("sh", "serve.sh")
+    )
     assert "K = 3: " in Path(script).read_text()
     assert Path("out/export/README.md").is_file() == (draft is not None)
     assert (notes == []) == (draft is not None)
@@ -79,9 +93,14 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
 def test_drafts_are_chosen_by_the_rule_that_the_script_for_vllm_sets(space, family_dirs):
     target = family_dirs["llama"]
     config = AutoConfig.build({"target": str(target), "server": "vllm", "temperature": 0.8})
-    command, _ = served(target, Arm(kind="draft", draft=Path("draft")), server="vllm", temperature=0.8)
+    command, _ = served(
+        target, Arm(kind="draft", draft=Path("draft")), server="vllm", temperature=0.8
+    )
     method = {"vllm-probabilistic": "probabilistic", "vllm": "greedy"}[_rule(config)]
-    assert f"draft_sample_method = {method}, above temperature 0" in Path(command.split()[1]).read_text()
+    assert (
+        f"draft_sample_method = {method}, above temperature 0"
+        in Path(command.split()[1]).read_text()
+    )
     assert _rule(config.model_copy(update={"temperature": 0.0})) is None
 
 

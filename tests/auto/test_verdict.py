@@ -40,7 +40,13 @@ def test_no_draft_is_a_verdict_with_its_reason_and_what_would_change_it():
         left_out={"eagle": "too few minutes", "fallback-eagle": "too few minutes"}, planned_minutes=10, minutes=9,
     )  # fmt: skip
     text = "\n".join(verdict.lines())
-    for part in (verdict.reason, gain(0.8).as_speedup(), verdict.precision, *verdict.would_change, "eagle"):
+    for part in (
+        verdict.reason,
+        gain(0.8).as_speedup(),
+        verdict.precision,
+        *verdict.would_change,
+        "eagle",
+    ):
         assert part in text
 
 
@@ -52,7 +58,9 @@ def test_a_verdict_from_scores_in_doubt_says_that_nobody_can_tell():
     }  # fmt: skip
     assert Verdict(**settings).lines()[0] == "Use prompt lookup with K = 3: a gain."
     doubtful = Verdict(**settings, doubt="12 of 40 steps stalled")
-    assert doubtful.lines()[0].startswith("Cannot tell, because 12 of 40 steps stalled; measure again on a quiet")
+    assert doubtful.lines()[0].startswith(
+        "Cannot tell, because 12 of 40 steps stalled; measure again on a quiet"
+    )
     assert "use prompt lookup with K = 3: a gain" in doubtful.lines()[0]
     assert doubtful.model_dump(mode="json")["doubt"] == "12 of 40 steps stalled"
 
@@ -61,8 +69,15 @@ def test_candidates_have_the_names_of_their_scores():
     assert Arm(kind="draft", draft=Path("runs/a/2x64-1")).name == "2x64-1"
     drafter = FallbackSpec.of(draft="runs/a/2x64", draft_tokens=2)
     assert drafter.text == "fallback:draft=runs/a/2x64,draft_tokens=2"
-    assert Arm(kind="fallback", drafter=drafter).name == drafter.name == parse_drafter(drafter.text).name
-    assert Arm(kind="fallback", drafter=drafter, shape="2x64").label == "prompt lookup followed by draft model 2x64"
+    assert (
+        Arm(kind="fallback", drafter=drafter).name
+        == drafter.name
+        == parse_drafter(drafter.text).name
+    )
+    assert (
+        Arm(kind="fallback", drafter=drafter, shape="2x64").label
+        == "prompt lookup followed by draft model 2x64"
+    )
 
 
 def test_every_kind_of_candidate_has_words():

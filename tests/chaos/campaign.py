@@ -35,11 +35,27 @@ import draftlab
 ROOT = Path(__file__).parents[2]
 TEXT = sorted((ROOT / "draftlab").glob("[a-w]*/*.py"))[:60]  # enough for some to be held out
 CHARACTERS = 1300  # of each text: enough for the 48 prompts of search
-SHORT = ["--steps", "4", "--batch-size", "2", "--seq-len", "32", "--eval-steps", "2", "--save-steps", "2"]
+SHORT = [
+    "--steps",
+    "4",
+    "--batch-size",
+    "2",
+    "--seq-len",
+    "32",
+    "--eval-steps",
+    "2",
+    "--save-steps",
+    "2",
+]
 SMALL = ["--calibration-tokens", "256", "--seq-len", "64"]
 TIMED = ["--repeats", "3", "--mode", "eager"]
 LIMITS = (0, 1, 100, 5000)  # bytes of a file before writing fails
-LAZY = ("accelerate", "peft", "matplotlib.backends.backend_svg", "transformers.models.llama.modeling_llama")
+LAZY = (
+    "accelerate",
+    "peft",
+    "matplotlib.backends.backend_svg",
+    "transformers.models.llama.modeling_llama",
+)
 MOST_TRIES = 4
 HANG = 120.0  # seconds
 UNFELT = "without effect"  # the command ended before its fault, or no file grew beyond the limit
@@ -47,7 +63,11 @@ TESTS = (
     "servers", "test_trust.py", "scoring/test_stalls.py", "engine", "commands/test_cli.py",
     "model/test_bad_checkpoints.py",
 )  # fmt: skip
-MEASURED = ("profile", "score", "search")  # outputs depend on times: the names of files are compared
+MEASURED = (
+    "profile",
+    "score",
+    "search",
+)  # outputs depend on times: the names of files are compared
 WITHOUT_OUT = ("run", "init")
 PRINTING = {"check", "design", "env", "outputs info", "predict", "report"}
 UNTRIED = {  # commands that write
@@ -103,9 +123,23 @@ READING: dict[str, tuple[str, ...]] = {
     "info": ("outputs info", "made/outputs", "--verify", "--target", "model"),
     "config": ("prune", "--config", "made/prune/draftlab.json", "--dry-run"),
     "head": ("replay", "made/texts", "--draft", "made/eagle", "--target", "model"),
-    "prompts": ("outputs build", "--use", "replay", "--target", "model", "--prompt-file", "files/prompts.jsonl"),
+    "prompts": (
+        "outputs build",
+        "--use",
+        "replay",
+        "--target",
+        "model",
+        "--prompt-file",
+        "files/prompts.jsonl",
+    ),
 }
-KINDS = {".json": "json", ".jsonl": "jsonl", ".yaml": "yaml", ".safetensors": "tensors", ".txt": "text"}
+KINDS = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".yaml": "yaml",
+    ".safetensors": "tensors",
+    ".txt": "text",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +170,9 @@ class Campaign:
             apart.join()
             (folder / "text").mkdir()
             for file in TEXT:
-                (folder / "text" / f"{file.parent.name}-{file.stem}.txt").write_text(file.read_text()[:CHARACTERS])
+                (folder / "text" / f"{file.parent.name}-{file.stem}.txt").write_text(
+                    file.read_text()[:CHARACTERS]
+                )
             write_files(folder)
         for name in names:
             self._whole(name)
@@ -145,13 +181,17 @@ class Campaign:
         out, facts = self.folder / "made" / name, self.folder / f"{name}.json"
         if not (out.exists() and facts.exists()):
             shutil.rmtree(out, ignore_errors=True)
-            with self.room() as room:  # faulty runs have such a folder, too: cards show the command line
+            with (
+                self.room() as room
+            ):  # faulty runs have such a folder, too: cards show the command line
                 running = Running(self.arguments(name), room)
                 ended = running.wait()
                 if ended.code:
                     raise SystemExit(f"{name} fails without a fault: {ended.error}")
                 self.output(name, room).rename(out)
-            facts.write_text(json.dumps([ended.changes, int(1000 * (time.monotonic() - running.started_at))]))
+            facts.write_text(
+                json.dumps([ended.changes, int(1000 * (time.monotonic() - running.started_at))])
+            )
         self.changes[name], self.millis[name] = json.loads(facts.read_text())
         self.wholes[name] = self.files(name, out)
 
@@ -159,11 +199,17 @@ class Campaign:
         """Return the files and digests that two runs of a command have in common."""
         if name not in MEASURED:
             return digest(out)
-        return {re.sub(r"\b\d+x\d+\b", "SHAPE", file): keys for file, keys in names(out).items()}  # times choose one
+        return {
+            re.sub(r"\b\d+x\d+\b", "SHAPE", file): keys for file, keys in names(out).items()
+        }  # times choose one
 
     def arguments(self, name: str) -> list[str]:
         first, *options = (COMMANDS | READING)[name]
-        return [*first.split(), *options, *(() if name in (*WITHOUT_OUT, *READING) else ("--out", "out"))]
+        return [
+            *first.split(),
+            *options,
+            *(() if name in (*WITHOUT_OUT, *READING) else ("--out", "out")),
+        ]
 
     def output(self, name: str, room: Path) -> Path:
         """Return the output of a command; init writes into the working directory."""
@@ -185,7 +231,9 @@ class Campaign:
                 if ended.code == 0:
                     break
                 ended = run(self.arguments(name), room)
-                if ended.code == 1 and re.search("exists(; edit it| and is not empty)", ended.error):
+                if ended.code == 1 and re.search(
+                    "exists(; edit it| and is not empty)", ended.error
+                ):
                     break  # the fault came after the output was in its place
                 if ended.code:
                     return f"cannot go on: {ended.message[:200]}"
@@ -226,7 +274,11 @@ class Campaign:
                 wrong = f"exit {ended.code}: {ended.message[:200]!r}"
             elif ended.code and not (ended.message.isprintable() and len(ended.message) < 1000):
                 wrong = f"message: {ended.message[:200]!r}"
-            elif ended.code == 0 and harm.certain and self.wholes.get(name) not in (None, self._files_in(name, room)):
+            elif (
+                ended.code == 0
+                and harm.certain
+                and self.wholes.get(name) not in (None, self._files_in(name, room))
+            ):
                 wrong = "silent"
         return f"{file}, {harm.name}: {wrong}" if wrong else "passed"
 
@@ -235,8 +287,17 @@ class Campaign:
 
     def inputs(self, name: str) -> list[Path]:
         """Return the files that a command may read."""
-        places = [self.folder / word for word in (COMMANDS | READING)[name][1:] if (self.folder / word).exists()]
-        files = [file for place in places for file in (place, *sorted(place.rglob("*"))) if file.is_file()]
+        places = [
+            self.folder / word
+            for word in (COMMANDS | READING)[name][1:]
+            if (self.folder / word).exists()
+        ]
+        files = [
+            file
+            for place in places
+            for file in (place, *sorted(place.rglob("*")))
+            if file.is_file()
+        ]
         return [file.relative_to(self.folder) for file in files if file.stat().st_size]
 
     @contextlib.contextmanager
@@ -267,10 +328,17 @@ def write_files(folder: Path) -> None:
     entry = {"prompt_ids": [5, 6], "ids": [7, 9], "top_ids": [[7, 8], [3, 9]]}
     entry |= {"logprobs": [-0.5, -1.5], "top_logprobs": [[-0.5, -2.0], [-0.75, -1.5]]}
     cut = {"source": "model", "layers": 2, "data": "text", "calibration_tokens": 256, "seq_len": 16}
-    steps: dict[str, dict[str, object]] = {"prune": cut, "export": {"draft": "out/prune", "target": "model"}}
-    recipe = {"steps": [{name: settings | {"out": f"out/{name}"}} for name, settings in steps.items()]}
+    steps: dict[str, dict[str, object]] = {
+        "prune": cut,
+        "export": {"draft": "out/prune", "target": "model"},
+    }
+    recipe = {
+        "steps": [{name: settings | {"out": f"out/{name}"}} for name, settings in steps.items()]
+    }
     (folder / "files").mkdir()
-    (folder / "files" / "prompts.jsonl").write_text('{"prompt": "def parse"}\n{"prompt": "class"}\n')
+    (folder / "files" / "prompts.jsonl").write_text(
+        '{"prompt": "def parse"}\n{"prompt": "class"}\n'
+    )
     (folder / "files" / "log.jsonl").write_text((json.dumps(entry) + "\n") * 40)
     (folder / "files" / "recipe.yaml").write_text(json.dumps(recipe))
 
@@ -284,7 +352,9 @@ def judged(campaign: Campaign, name: str, kind: str, n: int, limit: int, seed: i
         elif kind == "damage":
             verdict = campaign.damaged(name, n, seed)
         else:
-            verdict = campaign.attempt(name, Fault(kind, after if kind in ("kill", "term") else n, limit))
+            verdict = campaign.attempt(
+                name, Fault(kind, after if kind in ("kill", "term") else n, limit)
+            )
     except TimeoutError as error:
         verdict = f"hangs: {error}"
     return Result(name, kind, n, limit, verdict)
@@ -314,18 +384,27 @@ def tested(files: str) -> Result:
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     passed = re.search(r"(\d+) passed", done.stdout)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return Result(files, "test", 0, 0, _verdict(done, failed), len(failed) + int(passed[1] if passed else 0))
+    return Result(
+        files, "test", 0, 0, _verdict(done, failed), len(failed) + int(passed[1] if passed else 0)
+    )
 
 
 def go(jobs: dict[Job, Callable[[], Result]], file: Path, minutes: float) -> list[Result]:
     """Run the jobs that have no result in the file, and append each result to it, until the time is over."""
     end = time.monotonic() + 60 * minutes
-    results = [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    results = (
+        [Result(**json.loads(line)) for line in file.read_text().splitlines()]
+        if file.exists()
+        else []
+    )
     done = {(r.command, r.kind, r.n, r.limit) for r in results}
     left = [job for key, job in jobs.items() if key not in done]
     for number, job in enumerate(left):
         if time.monotonic() > end:
-            print(f"{len(left) - number} of {len(jobs)} are left; the same command continues", file=sys.stderr)
+            print(
+                f"{len(left) - number} of {len(jobs)} are left; the same command continues",
+                file=sys.stderr,
+            )
             break
         results.append(job())
         with file.open("a") as stream:
@@ -353,8 +432,16 @@ def _complaint(code: int, error: str, fault: Fault) -> str:
     if "Traceback" in error:
         return f"traceback: {error.strip().splitlines()[-1][:200]}"
     # a write that stops at the limit kills nobody, and is noticed by its length
-    wanted = {"crash": (CRASHED,), "torn": (-25, 1), "full": (1,), "kill": (-9,), "term": (130,)}.get(fault.kind, ())
-    if code not in (0, *wanted) and not (fault.kind == "term" and code == -15):  # before Python's handler is there
+    wanted = {
+        "crash": (CRASHED,),
+        "torn": (-25, 1),
+        "full": (1,),
+        "kill": (-9,),
+        "term": (130,),
+    }.get(fault.kind, ())
+    if code not in (0, *wanted) and not (
+        fault.kind == "term" and code == -15
+    ):  # before Python's handler is there
         return f"exit {code}: {error.strip()[-200:]}"
     return ""
 
@@ -377,12 +464,17 @@ def preload() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Break commands at random points, and compare their outputs.")
+    parser = argparse.ArgumentParser(
+        description="Break commands at random points, and compare their outputs."
+    )
     parser.add_argument("--results", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--count", type=int, default=4, help="faults of each kind for each command")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--minutes", type=float, default=60, help="stop after these minutes; the same command continues"
+        "--minutes",
+        type=float,
+        default=60,
+        help="stop after these minutes; the same command continues",
     )
     parser.add_argument("--commands", default=",".join(COMMANDS))
     chosen = parser.parse_args()
@@ -391,11 +483,22 @@ def main() -> int:
     folder = chosen.results.absolute()
     campaign = Campaign(folder, chosen.commands.split(","))
     jobs = {(files, "test", 0, 0): partial(tested, files) for files in TESTS}
-    jobs |= {job: partial(judged, campaign, *job, chosen.seed) for job in plan(campaign, chosen.count, chosen.seed)}
+    jobs |= {
+        job: partial(judged, campaign, *job, chosen.seed)
+        for job in plan(campaign, chosen.count, chosen.seed)
+    }
     results = go(jobs, folder / f"results-{chosen.seed}.jsonl", chosen.minutes)
     print(table(results))
     failed = sum(result.failures for result in results)
-    print(json.dumps({"tried": sum(result.tried for result in results), "failed": failed, "seed": chosen.seed}))
+    print(
+        json.dumps(
+            {
+                "tried": sum(result.tried for result in results),
+                "failed": failed,
+                "seed": chosen.seed,
+            }
+        )
+    )
     return 1 if failed else 0
 
 

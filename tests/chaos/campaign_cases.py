@@ -44,7 +44,9 @@ def test_a_damaged_input_is_refused_in_one_line_or_harmless(campaign, number):
 
 def test_left_overs_and_other_files_are_seen(campaign, monkeypatch):
     with campaign.room() as room:
-        ended = run(campaign.arguments("prune"), room, Fault("crash", campaign.changes["prune"] - 2))
+        ended = run(
+            campaign.arguments("prune"), room, Fault("crash", campaign.changes["prune"] - 2)
+        )
         assert ended.code == CRASHED
         assert left_overs(room)
     monkeypatch.setitem(campaign.wholes, "prune", {})
@@ -54,7 +56,9 @@ def test_left_overs_and_other_files_are_seen(campaign, monkeypatch):
 def test_digests_leave_out_times_only(tmp_path):
     for name, seconds, value in (("a", 1.0, 1), ("b", 2.0, 1), ("c", 1.0, 2)):
         (tmp_path / name).mkdir()
-        Path(tmp_path / name / "x.json").write_text(json.dumps([{"seconds": seconds, "value": value}]))
+        Path(tmp_path / name / "x.json").write_text(
+            json.dumps([{"seconds": seconds, "value": value}])
+        )
     assert digest(tmp_path / "a") == digest(tmp_path / "b") != digest(tmp_path / "c")
 
 

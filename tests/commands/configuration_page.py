@@ -44,7 +44,8 @@ def row(command: Command, name: str, field: Any) -> str:
     flag = command.config.flag(name)
     spelled = f"`{name}`" if flag == "--" + name.replace("_", "-") else f"`{name}` (`{flag}`)"
     return (
-        f"| {spelled} | {values(field)} | {default(field)} | {(field.description or '').replace('|', chr(92) + '|')} |"
+        f"| {spelled} | {values(field)} | {default(field)} | "
+        f"{(field.description or '').replace('|', chr(92) + '|')} |"
     )
 
 
@@ -57,12 +58,20 @@ def values(field: Any) -> str:
     if literal is not None:
         return ", ".join(f"`{value}`" for value in get_args(literal))
     inner = args[0] if args else kind
-    name = {"str": "text", "Path": "path", "bool": "true, false", "int": "integer", "float": "number"}.get(
-        getattr(inner, "__name__", str(inner)), "text"
-    )
+    name = {
+        "str": "text",
+        "Path": "path",
+        "bool": "true, false",
+        "int": "integer",
+        "float": "number",
+    }.get(getattr(inner, "__name__", str(inner)), "text")
     limits = [(">=", bound(field, "ge")), (">", bound(field, "gt")), ("<=", bound(field, "le"))]
     bounds = [f"{sign} {limit:g}" for sign, limit in limits if limit is not None]
-    return name + (" " + ", ".join(bounds) if bounds else "") + (", several" if get_origin(kind) is list else "")
+    return (
+        name
+        + (" " + ", ".join(bounds) if bounds else "")
+        + (", several" if get_origin(kind) is list else "")
+    )
 
 
 def default(field: Any) -> str:

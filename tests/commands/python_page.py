@@ -36,7 +36,9 @@ This page is generated (`make docs`).
 
 
 def page() -> str:
-    names = [name for name in draftlab.__all__ if name not in ("Checkpoint", "UserError", "__version__")]
+    names = [
+        name for name in draftlab.__all__ if name not in ("Checkpoint", "UserError", "__version__")
+    ]
     return "\n".join([HEAD, *(section(name) for name in names)])
 
 
@@ -44,14 +46,31 @@ def section(name: str) -> str:
     function = getattr(draftlab, name)
     summary = inspect.getdoc(function).splitlines()[0]
     parameters = [shown(each) for each in inspect.signature(function).parameters.values()]
-    call = textwrap.fill(", ".join(parameters), 100, initial_indent="    ", subsequent_indent="    ")
+    call = textwrap.fill(
+        ", ".join(parameters), 100, initial_indent="    ", subsequent_indent="    "
+    )
     result = next(iter(get_args(returns := inspect.signature(function).return_annotation)), returns)
-    lines = [f"## draftlab.{name}", "", summary, "", "```", f"draftlab.{name}(", call, ")", "```", ""]
+    lines = [
+        f"## draftlab.{name}",
+        "",
+        summary,
+        "",
+        "```",
+        f"draftlab.{name}(",
+        call,
+        ")",
+        "```",
+        "",
+    ]
     return "\n".join(lines + returned(result))
 
 
 def shown(parameter: inspect.Parameter) -> str:
-    return parameter.name if parameter.default is inspect.Parameter.empty else f"{parameter.name}={parameter.default!r}"
+    return (
+        parameter.name
+        if parameter.default is inspect.Parameter.empty
+        else f"{parameter.name}={parameter.default!r}"
+    )
 
 
 def returned(result: type[Outcome]) -> list[str]:
@@ -62,7 +81,10 @@ def returned(result: type[Outcome]) -> list[str]:
     if not names:
         return []
     text = " ".join((result.__doc__ or "").split())
-    return [f"Returns `{result.__name__}` with {', '.join(f'`{name}`' for name in names)}. {text}", ""]
+    return [
+        f"Returns `{result.__name__}` with {', '.join(f'`{name}`' for name in names)}. {text}",
+        "",
+    ]
 
 
 if __name__ == "__main__":

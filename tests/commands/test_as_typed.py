@@ -32,15 +32,25 @@ def stand_in(out: Path, layers: int, seed: int) -> Path:
     }  # fmt: skip
     model = LlamaForCausalLM(LlamaConfig(**sizes)).half()
     tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
-    tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(layers)}
+    tensors |= {
+        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(layers)
+    }
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     parts = {file: sorted(tensors)[i::2] for i, file in enumerate(names)}
     for file, part in parts.items():
         save_file({name: tensors[name] for name in part}, out / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, part in parts.items() for name in part},
+    }
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = model.config.to_dict() | {"torch_dtype": "float16", "architectures": ["LlamaForCausalLM"]}
-    (out / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}, default=str))
+    config = model.config.to_dict() | {
+        "torch_dtype": "float16",
+        "architectures": ["LlamaForCausalLM"],
+    }
+    (out / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k != "dtype"}, default=str)
+    )
     (out / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
     (out / "tokenizer_config.json").write_text(json.dumps(CONFIG))
     (out / "pytorch_model-00001-of-00001.bin").write_bytes(b"pickled")
@@ -85,11 +95,17 @@ def test_the_papers_three_commands_work_as_typed_in_an_empty_folder(hub, tmp_pat
     assert typed(prune + " --dry-run", hub, tmp_path) == []
     assert sorted(typed(prune, hub, tmp_path)) == [f"huggyllama/llama-7b/{file}" for file in SHARDS]
     assert typed(distill + " --dry-run", hub, tmp_path) == []
-    assert sorted(typed(distill, hub, tmp_path)) == [f"huggyllama/llama-65b/{file}" for file in SHARDS]
+    assert sorted(typed(distill, hub, tmp_path)) == [
+        f"huggyllama/llama-65b/{file}" for file in SHARDS
+    ]
     assert typed(score, hub, tmp_path) == []
     assert not [name for name in hub.fetched if name.endswith(".bin")]
     config = json.loads(next(tmp_path.glob("runs/prune-*/config.json")).read_text())
-    assert (config["num_hidden_layers"], config["hidden_size"], config["dtype"]) == (2, 32, "float16")
+    assert (config["num_hidden_layers"], config["hidden_size"], config["dtype"]) == (
+        2,
+        32,
+        "float16",
+    )
     scores = json.loads(next(tmp_path.glob("runs/score-*/*/score.json")).read_text())
     assert scores["target"]["name"] == "llama-65b"
 
@@ -98,7 +114,9 @@ def test_the_papers_source_is_pruned_as_it_lies_on_the_hub(hub, tmp_path, monkey
     """The quick part of the above, in this process: index, rotary buffers, float16 and a slow tokenizer."""
     point_at(hub.url, tmp_path / "cache", monkeypatch)
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 20 for i in range(40)))
+    Path("text.txt").write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 20 for i in range(40))
+    )
     typed = "prune --layers 2 --width 32 --calibration-tokens 128 --seq-len 32 --data text.txt --out draft"
     result = CliRunner().invoke(app, typed.split())
     assert result.exit_code == 0, result.output

@@ -22,9 +22,22 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     """A workspace with a draft, and with files that are wrong in one way each."""
     space = tmp_path_factory.mktemp("space")
     target = str(family_dirs["llama"])
-    (space / "text.txt").write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 20 for i in range(40)))
-    workspace.write(workspace.Workspace(target=target, source=target, data=str(space / "text.txt")), space)
-    for name in ("draft", "no-weights", "no-config", "pickled", "torn", "odd", "unread", "other-words"):
+    (space / "text.txt").write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 20 for i in range(40))
+    )
+    workspace.write(
+        workspace.Workspace(target=target, source=target, data=str(space / "text.txt")), space
+    )
+    for name in (
+        "draft",
+        "no-weights",
+        "no-config",
+        "pickled",
+        "torn",
+        "odd",
+        "unread",
+        "other-words",
+    ):
         shutil.copytree(family_dirs["llama"], space / name)
     (space / "no-weights/model.safetensors").unlink()
     (space / "no-config/config.json").unlink()
@@ -46,11 +59,18 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     (space / "head/config.json").write_text(json.dumps(config | {"draft_vocab_size": 9}))
     (space / "empty").mkdir()
     (space / "opt").mkdir()
-    (space / "opt/config.json").write_text(json.dumps({"model_type": "opt", "vocab_size": 5, "hidden_size": 4}))
-    save_file({"model.decoder.embed_tokens.weight": np.zeros((5, 4), np.float32)}, space / "opt/model.safetensors")
+    (space / "opt/config.json").write_text(
+        json.dumps({"model_type": "opt", "vocab_size": 5, "hidden_size": 4})
+    )
+    save_file(
+        {"model.decoder.embed_tokens.weight": np.zeros((5, 4), np.float32)},
+        space / "opt/model.safetensors",
+    )
     for kind, fields in FOREIGN.items():
         (space / kind).mkdir()
-        (space / kind / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 5} | fields))
+        (space / kind / "config.json").write_text(
+            json.dumps({"model_type": kind, "vocab_size": 5} | fields)
+        )
     (space / "empty.jsonl").write_text('\n{"prompt": " "}\n')
     (space / "full").mkdir()
     (space / "full/kept.txt").write_text("keep me")
@@ -84,7 +104,11 @@ CASES = [line.split(" => ") for line in LINES if " => " in line]
 
 
 def listing(folder: Path) -> dict[str, int]:
-    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.stat().st_mtime_ns
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 @pytest.mark.parametrize(("line", "message"), CASES, ids=[line for line, _ in CASES])

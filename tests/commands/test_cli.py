@@ -30,7 +30,9 @@ RUNNER = CliRunner()
 @pytest.fixture
 def text(tmp_path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80)))
+    path.write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80))
+    )
     return path
 
 
@@ -60,9 +62,41 @@ def refused(*arguments: str) -> str:
     return line
 
 
-PRUNE = ("prune", "--layers", "2", "--width", "32", "--calibration-tokens", "128", "--seq-len", "32")
-DISTILL = ("distill", "--steps", "2", "--batch-size", "2", "--seq-len", "16", "--training-dtype", "float32")
-SCORE = ("score", "--k", "1,2", "--num-prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1")
+PRUNE = (
+    "prune",
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--calibration-tokens",
+    "128",
+    "--seq-len",
+    "32",
+)
+DISTILL = (
+    "distill",
+    "--steps",
+    "2",
+    "--batch-size",
+    "2",
+    "--seq-len",
+    "16",
+    "--training-dtype",
+    "float32",
+)
+SCORE = (
+    "score",
+    "--k",
+    "1,2",
+    "--num-prompts",
+    "2",
+    "--prompt-tokens",
+    "8",
+    "--max-new-tokens",
+    "6",
+    "--repeats",
+    "1",
+)
 
 
 def test_the_three_commands_work_as_typed_in_a_workspace(space):
@@ -96,7 +130,9 @@ def test_a_plan_has_minutes_and_every_command_names_the_next(space):
         "draftlab distill --draft runs/prune-2x32",
     )
     assert json.loads(call(*DISTILL, "--dry-run", "--json").stdout)["minutes"] > 0
-    assert call(*DISTILL).stderr.splitlines()[-1] == "next: draftlab score --draft runs/distill-2x32"
+    assert (
+        call(*DISTILL).stderr.splitlines()[-1] == "next: draftlab score --draft runs/distill-2x32"
+    )
 
 
 def test_a_missed_bar_exits_with_3_after_the_results_are_kept(space):
@@ -134,7 +170,9 @@ def test_mode_auto_is_compiled_where_it_can_be(space, monkeypatch):
 def test_without_git_a_record_names_no_commit(space, monkeypatch):
     monkeypatch.setenv("PATH", "")
     call(*PRUNE)
-    assert "git" not in json.loads((space / "runs/prune-2x32/draftlab.json").read_text())["versions"]
+    assert (
+        "git" not in json.loads((space / "runs/prune-2x32/draftlab.json").read_text())["versions"]
+    )
     assert "git: " not in call("env").stdout
 
 
@@ -162,9 +200,19 @@ def test_without_a_workspace_the_papers_models_are_named_and_init_is_offered(tmp
 
 
 def test_the_newest_draft_counts_whether_it_was_cut_or_distilled(tmp_path):
-    for name, command, second in (("a", "distill", 1), ("b", "prune", 2), ("c", "distill", 2), ("d", "score", 3)):
+    for name, command, second in (
+        ("a", "distill", 1),
+        ("b", "prune", 2),
+        ("c", "distill", 2),
+        ("d", "score", 3),
+    ):
         (tmp_path / name).mkdir()
-        record = {"command": command, "created": f"2026-01-01T00:00:0{second}+00:00", "seconds": 1, "versions": {}}
+        record = {
+            "command": command,
+            "created": f"2026-01-01T00:00:0{second}+00:00",
+            "seconds": 1,
+            "versions": {},
+        }
         rest = {"config": {}, "inputs": {}, "peak_memory_bytes": 1}
         (tmp_path / name / "draftlab.json").write_text(json.dumps(record | rest))
     both = ("distill", "prune")
@@ -176,11 +224,23 @@ def test_the_newest_draft_counts_whether_it_was_cut_or_distilled(tmp_path):
 
 def test_a_shape_without_weights_can_be_planned_with_and_not_cut(space):
     planned = json.loads(
-        call("prune", "--source", "llama-3.2-3b", "--layers", "8", "--width", "1536", "--dry-run", "--json").stdout
+        call(
+            "prune",
+            "--source",
+            "llama-3.2-3b",
+            "--layers",
+            "8",
+            "--width",
+            "1536",
+            "--dry-run",
+            "--json",
+        ).stdout
     )
     assert planned["source"] == "28 x 3072, 24/8 heads of 128, ffn 8192, 3.21B parameters"
     refused("prune", "--source", "llama-3.2-3b", "--layers", "8")
-    assert "2x" in call("design", "--source", "qwen3-8b", "--params", "600m", "--layers", "2").stdout
+    assert (
+        "2x" in call("design", "--source", "qwen3-8b", "--params", "600m", "--layers", "2").stdout
+    )
 
 
 def test_text_that_cannot_be_held_out_is_refused_before_calibrating(space):
@@ -208,7 +268,8 @@ def test_every_command_explains_itself(name):
 def test_a_draft_goes_by_its_place_or_by_its_name(space):
     call(*PRUNE, "--out", "cut")
     by_place, by_name = (
-        call("check", *typed, "--files-only", "--for", "transformers").output for typed in (["cut"], ["--draft", "cut"])
+        call("check", *typed, "--files-only", "--for", "transformers").output
+        for typed in (["cut"], ["--draft", "cut"])
     )
     assert by_place == by_name
     assert refused("export", "--draft", "none") == refused("export", "none")
@@ -218,7 +279,9 @@ def test_a_draft_goes_by_its_place_or_by_its_name(space):
 def test_tables_have_one_look():
     modules = Path(data.__file__).parents[1].rglob("*.py")
     assert [
-        file.name for file in modules if re.search(r"\bTerminalTable\(|rich\.table\.Table\(", file.read_text())
+        file.name
+        for file in modules
+        if re.search(r"\bTerminalTable\(|rich\.table\.Table\(", file.read_text())
     ] == ["tables.py"]
 
 
@@ -226,7 +289,18 @@ def test_parse_numbers():
     assert parse_numbers("1-3,8") == [1, 2, 3, 8]
     assert parse_numbers("1-10000") == list(range(1, 10_001))
     assert parse_numbers("1-6,3-8") == list(range(1, 9))
-    for bad in ("", "a", "3-", "-2", "0", "2-1", "1-10001", "1-9999,20000-20002", "1-1000000000000", "9" * 5000):
+    for bad in (
+        "",
+        "a",
+        "3-",
+        "-2",
+        "0",
+        "2-1",
+        "1-10001",
+        "1-9999,20000-20002",
+        "1-1000000000000",
+        "9" * 5000,
+    ):
         with pytest.raises(UserError):
             parse_numbers(bad)
 
@@ -241,7 +315,11 @@ def test_numbers_of_files_keep_the_rules_of_the_command_line():
 
 def test_shells_complete_commands():
     script = Path(sys.executable).parent / "draftlab"
-    asked = {"_DRAFTLAB_COMPLETE": "complete_bash", "COMP_WORDS": "draftlab expo", "COMP_CWORD": "1"}
+    asked = {
+        "_DRAFTLAB_COMPLETE": "complete_bash",
+        "COMP_WORDS": "draftlab expo",
+        "COMP_CWORD": "1",
+    }
     out = subprocess.run([script], capture_output=True, text=True, env=os.environ | asked)
     assert out.stdout.split() == ["export"]
 
@@ -253,14 +331,32 @@ def test_a_score_says_how_it_sampled(space):
     words = " ".join(result.stdout.split())
     assert "0.01" in words
     stored = read_score(space / "runs/score-2x32/prune-2x32").conditions
-    assert (stored.temperature, stored.top_k, stored.top_p, stored.min_p, stored.rule) == (0.9, 7, 0.8, 0.01, "match")
+    assert (stored.temperature, stored.top_k, stored.top_p, stored.min_p, stored.rule) == (
+        0.9,
+        7,
+        0.8,
+        0.01,
+        "match",
+    )
 
 
 def test_a_tree_is_verified_by_the_recursive_rule(space):
     call(*PRUNE)
-    sampled = ("--temperature", "0.9", "--drafter", "tree:widths=2", "--drafter", "prompt-lookup", "--k", "2")
+    sampled = (
+        "--temperature",
+        "0.9",
+        "--drafter",
+        "tree:widths=2",
+        "--drafter",
+        "prompt-lookup",
+        "--k",
+        "2",
+    )
     call(*SCORE, *sampled)
-    rules = {read_score(path).conditions.rule for path in (space / "runs/score-tree-prompt-lookup").glob("*/")}
+    rules = {
+        read_score(path).conditions.rule
+        for path in (space / "runs/score-tree-prompt-lookup").glob("*/")
+    }
     assert rules == {"recursive", "rejection"}
 
 
@@ -271,26 +367,47 @@ def test_two_results_of_one_name_are_refused(space):
 
 def test_passes_without_a_draft_count_as_passes(space):
     """Lookup finds nothing now and then: tokens per target pass are over all passes, acceptance over the others."""
-    row = json.loads(call(*SCORE, "--drafter", "prompt-lookup", "--k", "2", "--json").stdout)["scores"][0]
+    row = json.loads(call(*SCORE, "--drafter", "prompt-lookup", "--k", "2", "--json").stdout)[
+        "scores"
+    ][0]
     found = read_score(space / "runs/score-prompt-lookup/prompt-lookup")
     steps = [pair for g in found.generations(2) for pair in zip(g.drafted, g.emitted, strict=True)]
     assert sum(drafted == 0 for drafted, _ in steps) > 0
     assert row["tokens_per_target_pass"] == sum(emitted for _, emitted in steps) / len(steps)
-    assert row["tokens_per_target_pass"] < 1 + row["num_accepted_draft_tokens"] / row["num_spec_steps"]
-    assert row["break_even_length"] == pytest.approx(row["tokens_per_target_pass"] / row["tpot_speedup"])
+    assert (
+        row["tokens_per_target_pass"] < 1 + row["num_accepted_draft_tokens"] / row["num_spec_steps"]
+    )
+    assert row["break_even_length"] == pytest.approx(
+        row["tokens_per_target_pass"] / row["tpot_speedup"]
+    )
 
 
 def test_the_installed_script_runs():
     script = Path(sys.executable).parent / "draftlab"
-    out = subprocess.run([script, "--version"], capture_output=True, text=True, check=True, env=os.environ)
+    out = subprocess.run(
+        [script, "--version"], capture_output=True, text=True, check=True, env=os.environ
+    )
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", out.stdout)
 
 
 def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
-    rows = [{"prompt": "def f(line):\n    return", "category": "code"}, {"turns": ["return 1"], "category": "chat"}]
+    rows = [
+        {"prompt": "def f(line):\n    return", "category": "code"},
+        {"turns": ["return 1"], "category": "chat"},
+    ]
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
     call(*PRUNE)
-    how = ("--k", "1", "--max-new-tokens", "4", "--repeats", "1", "--prompt-file", "prompts.jsonl", "--json")
+    how = (
+        "--k",
+        "1",
+        "--max-new-tokens",
+        "4",
+        "--repeats",
+        "1",
+        "--prompt-file",
+        "prompts.jsonl",
+        "--json",
+    )
     found = json.loads(call("score", *how).stdout)
     (categories,) = found["categories"].values()
     assert [(row["category"], row["prompts"]) for row in categories] == [("chat", 2), ("code", 2)]
@@ -298,7 +415,15 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(space):
     assert kept.environment is not None
     assert [p.tokens for p in kept.prompts][:2] == [p.tokens for p in kept.prompts][2:]
     assert kept.prompts[0].tokens != kept.prompts[1].tokens
-    again = ("score", "--draft", str(space / "runs/prune-2x32"), "--prompt-file", "prompts.jsonl", "--out", "x")
+    again = (
+        "score",
+        "--draft",
+        str(space / "runs/prune-2x32"),
+        "--prompt-file",
+        "prompts.jsonl",
+        "--out",
+        "x",
+    )
     refused(*again, "--num-prompts", "9")
     refused(*again, "--max-new-tokens", "300")
 
@@ -307,15 +432,23 @@ def test_a_recorded_command_line_can_be_typed_again():
     settings = {"directory": Path("runs/a store"), "draft": ["a", "b"], "k": "2,3", "rule": "match"}
     line = ReplayConfig.build(settings).command_line("replay")
     assert line == "draftlab replay --rule match --draft a --draft b --k 2,3 'runs/a store'"
-    trimmed = DistillConfig.build({"draft": "a", "outputs": "b", "vocab": "16k"}).command_line("distill")
+    trimmed = DistillConfig.build({"draft": "a", "outputs": "b", "vocab": "16k"}).command_line(
+        "distill"
+    )
     assert trimmed == "draftlab distill --draft a --outputs b --vocab 16384"
 
 
 @pytest.mark.parametrize(
     ("command", "cures"),
     [
-        ("distill", "Lower --micro-batch-tokens, or lower --batch-size, or spread the target with --device-map auto"),
-        ("score", "Lower --batch, or spread the target with --device-map auto, or take --device cpu"),
+        (
+            "distill",
+            "Lower --micro-batch-tokens, or lower --batch-size, or spread the target with --device-map auto",
+        ),
+        (
+            "score",
+            "Lower --batch, or spread the target with --device-map auto, or take --device cpu",
+        ),
         ("report", "Use smaller models"),
     ],
 )
@@ -341,7 +474,9 @@ def test_any_other_runtime_error_is_a_bug_and_shows_its_traceback():
 
 
 def test_an_interrupt_before_the_command_begins_is_no_traceback(monkeypatch, capsys):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a job in the background ignores it
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("draftlab.cli.app", lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit) as ended:

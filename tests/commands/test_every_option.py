@@ -51,7 +51,9 @@ CASES: dict[tuple[str, str], Callable[[World], Settings]] = {}
 TINY_CUT: Settings = {"layers": 2, "width": 48, "ffn": 40, "seq_len": 16}
 
 
-def case(command: str, mode: str) -> Callable[[Callable[[World], Settings]], Callable[[World], Settings]]:
+def case(
+    command: str, mode: str
+) -> Callable[[Callable[[World], Settings]], Callable[[World], Settings]]:
     def register(settings: Callable[[World], Settings]) -> Callable[[World], Settings]:
         CASES[command, mode] = settings
         return settings
@@ -66,7 +68,12 @@ def _(w: World) -> Settings:
 
 @case("prune", "random")
 def _(w: World) -> Settings:
-    return TINY_CUT | {"source": str(w.source), "data": str(w.text), "method": "random", "calibration_tokens": 64}
+    return TINY_CUT | {
+        "source": str(w.source),
+        "data": str(w.text),
+        "method": "random",
+        "calibration_tokens": 64,
+    }
 
 
 @case("prune", "first, nothing refitted")
@@ -78,10 +85,20 @@ def _(w: World) -> Settings:
 @case("prune", "head trimmed to the target's answers")
 def _(w: World) -> Settings:
     stored = CASES["replay", "chains"](w)["directory"]
-    return TINY_CUT | {"source": str(w.source), "vocab": "200", "outputs": stored, "calibration_tokens": 64}
+    return TINY_CUT | {
+        "source": str(w.source),
+        "vocab": "200",
+        "outputs": stored,
+        "calibration_tokens": 64,
+    }
 
 
-MASKS: Settings = TINY_CUT | {"method": "masks", "steps": 2, "batch_size": 2, "calibration_tokens": 512}
+MASKS: Settings = TINY_CUT | {
+    "method": "masks",
+    "steps": 2,
+    "batch_size": 2,
+    "calibration_tokens": 512,
+}
 
 
 @case("prune", "masks, frozen")
@@ -105,7 +122,12 @@ def other_words(w: World) -> str:
 
 @case("export", "vllm, another vocabulary")
 def _(w: World) -> Settings:
-    return {"draft": str(w.draft), "target": other_words(w), "to": "vllm", "use_heterogeneous_vocab": True}
+    return {
+        "draft": str(w.draft),
+        "target": other_words(w),
+        "to": "vllm",
+        "use_heterogeneous_vocab": True,
+    }
 
 
 @case("design", "parameters")
@@ -138,14 +160,19 @@ def _(w: World) -> Settings:
 @case("distill", "answers to prompts")
 def _(w: World) -> Settings:
     settings = chat(w)
-    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def parse{i}(line):"}) + "\n" for i in range(12)))
+    Path("prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"def parse{i}(line):"}) + "\n" for i in range(12))
+    )
     few = {name: value for name, value in FEW.items() if name != "seq_len"}
     return few | settings | {"draft": str(w.draft), "text": "target", "max_new_tokens": 6}
 
 
 def talks(w: World) -> Settings:
     """Conversations, for a copy of the source with a chat template."""
-    messages = [{"role": "user", "content": "def parse(line):"}, {"role": "assistant", "content": "return None"}]
+    messages = [
+        {"role": "user", "content": "def parse(line):"},
+        {"role": "assistant", "content": "return None"},
+    ]
     Path("chat.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 60)
     return {"target": chat(w)["target"], "data": "chat.jsonl", "seq_len": 48}
 
@@ -185,7 +212,10 @@ def _(w: World) -> Settings:
 
 @case("distill", "a head to train on")
 def _(w: World) -> Settings:
-    return CASES["distill", "a head, stored outputs"](w) | {"student": "eagle:ttt_steps=2", "draft": str(head(w))}
+    return CASES["distill", "a head, stored outputs"](w) | {
+        "student": "eagle:ttt_steps=2",
+        "draft": str(head(w)),
+    }
 
 
 def head(w: World) -> Path:
@@ -230,7 +260,9 @@ def trained_head(w: World) -> str:
     folder = w.root / "head"
     if not folder.exists():
         student = {"student": "eagle:ttt_steps=2,layer_ids=1+2+3"}
-        COMMANDS["distill"](**CASES["distill", "a head, text of the target"](w) | student, out=folder)
+        COMMANDS["distill"](
+            **CASES["distill", "a head, text of the target"](w) | student, out=folder
+        )
     return str(folder)
 
 
@@ -264,14 +296,21 @@ def _(w: World) -> Settings:
     ranges = {"ranges": [[1, 4, 2], [5, 8, 0]], "pays_up_to": 4}
     row = {"draft_sha256": provenance.fingerprint(w.draft), "schedule": ranges}
     Path("prediction.json").write_text(json.dumps({"predictions": [row]}))
-    return {"draft": str(w.draft), "target": str(w.source), "to": "vllm", "prediction": Path("prediction.json")}
+    return {
+        "draft": str(w.draft),
+        "target": str(w.source),
+        "to": "vllm",
+        "prediction": Path("prediction.json"),
+    }
 
 
 @case("import", "")
 def _(w: World) -> Settings:
     folder = w.root / "bin"
     if not folder.exists():
-        AutoModelForCausalLM.from_pretrained(w.draft).save_pretrained(folder, safe_serialization=False)
+        AutoModelForCausalLM.from_pretrained(w.draft).save_pretrained(
+            folder, safe_serialization=False
+        )
         if not (folder / "pytorch_model.bin").exists():
             weights = load_file(w.draft / "model.safetensors")
             (folder / "model.safetensors").unlink(missing_ok=True)
@@ -295,7 +334,14 @@ def _(w: World) -> Settings:
 
 @case("search", "widths")
 def _(w: World) -> Settings:
-    few = {"minutes": 0.01, "layers": "1,2", "widths": "24,48", "k": "1,2", "first_steps": 1, "threads": 1}
+    few = {
+        "minutes": 0.01,
+        "layers": "1,2",
+        "widths": "24,48",
+        "k": "1,2",
+        "first_steps": 1,
+        "threads": 1,
+    }
     data = str(write_text(Path("more.jsonl"), 700))
     return few | {"target": str(costly_target(w)), "source": str(w.source), "data": data}
 
@@ -318,7 +364,9 @@ def _(w: World) -> Settings:
     stored = CASES["outputs info", ""](w)["directory"]
     prompts = [{"prompt": f"def parse{i}(line):"} for i in range(60)]
     Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    settings = {name: value for name, value in CASES["search", "widths"](w).items() if name != "data"}
+    settings = {
+        name: value for name, value in CASES["search", "widths"](w).items() if name != "data"
+    }
     return settings | {"outputs": stored, "prompt_file": Path("asked.jsonl"), "vocab": "200"}
 
 
@@ -362,11 +410,21 @@ def _(w: World) -> Settings:
 
 
 def profiles() -> Settings:
-    return {"draft_profile": ["wide-796m@a100-80gb,eager"], "target_profile": "llama-65b@4xa100-80gb,eager"}
+    return {
+        "draft_profile": ["wide-796m@a100-80gb,eager"],
+        "target_profile": "llama-65b@4xa100-80gb,eager",
+    }
 
 
 def scoring(w: World, **more: Any) -> Settings:
-    few = {"k": "1,2", "num_prompts": 2, "prompt_tokens": 8, "max_new_tokens": 6, "repeats": 1, "mode": "eager"}
+    few = {
+        "k": "1,2",
+        "num_prompts": 2,
+        "prompt_tokens": 8,
+        "max_new_tokens": 6,
+        "repeats": 1,
+        "mode": "eager",
+    }
     return few | {"draft": [str(w.draft)], "target": str(w.source), "data": str(w.text)} | more
 
 
@@ -382,7 +440,9 @@ def _(w: World) -> Settings:
 
 def task(w: World) -> Path:
     """A task of lm-eval with data on this disk."""
-    rows = "".join(json.dumps({"question": f"return {n}", "answer": n % 2}) + "\n" for n in range(4))
+    rows = "".join(
+        json.dumps({"question": f"return {n}", "answer": n % 2}) + "\n" for n in range(4)
+    )
     (w.root / "rows.jsonl").write_text(rows)
     data = f"{{data_files: {{test: {w.root / 'rows.jsonl'}}}, cache_dir: {w.root / 'cache'}}}"
     text = f"task: own\ndataset_path: json\ndataset_kwargs: {data}\ntest_split: test\noutput_type: multiple_choice\n"
@@ -411,19 +471,33 @@ def chat(w: World) -> Settings:
     folder = w.root / "chat"
     if not folder.exists():
         shutil.copytree(w.source, folder)
-        (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+        (folder / "chat_template.jinja").write_text(
+            "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+        )
     Path("prompts.jsonl").write_text((json.dumps({"prompt": "def parse(line):"}) + "\n") * 4)
     return {"prompt_file": Path("prompts.jsonl"), "target": str(folder)}
 
 
 @case("outputs build", "distill, data")
 def _(w: World) -> Settings:
-    return {"target": str(w.source), "data": str(w.text), "num_sequences": 4, "seq_len": 24, "top_logprobs": 4}
+    return {
+        "target": str(w.source),
+        "data": str(w.text),
+        "num_sequences": 4,
+        "seq_len": 24,
+        "top_logprobs": 4,
+    }
 
 
 @case("outputs build", "distill, text of the target")
 def _(w: World) -> Settings:
-    few = {"num_sequences": 4, "seq_len": 24, "top_logprobs": 4, "prompt_tokens": 8, "text": "target"}
+    few = {
+        "num_sequences": 4,
+        "seq_len": 24,
+        "top_logprobs": 4,
+        "prompt_tokens": 8,
+        "text": "target",
+    }
     return few | {"target": str(w.source), "data": str(w.text)}
 
 
@@ -439,7 +513,9 @@ def replayable(w: World) -> Settings:
 
 @case("outputs build", "replay, conversations")
 def _(w: World) -> Settings:
-    return {name: replayable(w)[name] for name in ("use", "num_prompts", "max_new_tokens")} | chat(w)
+    return {name: replayable(w)[name] for name in ("use", "num_prompts", "max_new_tokens")} | chat(
+        w
+    )
 
 
 @case("outputs info", "")
@@ -469,12 +545,19 @@ def _(w: World) -> Settings:
 @case("replay", "as llama.cpp")
 def _(w: World) -> Settings:
     settings = CASES["replay", "chains"](w)
-    return {name: settings[name] for name in ("directory", "draft", "k")} | {"server_rule": "llama.cpp"}
+    return {name: settings[name] for name in ("directory", "draft", "k")} | {
+        "server_rule": "llama.cpp"
+    }
 
 
 @case("report", "")
 def _(w: World) -> Settings:
-    return {"scores": [scored(w)], "min_speedup": 0.01, "min_acceptance_length": 1.0, "html": Path("page.html")}
+    return {
+        "scores": [scored(w)],
+        "min_speedup": 0.01,
+        "min_acceptance_length": 1.0,
+        "html": Path("page.html"),
+    }
 
 
 def scored(w: World) -> Path:
@@ -487,7 +570,12 @@ def _(w: World) -> Settings:
     row = {"prompt_ids": [0, 30, 29], "ids": [65, 57], "logprobs": [-1.61, -0.52]}
     row |= {"top_ids": [[65, 135], [57, 14]], "top_logprobs": [[-1.61, -2.69], [-0.52, -1.07]]}
     Path("day.jsonl").write_text((json.dumps(row) + "\n") * 4)
-    return {"from_file": Path("day.jsonl"), "target": str(w.source), "seq_len": 8, "top_logprobs": 2}
+    return {
+        "from_file": Path("day.jsonl"),
+        "target": str(w.source),
+        "seq_len": 8,
+        "top_logprobs": 2,
+    }
 
 
 @case("distill", "server")
@@ -509,12 +597,23 @@ def _(w: World) -> Settings:
 @case("outputs info", "verify, server")
 def _(w: World) -> Settings:
     COMMANDS["outputs build"](**CASES["outputs build", "server"](w), out=Path("served"))
-    return {"directory": Path("served"), "verify": True, "server": w.server, "target": str(w.source)}
+    return {
+        "directory": Path("served"),
+        "verify": True,
+        "server": w.server,
+        "target": str(w.source),
+    }
 
 
 @case("score", "servers")
 def _(w: World) -> Settings:
-    few = {"num_prompts": 2, "prompt_tokens": 8, "max_new_tokens": 9, "repeats": 1, "target": str(w.source)}
+    few = {
+        "num_prompts": 2,
+        "prompt_tokens": 8,
+        "max_new_tokens": 9,
+        "repeats": 1,
+        "target": str(w.source),
+    }
     servers = {"server": w.server, "speculative_server": w.drafting_server}
     return few | servers | {"data": str(w.text), "draft": [str(w.draft)]}
 
@@ -527,7 +626,11 @@ def _(w: World) -> Settings:
 @case("score", "the plain server")
 def _(w: World) -> Settings:
     settings = CASES["score", "servers"](w)
-    return {name: value for name, value in settings.items() if name not in ("speculative_server", "draft")}
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in ("speculative_server", "draft")
+    }
 
 
 @case("score", "a drafting server")
@@ -539,7 +642,9 @@ def _(w: World) -> Settings:
 @case("score", "servers, conversations")
 def _(w: World) -> Settings:
     settings = CASES["score", "servers"](w) | chat(w)
-    return {name: value for name, value in settings.items() if name not in ("data", "prompt_tokens")}
+    return {
+        name: value for name, value in settings.items() if name not in ("data", "prompt_tokens")
+    }
 
 
 @case("profile", "servers")
@@ -602,7 +707,9 @@ def another_value(field: FieldInfo) -> Any:
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_every_option_is_read_or_refused(name: str, mode: str, world: World, tmp_path: Path, monkeypatch) -> None:
+def test_every_option_is_read_or_refused(
+    name: str, mode: str, world: World, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert unread(COMMANDS[name], CASES[name, mode](world)) == set()
 
@@ -616,8 +723,12 @@ def test_every_mode_runs(name: str, mode: str, world: World, tmp_path: Path, mon
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize(("name", "mode"), [key for key in CASES if "device" in COMMANDS[key[0]].config.model_fields])
-def test_every_mode_runs_on_a_gpu(name: str, mode: str, world: World, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "mode"), [key for key in CASES if "device" in COMMANDS[key[0]].config.model_fields]
+)
+def test_every_mode_runs_on_a_gpu(
+    name: str, mode: str, world: World, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     settings = CASES[name, mode](world)
     if settings.get("mode") == "native" or settings.get("int8"):
@@ -625,13 +736,22 @@ def test_every_mode_runs_on_a_gpu(name: str, mode: str, world: World, tmp_path: 
     COMMANDS[name](**settings | {"device": "cuda"})
 
 
-def test_every_option_of_auto_is_read_or_refused(tokenizer_dir: Path, tmp_path: Path, monkeypatch) -> None:
+def test_every_option_of_auto_is_read_or_refused(
+    tokenizer_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
     """A target that cannot be pruned has prompt lookup as its only candidate in vLLM, which is quick."""
     monkeypatch.chdir(tmp_path)
     target = save_neox(tmp_path / "neox", tokenizer_dir)
-    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(96)))
+    Path("prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(96))
+    )
     program = {"verify_with": Path(shutil.which("true") or "")}
-    settings = {"target": str(target), "prompt_file": Path("prompts.jsonl"), "server": "vllm", "out": Path("auto")}
+    settings = {
+        "target": str(target),
+        "prompt_file": Path("prompts.jsonl"),
+        "server": "vllm",
+        "out": Path("auto"),
+    }
     assert unread(auto, settings | program) == set()
 
 
@@ -659,20 +779,38 @@ def test_refused_options_exist(command: Command) -> None:
 
 
 def write_text(file: Path, documents: int) -> Path:
-    file.write_text("".join(json.dumps({"text": f"# {i}\n{TOKENIZER_TEXT[0] * 6}"}) + "\n" for i in range(documents)))
+    file.write_text(
+        "".join(
+            json.dumps({"text": f"# {i}\n{TOKENIZER_TEXT[0] * 6}"}) + "\n" for i in range(documents)
+        )
+    )
     return file
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]) -> Iterator[World]:
+def world(
+    tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]
+) -> Iterator[World]:
     root = tmp_path_factory.mktemp("world")
     text = write_text(root / "text.jsonl", 80)
     source, draft = family_dirs["llama"], root / "draft"
-    COMMANDS["prune"](**TINY_CUT, source=str(source), data=str(text), calibration_tokens=64, refit="none", out=draft)
+    COMMANDS["prune"](
+        **TINY_CUT,
+        source=str(source),
+        data=str(text),
+        calibration_tokens=64,
+        refit="none",
+        out=draft,
+    )
     model, small = (checkpoint.load_model(path, torch.float32).eval() for path in (source, draft))
     tokenizer = checkpoint.load_tokenizer(source)
     with ExitStack() as stack:
         server = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset())))
-        drafting = stack.enter_context(running(SmallVLLM(model, tokenizer, frozenset(), draft=small)))
-        paced = [stack.enter_context(running(PacedVLLM(tokenizer, *pace))) for pace in ((0.005,), (0.015, 3))]
+        drafting = stack.enter_context(
+            running(SmallVLLM(model, tokenizer, frozenset(), draft=small))
+        )
+        paced = [
+            stack.enter_context(running(PacedVLLM(tokenizer, *pace)))
+            for pace in ((0.005,), (0.015, 3))
+        ]
         yield World(root, source, draft, text, server, drafting, *paced)

@@ -16,7 +16,9 @@ WITHOUT = "import sys; sys.modules.update(dict.fromkeys({packages!r})); import d
 
 def run_without(packages, *words, cwd):
     code = WITHOUT.format(packages=packages)
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=cwd, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=cwd, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,17 @@ def test_a_missing_extra_is_one_line(package, words, tmp_path):
 
 
 def test_drafts_are_made_without_extras(tmp_path):
-    words = ["prune", "--source", "tiny", "--layers", "2", "--data", "stdlib", "--calibration-tokens", "1024"]
+    words = [
+        "prune",
+        "--source",
+        "tiny",
+        "--layers",
+        "2",
+        "--data",
+        "stdlib",
+        "--calibration-tokens",
+        "1024",
+    ]
     done = run_without(list(EXTRAS), *words, "--out", "cut", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "cut" / "model.safetensors").is_file()
@@ -51,5 +63,14 @@ def test_every_package_of_an_extra_is_known_to_it():
 
 def test_the_packages_of_the_brief_are_required():
     names = {re.match(r"[\w-]+", needed)[0] for needed in PROJECT["dependencies"]}
-    brief = {"torch", "transformers", "datasets", "accelerate", "peft", "lm-eval", "safetensors", "typer"}
+    brief = {
+        "torch",
+        "transformers",
+        "datasets",
+        "accelerate",
+        "peft",
+        "lm-eval",
+        "safetensors",
+        "typer",
+    }
     assert brief <= names

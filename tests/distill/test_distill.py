@@ -37,7 +37,11 @@ class RandomText:
     def batch(self, step: int) -> Batch:
         rng = np.random.default_rng(step)
         ids = rng.integers(3, 300, (self.rows, self.seq_len + 1))
-        mask = rng.integers(0, 2, (self.rows, self.seq_len)) if self.masked else np.ones((self.rows, self.seq_len))
+        mask = (
+            rng.integers(0, 2, (self.rows, self.seq_len))
+            if self.masked
+            else np.ones((self.rows, self.seq_len))
+        )
         return Batch(ids, mask.astype(np.float32))
 
 
@@ -70,7 +74,9 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
-def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, teacher, optimizer, stop_after):
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(
+    tmp_path, teacher, optimizer, stop_after
+):
     settings = altered(SETTINGS, optimizer=optimizer)
     whole, resumed = student(), student()
     expected = run(whole, teacher, tmp_path / "a", settings)
@@ -105,7 +111,13 @@ def first_gradients(
     model, seen = student(), {}
 
     def look(*_) -> None:
-        seen.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and n not in seen})
+        seen.update(
+            {
+                n: p.grad.clone()
+                for n, p in model.named_parameters()
+                if p.grad is not None and n not in seen
+            }
+        )
 
     handle = register_optimizer_step_pre_hook(look)
     try:
@@ -118,13 +130,17 @@ def first_gradients(
 @pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd(0.5)", "ce"])
 def test_accumulating_over_micro_batches_is_the_same_step(tmp_path, teacher, loss):
     whole, *parts = (
-        first_gradients(teacher, tmp_path / str(n), altered(SETTINGS, micro_batch_tokens=n), loss=loss)
+        first_gradients(
+            teacher, tmp_path / str(n), altered(SETTINGS, micro_batch_tokens=n), loss=loss
+        )
         for n in (0, 1, 30)
     )
     half = first_gradients(teacher, tmp_path / "half", batches=RandomText(rows=2), loss=loss)
     assert len(whole) == 21
     for name, gradient in whole.items():
-        allowed = rounding(torch.float32, 307, float(gradient.abs().max()))  # the longest sums are over the vocabulary
+        allowed = rounding(
+            torch.float32, 307, float(gradient.abs().max())
+        )  # the longest sums are over the vocabulary
         assert all(float((part[name] - gradient).abs().max()) <= allowed for part in parts), name
         assert float((half[name] - gradient).abs().max()) > 100 * allowed, name
 
@@ -146,7 +162,9 @@ def test_only_masked_in_tokens_count(tmp_path, teacher):
     results = []
     for garbage in (5, 77):
         model = student()
-        run(model, teacher, tmp_path / str(garbage), altered(SETTINGS, steps=2), LastMasked(garbage))
+        run(
+            model, teacher, tmp_path / str(garbage), altered(SETTINGS, steps=2), LastMasked(garbage)
+        )
         results.append(weights(model))
     assert all(torch.equal(results[1][name], w) for name, w in results[0].items())
 
@@ -218,7 +236,9 @@ class Numbered:
 
 
 def test_texts_are_mixed_by_weight_and_each_is_read_in_turn():
-    mixed = MixedBatches.of({"data": Numbered(0), "draft": Numbered(1)}, {"data": 0.7, "draft": 0.3}, 100)
+    mixed = MixedBatches.of(
+        {"data": Numbered(0), "draft": Numbered(1)}, {"data": 0.7, "draft": 0.3}, 100
+    )
     seen = [tuple(mixed.batch(step).ids[0, :2]) for step in range(100)]
     for tag, share in ((0, 70), (1, 30)):
         assert [step for t, step in seen if t == tag] == list(range(share))
@@ -250,7 +270,10 @@ def test_on_policy_training_resumes_bit_for_bit(tmp_path, teacher):
     def go(state: Path, stop_after: int | None = None) -> dict[str, torch.Tensor]:
         model = student()
         batches = MixedBatches.of(
-            {"data": RandomText(), "draft": StudentBatches(model, RandomText(masked=False), 4, 1.0, (1,), 307, 0)},
+            {
+                "data": RandomText(),
+                "draft": StudentBatches(model, RandomText(masked=False), 4, 1.0, (1,), 307, 0),
+            },
             {"data": 0.5, "draft": 0.5},
             SETTINGS.steps,
         )
@@ -275,7 +298,9 @@ def test_lora_trains_adapters_alone_and_merges_into_a_plain_model(tmp_path, teac
     adapted = adapt(model, 4, 0)
     first = run(adapted, teacher, tmp_path, altered(SETTINGS, lr=1e-2, steps=30))
     assert all(
-        torch.equal(before[n.replace(".base_layer", "")], p) for n, p in model.named_parameters() if "lora" not in n
+        torch.equal(before[n.replace(".base_layer", "")], p)
+        for n, p in model.named_parameters()
+        if "lora" not in n
     )
     source = tmp_path / "source"
     student().save_pretrained(source)
@@ -301,7 +326,9 @@ def test_checkpointing_changes_memory_and_not_the_step(tmp_path, teacher):
 @pytest.fixture
 def heard(number):
     """A shell's background job starts with SIGINT ignored, nohup's with SIGHUP; training does not hear them."""
-    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    before = signal.signal(
+        number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    )
     yield
     signal.signal(number, before)
 

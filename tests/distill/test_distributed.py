@@ -29,10 +29,19 @@ def launch(words: list[str], processes: int, where: Path, **environment: str) ->
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", port]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(processes),
+        "--master_port",
+        port,
+    ]
     done = subprocess.run(
         [sys.executable, *(torchrun if processes > 1 else []), *words],
-        env=os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ
+        | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
+        | environment,
         cwd=where,
         capture_output=True,
         text=True,
@@ -42,12 +51,19 @@ def launch(words: list[str], processes: int, where: Path, **environment: str) ->
     return done.stdout
 
 
-def run(out: Path, processes: int, *kinds: str, **environment: str) -> list[dict[str, torch.Tensor]]:
+def run(
+    out: Path, processes: int, *kinds: str, **environment: str
+) -> list[dict[str, torch.Tensor]]:
     """What each kind of work wrote, one after the other in the same processes; one process is this one."""
     if processes == 1:
         main(out, *kinds)
     else:
-        launch([str(HERE / "distributed_worker.py"), str(out), *kinds], processes, out.parent, **environment)
+        launch(
+            [str(HERE / "distributed_worker.py"), str(out), *kinds],
+            processes,
+            out.parent,
+            **environment,
+        )
     return [load_file(out.with_suffix(f".{kind}")) for kind in kinds]
 
 
@@ -58,7 +74,9 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 
 def test_two_processes_compute_what_one_does(tmp_path):
-    alone, together = (run(tmp_path / str(processes), processes, "train", "step") for processes in (1, 2))
+    alone, together = (
+        run(tmp_path / str(processes), processes, "train", "step") for processes in (1, 2)
+    )
     for one, two in zip(alone, together, strict=True):
         assert any("log_odds" in name or "ffn" in name for name in one)
         assert_close(two, one)
@@ -80,7 +98,10 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
     pytest.importorskip("deepspeed")
     (alone,) = run(tmp_path / "alone", 1, "distil")
     for stage in (1, 2, 3):
-        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}  # shards even what is small
+        zero = {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+        }  # shards even what is small
         other = {
             "optimizer": {"type": "Adam", "params": {"lr": 1}},
             "gradient_accumulation_steps": 2,
@@ -100,15 +121,27 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
 @pytest.mark.parametrize(
     ("launcher", "words", "said"),
     [
-        ("DEEPSPEED", ["distill", "--loss", "ce", "--data", "stdlib", "--draft", "tiny"], "--optimizer muon"),
-        ("FSDP", ["distill", "--data", "stdlib", "--draft", "tiny", "--target", "tiny"], "--optimizer muon"),
+        (
+            "DEEPSPEED",
+            ["distill", "--loss", "ce", "--data", "stdlib", "--draft", "tiny"],
+            "--optimizer muon",
+        ),
+        (
+            "FSDP",
+            ["distill", "--data", "stdlib", "--draft", "tiny", "--target", "tiny"],
+            "--optimizer muon",
+        ),
         ("DEEPSPEED", ["prune", "--method", "masks", "--layers", "3"], "DDP or FSDP2"),
     ],
 )
-def test_what_a_launcher_cannot_train_is_refused_at_once(launcher, words, said, family_dirs, monkeypatch):
+def test_what_a_launcher_cannot_train_is_refused_at_once(
+    launcher, words, said, family_dirs, monkeypatch
+):
     monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    source = ["--source", str(family_dirs["llama"]), "--data", "stdlib"] if words[0] == "prune" else []
+    source = (
+        ["--source", str(family_dirs["llama"]), "--data", "stdlib"] if words[0] == "prune" else []
+    )
     result = CliRunner().invoke(app, [*words, *source])
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert said in result.stderr
@@ -129,9 +162,34 @@ def test_the_commands_write_once_and_what_one_process_writes(family_dirs, tmp_pa
     (tmp_path / "text.txt").write_text(
         "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200))
     )
-    same = ["--data", "text.txt", "--batch-size", "4", "--training-dtype", "float32", "--steps", "4"]
-    distilled = ["distill", "--draft", str(source), "--target", str(family_dirs["llama3_tied"]), *same]
-    distilled += ["--seq-len", "48", "--text", "data=0.5,draft=0.5", "--prompt-tokens", "8", "--lr", "1e-3"]
+    same = [
+        "--data",
+        "text.txt",
+        "--batch-size",
+        "4",
+        "--training-dtype",
+        "float32",
+        "--steps",
+        "4",
+    ]
+    distilled = [
+        "distill",
+        "--draft",
+        str(source),
+        "--target",
+        str(family_dirs["llama3_tied"]),
+        *same,
+    ]
+    distilled += [
+        "--seq-len",
+        "48",
+        "--text",
+        "data=0.5,draft=0.5",
+        "--prompt-tokens",
+        "8",
+        "--lr",
+        "1e-3",
+    ]
     distilled += ["--micro-batch-tokens", "64", "--eval-steps", "2", "--optimizer", "adamw"]
     masked = ["prune", "--method", "masks", "--source", str(source), *same]
     masked += ["--layers", "3", "--width", "48"]

@@ -44,15 +44,23 @@ def normalised(x: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
-def started(heads: int, kv_heads: int, head_dim: int, embedding: Tensor, found: Sample, **variant: Any) -> EagleHead:
+def started(
+    heads: int, kv_heads: int, head_dim: int, embedding: Tensor, found: Sample, **variant: Any
+) -> EagleHead:
     torch.manual_seed(0)
-    student = EagleHead(HeadShape(**SIZES | variant, heads=heads, kv_heads=kv_heads, head_dim=head_dim), embedding)
+    student = EagleHead(
+        HeadShape(**SIZES | variant, heads=heads, kv_heads=kv_heads, head_dim=head_dim), embedding
+    )
     start_linear(student, found)
     return student
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 6), (4, 2, 12), (6, 3, 4), (4, 4, 10)])
-def test_the_first_step_is_least_squares_of_the_rank_that_the_values_have(case, heads, kv_heads, head_dim):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 4, 6), (4, 2, 12), (6, 3, 4), (4, 4, 10)]
+)
+def test_the_first_step_is_least_squares_of_the_rank_that_the_values_have(
+    case, heads, kv_heads, head_dim
+):
     """A text of one token attends to itself alone."""
     ids, embedding, found = case
     student = started(heads, kv_heads, head_dim, embedding, found)
@@ -61,7 +69,9 @@ def test_the_first_step_is_least_squares_of_the_rank_that_the_values_have(case, 
     inputs = torch.cat([normalised(embedding[ids].double()), normalised(state)], -1)
     change = least_squares(inputs, found.after / unit - state)
     rank = min(D, kv_heads * head_dim)
-    u, s, v = torch.linalg.svd(change, full_matrices=False)  # the best of this rank (Eckart and Young)
+    u, s, v = torch.linalg.svd(
+        change, full_matrices=False
+    )  # the best of this rank (Eckart and Young)
     predicted = state + (u[:, :rank] * s[:rank]) @ v[:rank]
     with torch.no_grad():
         output = student(ids.unsqueeze(1), found.states.unsqueeze(1), 1)[0].squeeze(1)
@@ -82,7 +92,8 @@ def test_attention_starts_at_the_own_position_wherever_it_is(case):
 
 
 @pytest.mark.parametrize(
-    "variant", [{"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True, "norm_before_fc": True}]
+    "variant",
+    [{"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True, "norm_before_fc": True}],
 )
 def test_a_head_with_norms_starts_about_as_well(case, variant):
     """Norms take the length of a state away, which these states are predicted from."""

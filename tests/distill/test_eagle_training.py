@@ -41,18 +41,28 @@ def random(*size: int, seed: int = 0) -> Tensor:
 
 def random_head(**variant: Any) -> Head:
     config = HeadShape(**SIZES | {"norm_before_residual": False} | variant)
-    weights = {name: 0.4 * random(*size, seed=i) for i, (name, size) in enumerate(config.sizes().items())}
+    weights = {
+        name: 0.4 * random(*size, seed=i) for i, (name, size) in enumerate(config.sizes().items())
+    }
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:W].sort().values
     return Head(config=config, weights=weights, ids=ids, embedding=random(V, D, seed=99))
 
 
 def plain_of(head: Head) -> PlainHead:
     c = head.config
-    sizes = {"num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim}
+    sizes = {
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+    }
     sizes |= {"rms_norm_eps": c.eps, "rope_parameters": c.rope}
-    weights = {n.removeprefix("layers.0."): w.clone().requires_grad_() for n, w in head.weights.items()}
+    weights = {
+        n.removeprefix("layers.0."): w.clone().requires_grad_() for n, w in head.weights.items()
+    }
     embedding = cast(Tensor, head.embedding)
-    return PlainHead(sizes, weights, head.ids, embedding, c.norm_before_residual, c.norm_output, c.sliding_window)
+    return PlainHead(
+        sizes, weights, head.ids, embedding, c.norm_before_residual, c.norm_output, c.sliding_window
+    )
 
 
 @pytest.fixture
@@ -81,12 +91,20 @@ def test_unrolled_steps_are_those_of_decoding_token_by_token(text, variant):
         for start in range(T - L):
             wanted = plain.chain(ids[row].tolist(), states[row], start, L)
             for step in range(L):
-                torch.testing.assert_close(outputs[step][row, start], wanted[step], atol=FP32, rtol=FP32)
+                torch.testing.assert_close(
+                    outputs[step][row, start], wanted[step], atol=FP32, rtol=FP32
+                )
 
 
 @pytest.mark.parametrize(
     ("loss", "variant"),
-    [("fkl", "plain"), ("tvd", "plain"), ("0.5*lk(3) + 0.2*ce", "plain"), ("fkl", "speculators"), ("fkl", "fc_norm")],
+    [
+        ("fkl", "plain"),
+        ("tvd", "plain"),
+        ("0.5*lk(3) + 0.2*ce", "plain"),
+        ("fkl", "speculators"),
+        ("fkl", "fc_norm"),
+    ],
 )
 def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text, loss, variant):
     """Each counted token, predicted by each step of the chain that ends there; p over all ids of the target."""
@@ -96,7 +114,10 @@ def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text
     counted = mask.flatten().nonzero().squeeze(1)
     own = logits.flatten(0, 1)[counted]
     teacher = Dense(own[:, head.ids], None, log_total=own.logsumexp(-1))
-    objective, target = EagleObjective(student, head.ids, parsed, 1.0, L), TargetPass(teacher, states)
+    objective, target = (
+        EagleObjective(student, head.ids, parsed, 1.0, L),
+        TargetPass(teacher, states),
+    )
     with torch.no_grad():
         found = objective(ids, mask, target)
     objective(ids, mask, target)[0, 5].backward()
@@ -104,14 +125,18 @@ def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text
     for row, t in mask.nonzero().tolist():
         p = torch.softmax(logits[row, t], -1)[head.ids]
         for step in range(L):
-            log_q = plain.chain(ids[row].tolist(), states[row], t - 1 - step, step + 1)[step].log_softmax(-1)
+            log_q = plain.chain(ids[row].tolist(), states[row], t - 1 - step, step + 1)[
+                step
+            ].log_softmax(-1)
             q = log_q.exp()
             alpha = torch.minimum(p, q).sum()
             label = (head.ids == ids[row, t + 1]).nonzero().flatten().tolist()
             ce = -log_q[label[0]] if label else torch.zeros(())
             fkl, acceptance[step] = (p * (p.log() - log_q)).sum(), acceptance[step] + alpha.detach()
             far = (-3 * alpha.detach()).exp()
-            value = {"fkl": fkl, "tvd": 1 - alpha}.get(loss, 0.5 * (far * fkl + (1 - far) * (1 - alpha)) + 0.2 * ce)
+            value = {"fkl": fkl, "tvd": 1 - alpha}.get(
+                loss, 0.5 * (far * fkl + (1 - far) * (1 - alpha)) + 0.2 * ce
+            )
             total = total + value / L
     total.backward()
     torch.testing.assert_close(found[:, 2], acceptance, atol=FP32, rtol=FP32)
@@ -125,14 +150,18 @@ def test_a_chain_does_not_see_the_states_behind_its_start(text):
     student = module_of(random_head())
     changed = states.clone()
     changed[:, 4:] += 1
-    for step, (one, other) in enumerate(zip(*(student(ids[:, :-1], s, L) for s in (states, changed)), strict=True)):
+    for step, (one, other) in enumerate(
+        zip(*(student(ids[:, :-1], s, L) for s in (states, changed)), strict=True)
+    ):
         assert torch.equal(one[:, :4], other[:, :4]), step
         assert not torch.isclose(one[:, 4], other[:, 4]).all()
 
 
 def gpt2() -> PreTrainedModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=307, n_embd=64, n_layer=5, n_head=4, n_positions=64)).eval()
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=307, n_embd=64, n_layer=5, n_head=4, n_positions=64)
+    ).eval()
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
@@ -146,7 +175,9 @@ def test_the_teacher_gives_the_states_and_probabilities_of_transformers(family):
     found = teacher.distributions(Batch(ids, mask))
     with torch.no_grad():
         wanted: Any = model(torch.from_numpy(ids[:, :-1]), output_hidden_states=True)
-    torch.testing.assert_close(found.states, torch.cat([wanted.hidden_states[i] for i in layers], -1))
+    torch.testing.assert_close(
+        found.states, torch.cat([wanted.hidden_states[i] for i in layers], -1)
+    )
     p = torch.softmax(wanted.logits / 1.5, -1)[torch.from_numpy(mask) > 0][:, draft_ids]
     dense = found.distributions
     logits = dense.logits(slice(None))
@@ -167,12 +198,17 @@ def test_sequences_that_share_a_row_learn_as_if_they_were_apart():
     found = []
     for batch in (apart, packed):
         config = eagle.HeadShape(
-            **SIZES | {"vocab": 307, "draft_vocab": 95, "hidden": 64, "target_hidden": 64}, norm_before_residual=False
+            **SIZES | {"vocab": 307, "draft_vocab": 95, "hidden": 64, "target_hidden": 64},
+            norm_before_residual=False,
         )
         torch.manual_seed(0)
         student = EagleHead(config, teacher.embedding).double()
         objective = EagleObjective(student, teacher.ids, parse_loss("0.5*lk(3) + 0.2*ce"), 1.0, L)
-        given = torch.from_numpy(batch.ids), torch.from_numpy(batch.mask), teacher.distributions(batch)
+        given = (
+            torch.from_numpy(batch.ids),
+            torch.from_numpy(batch.mask),
+            teacher.distributions(batch),
+        )
         positions = None if batch.positions is None else torch.from_numpy(batch.positions)
         sums = objective(*given, positions)
         sums[0, 5].backward()
@@ -197,10 +233,24 @@ def test_every_stored_sequence_is_read_once_in_an_epoch():
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40)))
-    given = {"target": str(family_dirs["llama"]), "data": str(file), "steps": 6, "batch_size": 2, "lr": 2e-3}
+    file.write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))
+    )
+    given = {
+        "target": str(family_dirs["llama"]),
+        "data": str(file),
+        "steps": 6,
+        "batch_size": 2,
+        "lr": 2e-3,
+    }
     given |= {"student": "eagle:ttt_steps=2"}
-    few = {"seq_len": 32, "training_dtype": "float32", "eval_steps": 2, "save_steps": 2, "vocab": 50}
+    few = {
+        "seq_len": 32,
+        "training_dtype": "float32",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "vocab": 50,
+    }
     return given | few
 
 
@@ -219,9 +269,14 @@ def test_training_lowers_the_loss_at_every_step_and_least_squares_starts_below_r
     outcome = COMMANDS["distill"](**words | {"steps": 40, "eval_steps": 40}, out=tmp_path / "head")
     found = cast(Any, outcome.data)
     assert found["after"]["loss"] < 0.92 * found["before"]["loss"]
-    assert json.loads((trained / "draftlab.json").read_text())["notes"]["before"]["loss"] < found["after"]["loss"]
+    assert (
+        json.loads((trained / "draftlab.json").read_text())["notes"]["before"]["loss"]
+        < found["after"]["loss"]
+    )
     assert found["after"]["offsets"][0] == found["after"]["acceptance"]
-    assert all(a > b for a, b in zip(found["after"]["offsets"], found["before"]["offsets"], strict=True))
+    assert all(
+        a > b for a, b in zip(found["after"]["offsets"], found["before"]["offsets"], strict=True)
+    )
     assert (family_dirs["llama"] / "model.safetensors").read_bytes() == before
 
 
@@ -230,7 +285,10 @@ def test_what_is_written_is_read_again(trained, family_dirs):
     assert head.config.layer_ids == (1, 2, 4)
     assert (len(head.ids), head.embedding) == (50, None)
     tensors = load_file(trained / "model.safetensors")
-    assert all(torch.equal(tensors[name.replace("layers.0.", "midlayer.")], w) for name, w in head.weights.items())
+    assert all(
+        torch.equal(tensors[name.replace("layers.0.", "midlayer.")], w)
+        for name, w in head.weights.items()
+    )
     config = json.loads((trained / "config.json").read_text())
     assert config["norm_before_residual"] is False
 
@@ -240,7 +298,9 @@ def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_pa
         COMMANDS["distill"](**words, out=tmp_path / "head")
     COMMANDS["distill"](**words, out=tmp_path / "head")
     assert [p.name for p in tmp_path.iterdir()] == ["head"]
-    found, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "head", trained))
+    found, wanted = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "head", trained)
+    )
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
@@ -251,7 +311,9 @@ def test_training_goes_on_with_a_head_as_it_was_written(words, tmp_path, monkeyp
     COMMANDS["distill"](**words | {"steps": 20}, out=first)
     COMMANDS["export"](draft=str(first), target=words["target"], to="speculators", out=exported)
     given = {name: value for name, value in words.items() if name != "vocab"}
-    began, ended = (json.loads((first / "draftlab.json").read_text())["notes"][at] for at in ("before", "after"))
+    began, ended = (
+        json.loads((first / "draftlab.json").read_text())["notes"][at] for at in ("before", "after")
+    )
     assert ended["loss"] < 0.98 * began["loss"]
     for source in (first, exported):
         out = tmp_path / f"on-{source.name}"
@@ -259,18 +321,30 @@ def test_training_goes_on_with_a_head_as_it_was_written(words, tmp_path, monkeyp
         assert found["before"]["offsets"] == pytest.approx(ended["offsets"], rel=1e-5)
         assert found["before"]["loss"] == pytest.approx(ended["loss"], rel=1e-5)
         assert found["after"]["loss"] < found["before"]["loss"]
-        ids = [eagle.read(folder, Path(words["target"]), torch.float32).ids for folder in (first, out)]
+        ids = [
+            eagle.read(folder, Path(words["target"]), torch.float32).ids for folder in (first, out)
+        ]
         assert torch.equal(*ids)
 
 
 def test_a_head_learns_from_what_the_target_writes(words, tmp_path):
-    outcome = COMMANDS["distill"](**words, text="data=0.5,target=0.5", prompt_tokens=8, out=tmp_path / "head")
+    outcome = COMMANDS["distill"](
+        **words, text="data=0.5,target=0.5", prompt_tokens=8, out=tmp_path / "head"
+    )
     assert cast(Any, outcome.data)["after"]["tokens"] > 0
 
 
 def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
-    built = {"use": "replay", "num_prompts": 12, "prompt_tokens": 8, "max_new_tokens": 20, "temperature": 1.0}
-    COMMANDS["outputs build"](target=words["target"], data=words["data"], **built, out=tmp_path / "store")
+    built = {
+        "use": "replay",
+        "num_prompts": 12,
+        "prompt_tokens": 8,
+        "max_new_tokens": 20,
+        "temperature": 1.0,
+    }
+    COMMANDS["outputs build"](
+        target=words["target"], data=words["data"], **built, out=tmp_path / "store"
+    )
     given = {name: value for name, value in words.items() if name != "data"}
     outcome = COMMANDS["distill"](**given, outputs=tmp_path / "store", out=tmp_path / "head")
     found = cast(Any, outcome.data)
@@ -292,6 +366,8 @@ def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
         ({"loss": "fkk"}, "unknown loss"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_before_weights_are_read(words, tmp_path, given, message):
+def test_settings_that_do_not_fit_are_refused_before_weights_are_read(
+    words, tmp_path, given, message
+):
     with pytest.raises(UserError, match=message):
         COMMANDS["distill"](**words | given, dry_run=True, out=tmp_path / "head")

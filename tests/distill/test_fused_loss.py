@@ -17,7 +17,9 @@ N, D, V = 13, 6, 31
 LOSSES = ["ce", "fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(3)", "0.7*fkl + 0.3*ce"]
 
 
-def inputs(dtype: torch.dtype = torch.float64, vocab: int = V, tokens: int = N) -> dict[str, Tensor]:
+def inputs(
+    dtype: torch.dtype = torch.float64, vocab: int = V, tokens: int = N
+) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -50,7 +52,9 @@ def naive(x: dict[str, Tensor], name: str, temperature: float) -> dict[str, Tens
         "acceptance": pair.alpha,
         "agreement": (y.argmax(-1) == z.argmax(-1)).to(ce),
     }
-    return {"each": watched["objective"]} | {key: (x["weights"] * tensor).sum() for key, tensor in watched.items()}
+    return {"each": watched["objective"]} | {
+        key: (x["weights"] * tensor).sum() for key, tensor in watched.items()
+    }
 
 
 def budget(x: dict[str, Tensor], chunk: int) -> int:
@@ -62,16 +66,25 @@ def whole(x: dict[str, Tensor]) -> Dense:
     return Dense(x["teacher_hidden"], x["teacher_head"])
 
 
-def fused(x: dict[str, Tensor], name: str, temperature: float, chunk: int, teacher: Teacher) -> Sums:
+def fused(
+    x: dict[str, Tensor], name: str, temperature: float, chunk: int, teacher: Teacher
+) -> Sums:
     given = [x[key] for key in ("hidden", "head", "labels", "weights")]
     return fused_loss(*given, teacher, parse_loss(name), temperature, budget(x, chunk))
 
 
-def same(found: Sums, wanted: dict[str, Tensor], x: dict[str, Tensor], keys: tuple[str, ...]) -> None:
+def same(
+    found: Sums, wanted: dict[str, Tensor], x: dict[str, Tensor], keys: tuple[str, ...]
+) -> None:
     """Values and gradients, to ten digits."""
     for key in keys:
-        torch.testing.assert_close(getattr(found, key).double(), wanted[key].detach(), atol=1e-10, rtol=1e-10)
-    gradients = [torch.autograd.grad(2.5 * o, [x["hidden"], x["head"]]) for o in (found.objective, wanted["objective"])]
+        torch.testing.assert_close(
+            getattr(found, key).double(), wanted[key].detach(), atol=1e-10, rtol=1e-10
+        )
+    gradients = [
+        torch.autograd.grad(2.5 * o, [x["hidden"], x["head"]])
+        for o in (found.objective, wanted["objective"])
+    ]
     for there, here in zip(*gradients, strict=True):
         torch.testing.assert_close(there, here, atol=1e-10, rtol=1e-10)
 
@@ -100,21 +113,30 @@ def test_fused_is_naive_in_fp32(name):
     wanted = naive(x, name, 1.0)
     gradients = torch.autograd.grad(wanted["objective"], [x["hidden"], x["head"]])
     found = fused(x, name, 1.0, 4, whole(x))
-    assert float(found.objective.detach()) == pytest.approx(float(wanted["objective"].detach()), rel=2e-6)
-    for there, here in zip(torch.autograd.grad(found.objective, [x["hidden"], x["head"]]), gradients, strict=True):
+    assert float(found.objective.detach()) == pytest.approx(
+        float(wanted["objective"].detach()), rel=2e-6
+    )
+    for there, here in zip(
+        torch.autograd.grad(found.objective, [x["hidden"], x["head"]]), gradients, strict=True
+    ):
         assert float((there - here).abs().max() / here.abs().max()) < 5e-5
 
 
 @pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.3)", "nla"])
 def test_gradient_is_what_finite_differences_find(name):
     x, rng, step = inputs(), torch.Generator().manual_seed(1), 1e-6
-    ways = {key: torch.randn(x[key].shape, generator=rng, dtype=torch.float64) for key in ("hidden", "head")}
+    ways = {
+        key: torch.randn(x[key].shape, generator=rng, dtype=torch.float64)
+        for key in ("hidden", "head")
+    }
 
     def moved(by: float) -> float:
         there = {key: (x[key] + by * way).detach() for key, way in ways.items()}
         return float(fused(x | there, name, 1.3, 4, whole(x)).objective)
 
-    gradients = torch.autograd.grad(fused(x, name, 1.3, 4, whole(x)).objective, [x["hidden"], x["head"]])
+    gradients = torch.autograd.grad(
+        fused(x, name, 1.3, 4, whole(x)).objective, [x["hidden"], x["head"]]
+    )
     slope = sum(float((g * way).sum()) for g, way in zip(gradients, ways.values(), strict=True))
     assert slope == pytest.approx((moved(step) - moved(-step)) / (2 * step), rel=1e-7)
 
@@ -138,7 +160,10 @@ def test_heads_in_bf16_are_naive_in_bf16(name, autocast):
         wanted, found = naive(x, name, 1.0), fused(x, name, 1.0, 4, whole(x))
     assert found.objective.dtype == torch.float32
     torch.testing.assert_close(found.objective, wanted["objective"].float(), rtol=1e-5, atol=0)
-    gradients = [torch.autograd.grad(o, [x["hidden"], x["head"]]) for o in (found.objective, wanted["objective"])]
+    gradients = [
+        torch.autograd.grad(o, [x["hidden"], x["head"]])
+        for o in (found.objective, wanted["objective"])
+    ]
     for there, here in zip(*gradients, strict=True):
         assert there.dtype == here.dtype
         assert float((there - here).norm() / here.norm()) < 1e-2
@@ -179,7 +204,9 @@ def test_all_tokens_listed_is_the_whole_distribution(name):
     listed = fused(x, name, 1.0, 4, top_k(x, V, 1.0))
     for key in ALL:
         torch.testing.assert_close(getattr(listed, key), getattr(dense, key), atol=1e-8, rtol=1e-8)
-    gradients = [torch.autograd.grad(s.objective, [x["hidden"], x["head"]]) for s in (listed, dense)]
+    gradients = [
+        torch.autograd.grad(s.objective, [x["hidden"], x["head"]]) for s in (listed, dense)
+    ]
     for there, here in zip(*gradients, strict=True):
         torch.testing.assert_close(there, here, atol=1e-8, rtol=1e-8)
 
@@ -207,7 +234,10 @@ def test_a_listed_teacher_has_autograds_gradient_and_bounds_the_whole_one(name, 
     if name != "lk(3)":  # a mixture whose shares change with the atoms
         assert float(found.objective.detach()) <= float(dense["objective"].detach()) + 1e-9
     low = float(found.acceptance)
-    assert low - 1e-9 <= float(dense["acceptance"].detach()) <= low + float(found.slack) + 1e-9 or name == "ce"
+    assert (
+        low - 1e-9 <= float(dense["acceptance"].detach()) <= low + float(found.slack) + 1e-9
+        or name == "ce"
+    )
 
 
 def test_no_gradient_reaches_the_teacher_and_none_is_made_without_need():
@@ -287,13 +317,18 @@ def test_no_token_at_all_is_no_loss():
 def test_cross_entropy_beside_a_teacher_reports_what_a_divergence_reports(k):
     """A schedule that begins with cross-entropy is watched all the way."""
     rng = torch.Generator().manual_seed(0)
-    hidden, head, teacher = (torch.randn(size, generator=rng) for size in ((9, 6), (20, 6), (9, 20)))
+    hidden, head, teacher = (
+        torch.randn(size, generator=rng) for size in ((9, 6), (20, 6), (9, 20))
+    )
     labels, weights = torch.arange(9), torch.ones(9)
     seen = Dense(teacher, None)
     if k:
         log_p, ids = teacher.log_softmax(-1).topk(k)
         seen = TopK(ids, log_p, (1 - log_p.exp().sum(-1)).log())
-    ce, fkl = (fused_loss(hidden, head, labels, weights, seen, parse_loss(name), 1.0) for name in ("ce", "fkl"))
+    ce, fkl = (
+        fused_loss(hidden, head, labels, weights, seen, parse_loss(name), 1.0)
+        for name in ("ce", "fkl")
+    )
     alone = fused_loss(hidden, head, labels, weights, None, parse_loss("ce"), 1.0)
     assert float(ce.objective) == pytest.approx(float(alone.objective))
     assert float(ce.acceptance) > 0

@@ -14,7 +14,9 @@ from draftlab.training.losses import Loss, Pair, log_probs, parse_loss
 EVERY = ["fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(2)", "0.25*rkl + 2*tvd"]
 
 
-def logits_pair(seed: int, rows: int = 7, vocab: int = 23, spread: float = 2.0) -> tuple[Tensor, Tensor]:
+def logits_pair(
+    seed: int, rows: int = 7, vocab: int = 23, spread: float = 2.0
+) -> tuple[Tensor, Tensor]:
     rng = torch.Generator().manual_seed(seed)
     y, z = (torch.randn(rows, vocab, generator=rng, dtype=torch.float64) * spread for _ in range(2))
     return torch.log_softmax(y, -1), torch.log_softmax(z, -1)
@@ -51,7 +53,9 @@ def slope(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
 @settings(max_examples=20, deadline=None)
 def test_value_is_the_definition(name, seed):
     log_p, log_q = logits_pair(seed)
-    torch.testing.assert_close(value(name, log_p, log_q), by_definition(name, log_p, log_q), atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(
+        value(name, log_p, log_q), by_definition(name, log_p, log_q), atol=1e-12, rtol=1e-10
+    )
 
 
 @pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.5)"])
@@ -79,7 +83,9 @@ def test_never_negative_in_fp32_when_p_and_q_nearly_agree(name):
 @settings(max_examples=30, deadline=None)
 def test_inequalities_between_them(seed, spread):
     log_p, log_q = logits_pair(seed, spread=spread)
-    fkl, rkl, tvd, nla, jsd = (value(name, log_p, log_q) for name in ("fkl", "rkl", "tvd", "nla", "jsd(0.5)"))
+    fkl, rkl, tvd, nla, jsd = (
+        value(name, log_p, log_q) for name in ("fkl", "rkl", "tvd", "nla", "jsd(0.5)")
+    )
     slack = 1e-12
     assert (tvd <= (fkl / 2).sqrt() + slack).all()  # Pinsker
     assert (tvd <= (rkl / 2).sqrt() + slack).all()
@@ -91,7 +97,9 @@ def test_inequalities_between_them(seed, spread):
 def test_jsd_goes_to_the_kls_at_its_ends():
     log_p, log_q = logits_pair(1, spread=1.0)
     for name, end in (("jsd(0.0001)", "fkl"), ("jsd(0.9999)", "rkl")):
-        torch.testing.assert_close(value(name, log_p, log_q) / 1e-4, value(end, log_p, log_q), rtol=2e-2, atol=0)
+        torch.testing.assert_close(
+            value(name, log_p, log_q) / 1e-4, value(end, log_p, log_q), rtol=2e-2, atol=0
+        )
 
 
 @pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.3)"])
@@ -120,7 +128,10 @@ def test_far_apart_distributions_give_finite_values_and_gradients(name):
 @pytest.mark.parametrize("name", EVERY)
 def test_what_underflows_in_fp32_still_counts(name):
     """Half of q where p is 1e-87: of KL(p || q) = ln 2, the terms there make a half."""
-    logits = torch.tensor([[0.0, -200.0, -2.0]], dtype=torch.float64), torch.tensor([[0.0, 0.0, -150.0]]).double()
+    logits = (
+        torch.tensor([[0.0, -200.0, -2.0]], dtype=torch.float64),
+        torch.tensor([[0.0, 0.0, -150.0]]).double(),
+    )
     exact = value(name, *(log_probs(x, 1.0) for x in logits))
     torch.testing.assert_close(
         value(name, *(log_probs(x.float(), 1.0) for x in logits)).double(), exact, rtol=1e-5, atol=0
@@ -160,7 +171,9 @@ def test_slopes_give_autograds_gradient_of_the_value(name):
     log_q = torch.log_softmax(z, -1)
     (grad,) = torch.autograd.grad(value(name, log_p, log_q).sum(), z)
     found = slope(name, log_p, log_q.detach())
-    torch.testing.assert_close(grad, found - log_q.detach().exp() * found.sum(-1, keepdim=True), atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(
+        grad, found - log_q.detach().exp() * found.sum(-1, keepdim=True), atol=1e-12, rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 from builders import FAMILIES, build, rounding, setup, until
-from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from draftlab.data import Batch, TopLogprobs
 from draftlab.training.loop import Loop
@@ -38,7 +45,9 @@ def gradients(model, teacher, batch: Batch) -> dict[str, torch.Tensor]:
     step = DistillStep(model, parse_loss("fkl"), 1.0)
     positions = None if batch.positions is None else torch.from_numpy(batch.positions)
     listed = teacher.distributions(batch)
-    step(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask), listed, positions)[0, -1].backward()
+    step(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask), listed, positions)[
+        0, -1
+    ].backward()
     named = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return named
@@ -49,10 +58,14 @@ def gradients(model, teacher, batch: Batch) -> dict[str, torch.Tensor]:
 def test_the_gradient_of_packed_sequences_is_theirs_apart(family, teacher):
     if family == "gpt2":
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=307, n_embd=64, n_layer=2, n_head=4, n_positions=128)).eval()
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=307, n_embd=64, n_layer=2, n_head=4, n_positions=128)
+        ).eval()
     else:
         model = build(family)
-    source = StoredTeacher(307) if teacher == "stored" else LocalTeacher(build("llama", 7), 307, CPU)
+    source = (
+        StoredTeacher(307) if teacher == "stored" else LocalTeacher(build("llama", 7), 307, CPU)
+    )
     assert OutputHead.of(model, 307).takes_packed
     assert source.takes_packed
     batch = answers()
@@ -112,7 +125,9 @@ def test_full_rows_stay_as_they_are():
 @pytest.mark.parametrize(
     "model",
     [
-        MambaForCausalLM(MambaConfig(vocab_size=307, hidden_size=32, num_hidden_layers=2, state_size=8)),
+        MambaForCausalLM(
+            MambaConfig(vocab_size=307, hidden_size=32, num_hidden_layers=2, state_size=8)
+        ),
         BloomForCausalLM(BloomConfig(vocab_size=307, hidden_size=32, n_layer=2, n_head=4)),
     ],
     ids=["mamba", "bloom"],
@@ -136,4 +151,6 @@ def test_a_resumed_run_on_packed_answers_is_the_uninterrupted_one_bit_for_bit(tm
     wanted = run(tmp_path / "a")
     run(tmp_path / "b", stop=3)
     found = run(tmp_path / "b")
-    assert all(torch.equal(a, b) for a, b in zip(wanted.parameters(), found.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(wanted.parameters(), found.parameters(), strict=True)
+    )

@@ -29,7 +29,15 @@ from draftlab.training.trainer import EvalRecord, StepRecord, train
 MASK = 2
 K = 4
 OFFSETS = Offsets(count=K, token=MASK, share=0.7, floor=0.2, seed=3)
-SETTINGS = Loop(steps=6, optimizer="adamw", lr=3e-3, dtype="float32", eval_steps=3, save_steps=2, warmup_ratio=0.2)
+SETTINGS = Loop(
+    steps=6,
+    optimizer="adamw",
+    lr=3e-3,
+    dtype="float32",
+    eval_steps=3,
+    save_steps=2,
+    warmup_ratio=0.2,
+)
 
 
 class RandomText:
@@ -63,9 +71,16 @@ def test_a_packed_pass_predicts_what_separate_passes_predict(family):
     model, batch = build(family), drawn()
     ids, depths = torch.from_numpy(batch.ids[:, :-1]), torch.from_numpy(batch.depths)
     packed = pack(ids, depths, MASK)
-    logits = model(input_ids=packed.ids, use_cache=False, **layout(packed)).logits.flatten(0, 1)[packed.predicting]
+    logits = model(input_ids=packed.ids, use_cache=False, **layout(packed)).logits.flatten(0, 1)[
+        packed.predicting
+    ]
     wanted = [
-        ordinary(model, ids[place // ids.shape[1]], int(place % ids.shape[1]) - int(offset) + 1, int(offset))
+        ordinary(
+            model,
+            ids[place // ids.shape[1]],
+            int(place % ids.shape[1]) - int(offset) + 1,
+            int(offset),
+        )
         for place, offset in zip(packed.predicted, packed.offset, strict=True)
     ]
     assert len(wanted) == batch.depths.sum()
@@ -73,7 +88,9 @@ def test_a_packed_pass_predicts_what_separate_passes_predict(family):
     assert torch.stack(wanted).sub(logits).abs().max() < bound
     causal = torch.ones_like(packed.mask).tril()
     broken = replace(packed, mask=causal)  # a control: masks see those of other positions
-    wrong = model(input_ids=broken.ids, use_cache=False, **layout(broken)).logits.flatten(0, 1)[packed.predicting]
+    wrong = model(input_ids=broken.ids, use_cache=False, **layout(broken)).logits.flatten(0, 1)[
+        packed.predicting
+    ]
     assert torch.stack(wanted).sub(wrong).abs().max() > 100 * bound
 
 
@@ -85,15 +102,21 @@ def test_sequences_in_one_row_stay_apart():
         mask[row, rng.integers(4, 12) :] = 0
     batch = OFFSETS.drawn(Batch(rng.integers(3, 300, (6, 21)), mask).packed(), 0)
     assert batch.positions is not None
-    ids, depths, positions = (torch.from_numpy(x) for x in (batch.ids[:, :-1], batch.depths, batch.positions))
+    ids, depths, positions = (
+        torch.from_numpy(x) for x in (batch.ids[:, :-1], batch.depths, batch.positions)
+    )
     packed = pack(ids, depths, MASK, positions)
-    logits = model(input_ids=packed.ids, use_cache=False, **layout(packed)).logits.flatten(0, 1)[packed.predicting]
+    logits = model(input_ids=packed.ids, use_cache=False, **layout(packed)).logits.flatten(0, 1)[
+        packed.predicting
+    ]
     wanted = []
     for place, offset in zip(packed.predicted.tolist(), packed.offset.tolist(), strict=True):
         row, at = divmod(place, ids.shape[1])
         first = at - int(positions[row, at])
         wanted.append(ordinary(model, ids[row, first:], at - first - offset + 1, offset))
-    assert torch.stack(wanted).sub(logits).abs().max() < rounding(torch.float32, 64 * 5, float(logits.abs().max()))
+    assert torch.stack(wanted).sub(logits).abs().max() < rounding(
+        torch.float32, 64 * 5, float(logits.abs().max())
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
@@ -105,7 +128,9 @@ def test_our_decoder_runs_a_packed_pass_as_transformers_do(family, family_dirs):
     packed = pack(ids, torch.full((1, 12), K), MASK)
     logits = ours.forward(packed.ids, ours.new_cache(1, packed.ids.shape[1]), 0, packed.tree())
     wanted = theirs(input_ids=packed.ids, use_cache=False, **layout(packed)).logits
-    assert logits.sub(wanted).abs().max() < rounding(torch.float32, 64 * 5, float(wanted.abs().max()))
+    assert logits.sub(wanted).abs().max() < rounding(
+        torch.float32, 64 * 5, float(wanted.abs().max())
+    )
 
 
 @pytest.mark.parametrize(("share", "floor"), [(0.7, 0.2), (1.0, 0.0), (0.5, 0.0)])
@@ -120,7 +145,9 @@ def test_an_offset_is_predicted_only_where_the_ones_before_it_are(share, floor):
     batch = offsets.drawn(Batch(np.zeros((5, 61), dtype=np.int64), mask), 7)
     depths = batch.depths
     counted = mask > 0
-    kept = [depths >= j for j in range(1, 9)]  # kept[j - 1][s]: offset j is predicted from position s
+    kept = [
+        depths >= j for j in range(1, 9)
+    ]  # kept[j - 1][s]: offset j is predicted from position s
     assert np.array_equal(kept[0], counted)
     for j in range(2, 9):
         assert not (kept[j - 1] & ~kept[j - 2]).any()
@@ -128,8 +155,12 @@ def test_an_offset_is_predicted_only_where_the_ones_before_it_are(share, floor):
         assert (kept[j - 1].sum(1) <= most).all()
         for row, start in zip(*np.nonzero(kept[j - 1]), strict=True):
             assert counted[row, start : start + j].all()
-    whole = offsets.drawn(Batch(np.zeros((1, 201), dtype=np.int64), np.ones((1, 200), dtype=np.float32)), 7).depths
-    if share < 1:  # without ends, the shares are those wanted, up to positions near the end of the text
+    whole = offsets.drawn(
+        Batch(np.zeros((1, 201), dtype=np.int64), np.ones((1, 200), dtype=np.float32)), 7
+    ).depths
+    if (
+        share < 1
+    ):  # without ends, the shares are those wanted, up to positions near the end of the text
         share_of_3 = (whole[0, :190] >= 3).mean()
         assert abs(share_of_3 - share**2) < 0.08
     assert np.array_equal(depths, offsets.drawn(batch, 7).depths)
@@ -148,7 +179,9 @@ def test_a_step_is_that_of_separate_passes(loss):
     batch, target, student = drawn(), build("llama", 9), build("llama", 1, num_hidden_layers=2)
     ids, mask = torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)
     with torch.no_grad():
-        states = target.get_decoder()(input_ids=ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
+        states = target.get_decoder()(
+            input_ids=ids[:, :-1], use_cache=False
+        ).last_hidden_state.flatten(0, 1)
         logits_p = target(input_ids=ids[:, :-1], use_cache=False).logits
     counted = mask.flatten().nonzero().squeeze(1)
     teacher = Dense(states[counted], target.get_output_embeddings().weight)
@@ -164,7 +197,9 @@ def test_a_step_is_that_of_separate_passes(loss):
             for offset in range(1, int(batch.depths[row, at]) + 1):
                 q = torch.softmax(ordinary(student, ids[row], at, offset), -1)
                 p = torch.softmax(logits_p[row, at + offset - 1], -1)
-                total = total + sum(weight * DIVERGENCES[name](p, q) for name, weight in loss.items())
+                total = total + sum(
+                    weight * DIVERGENCES[name](p, q) for name, weight in loss.items()
+                )
                 total = total - loss.get("ce", 0) * q[ids[row, at + offset]].log()
     total.backward()
     wanted = torch.cat([p.grad.flatten() for p in student.parameters()])
@@ -179,7 +214,9 @@ def test_a_step_is_that_of_separate_passes(loss):
 def run(state: Path, settings: Loop = SETTINGS, stop: int | None = None):
     torch.manual_seed(0)
     model = build("llama", 1, num_hidden_layers=2)
-    given = replace(setup(build("llama", 9), RandomText(), [RandomText().batch(999)]), offsets=OFFSETS)
+    given = replace(
+        setup(build("llama", 9), RandomText(), [RandomText().batch(999)]), offsets=OFFSETS
+    )
     records = list(until(stop, train(model, given, settings, state)))
     return records, {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -232,7 +269,9 @@ def test_scores_by_offset_are_those_of_separate_passes(temperature, memory):
 def test_chances_that_do_not_depend_on_the_age_count_as_those_of_a_plain_draft():
     chances = np.random.default_rng(1).random((3, 20))
     plain = expected.chain(expected.texts_of(list(chances)), 3)
-    by_age = expected.chain(expected.texts_of([np.repeat(row[:, None], 5, 1) for row in chances]), 3)
+    by_age = expected.chain(
+        expected.texts_of([np.repeat(row[:, None], 5, 1) for row in chances]), 3
+    )
     np.testing.assert_allclose(by_age.passes, plain.passes)
     np.testing.assert_allclose(by_age.reached, plain.reached)
 

@@ -33,7 +33,15 @@ from draftlab.training.texts import TrainingText
 from draftlab.training.trackers import check
 from draftlab.training.trainer import EvalRecord, TrainingSetup, train
 
-SETTINGS = Loop(steps=12, optimizer="adamw", lr=1e-2, dtype="float32", eval_steps=2, save_steps=3, warmup_ratio=0.2)
+SETTINGS = Loop(
+    steps=12,
+    optimizer="adamw",
+    lr=1e-2,
+    dtype="float32",
+    eval_steps=2,
+    save_steps=3,
+    warmup_ratio=0.2,
+)
 CPU = torch.device("cpu")
 
 
@@ -62,7 +70,12 @@ def student():
     return build("llama", 0, num_hidden_layers=2)
 
 
-def go(state: Path, settings: Loop = SETTINGS, values: dict[int, float] | None = None, stop: int | None = None):
+def go(
+    state: Path,
+    settings: Loop = SETTINGS,
+    values: dict[int, float] | None = None,
+    stop: int | None = None,
+):
     """Records of a run, and the student's weights at every evaluation."""
     model, seen = student(), {}
     given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
@@ -127,14 +140,22 @@ class Given:
 
 
 def trained(
-    source: Path, given: TrainingSetup, output: Output, loop: Loop = SETTINGS, report_to: Sequence[str] = ()
+    source: Path,
+    given: TrainingSetup,
+    output: Output,
+    loop: Loop = SETTINGS,
+    report_to: Sequence[str] = (),
 ) -> TrainingResult:
     """Train a copy of source, with 320 logits to write."""
     module = checkpoint.load_model(source, torch.float32)
-    opened = OpenDraft(module=module, setup=given, like=source, offsets=None, lora_rank=0, vocab=320)
+    opened = OpenDraft(
+        module=module, setup=given, like=source, offsets=None, lora_rank=0, vocab=320
+    )
     text = TrainingText(data="", shares={"data": 1.0}, seq_len=16)
     student = cast(Any, Given(opened))
-    job = Distillation(student=student, draft=None, target=None, text=text, loop=loop, report_to=report_to)
+    job = Distillation(
+        student=student, draft=None, target=None, text=text, loop=loop, report_to=report_to
+    )
     return distill(job, output)
 
 
@@ -149,7 +170,10 @@ def test_the_written_model_is_the_best_one(family_dirs, tmp_path):
         kept[step] = best_weights(output.state, "student") if (output.state / BEST).exists() else {}
         return RISE_AND_FALL[step]
 
-    given = replace(given, length=type("Watch", (Scripted,), {"__call__": lambda self, model, step: keep(step)})({}))
+    given = replace(
+        given,
+        length=type("Watch", (Scripted,), {"__call__": lambda self, model, step: keep(step)})({}),
+    )
     fitted = trained(source, given, output)
     assert fitted.after.step == 4
     assert fitted.after.mean_acceptance_length == 1.7
@@ -168,7 +192,13 @@ def test_tensorboard_is_told_every_step_and_evaluation(family_dirs, tmp_path):
     reading = pytest.importorskip("tensorboardX.proto.event_pb2")
     source = family_dirs["llama"]
     given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
-    trained(source, given, output_of(tmp_path / "out"), altered(SETTINGS, steps=4), report_to=["tensorboard"])
+    trained(
+        source,
+        given,
+        output_of(tmp_path / "out"),
+        altered(SETTINGS, steps=4),
+        report_to=["tensorboard"],
+    )
     events = next((tmp_path / "tensorboard" / "out").glob("events*"))
     seen = {(v.tag, e.step) for e in records_of(events, reading.Event) for v in e.summary.value}
     assert {("train/loss", n) for n in (1, 2, 3, 4)} <= seen
@@ -177,7 +207,9 @@ def test_tensorboard_is_told_every_step_and_evaluation(family_dirs, tmp_path):
 
 
 def output_of(out: Path) -> Output:
-    return Output(command="distill", config=DistillConfig.build({"draft": "tiny", "lr": 0.01}), out=out)
+    return Output(
+        command="distill", config=DistillConfig.build({"draft": "tiny", "lr": 0.01}), out=out
+    )
 
 
 def records_of(file: Path, kind):
@@ -210,7 +242,9 @@ def test_long_rows_go_together_within_the_budget_and_lose_only_their_ends():
     for row, end in enumerate(ends):
         mask[row, :end] = rng.integers(0, 2, end)
         mask[row, max(0, end - 1)] = end > 0
-    listed = TopLogprobs(rng.integers(0, 300, (9, 20, 2)), rng.random((9, 20, 2)), rng.random((9, 20)))
+    listed = TopLogprobs(
+        rng.integers(0, 300, (9, 20, 2)), rng.random((9, 20, 2)), rng.random((9, 20))
+    )
     parts = Batch(ids, mask, listed).parts(24)
     assert sum(len(p.ids) for p in parts) == 9
     assert sum(p.mask.sum() for p in parts) == mask.sum()
@@ -236,11 +270,18 @@ def test_long_rows_go_together_within_the_budget_and_lose_only_their_ends():
 def test_a_teacher_partly_on_disk_says_what_one_in_memory_says(family_dirs, tmp_path):
     source = family_dirs["llama"]
     places = {f"model.layers.{i}": "disk" if i in (1, 3) else "cpu" for i in range(5)}
-    places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    places |= {
+        "model.embed_tokens": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "disk",
+    }
     spread = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, device_map=places, offload_folder=tmp_path / "offload"
     ).eval()
-    whole = LocalTeacher(checkpoint.load_model(source, torch.float32).eval(), 307, CPU).distributions(Rows().batch(0))
+    whole = LocalTeacher(
+        checkpoint.load_model(source, torch.float32).eval(), 307, CPU
+    ).distributions(Rows().batch(0))
     found = LocalTeacher(spread, 307, CPU).distributions(Rows().batch(0))
     torch.testing.assert_close(found.log_probs(slice(None), 1.0), whole.log_probs(slice(None), 1.0))
 
@@ -253,11 +294,17 @@ def test_text_of_the_target_measures_tokens_per_pass(family_dirs, tmp_path):
         draft=target, target=target, data=str(tmp_path / "text.txt"), text="data=0.5,target=0.25,draft=0.25",
         batch_size=2, seq_len=96, steps=8, prompt_tokens=4, training_dtype="float32", device="cpu",
     )  # fmt: skip
-    opened = open_draft(cast(Any, prepare(config, True).run).args[0], None, made(tmp_path / "state"))
+    opened = open_draft(
+        cast(Any, prepare(config, True).run).args[0], None, made(tmp_path / "state")
+    )
     model, given = opened.module, opened.setup
     assert isinstance(given.length, TargetTextEvaluator)
-    drafted = np.array([len(ids) for _, ids in given.length.text.texts]) - 1  # the first token comes with the prefill
-    passes = -(-drafted // 5)  # it drafts for itself: four tokens stand, and one more comes with them
+    drafted = (
+        np.array([len(ids) for _, ids in given.length.text.texts]) - 1
+    )  # the first token comes with the prefill
+    passes = -(
+        -drafted // 5
+    )  # it drafts for itself: four tokens stand, and one more comes with them
     assert given.length(model, 0) == pytest.approx(drafted.sum() / passes.sum(), abs=1e-3)
     assert drafted.max() == 63
     assert given.length(student(), 1) < 3
@@ -273,20 +320,35 @@ def read_log(output: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(100)))
+    path.write_text(
+        "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(100))
+    )
     return str(path)
 
 
 @pytest.mark.parametrize(
     ("source", "lora", "vocab"),
-    [("data=0.4,target=0.3,draft=0.3", 0, None), ("data", 4, None), ("data", 4, 150), ("cache", 0, 150)],
+    [
+        ("data=0.4,target=0.3,draft=0.3", 0, None),
+        ("data", 4, None),
+        ("data", 4, 150),
+        ("cache", 0, 150),
+    ],
 )
 def test_a_killed_command_writes_the_bytes_of_one_that_was_not(
     source, lora, vocab, text, family_dirs, tmp_path, monkeypatch
 ):
     draft, target = family_dirs["llama"], family_dirs["llama_mha"]
-    words = {"draft": str(draft), "lora_rank": lora, "steps": 6, "batch_size": 2, "training_dtype": "float32"}
-    words |= {"eval_steps": 2, "save_steps": 2, "lr": 1e-2} | ({} if vocab is None else {"vocab": vocab})
+    words = {
+        "draft": str(draft),
+        "lora_rank": lora,
+        "steps": 6,
+        "batch_size": 2,
+        "training_dtype": "float32",
+    }
+    words |= {"eval_steps": 2, "save_steps": 2, "lr": 1e-2} | (
+        {} if vocab is None else {"vocab": vocab}
+    )
     if source == "cache":
         sizes = {"num_sequences": 16, "seq_len": 48, "top_logprobs": 16}
         COMMANDS["outputs build"](target=str(target), data=text, out=tmp_path / "cache", **sizes)
@@ -298,7 +360,9 @@ def test_a_killed_command_writes_the_bytes_of_one_that_was_not(
     with training_killed_at(4):
         COMMANDS["distill"](**words, out=tmp_path / "whole2")
     COMMANDS["distill"](**words, out=tmp_path / "whole2")
-    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("whole2", "whole"))
+    found, wanted = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("whole2", "whole")
+    )
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
     start = load_file(draft / "model.safetensors")
     # the best weights may be those before the first step, so the log says that something was learnt

@@ -19,8 +19,16 @@ ROUNDING = 1e-4  # of kernels that are put together of others there
 @pytest.fixture
 def words(family_dirs: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
     file = tmp_path / "text.txt"
-    file.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40)))
-    given = {"target": str(family_dirs["llama"]), "data": str(file), "steps": 3, "batch_size": 2, "seq_len": 32}
+    file.write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))
+    )
+    given = {
+        "target": str(family_dirs["llama"]),
+        "data": str(file),
+        "steps": 3,
+        "batch_size": 2,
+        "seq_len": 32,
+    }
     return given | {"training_dtype": "float32", "eval_steps": 3, "save_steps": 2}
 
 
@@ -54,7 +62,10 @@ def test_a_head_is_that_of_a_run_on_the_cpu(words, tmp_path, monkeypatch, given,
 
 
 def test_a_source_is_rotated_where_the_rotation_is_and_comes_back(family_dirs):
-    weights, shape = checkpoint.Weights(family_dirs["llama"]), checkpoint.read_shape(family_dirs["llama"])
+    weights, shape = (
+        checkpoint.Weights(family_dirs["llama"]),
+        checkpoint.read_shape(family_dirs["llama"]),
+    )
     rotation, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
     wanted = Rotated(weights, shape, rotation)
     with SecondDevice():

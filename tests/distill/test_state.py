@@ -34,7 +34,9 @@ def training(seed: int = 0) -> Training:
     module = nn.Sequential(first, nn.BatchNorm1d(4), last)
     optimizers = [torch.optim.AdamW([first.weight]), torch.optim.SGD([first.bias], momentum=0.9)]
     prepared, *optimizers = accelerator.prepare(module, *optimizers)
-    return Training(accelerator=accelerator, module=prepared, optimizers=optimizers, counters=[Best()])
+    return Training(
+        accelerator=accelerator, module=prepared, optimizers=optimizers, counters=[Best()]
+    )
 
 
 def step(one: Training) -> list[float]:
@@ -44,7 +46,13 @@ def step(one: Training) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     weights = [value.double().sum().item() for value in one.module.state_dict().values()]
-    return [*weights, random.random(), np.random.random(), random.gauss(0, 1), np.random.standard_normal()]
+    return [
+        *weights,
+        random.random(),
+        np.random.random(),
+        random.gauss(0, 1),
+        np.random.standard_normal(),
+    ]
 
 
 @pytest.fixture
@@ -76,7 +84,9 @@ def test_what_comes_back_goes_on_in_the_same_bits(tmp_path):
     checkpoint = other.restore(state)
     assert checkpoint is not None
     assert checkpoint.step == 1
-    frozen = {name: value for name, value in one.module.state_dict().items() if name.startswith("2.")}
+    frozen = {
+        name: value for name, value in one.module.state_dict().items() if name.startswith("2.")
+    }
     other.module.load_state_dict(frozen, strict=False)  # the inputs' own
     assert [step(other), step(other)] == wanted
     assert vars(other.counters[0]) == {"metric": math.pi, "step": 1, "evaluations_since": 0}
@@ -91,7 +101,9 @@ def test_every_damaged_value_is_noticed(state):
         for part in sized:
             name, extra = struct.unpack_from("<HH", whole, part.header_offset + 26)
             at = part.header_offset + 30 + name + extra + rng.randrange(part.file_size)
-            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+            file.write_bytes(
+                whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :]
+            )
             with raises_option("--force"):
                 training().restore(state)
         for cut in (0, len(whole) // 2, len(whole) - 1):
@@ -130,7 +142,9 @@ def test_the_end_of_training_needs_no_weights(state):
     checkpoint = training().restore(state)
     assert checkpoint is not None
     assert checkpoint.ended
-    assert "weights" not in checkpointer.load(state / "step-00000002" / CONTENT, run_identity(state))
+    assert "weights" not in checkpointer.load(
+        state / "step-00000002" / CONTENT, run_identity(state)
+    )
 
 
 def test_pickles_of_sharded_training_need_trust(state, monkeypatch):
@@ -156,8 +170,12 @@ class Bomb:
         return (Path.touch, (self.file,))
 
 
-@pytest.mark.parametrize("name", ["custom_checkpoint_0.pkl", "optimizer.bin", "pytorch_model_fsdp_0/x.distcp"])
-def test_a_pickle_beside_a_checkpoint_is_refused_before_models_are_loaded_and_never_read(state, name):
+@pytest.mark.parametrize(
+    "name", ["custom_checkpoint_0.pkl", "optimizer.bin", "pytorch_model_fsdp_0/x.distcp"]
+)
+def test_a_pickle_beside_a_checkpoint_is_refused_before_models_are_loaded_and_never_read(
+    state, name
+):
     newest, ran = state / "step-00000001", state.parent / "ran"
     checkpointer.check_resumable(state)
     (newest / name).parent.mkdir(exist_ok=True)
@@ -170,7 +188,9 @@ def test_a_pickle_beside_a_checkpoint_is_refused_before_models_are_loaded_and_ne
 
 def test_code_in_a_checkpoint_is_not_run(state):
     ran = state.parent / "ran"
-    torch.save({"run": run_identity(state), "content": Bomb(ran)}, state / "step-00000001" / CONTENT)
+    torch.save(
+        {"run": run_identity(state), "content": Bomb(ran)}, state / "step-00000001" / CONTENT
+    )
     with raises_option("--force"):
         training().restore(state)
     assert not ran.exists()
@@ -190,7 +210,9 @@ def test_a_log_is_read_up_to_the_half_line_of_a_kill(tmp_path):
 
 
 def test_checkpoints_say_what_cannot_be_written(state, monkeypatch):
-    monkeypatch.setattr(torch, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        torch, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     with pytest.raises(UserError):
         training().save(state, 2)
     assert [path.name for path in checkpointer._checkpoints(state)] == ["step-00000001"]

@@ -24,10 +24,20 @@ from draftlab.training.losses import log_probs, parse_loss
 HEAD = torch.tensor([0, 3, 4, 8, 9, 15, 22, 23, 30])
 
 
-def fused(x: dict[str, Tensor], name: str, temperature: float, teacher: Dense | TopK, ids: Tensor = HEAD):
+def fused(
+    x: dict[str, Tensor], name: str, temperature: float, teacher: Dense | TopK, ids: Tensor = HEAD
+):
     """By the rows of the head that are in ids."""
     trimmed = TrimmedHead.of(ids, V)
-    given = (x["hidden"], x["head"][ids], x["labels"], x["weights"], teacher, parse_loss(name), temperature)
+    given = (
+        x["hidden"],
+        x["head"][ids],
+        x["labels"],
+        x["weights"],
+        teacher,
+        parse_loss(name),
+        temperature,
+    )
     return fused_loss(*given, budget(x, 4), trimmed)
 
 
@@ -37,7 +47,9 @@ def divergence(name: str, p: Tensor, q: Tensor) -> Tensor:
     forward = (p * (p / q).log()).sum() + lost
     reverse = (q * (q / p).log()).sum() - lost
     m = 0.3 * p + 0.7 * q
-    mixed = 0.3 * ((p * (p / m).log()).sum() + (m - p).sum()) + 0.7 * ((q * (q / m).log()).sum() + (m - q).sum())
+    mixed = 0.3 * ((p * (p / m).log()).sum() + (m - p).sum()) + 0.7 * (
+        (q * (q / m).log()).sum() + (m - q).sum()
+    )
     share = torch.exp(-3 * alpha.detach())
     return {
         "ce": 0 * alpha, "fkl": forward, "rkl": reverse, "jsd(0.3)": mixed, "tvd": 1 - alpha, "nla": -alpha.log(),
@@ -54,7 +66,11 @@ def naive(x: dict[str, Tensor], name: str, temperature: float) -> dict[str, Tens
     ):
         z, y = hidden @ x["head"][HEAD].T, teacher @ x["teacher_head"].T
         p, q = torch.softmax(y / temperature, 0)[HEAD], torch.softmax(z / temperature, 0)
-        ce = -torch.log_softmax(z, 0)[HEAD.tolist().index(label)] if label in HEAD else torch.zeros(())
+        ce = (
+            -torch.log_softmax(z, 0)[HEAD.tolist().index(label)]
+            if label in HEAD
+            else torch.zeros(())
+        )
         each = {
             "objective": divergence(name, p, q) + ce_weight * ce, "cross_entropy": ce,
             "acceptance": torch.minimum(p, q).sum(), "agreement": (y.argmax() == HEAD[z.argmax()]).double(),
@@ -77,7 +93,9 @@ def test_a_listed_teacher_that_lists_all_is_the_whole_one(name):
     found, wanted = fused(x, name, 1.0, top_k(x, V, 1.0)), fused(x, name, 1.0, whole(x))
     for key in ALL:
         torch.testing.assert_close(getattr(found, key), getattr(wanted, key), atol=1e-8, rtol=1e-8)
-    gradients = [torch.autograd.grad(s.objective, [x["hidden"], x["head"]]) for s in (found, wanted)]
+    gradients = [
+        torch.autograd.grad(s.objective, [x["hidden"], x["head"]]) for s in (found, wanted)
+    ]
     for there, here in zip(*gradients, strict=True):
         torch.testing.assert_close(there, here, atol=1e-8, rtol=1e-8)
 
@@ -116,9 +134,13 @@ def test_lost_ids_would_change_the_loss():
     assert optimistic > float(fused(x, "fkl", 1.0, whole(x)).acceptance) + 0.1
 
 
-def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_it_drafts(family_dirs, tmp_path, capsys):
+def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_it_drafts(
+    family_dirs, tmp_path, capsys
+):
     target, text = str(family_dirs["llama_mha"]), tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200)))
+    text.write_text(
+        "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200))
+    )
     COMMANDS["distill"](
         draft=str(family_dirs["llama"]), target=target, data=str(text), student="parallel:tokens=3", vocab=120, steps=4,
         batch_size=2, seq_len=32, eval_steps=4, out=tmp_path / "draft",
@@ -126,14 +148,26 @@ def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_i
     ids = read_head_ids(tmp_path / "draft", 307)
     assert ids is not None
     assert len(ids) == 120
-    written = {"target": target, "data": str(text), "num_prompts": 4, "prompt_tokens": 8, "max_new_tokens": 24}
+    written = {
+        "target": target,
+        "data": str(text),
+        "num_prompts": 4,
+        "prompt_tokens": 8,
+        "max_new_tokens": 24,
+    }
     COMMANDS["outputs build"](use="replay", **written, out=tmp_path / "answers")
     COMMANDS["replay"](
-        directory=tmp_path / "answers", draft=[str(tmp_path / "draft")], k=[3, 4], out=tmp_path / "replay"
+        directory=tmp_path / "answers",
+        draft=[str(tmp_path / "draft")],
+        k=[3, 4],
+        out=tmp_path / "replay",
     )
     assert capsys.readouterr().err.count("draft was trained to draft 3 tokens, not 4") == 1
     expected = read_replay(tmp_path / "replay" / "draft").counts(3)
-    models = [load(path, torch.float32, torch.device("cpu")) for path in (Path(target), tmp_path / "draft")]
+    models = [
+        load(path, torch.float32, torch.device("cpu"))
+        for path in (Path(target), tmp_path / "draft")
+    ]
     for row, output in enumerate(read_store(tmp_path / "answers").outputs):
         sampling = SamplingParams(max_tokens=24, stop_token_ids=(1,))
         drafter = ParallelDrafter(models[1], 307)
@@ -147,14 +181,20 @@ def test_a_trimmed_head_is_no_targets(family_dirs, tmp_path):
     shutil.copytree(family_dirs["llama"], tmp_path / "target")
     write_head_ids(tmp_path / "target", range(200))
     with pytest.raises(UserError):
-        COMMANDS["distill"](draft=str(family_dirs["llama"]), target=str(tmp_path / "target"), data="stdlib")
+        COMMANDS["distill"](
+            draft=str(family_dirs["llama"]), target=str(tmp_path / "target"), data="stdlib"
+        )
 
 
-@pytest.mark.parametrize(("vocab", "trimmed", "message"), [(307, False, "fewer than all 307"), (150, True, "already")])
+@pytest.mark.parametrize(
+    ("vocab", "trimmed", "message"), [(307, False, "fewer than all 307"), (150, True, "already")]
+)
 def test_what_cannot_be_trimmed_is_refused(vocab, trimmed, message, family_dirs, tmp_path):
     draft = tmp_path / "draft"
     shutil.copytree(family_dirs["llama"], draft)
     if trimmed:
         write_head_ids(draft, range(200))
     with pytest.raises(UserError, match=message):
-        COMMANDS["distill"](draft=str(draft), target=str(family_dirs["llama"]), data="stdlib", vocab=vocab)
+        COMMANDS["distill"](
+            draft=str(draft), target=str(family_dirs["llama"]), data="stdlib", vocab=vocab
+        )

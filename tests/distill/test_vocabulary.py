@@ -29,9 +29,14 @@ class Rows:
 def padded(model, rows: int):
     """The same model with rows more in embedding and head, whose logits are large."""
     have = model.config.vocab_size
-    for name, parameter in (("model.embed_tokens", model.model.embed_tokens), ("lm_head", model.lm_head)):
+    for name, parameter in (
+        ("model.embed_tokens", model.model.embed_tokens),
+        ("lm_head", model.lm_head),
+    ):
         more = torch.full((rows, parameter.weight.shape[1]), 0.3)
-        model.get_submodule(name).weight = nn.Parameter(torch.cat([parameter.weight.detach(), more]))
+        model.get_submodule(name).weight = nn.Parameter(
+            torch.cat([parameter.weight.detach(), more])
+        )
     model.config.vocab_size = have + rows
     model.lm_head.out_features = have + rows
     return model
@@ -43,7 +48,11 @@ def test_padding_of_one_head_changes_no_step(loss, draft_rows, target_rows, tmp_
     def run(name: str, draft: int, target: int):
         student = padded(build("llama", 0, num_hidden_layers=2), draft)
         teacher = padded(build("llama", 9, num_hidden_layers=2), target)
-        records = list(train(student, setup(teacher, Rows(), [Rows().batch(9)], loss), SETTINGS, tmp_path / name))
+        records = list(
+            train(
+                student, setup(teacher, Rows(), [Rows().batch(9)], loss), SETTINGS, tmp_path / name
+            )
+        )
         return student, records
 
     wanted, plain_records = run("plain", 0, 0)
@@ -88,8 +97,12 @@ def probabilities(directory: Path) -> torch.Tensor:
     return checkpoint.load_model(directory, torch.float32)(ids).logits.softmax(-1)
 
 
-@pytest.mark.parametrize(("draft_vocab", "temperature"), [(320, 0.0), (320, 0.8), (300, 0.0), (300, 0.8)])
-def test_speculation_with_a_head_of_another_size_is_lossless(family_dirs, tmp_path, draft_vocab, temperature):
+@pytest.mark.parametrize(
+    ("draft_vocab", "temperature"), [(320, 0.0), (320, 0.8), (300, 0.0), (300, 0.8)]
+)
+def test_speculation_with_a_head_of_another_size_is_lossless(
+    family_dirs, tmp_path, draft_vocab, temperature
+):
     copy(family_dirs["llama"], tmp_path / "draft")
     resize(tmp_path / "draft", draft_vocab)
     target, draft = (load(d, torch.float32) for d in (family_dirs["llama"], tmp_path / "draft"))
@@ -97,7 +110,9 @@ def test_speculation_with_a_head_of_another_size_is_lossless(family_dirs, tmp_pa
     steps = list(speculative_decode(target, ModelDrafter(draft, 307), [prompt], 3, sampling))
     emitted = [t for s in steps for t in s.tokens]
     assert len(emitted) == 40
-    assert sum(s.accepted for s in steps) > 0.6 * sum(s.drafted for s in steps)  # the draft is the target
+    assert sum(s.accepted for s in steps) > 0.6 * sum(
+        s.drafted for s in steps
+    )  # the draft is the target
     if temperature == 0:
         assert emitted == [t for s in decode(target, [prompt], sampling) for t in s.tokens]
 

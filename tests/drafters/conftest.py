@@ -22,7 +22,9 @@ from draftlab.sampling import SamplingParams
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(60):
-        (folder / f"{i}.txt").write_text(f"def part_{i}(line):\n    return [int(x) for x in line.split({i})]\n" * 12)
+        (folder / f"{i}.txt").write_text(
+            f"def part_{i}(line):\n    return [int(x) for x in line.split({i})]\n" * 12
+        )
     return folder
 
 
@@ -59,18 +61,27 @@ def eagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     """A random EAGLE-3 head."""
     folder, generator = tmp_path_factory.mktemp("eagle"), torch.Generator().manual_seed(0)
     config = eagle.head_config(family_dirs["llama"], None, 100)
-    weights = {name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    weights = {
+        name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+    }
     head = Head(config=config, weights=weights, ids=torch.arange(100), embedding=None)
     eagle.write(folder, head, "native", target=family_dirs["llama"], k=2)
     return folder
 
 
 @pytest.fixture(scope="module")
-def stored(family_dirs: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stored(
+    family_dirs: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """What the target wrote."""
     out = tmp_path_factory.mktemp("stored") / "answers"
     sizes: dict[str, Any] = {"num_prompts": 6, "prompt_tokens": 12, "max_new_tokens": 24}
     COMMANDS["outputs build"](
-        use="replay", target=str(family_dirs["llama"]), data=str(corpus), out=out, device="cpu", **sizes
+        use="replay",
+        target=str(family_dirs["llama"]),
+        data=str(corpus),
+        out=out,
+        device="cpu",
+        **sizes,
     )
     return out

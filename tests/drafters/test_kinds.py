@@ -24,9 +24,15 @@ from draftlab.scoring.throughput import measure_throughput
 ASKED = ["ngram:order=2,tokens=500", "prompt-lookup:prompt_lookup_max=2", "model", "fallback"]
 
 
-def test_every_drafter_decodes_what_the_target_would(context, eagle_head, dflash_head, parallel_draft, stored):
+def test_every_drafter_decodes_what_the_target_would(
+    context, eagle_head, dflash_head, parallel_draft, stored
+):
     asked = [*ASKED, f"ngram:order=2,outputs={stored}", "fallback:draft_tokens=1,min_match=2x1x3"]
-    asked += [f"parallel:draft={parallel_draft}", f"eagle:heads={eagle_head}", f"dflash:heads={dflash_head}"]
+    asked += [
+        f"parallel:draft={parallel_draft}",
+        f"eagle:heads={eagle_head}",
+        f"dflash:heads={dflash_head}",
+    ]
     asked += [f"eagle:heads={eagle_head},prompt_lookup_max=3,draft_tokens=1"]
     assert {parse_drafter(text).kind for text in asked} == set(DRAFTERS.builtin)
     check_output(context, {text: built(context, text) for text in asked})
@@ -70,7 +76,12 @@ def test_contexts_that_do_not_fit_64_bits_are_said_before_the_target_is_loaded()
 def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_dirs):
     """OPT, which llama.py does not know, of the same vocabulary as target, and as draft beside lookup."""
     torch.manual_seed(3)
-    sizes: dict[str, Any] = {"vocab_size": 307, "hidden_size": 48, "ffn_dim": 96, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 307,
+        "hidden_size": 48,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+    }
     opt = OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, word_embed_proj_dim=48))
     hosted, place = HFDecoder(opt.eval()), family_dirs["llama"]
 
@@ -85,7 +96,10 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_di
         sampling = SamplingParams(max_tokens=12)
         expected = output_tokens(decode(target, PROMPTS[:1], sampling))
         for drafter in drafters(target, draft).values():
-            assert output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 2, sampling)) == expected
+            assert (
+                output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 2, sampling))
+                == expected
+            )
 
 
 def test_a_corpus_that_is_too_short_is_refused(context):
@@ -95,13 +109,26 @@ def test_a_corpus_that_is_too_short_is_refused(context):
 
 def test_an_unknown_rule_is_refused():
     with raises_option("--rule", "blok"):
-        ScoreConfig.build({"target": "tiny", "draft": ["tiny"], "data": "stdlib", "rule": "blok", "temperature": 1.0})
+        ScoreConfig.build(
+            {
+                "target": "tiny",
+                "draft": ["tiny"],
+                "data": "stdlib",
+                "rule": "blok",
+                "temperature": 1.0,
+            }
+        )
 
 
 def test_a_dry_run_shows_what_drafters_read(family_dirs, stored, eagle_head, tmp_path):
     model, prompts = str(family_dirs["llama"]), tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def parse(line):"}\n')
-    texts = [f"ngram:order=2,outputs={stored}", f"eagle:heads={eagle_head}", "prompt-lookup", f"model:draft={model}"]
+    texts = [
+        f"ngram:order=2,outputs={stored}",
+        f"eagle:heads={eagle_head}",
+        "prompt-lookup",
+        f"model:draft={model}",
+    ]
     asked: dict[str, Any] = {"target": model, "prompt_file": prompts, "k": "2", "max_new_tokens": 8}
     shown = COMMANDS["score"](**asked, drafter=texts, out=tmp_path / "out", dry_run=True).data
     wanted = [f"reads {stored}", f"reads {eagle_head}", "reads no files", f"reads {model}"]

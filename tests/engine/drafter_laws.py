@@ -54,7 +54,9 @@ def eagle_drafter(target: llama.Llama) -> EagleDrafter:
         layer_ids=(1, 2, 3), norm_before_residual=False,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(4)
-    weights = {name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    weights = {
+        name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+    }
     ids = torch.arange(0, 3 * 102, 3)
     weights["lm_head.weight"], weights["norm.weight"] = target.head[ids], torch.ones(64)
     head = Head(config=config, weights=weights, ids=ids, embedding=None)
@@ -68,7 +70,9 @@ def dflash_drafter(target: llama.Llama) -> DFlashDrafter:
         draft_vocab=102, layer_ids=(1, 3), block_size=7, mask_token_id=2, windows=(None, 6), causal=(False, True),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(4)
-    weights = {name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    weights = {
+        name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+    }
     ids = torch.arange(0, 3 * 102, 3)
     weights["norm.weight"] = torch.ones(64)
     rope = 1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0
@@ -120,8 +124,12 @@ class Bigrams(Decoder):
         self.logits = logits
 
     def new_cache(self, rows: int, capacity: int) -> llama.Cache:
-        return llama.Cache(torch.zeros(1, rows, 1, capacity, 1), torch.zeros(1, rows, 1, capacity, 1))
+        return llama.Cache(
+            torch.zeros(1, rows, 1, capacity, 1), torch.zeros(1, rows, 1, capacity, 1)
+        )
 
-    def forward(self, ids: Tensor, cache: llama.Cache, last: int = 0, tree: object = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, cache: llama.Cache, last: int = 0, tree: object = None
+    ) -> Tensor:
         cache.used = [used + ids.shape[1] for used in cache.used]
         return self.logits[ids][:, -last:]

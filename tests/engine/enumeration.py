@@ -10,7 +10,9 @@ from draftlab.engine.rejection_rules import Tokens
 from draftlab.engine.verify import distribution
 from draftlab.sampling import SamplingParams
 
-Table = Callable[[tuple[int, ...]], Tensor]  # what was written behind the prompt -> distribution [V]
+Table = Callable[
+    [tuple[int, ...]], Tensor
+]  # what was written behind the prompt -> distribution [V]
 
 
 class Outcome:
@@ -65,7 +67,9 @@ def emitted(p: Table, drafting, rule, length: int) -> Tensor:
 
     def step(chance: Outcome) -> tuple[list[int], Tensor]:
         tokens = drafting(chance)
-        rows = torch.stack([p(tuple(tokens.ids[i] for i in tokens.path(n))) for n in range(len(tokens.ids) + 1)])
+        rows = torch.stack(
+            [p(tuple(tokens.ids[i] for i in tokens.path(n))) for n in range(len(tokens.ids) + 1)]
+        )
         path, rest = rule(rows, tokens, chance)
         return [tokens.ids[i] for i in path], rest
 
@@ -134,7 +138,9 @@ def most_probable(q: Table, parents: Sequence[int]):
         tokens = Tokens(ids=[], parents=parents)
         for i, parent in enumerate(parents):
             place = sum(above == parent for above in parents[:i])
-            tokens.ids.append(int(q(prefix_of(tokens, parent)).sort(descending=True, stable=True).indices[place]))  # type: ignore[attr-defined]
+            tokens.ids.append(
+                int(q(prefix_of(tokens, parent)).sort(descending=True, stable=True).indices[place])
+            )  # type: ignore[attr-defined]
         return tokens
 
     return drafting
@@ -166,7 +172,10 @@ def one_draw_for_all_offsets(q: Table, parents: Sequence[int]):
         edges = torch.cat([row.cumsum(0) for row in rows]).clamp(0, 1).unique()
         low = torch.cat([edges.new_zeros(1), edges])[:-1]
         u = low[chance.pick((edges - low).clamp_min(0))]
-        ids = [int(torch.searchsorted(row.cumsum(0), u, right=True).clamp_max(len(row) - 1)) for row in rows]
+        ids = [
+            int(torch.searchsorted(row.cumsum(0), u, right=True).clamp_max(len(row) - 1))
+            for row in rows
+        ]
         return Tokens(ids=ids, parents=parents, q=torch.stack(rows))
 
     return drafting
@@ -191,7 +200,9 @@ def exact(*rows: list[float]) -> list[Tensor]:
 
 ROWS = exact([0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.7, 0.1, 0.2], [0, 0.4, 0.6])
 DRAFTS = exact([0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8])
-FOUR = exact([0.4, 0.3, 0.2, 0.1], [0.1, 0.5, 0.1, 0.3])  # more than one token has more of p than of q
+FOUR = exact(
+    [0.4, 0.3, 0.2, 0.1], [0.1, 0.5, 0.1, 0.3]
+)  # more than one token has more of p than of q
 DRAFTS_OF_FOUR = exact([0.1, 0.15, 0.3, 0.45], [0.4, 0.1, 0.4, 0.1])
 
 
@@ -202,7 +213,9 @@ def probabilities(v: int):
 
 def warped(logits: list[float], temperature: float, **cuts) -> Tensor:
     """As decoding makes it, and then summing to 1 in float64, too."""
-    row = distribution(torch.tensor(logits), SamplingParams(temperature=temperature, **cuts)).double()
+    row = distribution(
+        torch.tensor(logits), SamplingParams(temperature=temperature, **cuts)
+    ).double()
     return row / row.sum()
 
 
@@ -215,7 +228,10 @@ EXTREMES = {
         [warped([2.0, 1.0, 0.5], 0.7, top_k=2), warped([0.1, 0.3, 0.9], 0.7, top_k=2)],
         [warped([1.0, 1.5, 0.5], 0.7, top_k=2), warped([0.7, 0.3, 0.2], 0.7, top_k=2)],
     ),
-    "top-p of the target only": ([warped([2.0, 1.0, 0.5], 1.0, top_p=0.6)], [warped([1.0, 1.5, 0.5], 1.0)]),
+    "top-p of the target only": (
+        [warped([2.0, 1.0, 0.5], 1.0, top_p=0.6)],
+        [warped([1.0, 1.5, 0.5], 1.0)],
+    ),
 }
 
 

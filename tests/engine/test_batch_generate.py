@@ -35,11 +35,20 @@ def opt() -> OPTForCausalLM:
 def models(family_dirs, opt) -> dict[str, Decoder]:
     llama = load(family_dirs["llama"], torch.float32)
     hosted = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32).eval()
-    return {"eager": llama, "native": NativeLlama(llama), "hosted": HFDecoder(hosted), "opt": HFDecoder(opt)}
+    return {
+        "eager": llama,
+        "native": NativeLlama(llama),
+        "hosted": HFDecoder(hosted),
+        "opt": HFDecoder(opt),
+    }
 
 
 def transformers_of(name: str, family_dirs, opt) -> Any:
-    return opt if name == "opt" else AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
+    return (
+        opt
+        if name == "opt"
+        else AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
+    )
 
 
 @pytest.mark.parametrize("name", ["eager", "native", "hosted", "opt"])
@@ -65,21 +74,32 @@ def test_a_prompts_text_does_not_depend_on_the_prompts_beside_it(name, models):
     last = generate_batch(models[name], PROMPTS[3:], how, numbers=[3, 4])
     assert [t.ids.tolist() for t in together] == [t.ids.tolist() for t in alone]
     assert [t.ids.tolist() for t in last] == [t.ids.tolist() for t in together[3:]]
-    other = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=16, temperature=1.0, seed=4))
+    other = generate_batch(
+        models[name], PROMPTS, SamplingParams(max_tokens=16, temperature=1.0, seed=4)
+    )
     assert all(a.ids.tolist() != b.ids.tolist() for a, b in zip(together, other, strict=True))
 
 
 @pytest.mark.parametrize("name", ["native", "opt"])
-def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(name, models, family_dirs, opt):
+def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(
+    name, models, family_dirs, opt
+):
     theirs = transformers_of(name, family_dirs, opt)
     for prompt, text in zip(
-        PROMPTS, generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=12, temperature=0.7)), strict=True
+        PROMPTS,
+        generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=12, temperature=0.7)),
+        strict=True,
     ):
         with torch.no_grad():
-            logits = theirs(torch.tensor([[*prompt, *text.ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+            logits = theirs(torch.tensor([[*prompt, *text.ids.tolist()]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         at = torch.from_numpy(text.ids)[:, None]
         torch.testing.assert_close(
-            torch.from_numpy(text.logprobs), (logits / 0.7).log_softmax(-1).gather(1, at)[:, 0], atol=1e-4, rtol=1e-4
+            torch.from_numpy(text.logprobs),
+            (logits / 0.7).log_softmax(-1).gather(1, at)[:, 0],
+            atol=1e-4,
+            rtol=1e-4,
         )
 
 
@@ -87,7 +107,9 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(name, 
 def test_a_text_stops_at_whichever_end_comes_first(name, models):
     free = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=20, temperature=1.0))
     ends = (int(free[0].ids[5]), int(free[1].ids[2]))
-    found = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=20, temperature=1.0, stop_token_ids=ends))
+    found = generate_batch(
+        models[name], PROMPTS, SamplingParams(max_tokens=20, temperature=1.0, stop_token_ids=ends)
+    )
     for text, whole in zip(found, free, strict=True):
         at = next((i for i, token in enumerate(whole.ids) if token in ends), None)
         assert text.finish_reason == ("length" if at is None else "stop")
@@ -99,14 +121,23 @@ def test_a_text_stops_at_whichever_end_comes_first(name, models):
 def test_memory_bounds_how_many_prompts_are_decoded_together(opt):
     run = opt.forward
     rows = []
-    opt.forward = lambda *args, **given: (rows.append(len(given["input_ids"])), run(*args, **given))[1]
+    opt.forward = lambda *args, **given: (
+        rows.append(len(given["input_ids"])),
+        run(*args, **given),
+    )[1]
     try:
         prompts = [list(range(i, i + 6)) for i in range(3, 30)]
-        each = 32 * 307 + 16 * (2 * 2 * 32 * 4)  # bytes of a step's logits, and of 16 tokens' keys and values in fp32
-        generate_batch(HFDecoder(opt), prompts, SamplingParams(max_tokens=10), Batching(memory=4 * each / 1e9))
+        each = 32 * 307 + 16 * (
+            2 * 2 * 32 * 4
+        )  # bytes of a step's logits, and of 16 tokens' keys and values in fp32
+        generate_batch(
+            HFDecoder(opt), prompts, SamplingParams(max_tokens=10), Batching(memory=4 * each / 1e9)
+        )
         assert max(rows) == 4
         rows.clear()
-        generate_batch(HFDecoder(opt), prompts, SamplingParams(max_tokens=10), Batching(memory=1e-9))
+        generate_batch(
+            HFDecoder(opt), prompts, SamplingParams(max_tokens=10), Batching(memory=1e-9)
+        )
         assert max(rows) == 1
     finally:
         opt.forward = run
@@ -130,7 +161,9 @@ def test_logits_in_parts_are_those_of_one_pass(name, models):
     texts = [(rng.integers(3, 300, 5), rng.integers(3, 300, n)) for n in (60, 40, 1)]
     warp = SamplingParams(temperature=1.0)
     whole = token_logprobs.score_tokens(models[name], texts, 307, warp)
-    parts = token_logprobs.score_tokens(models[name], texts, 307, warp, memory=7 * 16 * 307 / 1e9)  # of seven positions
+    parts = token_logprobs.score_tokens(
+        models[name], texts, 307, warp, memory=7 * 16 * 307 / 1e9
+    )  # of seven positions
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
         assert (a.ranks == b.ranks).mean() > 0.95

@@ -36,7 +36,16 @@ def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
     return ngram_model(models["target"])
 
 
-DRAFTERS = ["ngram", "lookup", "fallback", "gated", "lookup, then eagle", "parallel", "eagle", "dflash"]
+DRAFTERS = [
+    "ngram",
+    "lookup",
+    "fallback",
+    "gated",
+    "lookup, then eagle",
+    "parallel",
+    "eagle",
+    "dflash",
+]
 
 
 def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:
@@ -44,8 +53,12 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
     return {
         "ngram": lambda: NgramDrafter(ngrams),
         "lookup": lambda: PromptLookupDrafter(3),
-        "fallback": lambda: FallbackDrafter(PromptLookupDrafter(3), ModelDrafter(noisy, VOCAB), VOCAB),
-        "gated": lambda: FallbackDrafter(PromptLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB, 2),
+        "fallback": lambda: FallbackDrafter(
+            PromptLookupDrafter(3), ModelDrafter(noisy, VOCAB), VOCAB
+        ),
+        "gated": lambda: FallbackDrafter(
+            PromptLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB, 2
+        ),
         "lookup, then eagle": lambda: FallbackDrafter(
             PromptLookupDrafter(3), eagle_drafter(models["target"]), VOCAB, 2
         ),
@@ -77,14 +90,18 @@ def test_a_model_that_is_asked_now_and_then_knows_what_was_written_meanwhile(mod
     target = models["target"]
     proposing = FallbackDrafter(Now(), ModelDrafter(target, VOCAB), VOCAB)
     steps = list(
-        speculative_decode(target, proposing, PROMPTS, 4, SamplingParams(max_tokens=40, temperature=temperature))
+        speculative_decode(
+            target, proposing, PROMPTS, 4, SamplingParams(max_tokens=40, temperature=temperature)
+        )
     )
     assert all(step.accepted == step.drafted for step in steps if step.drafted > 1)
 
 
 def test_the_second_drafter_drafts_at_most_its_own_number(models):
     proposing = FallbackDrafter(Now(), ModelDrafter(models["target"], VOCAB), VOCAB, 2)
-    steps = list(speculative_decode(models["target"], proposing, PROMPTS, 4, SamplingParams(max_tokens=40)))
+    steps = list(
+        speculative_decode(models["target"], proposing, PROMPTS, 4, SamplingParams(max_tokens=40))
+    )
     assert {step.drafted for step in steps if step.drafted > 1} == {2}
 
 
@@ -94,14 +111,20 @@ class Now(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         self.asked = 0
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         self.asked += 1
-        return Draft(ids=torch.full((len(texts), 1), 7), q=None, counts=[self.asked % 2] * len(texts))
+        return Draft(
+            ids=torch.full((len(texts), 1), 7), q=None, counts=[self.asked % 2] * len(texts)
+        )
 
 
 def test_lookup_copies_behind_the_longest_and_latest_match():
     def copied(text: list[int], count: int) -> list[int]:
-        draft = PromptLookupDrafter(3).propose([text], count, SamplingParams(), torch.zeros(1, count))
+        draft = PromptLookupDrafter(3).propose(
+            [text], count, SamplingParams(), torch.zeros(1, count)
+        )
         return draft.ids[0, : draft.counts[0]].tolist()
 
     assert copied([1, 2, 3, 9, 5, 3, 8, 1, 2, 3], 3) == [9, 5, 3]  # 1 2 3, not the later 3
@@ -140,7 +163,9 @@ def test_kneser_ney_sums_to_one_and_likes_its_own_text():
     rows = np.stack([model.probabilities(text[max(0, i - 5) : i].tolist()) for i in range(300)])
     np.testing.assert_allclose(rows.sum(1), 1)
     assert (rows > 0).all()
-    assert np.log(rows[np.arange(5, 300), text[5:300]]).mean() > -np.log(4)  # there are three ways on
+    assert np.log(rows[np.arange(5, 300), text[5:300]]).mean() > -np.log(
+        4
+    )  # there are three ways on
 
 
 def test_contexts_that_do_not_fit_are_refused():

@@ -33,7 +33,9 @@ def folder(request: pytest.FixtureRequest, family_dirs: dict[str, Path], tmp_pat
     out, target = tmp_path_factory.mktemp("head"), family_dirs["llama"]
     config = eagle.head_config(target, None, 120, **VARIANTS[request.param])
     generator = torch.Generator().manual_seed(0)
-    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    weights = {
+        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+    }
     head = Head(config=config, weights=weights, ids=torch.arange(0, 240, 2), embedding=None)
     layout = "speculators" if request.param == "speculators" else "native"
     eagle.write(out, head, layout, target=target, k=3)
@@ -47,9 +49,13 @@ def target(request: pytest.FixtureRequest, family_dirs: dict[str, Path]) -> llam
 
 
 def drafter_of(folder: Path, target: llama.Llama, family_dirs: dict[str, Path]) -> Any:
-    head = EagleLlama(eagle.read(folder, family_dirs["llama"], target.embed.dtype), target.embed, folder)
+    head = EagleLlama(
+        eagle.read(folder, family_dirs["llama"], target.embed.dtype), target.embed, folder
+    )
     modes: dict[type, Mode] = {NativeLlama: "native", CudaGraphLlama: "graphs"}
-    return recording(EagleDrafter, target, eagle_llama.with_mode(head, modes.get(type(target), "eager")))
+    return recording(
+        EagleDrafter, target, eagle_llama.with_mode(head, modes.get(type(target), "eager"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,9 @@ def near_head(tmp_path_factory) -> tuple[llama.Llama, EagleLlama]:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_engine_drafts_what_a_plain_head_says_of_transformers_states(folder, target, family_dirs, rows):
+def test_the_engine_drafts_what_a_plain_head_says_of_transformers_states(
+    folder, target, family_dirs, rows
+):
     drafter, sampling = drafter_of(folder, target, family_dirs), SamplingParams(max_tokens=16)
     found = output_tokens(speculative_decode(target, drafter, PROMPTS[:rows], 3, sampling))
     assert found == output_tokens(decode(target, PROMPTS[:rows], sampling))
@@ -80,7 +88,10 @@ def test_the_engine_drafts_what_a_plain_head_says_of_transformers_states(folder,
 
 
 def test_what_is_sampled_is_what_q_says_and_only_draft_ids_are(folder, target, family_dirs):
-    drafter, sampling = drafter_of(folder, target, family_dirs), SamplingParams(max_tokens=12, temperature=1.0)
+    drafter, sampling = (
+        drafter_of(folder, target, family_dirs),
+        SamplingParams(max_tokens=12, temperature=1.0),
+    )
     output_tokens(speculative_decode(target, drafter, PROMPTS, 4, sampling))
     for _, draft in drafter.seen:
         assert draft.q is not None
@@ -115,7 +126,10 @@ def test_the_compiled_head_is_the_eager_one(folder, family_dirs, dtype):
     target = llama.load(family_dirs["llama"], dtype)
     eager = EagleLlama(eagle.read(folder, family_dirs["llama"], dtype), target.embed, folder)
     generator = torch.Generator().manual_seed(0)
-    ids, states = torch.randint(0, 307, (2, 9), generator=generator), torch.randn(2, 9, 64, generator=generator)
+    ids, states = (
+        torch.randint(0, 307, (2, 9), generator=generator),
+        torch.randn(2, 9, 64, generator=generator),
+    )
     found = []
     for model in (eager, NativeEagle(eager)):
         cache, outputs = model.new_cache(2, 12), []
@@ -136,7 +150,9 @@ def test_replay_expects_what_greedy_decoding_counts(near_head, k):
     target, head = near_head
     sampling = SamplingParams(max_tokens=40)
     texts = output_tokens(decode(target, PROMPTS, sampling))
-    pairs = [(np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)]
+    pairs = [
+        (np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
     scored = score_chains(target, head, pairs, 307, sampling, 5)
     chances = expected.texts_of([np.exp(each.logprobs)[1:] for each in scored])
     counts = expected.chain(chances, k)
@@ -145,14 +161,18 @@ def test_replay_expects_what_greedy_decoding_counts(near_head, k):
         own = [step for step in live if step.row == row][1:]
         assert len(own) == counts.passes[row]
         assert sum(step.accepted for step in own) == counts.accepted[row]
-    assert counts.reached[:, min(2, k)].sum() > 0  # what follows the head's own states is accepted, too
+    assert (
+        counts.reached[:, min(2, k)].sum() > 0
+    )  # what follows the head's own states is accepted, too
 
 
 def test_sampled_replay_expects_what_sampling_counts(near_head):
     """Over many texts, within five standard errors; a head that never went on from its own states is another one."""
     target, head = near_head
     sampling, rows, k = SamplingParams(max_tokens=24, temperature=0.9), 160, 4
-    steps = list(speculative_decode(target, EagleDrafter(target, head), [PROMPTS[0]] * rows, k, sampling))
+    steps = list(
+        speculative_decode(target, EagleDrafter(target, head), [PROMPTS[0]] * rows, k, sampling)
+    )
     pairs = [(np.array(PROMPTS[0]), np.array(text)) for text in output_tokens(steps)]
     log_p = [each.logprobs for each in score_tokens(target, pairs, 307, sampling)]
     log_q = [each.logprobs for each in score_chains(target, head, pairs, 307, sampling, k)]

@@ -91,7 +91,9 @@ def emitted_distribution(p: list[Tensor], q: list[Tensor], rule=verify) -> Tenso
             share = math.prod(c if ok else 1 - c for c, ok in zip(chances, outcome, strict=True))
             if share == 0:
                 continue
-            u = torch.tensor([c / 2 if ok else (1 + c) / 2 for c, ok in zip(chances, outcome, strict=True)])
+            u = torch.tensor(
+                [c / 2 if ok else (1 + c) / 2 for c, ok in zip(chances, outcome, strict=True)]
+            )
             accepted, rest = rule(torch.stack(p), torch.stack(q), torch.tensor(drafted), u.double())
             if accepted == 0:
                 joint += weight * share * torch.outer(rest, p[1])
@@ -106,7 +108,9 @@ def emitted_distribution(p: list[Tensor], q: list[Tensor], rule=verify) -> Tenso
 @given(st.integers(2, 4).flatmap(lambda v: st.lists(probabilities(v), min_size=5, max_size=5)))
 def test_emitted_distribution_is_the_targets(ps):
     p, q = ps[:3], ps[3:]
-    torch.testing.assert_close(emitted_distribution(p, q), torch.outer(p[0], p[1]), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        emitted_distribution(p, q), torch.outer(p[0], p[1]), atol=1e-12, rtol=0
+    )
 
 
 def residual_is_p(p, q, drafted, u):
@@ -129,7 +133,10 @@ def lenient(p, q, drafted, u):
 
 @pytest.mark.parametrize("broken", [residual_is_p, only_rejected_token_taken_out, lenient])
 def test_enumeration_rejects_known_bugs(broken):
-    p = [torch.tensor(row, dtype=torch.float64) for row in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [1.0, 0, 0])]
+    p = [
+        torch.tensor(row, dtype=torch.float64)
+        for row in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [1.0, 0, 0])
+    ]
     q = [torch.tensor(row, dtype=torch.float64) for row in ([0.2, 0.5, 0.3], [0.6, 0.3, 0.1])]
     assert (emitted_distribution(p, q, broken) - torch.outer(p[0], p[1])).abs().max() > 0.01
 
@@ -147,10 +154,17 @@ def test_a_sampled_step_of_chains_waits_once_for_the_device(monkeypatch, determi
     rng, sampling = torch.Generator().manual_seed(3), SamplingParams(max_tokens=9, temperature=1.0)
     logits, counts = torch.randn(64, 4, 7, generator=rng), [0, 1, 2, 3] * 16
     q = torch.softmax(torch.randn(64, 3, 7, generator=rng), -1)
-    ids, uniform = torch.multinomial(q.flatten(0, 1), 1, generator=rng).view(64, 3), torch.rand(64, 4, generator=rng)
+    ids, uniform = (
+        torch.multinomial(q.flatten(0, 1), 1, generator=rng).view(64, 3),
+        torch.rand(64, 4, generator=rng),
+    )
     wanted = []
     for row, count in enumerate(counts):
-        own = q[row, :count] if not deterministic else torch.nn.functional.one_hot(ids[row, :count], 7).float()
+        own = (
+            q[row, :count]
+            if not deterministic
+            else torch.nn.functional.one_hot(ids[row, :count], 7).float()
+        )
         accepted, rest = verify(
             torch.softmax(logits[row], -1)[: count + 1], own, ids[row, :count], uniform[row, :count]
         )
@@ -188,16 +202,30 @@ def test_greedy_takes_the_lowest_id_of_a_tie():
 def test_greedy_speculation_equals_plain_decoding(target, drafts, draft, k):
     sampling = SamplingParams(max_tokens=64)
     expected = output_tokens(decode(target, [PROMPT], sampling))
-    assert output_tokens(speculative_decode(target, ModelDrafter(drafts[draft]), [PROMPT], k, sampling)) == expected
+    assert (
+        output_tokens(
+            speculative_decode(target, ModelDrafter(drafts[draft]), [PROMPT], k, sampling)
+        )
+        == expected
+    )
 
 
-RAGGED = [PROMPT, [0], [0, 90, 91, 92, 93, 4, 5, 6, 7, 8, 9, 11, 12], [0, 5, 250], [0, 77, 3, 3, 3, 3, 3, 180]]
+RAGGED = [
+    PROMPT,
+    [0],
+    [0, 90, 91, 92, 93, 4, 5, 6, 7, 8, 9, 11, 12],
+    [0, 5, 250],
+    [0, 77, 3, 3, 3, 3, 3, 180],
+]
 
 
 @pytest.fixture(scope="module")
 def alone(target):
     """What each ragged prompt becomes by itself, greedily."""
-    return [output_tokens(decode(target, [prompt], SamplingParams(max_tokens=24)))[0] for prompt in RAGGED]
+    return [
+        output_tokens(decode(target, [prompt], SamplingParams(max_tokens=24)))[0]
+        for prompt in RAGGED
+    ]
 
 
 @pytest.mark.parametrize("rows", [2, 5])
@@ -207,7 +235,9 @@ def test_greedy_batches_equal_each_prompt_alone(target, drafts, alone, rows):
     for k in (1, 4, 8):
         for draft in drafts.values():
             assert (
-                output_tokens(speculative_decode(target, ModelDrafter(draft), RAGGED[:rows], k, sampling))
+                output_tokens(
+                    speculative_decode(target, ModelDrafter(draft), RAGGED[:rows], k, sampling)
+                )
                 == alone[:rows]
             )
 
@@ -217,7 +247,9 @@ def test_rows_end_on_their_own(target, drafts, alone, rows):
     """A row that has met an end of text idles, and the others go on as if it were not there."""
     ends = tuple(alone[row][5] for row in rows)
     sampling = SamplingParams(max_tokens=24, stop_token_ids=ends)
-    expected = [text[: min([text.index(e) + 1 for e in ends if e in text], default=24)] for text in alone]
+    expected = [
+        text[: min([text.index(e) + 1 for e in ends if e in text], default=24)] for text in alone
+    ]
     assert len({len(text) for text in expected}) > 1
     steps = list(speculative_decode(target, ModelDrafter(drafts["noisy"]), RAGGED, 3, sampling))
     assert output_tokens(steps) == expected
@@ -233,7 +265,12 @@ def test_what_a_row_samples_does_not_depend_on_the_other_rows(target, drafts):
         together, turned, single = (
             output_tokens(
                 speculative_decode(
-                    target, ModelDrafter(drafts["noisy"]), [RAGGED[i] for i in order], k, sampling, numbers=order
+                    target,
+                    ModelDrafter(drafts["noisy"]),
+                    [RAGGED[i] for i in order],
+                    k,
+                    sampling,
+                    numbers=order,
                 )
             )
             for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [2])
@@ -241,7 +278,9 @@ def test_what_a_row_samples_does_not_depend_on_the_other_rows(target, drafts):
         assert [turned[place] for place in (2, 4, 1, 3, 0)] == together
         assert single == [together[2]]
         other = output_tokens(
-            speculative_decode(target, ModelDrafter(drafts["noisy"]), [RAGGED[2]], k, sampling, numbers=[7])
+            speculative_decode(
+                target, ModelDrafter(drafts["noisy"]), [RAGGED[2]], k, sampling, numbers=[7]
+            )
         )
         assert other != single
 
@@ -250,14 +289,18 @@ def test_seconds_of_rows_add_up_to_the_passes(target):
     """A clock that counts its own readings: four a pass, three spans of one each, however many rows share them."""
     ticks = itertools.count()
     steps = list(decode(target, RAGGED[:3], SamplingParams(max_tokens=5), lambda: next(ticks)))
-    spent = [sum(getattr(s, f"{part}_seconds") for s in steps) for part in ("draft", "verify", "host")]
+    spent = [
+        sum(getattr(s, f"{part}_seconds") for s in steps) for part in ("draft", "verify", "host")
+    ]
     assert spent == pytest.approx([5, 5, 5])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_a_draft_equal_to_the_target_is_always_accepted(target, k, temperature):
-    sampling = SamplingParams(max_tokens=60, temperature=temperature, top_p=0.95 if temperature else 1)
+    sampling = SamplingParams(
+        max_tokens=60, temperature=temperature, top_p=0.95 if temperature else 1
+    )
     steps = list(speculative_decode(target, ModelDrafter(target), RAGGED[:2], k, sampling))
     assert all(step.accepted == step.drafted for step in steps)
     assert sum(len(s.tokens) for s in steps) == 120
@@ -274,7 +317,11 @@ class AlwaysWrong(Drafter):
 
     def propose(self, texts, count, sampling, uniform):
         at = len(texts[0]) - self.start
-        return Draft(ids=torch.tensor([[(self.right[at + i] + 1) % 307 for i in range(count)]]), q=None, counts=[count])
+        return Draft(
+            ids=torch.tensor([[(self.right[at + i] + 1) % 307 for i in range(count)]]),
+            q=None,
+            counts=[count],
+        )
 
 
 def test_an_always_wrong_draft_costs_steps_but_no_tokens(target):
@@ -305,7 +352,11 @@ class Off(Drafter):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_without_a_draft_go_on_by_one_token(target, temperature):
     sampling = SamplingParams(max_tokens=24, temperature=temperature)
-    steps = [s for s in speculative_decode(target, Off(target), RAGGED[:2], 4, sampling) if s.drafted == 0]
+    steps = [
+        s
+        for s in speculative_decode(target, Off(target), RAGGED[:2], 4, sampling)
+        if s.drafted == 0
+    ]
     assert all(len(s.tokens) == 1 for s in steps)
     assert len(steps) > 4
     if temperature == 0:
@@ -324,34 +375,49 @@ def test_eos_anywhere_in_a_block_stops_as_in_plain_decoding(target, at):
         assert expected == greedy[: first + 1]
         steps = list(speculative_decode(target, ModelDrafter(target), [PROMPT], 4, sampling))
         assert output_tokens(steps) == [expected]
-        assert all(step.accepted <= len(step.tokens) for step in steps)  # nothing behind the end of text counts
+        assert all(
+            step.accepted <= len(step.tokens) for step in steps
+        )  # nothing behind the end of text counts
 
 
 @pytest.mark.parametrize("mode", ["native", "graphs", "hosted", "lookup"])
 def test_every_way_to_decode_stops_at_the_first_of_several_ends(target, drafts, mode):
     (greedy,) = output_tokens(decode(target, [PROMPT], SamplingParams(max_tokens=16)))
-    run: Any = {"native": NativeLlama, "graphs": CudaGraphLlama, "hosted": lambda _: HFDecoder(build("llama", 1))}
+    run: Any = {
+        "native": NativeLlama,
+        "graphs": CudaGraphLlama,
+        "hosted": lambda _: HFDecoder(build("llama", 1)),
+    }
     model = run[mode](target) if mode in run else target
     drafter = PromptLookupDrafter(3) if mode == "lookup" else ModelDrafter(drafts["noisy"])
     for at in range(0, 14, 3):
         ends = (greedy[at + 2], greedy[at])
         first = min(greedy.index(e) for e in ends)
         sampling = SamplingParams(max_tokens=16, stop_token_ids=ends)
-        assert output_tokens(speculative_decode(model, drafter, [PROMPT], 4, sampling)) == [greedy[: first + 1]]
+        assert output_tokens(speculative_decode(model, drafter, [PROMPT], 4, sampling)) == [
+            greedy[: first + 1]
+        ]
 
 
 @pytest.mark.parametrize("length", range(1, 12))
 def test_length_limit_anywhere_in_a_block_is_exact(target, drafts, length):
     sampling = SamplingParams(max_tokens=length)
     expected = output_tokens(decode(target, [PROMPT], sampling))
-    assert output_tokens(speculative_decode(target, ModelDrafter(drafts["noisy"]), [PROMPT], 5, sampling)) == expected
+    assert (
+        output_tokens(
+            speculative_decode(target, ModelDrafter(drafts["noisy"]), [PROMPT], 5, sampling)
+        )
+        == expected
+    )
     assert len(expected[0]) == length
 
 
 def test_sampling_is_repeatable_by_seed(target, drafts):
     def run(seed):
         sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=20)
-        return output_tokens(speculative_decode(target, ModelDrafter(drafts["noisy"]), [PROMPT], 3, sampling))
+        return output_tokens(
+            speculative_decode(target, ModelDrafter(drafts["noisy"]), [PROMPT], 3, sampling)
+        )
 
     assert run(3) == run(3)
     assert run(3) != run(4)
@@ -405,10 +471,14 @@ def test_bfloat16_texts_leave_the_targets_only_where_widths_round_differently(ta
     token, not up to the first difference). A token that was not written is not."""
     half = llama.Llama.__new__(llama.Llama)
     vars(half).update(vars(target))
-    half.embed, half.head, half.norm = (t.bfloat16() for t in (target.embed, target.head, target.norm))
+    half.embed, half.head, half.norm = (
+        t.bfloat16() for t in (target.embed, target.head, target.norm)
+    )
     half.cos, half.sin = target.cos.bfloat16(), target.sin.bfloat16()
     half.blocks = [_halved(block) for block in target.blocks]
-    (text,) = output_tokens(speculative_decode(half, ModelDrafter(half), [PROMPT], 4, SamplingParams(max_tokens=48)))
+    (text,) = output_tokens(
+        speculative_decode(half, ModelDrafter(half), [PROMPT], 4, SamplingParams(max_tokens=48))
+    )
     ids = torch.tensor([PROMPT + text])
 
     def behind(width: int) -> Tensor:
@@ -418,8 +488,12 @@ def test_bfloat16_texts_leave_the_targets_only_where_widths_round_differently(ta
         return torch.cat([half.forward(part, cache)[0] for part in parts]).float()
 
     narrow = behind(1)
-    noise = rounding(torch.bfloat16, 10 * half.shape.layers, float(narrow.std()))  # ten roundings a layer
-    assert all((behind(width) - narrow).abs().max() <= noise for width in (2, 5))  # nothing, where sums are serial
+    noise = rounding(
+        torch.bfloat16, 10 * half.shape.layers, float(narrow.std())
+    )  # ten roundings a layer
+    assert all(
+        (behind(width) - narrow).abs().max() <= noise for width in (2, 5)
+    )  # nothing, where sums are serial
     gaps = narrow.amax(1) - narrow.gather(1, torch.tensor(text)[:, None])[:, 0]
     assert gaps.max() <= 2 * noise
     others = narrow.amax(1) - narrow.gather(1, (torch.tensor(text)[:, None] + 1) % 307)[:, 0]
@@ -428,7 +502,13 @@ def test_bfloat16_texts_leave_the_targets_only_where_widths_round_differently(ta
 
 def _halved(block: llama.Block) -> llama.Block:
     def half(value: Any) -> Any:
-        return tuple(map(half, value)) if isinstance(value, tuple) else None if value is None else value.bfloat16()
+        return (
+            tuple(map(half, value))
+            if isinstance(value, tuple)
+            else None
+            if value is None
+            else value.bfloat16()
+        )
 
     return llama.Block(*(half(getattr(block, name)) for name in llama.Block.__slots__))
 
@@ -443,17 +523,28 @@ def test_a_model_of_transformers_speculates_and_is_rolled_back(target, drafts, t
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    hosted = HFDecoder(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=48, max_position_embeddings=128)).eval())
+    hosted = HFDecoder(
+        OPTForCausalLM(
+            OPTConfig(**sizes, word_embed_proj_dim=48, max_position_embeddings=128)
+        ).eval()
+    )
     sampling = SamplingParams(max_tokens=20)
     (expected,) = output_tokens(decode(hosted, [PROMPT], sampling))
     with torch.inference_mode():
-        whole = hosted.model(torch.tensor([PROMPT + expected])).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
+        whole = (
+            hosted.model(torch.tensor([PROMPT + expected]))
+            .logits[0, len(PROMPT) - 1 : -1]
+            .argmax(-1)
+        )
     assert whole.tolist() == expected
     for drafter in (ModelDrafter(hosted, 307), ModelDrafter(drafts["noisy"], 307)):
         steps = list(speculative_decode(hosted, drafter, [PROMPT], 3, sampling))
         assert output_tokens(steps) == [expected]
     ours = output_tokens(decode(target, [PROMPT], sampling))
-    assert output_tokens(speculative_decode(target, ModelDrafter(hosted, 307), [PROMPT], 3, sampling)) == ours
+    assert (
+        output_tokens(speculative_decode(target, ModelDrafter(hosted, 307), [PROMPT], 3, sampling))
+        == ours
+    )
     alone = [output_tokens(decode(hosted, [prompt], sampling))[0] for prompt in RAGGED[:2]]
     drafter = ModelDrafter(drafts["noisy"], 307)
     assert output_tokens(speculative_decode(hosted, drafter, RAGGED[:2], 3, sampling)) == alone
@@ -534,12 +625,16 @@ class CutsWithoutSaying(ModelDrafter):
     """The bug of transformers #47932: drafts from the two most probable tokens, claims the whole distribution."""
 
     def propose(self, texts, count, sampling, uniform):
-        drafted = super().propose(texts, count, SamplingParams(temperature=sampling.temperature, top_k=2), uniform)
+        drafted = super().propose(
+            texts, count, SamplingParams(temperature=sampling.temperature, top_k=2), uniform
+        )
         told = super().propose(texts, count, sampling, uniform)
         return Draft(ids=drafted.ids, q=told.q, counts=told.counts)
 
 
-@pytest.mark.parametrize("broken", [GreedyDraftSoftmaxQ, DraftAtAnotherTemperature, CutsWithoutSaying])
+@pytest.mark.parametrize(
+    "broken", [GreedyDraftSoftmaxQ, DraftAtAnotherTemperature, CutsWithoutSaying]
+)
 def test_chi_square_rejects_a_draft_whose_q_is_not_what_it_sampled(broken):
     target, draft = bigram_pairs(0)
     value, degrees = pair_statistic(target, broken(draft), WARPS[0], 4000)

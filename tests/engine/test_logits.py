@@ -23,7 +23,9 @@ def test_the_coldest_temperature_is_greedy(temperature):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_refused(value):
     logits = torch.zeros(2, 3, 5)
-    check_logits(logits.index_fill(-1, torch.tensor([1]), -torch.inf), "the draft")  # ids that a head lacks
+    check_logits(
+        logits.index_fill(-1, torch.tensor([1]), -torch.inf), "the draft"
+    )  # ids that a head lacks
     logits[1, 2, 3] = value
     with raises_option("float32"):
         check_logits(logits, "the draft")
@@ -36,6 +38,10 @@ def test_a_model_that_overflows_is_named(broken, temperature, family_dirs):
     models[broken].head = torch.full_like(models[broken].head, torch.nan)
     sampling = SamplingParams(max_tokens=4, temperature=temperature)
     with raises_option("the", broken, "computes"):
-        list(speculative_decode(models["target"], ModelDrafter(models["draft"]), [PROMPT], 2, sampling))
+        list(
+            speculative_decode(
+                models["target"], ModelDrafter(models["draft"]), [PROMPT], 2, sampling
+            )
+        )
     if broken == "draft":
         assert list(decode(models["target"], [PROMPT], sampling))

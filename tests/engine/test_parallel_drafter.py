@@ -24,7 +24,9 @@ PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 9
 
 
 @pytest.fixture(scope="module", params=["whole", "trimmed"])
-def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, llama.Llama]:
+def models(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, llama.Llama]:
     """The target, and its copy with noise as a parallel draft: its first offset agrees often, the others at times.
 
     trimmed: the draft's head has four ids in five.
@@ -50,7 +52,9 @@ def steps_of(models, drafter, k: int, prompts=PROMPTS, sampling=GREEDY):
 
 @pytest.mark.parametrize("mode", ["eager", "native", "graphs"])
 def test_an_offset_has_the_logits_of_an_ordinary_pass_also_after_a_rejection(models, mode):
-    draft = CudaGraphLlama(models["draft"]) if mode == "graphs" else with_mode(models["draft"], mode)
+    draft = (
+        CudaGraphLlama(models["draft"]) if mode == "graphs" else with_mode(models["draft"], mode)
+    )
     drafter = ParallelDrafter(draft, VOCAB)
     drafter.reset(2, 64)
     bound = rounding(torch.float32, 64 * 5, 60)
@@ -59,8 +63,12 @@ def test_an_offset_has_the_logits_of_an_ordinary_pass_also_after_a_rejection(mod
         for row, text in enumerate(texts):
             for j in range(4):
                 ids = torch.tensor([[*text, *[MASK] * j]])
-                plain = models["draft"].forward(ids, models["draft"].new_cache(1, ids.shape[1]), last=1)[0, 0]
-                torch.testing.assert_close(logits[row, j], plain, atol=bound, rtol=0)  # -inf where it is trimmed
+                plain = models["draft"].forward(
+                    ids, models["draft"].new_cache(1, ids.shape[1]), last=1
+                )[0, 0]
+                torch.testing.assert_close(
+                    logits[row, j], plain, atol=bound, rtol=0
+                )  # -inf where it is trimmed
     assert drafter.cache.used == [8, 6]
 
 
@@ -81,7 +89,9 @@ def test_the_keys_of_mask_tokens_would_change_the_drafts(models):
 @pytest.mark.parametrize("k", [2, 5])
 def test_text_is_the_targets_and_drafted_tokens_are_of_the_drafts_head(models, k):
     drafter = recording(ParallelDrafter, models["draft"], VOCAB)
-    assert output_tokens(steps_of(models, drafter, k)) == output_tokens(decode(models["target"], PROMPTS, GREEDY))
+    assert output_tokens(steps_of(models, drafter, k)) == output_tokens(
+        decode(models["target"], PROMPTS, GREEDY)
+    )
     drafted = torch.cat([draft.ids.flatten() for _, draft in drafter.seen])
     head = models["draft"].head_ids
     assert head is None or torch.isin(drafted, head).all()
@@ -90,7 +100,9 @@ def test_text_is_the_targets_and_drafted_tokens_are_of_the_drafts_head(models, k
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_replay_expects_what_greedy_decoding_counts(models, k):
     texts = output_tokens(decode(models["target"], PROMPTS, GREEDY))
-    pairs = [(np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)]
+    pairs = [
+        (np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
     scored = score_offsets(models["draft"], pairs, VOCAB, GREEDY, 5, MASK)
     chances = [np.exp(each.logprobs)[1:] for each in scored]
     counts = expected.chain(expected.texts_of(chances), k)
@@ -107,7 +119,9 @@ def test_replay_expects_what_greedy_decoding_counts(models, k):
 def test_rows_together_write_what_they_write_alone(models, mode, temperature):
     sampling = SamplingParams(max_tokens=24, temperature=temperature, seed=1)
     running = {name: with_mode(model, mode) for name, model in models.items()}
-    together = output_tokens(steps_of(running, model_drafter(running["draft"], VOCAB), 4, sampling=sampling))
+    together = output_tokens(
+        steps_of(running, model_drafter(running["draft"], VOCAB), 4, sampling=sampling)
+    )
     for i, prompt in enumerate(PROMPTS):
         drafter = model_drafter(running["draft"], VOCAB)
         alone = speculative_decode(running["target"], drafter, [prompt], 4, sampling, numbers=[i])
@@ -125,7 +139,9 @@ def test_sampled_replay_expects_what_sampling_counts(models):
     from draftlab.acceptance.token_logprobs import score_tokens
 
     log_p = [each.logprobs for each in score_tokens(models["target"], pairs, VOCAB, sampling)]
-    log_q = [each.logprobs for each in score_offsets(models["draft"], pairs, VOCAB, sampling, k, MASK)]
+    log_q = [
+        each.logprobs for each in score_offsets(models["draft"], pairs, VOCAB, sampling, k, MASK)
+    ]
     chances = [expected.chances(q, p[:, None])[1:] for q, p in zip(log_q, log_p, strict=True)]
     counts = expected.chain(expected.texts_of(chances), k)
     live = np.array([sum(step.row == row for step in steps) - 1 for row in range(rows)])

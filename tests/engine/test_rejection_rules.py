@@ -137,7 +137,9 @@ def unsure_token_kept(q: Table, parents):
     def drafting(chance) -> Tokens:
         tokens = sampled(q, parents)(chance)
         assert tokens.q is not None
-        n = next((i + 1 for i, t in enumerate(tokens.ids) if tokens.q[i, t] < 0.35), len(tokens.ids))
+        n = next(
+            (i + 1 for i, t in enumerate(tokens.ids) if tokens.q[i, t] < 0.35), len(tokens.ids)
+        )
         return Tokens(ids=tokens.ids[:n], parents=parents[:n], q=tokens.q[:n])
 
     return drafting
@@ -242,14 +244,21 @@ def test_one_token_is_accepted_with_the_overlap_of_p_and_q():
     assert length_of(match, sampled(table(DRAFTS), (0,))) - 1 == pytest.approx(matched, abs=1e-12)
 
 
-@pytest.mark.parametrize("server", ["vllm", "vllm-probabilistic", "vllm-block", "sglang", "llama.cpp", "transformers"])
+@pytest.mark.parametrize(
+    "server", ["vllm", "vllm-probabilistic", "vllm-block", "sglang", "llama.cpp", "transformers"]
+)
 def test_each_servers_rule_is_lossless_and_accepts_a_token_as_its_formula_says(server):
     name, draft_temperature = acceptance_of(server)
-    rule, drafting = rule_named(name) or leviathan, sampled if draft_temperature is None else most_probable
+    rule, drafting = (
+        rule_named(name) or leviathan,
+        sampled if draft_temperature is None else most_probable,
+    )
     assert error(table(ROWS), drafting(table(DRAFTS), CHAIN), rule, length=3) < 1e-12
     p, q = ROWS[0], DRAFTS[0]
     said = torch.minimum(p, q).sum() if draft_temperature is None else p[q.argmax()]
-    assert length_of(rule, drafting(table(DRAFTS), (0,))) - 1 == pytest.approx(float(said), abs=1e-8)
+    assert length_of(rule, drafting(table(DRAFTS), (0,))) - 1 == pytest.approx(
+        float(said), abs=1e-8
+    )
 
 
 def test_a_certain_token_stands_alike_whether_one_by_one_as_a_block_or_by_the_targets_sample():

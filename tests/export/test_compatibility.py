@@ -88,7 +88,10 @@ def test_another_vocabulary_is_named_with_the_servers_that_translate(foreign):
     assert set(translated) == {"vllm", "transformers"}
     assert all("--use-heterogeneous-vocab" in f.fix for f in translated.values())
     tokens = [checkpoint.load_tokenizer(d).get_vocab() for d in foreign]
-    assert f"{len(tokens[0].keys() & tokens[1].keys())} of 307 tokens are spelled alike" in translated["vllm"].text
+    assert (
+        f"{len(tokens[0].keys() & tokens[1].keys())} of 307 tokens are spelled alike"
+        in translated["vllm"].text
+    )
     refused = {f.about for f in found if "wants the target's vocabulary" in f.text}
     assert refused == {"sglang", "llama.cpp", "tensorrt-llm"}
 
@@ -121,8 +124,14 @@ def test_one_vocabulary_that_cuts_text_otherwise_is_found_by_probe_texts(pair):
 def test_servers_that_cannot_draft_in_parallel_are_named(pair):
     edit(pair[0] / "config.json", pard_token=2, pard_offsets=6)
     found = findings(*pair)
-    assert {f.about for f in found if "cannot draft in parallel" in f.text} == {"sglang", "llama.cpp", "transformers"}
-    assert "2: it drafts up to 6 tokens in one pass" in {f.text for f in found if f.about == "pard_token"}
+    assert {f.about for f in found if "cannot draft in parallel" in f.text} == {
+        "sglang",
+        "llama.cpp",
+        "transformers",
+    }
+    assert "2: it drafts up to 6 tokens in one pass" in {
+        f.text for f in found if f.about == "pard_token"
+    }
     edit(pair[0] / "config.json", pard_token=307)
     assert "pard_token" in error(pair, "pard_token")
 
@@ -135,7 +144,9 @@ def test_another_first_or_last_token_is_named(pair):
 def test_where_texts_end_is_compared(pair):
     edit(pair[1] / "config.json", eos_token_id=[1, 5])
     (pair[1] / "generation_config.json").unlink()
-    assert "texts end at [1] in the draft and at [1, 5] in the target" in notes(pair, "special tokens")
+    assert "texts end at [1] in the draft and at [1, 5] in the target" in notes(
+        pair, "special tokens"
+    )
 
 
 def test_padded_vocabularies_are_refused_where_they_are(pair):
@@ -182,7 +193,9 @@ def test_devices_that_a_shape_splits_over_are_told(pair):
     assert "splits over 1, 2, 4, 8" not in notes(pair, "vllm")
     edit(pair[0] / "config.json", intermediate_size=44)
     weights = dict(checkpoint.Weights(pair[0]))
-    cut = {n: (w[:, :44] if "down" in n else w[:44]) if ".mlp." in n else w for n, w in weights.items()}
+    cut = {
+        n: (w[:, :44] if "down" in n else w[:44]) if ".mlp." in n else w for n, w in weights.items()
+    }
     saving.write_checkpoint(pair[0], checkpoint.read_config(pair[0]), cut.items(), None)
     assert "this one splits over 1, 2, 4" in notes(pair, "vllm")
 
@@ -215,7 +228,9 @@ def test_servers_are_named_right():
 
 def test_a_draft_of_another_vocabulary_is_tried_on_its_own_words(family_dirs):
     """The tiny target has ids that the draft does not embed."""
-    found = COMMANDS["check"](draft=str(family_dirs["llama"]), target="tiny", data="stdlib", servers="vllm")
+    found = COMMANDS["check"](
+        draft=str(family_dirs["llama"]), target="tiny", data="stdlib", servers="vllm"
+    )
     about = {finding["about"]: finding["level"] for finding in found.data["findings"]}
     assert (about["decoding"], about["vllm"]) == ("ok", "error")
     assert "sglang" not in about

@@ -77,13 +77,17 @@ def test_the_model_in_a_file_is_the_model(family, family_dirs, tmp_path):
     ids = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
     source = AutoModelForCausalLM.from_pretrained(family_dirs[family], dtype=torch.float32).eval()
     with torch.no_grad():
-        torch.testing.assert_close(reloaded(tmp_path / "a.gguf", family_dirs[family])(ids).logits, source(ids).logits)
+        torch.testing.assert_close(
+            reloaded(tmp_path / "a.gguf", family_dirs[family])(ids).logits, source(ids).logits
+        )
 
 
 def test_rows_that_were_not_put_back_are_another_model(family_dirs, tmp_path):
     gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
     ids = torch.tensor([[0, 5, 9, 30]])
-    right, wrong = (reloaded(tmp_path / "a.gguf", family_dirs["llama"], put_back=p) for p in (True, False))
+    right, wrong = (
+        reloaded(tmp_path / "a.gguf", family_dirs["llama"], put_back=p) for p in (True, False)
+    )
     with torch.no_grad():
         assert (right(ids).logits - wrong(ids).logits).abs().max() > 0.1
 
@@ -107,17 +111,23 @@ def test_llama_3s_rotary_scaling_is_llama_cpps(family_dirs, tmp_path):
     """convert_hf_to_gguf.py of llama-cpp-python 0.3.36 on the same checkpoint."""
     gguf.write(family_dirs["llama3_tied"], tmp_path / "a.gguf", "f32")
     _, tensors = contents(tmp_path / "a.gguf")
-    golden = json.loads((Path(__file__).parents[1] / "data" / "llama_cpp_rope_freqs.json").read_text())
+    golden = json.loads(
+        (Path(__file__).parents[1] / "data" / "llama_cpp_rope_freqs.json").read_text()
+    )
     assert tensors["rope_freqs.weight"].tolist() == pytest.approx(golden, rel=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "worst"), [("f16", 5e-4), ("bf16", 4e-3), ("q8_0", 4e-3), ("q4_0", 0.126)])
+@pytest.mark.parametrize(
+    ("kind", "worst"), [("f16", 5e-4), ("bf16", 4e-3), ("q8_0", 4e-3), ("q4_0", 0.126)]
+)
 def test_types_round_as_much_as_they_may(kind, worst):
     """Relative to the largest of each block of 32; Q4_0 ends at 7 / 8 of it on one side."""
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     apart = (gguf.fake_quantize(weight, kind) - weight).abs().unflatten(1, (-1, 32)).amax(-1)
     assert float((apart / weight.abs().unflatten(1, (-1, 32)).amax(-1)).max()) < worst
-    assert gguf.fake_quantize(weight[:, :40], "q8_0").equal(weight[:, :40])  # rows that do not divide stay
+    assert gguf.fake_quantize(weight[:, :40], "q8_0").equal(
+        weight[:, :40]
+    )  # rows that do not divide stay
 
 
 def test_matrices_whose_rows_do_not_divide_stay_wide_and_vectors_whole(family_dirs, tmp_path):
@@ -132,7 +142,10 @@ def test_matrices_whose_rows_do_not_divide_stay_wide_and_vectors_whole(family_di
 def test_what_llama_cpp_does_not_know_is_refused(family_dirs, tmp_path):
     shutil.copytree(family_dirs["llama"], tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    for change, said in (({"model_type": "opt"}, "is a opt model"), ({"hidden_act": "gelu"}, "activation 'gelu'")):
+    for change, said in (
+        ({"model_type": "opt"}, "is a opt model"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UserError, match=said):
             gguf.architecture(tmp_path)
@@ -149,7 +162,12 @@ def test_words_of_a_byte_level_vocabulary(family_dirs):
     tokenizer = checkpoint.load_tokenizer(family_dirs["llama"])
     assert found.tokens[:307] == tokenizer.convert_ids_to_tokens(range(307))
     assert found.tokens[307:] == ["[PAD307]", "[PAD308]", "[PAD309]"]
-    assert found.types == [gguf_tokenizer.CONTROL] * 3 + [gguf_tokenizer.NORMAL] * 304 + [gguf_tokenizer.UNUSED] * 3
+    assert (
+        found.types
+        == [gguf_tokenizer.CONTROL] * 3
+        + [gguf_tokenizer.NORMAL] * 304
+        + [gguf_tokenizer.UNUSED] * 3
+    )
     spec = json.loads((family_dirs["llama"] / "tokenizer.json").read_text())
     assert found.merges == [" ".join(pair) for pair in spec["model"]["merges"]]
     assert (found.add_bos, found.add_eos, found.scores) == (True, False, None)
@@ -163,9 +181,13 @@ def test_a_pre_tokenizer_is_recognised(name):
     pre_tokenizer = gguf_tokenizer.PRE_TOKENIZERS[name]
     inner = Tokenizer(models.BPE(ignore_merges=pre_tokenizer.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in pre_tokenizer.patterns]
-    inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator(PROBES * 3, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet))
+    inner.train_from_iterator(
+        PROBES * 3, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet)
+    )
     assert gguf_tokenizer.nearest_pre_tokenizer(inner) == (name, 1.0)
 
 
@@ -192,9 +214,17 @@ def sentencepiece(tmp_path_factory) -> Path:
     ]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("i", "n")]
     inner = Tokenizer(
-        models.BPE({t: i for i, t in enumerate(letters)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+        models.BPE(
+            {t: i for i, t in enumerate(letters)},
+            merges,
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
     )
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     PreTrainedTokenizerFast(
         tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
@@ -207,12 +237,20 @@ def by_scores(text: str, found: gguf_tokenizer.GGUFTokenizer) -> list[int]:
     ids = {token: i for i, token in enumerate(found.tokens)}
     parts = list(text)
     while True:
-        pairs = [(found.scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids]
+        pairs = [
+            (found.scores[ids[a + b]], -i)
+            for i, (a, b) in enumerate(pairwise(parts))
+            if a + b in ids
+        ]
         if not pairs:
             break
         i = -max(pairs)[1]
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return [i for p in parts for i in ([ids[p]] if p in ids else [ids[f"<0x{b:02X}>"] for b in p.encode()])]
+    return [
+        i
+        for p in parts
+        for i in ([ids[p]] if p in ids else [ids[f"<0x{b:02X}>"] for b in p.encode()])
+    ]
 
 
 def test_scores_merge_as_the_list_of_merges_does(sentencepiece):
@@ -246,8 +284,12 @@ def space(tmp_path, monkeypatch, family_dirs) -> Path:
         "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80))
     )
     target = str(family_dirs["llama"])
-    workspace.write(workspace.Workspace(target=target, source=target, data=str(tmp_path / "text.txt")))
-    build("llama", 1, num_hidden_layers=2, num_key_value_heads=2).save_pretrained(tmp_path / "draft")
+    workspace.write(
+        workspace.Workspace(target=target, source=target, data=str(tmp_path / "text.txt"))
+    )
+    build("llama", 1, num_hidden_layers=2, num_key_value_heads=2).save_pretrained(
+        tmp_path / "draft"
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "draft" / name).write_bytes((family_dirs["llama"] / name).read_bytes())
     return tmp_path
@@ -266,7 +308,11 @@ def test_a_directory_is_the_draft_at_the_targets_size_and_dtype(space, family_di
     assert checkpoint.vocab_size(Path("out")) == 320
     made, source = checkpoint.Weights(Path("out")), checkpoint.Weights(Path("draft"))
     for name, tensor in source.items():
-        assert made[name][:307].equal(tensor.bfloat16()) if "proj" not in name else made[name].equal(tensor.bfloat16())
+        assert (
+            made[name][:307].equal(tensor.bfloat16())
+            if "proj" not in name
+            else made[name].equal(tensor.bfloat16())
+        )
     assert json.loads(Path("out/draftlab.json").read_text())["notes"]["changed"] == [
         "weights from float32 to bfloat16", "logits 307 -> 320"
     ]  # fmt: skip
@@ -279,8 +325,16 @@ def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
     for name in ("vllm", "python", "llama-server"):
         Path(name).write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
         Path(name).chmod(0o755)
-    command = ["/bin/sh", "a folder/serve.sh", *(["t.gguf"] if runtime == "llama.cpp" else []), "--port", "1"]
-    said = subprocess.run(command, env={"PATH": f"{space}:/usr/bin:/bin"}, capture_output=True, text=True, check=True)
+    command = [
+        "/bin/sh",
+        "a folder/serve.sh",
+        *(["t.gguf"] if runtime == "llama.cpp" else []),
+        "--port",
+        "1",
+    ]
+    said = subprocess.run(
+        command, env={"PATH": f"{space}:/usr/bin:/bin"}, capture_output=True, text=True, check=True
+    )
     words = said.stdout.splitlines()
     assert words[-2:] == ["--port", "1"]
     place = str(space / "a folder")
@@ -304,15 +358,22 @@ def test_k_by_batch_size_of_a_prediction_is_in_the_servers_own_setting(space):
     export("--to", "vllm", "--prediction", "p.json", "--out", "out")
     text = Path("out/serve.sh").read_text()
     assert '\\"num_speculative_tokens\\": 3, ' in text
-    assert '\\"num_speculative_tokens_per_batch_size\\": [[1, 4, 3], [5, 16, 1], [17, 64, 0]]' in text
+    assert (
+        '\\"num_speculative_tokens_per_batch_size\\": [[1, 4, 3], [5, 16, 1], [17, 64, 0]]' in text
+    )
     assert "above 12 the target is faster without a draft" in text
-    assert "--prediction" in export("--to", "vllm", "--prediction", "p.json", "--k", "2", code=1).stderr
+    assert (
+        "--prediction"
+        in export("--to", "vllm", "--prediction", "p.json", "--k", "2", code=1).stderr
+    )
     assert "only vLLM" in export("--to", "sglang", "--prediction", "p.json", code=1).stderr
     Path("p.json").write_text(json.dumps({"predictions": [row | {"draft_sha256": "other"}]}))
     assert "other drafts" in export("--to", "vllm", "--prediction", "p.json", code=1).stderr
 
 
-def test_the_script_for_transformers_decodes_as_the_target_alone(space, family_dirs, capsys, monkeypatch):
+def test_the_script_for_transformers_decodes_as_the_target_alone(
+    space, family_dirs, capsys, monkeypatch
+):
     export("--to", "transformers", "--k", "2", "--out", "out")
     monkeypatch.setattr(sys, "argv", ["assist.py", "def f"])
     runpy.run_path("out/assist.py")
@@ -320,12 +381,26 @@ def test_the_script_for_transformers_decodes_as_the_target_alone(space, family_d
     tokenizer = checkpoint.load_tokenizer(family_dirs["llama"])
     model = AutoModelForCausalLM.from_pretrained(family_dirs["llama"])
     ids = tokenizer("def f", return_tensors="pt")["input_ids"]
-    assert said == tokenizer.decode(model.generate(ids, max_new_tokens=64, do_sample=False)[0]).strip()
+    assert (
+        said == tokenizer.decode(model.generate(ids, max_new_tokens=64, do_sample=False)[0]).strip()
+    )
 
 
 def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
-    arguments = ["--num-prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1"]
-    assert CliRunner().invoke(app, ["score", "--draft", "draft", "--k", "1,2", *arguments]).exit_code == 0
+    arguments = [
+        "--num-prompts",
+        "2",
+        "--prompt-tokens",
+        "8",
+        "--max-new-tokens",
+        "6",
+        "--repeats",
+        "1",
+    ]
+    assert (
+        CliRunner().invoke(app, ["score", "--draft", "draft", "--k", "1,2", *arguments]).exit_code
+        == 0
+    )
     export("--to", "vllm", "--out", "out")
     text = Path("out/README.md").read_text()
     score = read_score(next(Path("runs").rglob("score.json")))
@@ -346,14 +421,20 @@ def test_scores_from_elsewhere_choose_k_and_fill_the_card(space):
     assert "Not measured yet" in Path("without/README.md").read_text()
     export("--to", "vllm", "--scores", "elsewhere", "--out", "with")
     assert "in whole requests at K = 1" in Path("with/README.md").read_text()
-    text, score = Path("with/serve.sh").read_text(), read_score(next(Path("elsewhere").rglob("score.json")))
+    text, score = (
+        Path("with/serve.sh").read_text(),
+        read_score(next(Path("elsewhere").rglob("score.json"))),
+    )
     assert '\\"num_speculative_tokens\\": 1' in text
     said = score.headline()
     assert (
-        text.splitlines()[1] == f"# K = 1: the best that draftlab score measured on {score.conditions.device}. {said}"
+        text.splitlines()[1]
+        == f"# K = 1: the best that draftlab score measured on {score.conditions.device}. {said}"
     )
     export("--to", "vllm", "--scores", "elsewhere", "--k", "3", "--out", "typed")
-    assert Path("typed/serve.sh").read_text().splitlines()[1] == f"# K = 3: set by --k. Score: {said}"
+    assert (
+        Path("typed/serve.sh").read_text().splitlines()[1] == f"# K = 3: set by --k. Score: {said}"
+    )
 
 
 def test_a_record_of_another_version_costs_the_card_its_history_only(space):
@@ -379,7 +460,13 @@ def test_a_card_has_every_command_back_to_the_cut(space):
 
 def test_a_card_names_source_target_and_text_that_the_workspace_named(space):
     shutil.copytree("draft", "made")
-    settings: dict[str, object] = {"draft": "cut", "target": "a target", "data": "stdlib", "steps": 60, "outputs": None}
+    settings: dict[str, object] = {
+        "draft": "cut",
+        "target": "a target",
+        "data": "stdlib",
+        "steps": 60,
+        "outputs": None,
+    }
     typed = "draftlab distill --data stdlib --steps 60"
     provenance.write_record(Path("made"), "distill", settings, [], 0.0, command_line=typed)
     assert CliRunner().invoke(app, ["export", "made", "--out", "out"]).exit_code == 0
@@ -390,7 +477,9 @@ def test_a_card_names_source_target_and_text_that_the_workspace_named(space):
 def test_a_gguf_file_is_the_same_bytes_each_time(space):
     for out in ("a", "b"):
         assert (
-            CliRunner().invoke(app, ["export", "draft", "--to", "gguf", "--outtype", "f32", "--out", out]).exit_code
+            CliRunner()
+            .invoke(app, ["export", "draft", "--to", "gguf", "--outtype", "f32", "--out", out])
+            .exit_code
             == 0
         )
     (one,), (other,) = (list(Path(out).glob("*.gguf")) for out in ("a", "b"))
@@ -408,7 +497,9 @@ def test_steps_of_a_greedy_chain_by_hand():
 
 def test_steps_of_a_parallel_chain_by_hand():
     """A token counts by the offset that it is drafted with."""
-    hit = np.array([[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]], dtype=bool)
+    hit = np.array(
+        [[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]], dtype=bool
+    )
     # 1 stands, 2 falls as the second of its step and is the target's own; 3 stands, 4 as the second, 5 as the third
     assert verify.greedy_steps(hit, 3, 6) == (6, 2)
 
@@ -450,18 +541,24 @@ def test_scripts_of_parallel_drafts_say_so_where_the_server_can(runtime, words):
     assert (plain == text) == (runtime == "sglang")
 
 
-def ranks_of(draft: Path, writing: verify.TargetTexts, target: Path | None = None) -> list[np.ndarray]:
+def ranks_of(
+    draft: Path, writing: verify.TargetTexts, target: Path | None = None
+) -> list[np.ndarray]:
     """Which of each text's tokens are the draft's most probable ones."""
     artifact = DraftModel(draft, target or draft)
     how = SamplingParams(temperature=writing.temperature)
-    scores = artifact.scores(draft, Form(to="hf"), writing.pairs, how, writing.k, torch.device("cpu"))
+    scores = artifact.scores(
+        draft, Form(to="hf"), writing.pairs, how, writing.k, torch.device("cpu")
+    )
     return [scored.ranks == 0 for scored in scores]
 
 
 def writing_of(draft: Path, count: int = 8) -> verify.TargetTexts:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 300, 6).tolist() for _ in range(count)]
-    return verify.generate_texts(llama.load(draft, torch.float32), prompts, SamplingParams(max_tokens=12), 3)
+    return verify.generate_texts(
+        llama.load(draft, torch.float32), prompts, SamplingParams(max_tokens=12), 3
+    )
 
 
 def test_what_a_draft_would_draft_is_what_it_drafts(family_dirs, space):
@@ -500,7 +597,15 @@ def test_a_sampled_text_tells_the_steps_that_made_it(space, family_dirs, rule):
     target, draft = target_and_draft(family_dirs["llama"])
     prompts, how = [[0, 17, 44], [0, 5, 250, 31]], SamplingParams(max_tokens=24, temperature=1.0)
     live = list(
-        speculative_decode(target, ModelDrafter(draft), prompts, 3, how, rule=rule_named(rule), draft_temperature=0.0)
+        speculative_decode(
+            target,
+            ModelDrafter(draft),
+            prompts,
+            3,
+            how,
+            rule=rule_named(rule),
+            draft_temperature=0.0,
+        )
     )
     served, _ = verify.as_served(verify.to_sample(prompts, 24, 3, 1.0), output_tokens(live))
     counts = verify.count_steps(ranks_of(Path("draft"), served, Path("target")), served)
@@ -519,7 +624,9 @@ def test_steps_that_are_certain_are_expected_as_they_are(k):
     )
     for rows in (hits, [row[:, 0] for row in hits]):
         wanted = verify.count_steps(rows, texts)
-        np.testing.assert_allclose(verify.expected_steps([row.astype(float) for row in rows], texts), wanted)
+        np.testing.assert_allclose(
+            verify.expected_steps([row.astype(float) for row in rows], texts), wanted
+        )
 
 
 def test_a_server_whose_draft_samples_takes_as_many_steps_as_expected(space, family_dirs):
@@ -530,7 +637,9 @@ def test_a_server_whose_draft_samples_takes_as_many_steps_as_expected(space, fam
     served, _ = verify.as_served(verify.to_sample(prompts, 24, 3, 0.8), output_tokens(live))
     artifact = open_artifact(Path("draft"), Path("target"))
     device = torch.device("cpu")
-    scores = artifact.scores(Path("draft"), Form(to="vllm"), served.pairs, SamplingParams(temperature=0.8), 3, device)
+    scores = artifact.scores(
+        Path("draft"), Form(to="vllm"), served.pairs, SamplingParams(temperature=0.8), 3, device
+    )
     counts = verify.counts_of(scores, served, lambda: target, 307)
     taken = np.bincount([step.row for step in live]) - 1
 
@@ -549,8 +658,13 @@ def test_a_script_drafts_above_temperature_0_as_more_is_accepted():
         counts: verify.Counts = {"greedy": steps[0], "probabilistic": steps[1]}
         verified = verify.compare("vLLM", texts, counts, 30 / steps[1][0, 1], "", "probabilistic")
         text = script_of("vllm", k=3, sampling=run.choose_sampling(False, verified))[1]
-        assert f"# draft_sample_method = {best}, above temperature 0: tokens per target pass at 0.7: greedy 1." in text
-    at_zero = verify.compare("vLLM", verify.to_sample([[1], [1]], 31, 3, 0.0), {"greedy": greedy}, 1.5, "")
+        assert (
+            f"# draft_sample_method = {best}, above temperature 0: tokens per target pass at 0.7: greedy 1."
+            in text
+        )
+    at_zero = verify.compare(
+        "vLLM", verify.to_sample([[1], [1]], 31, 3, 0.0), {"greedy": greedy}, 1.5, ""
+    )
     assert run.choose_sampling(False, at_zero) == DEFAULT_SAMPLING
 
 
@@ -558,7 +672,9 @@ def test_texts_end_at_any_end_of_text_token_with_what_the_last_step_drafts(famil
     whole = writing_of(family_dirs["llama"])
     ends = (whole.completions[0][4], whole.completions[1][7])
     sampling = SamplingParams(max_tokens=12, stop_token_ids=ends)
-    ended = verify.generate_texts(llama.load(family_dirs["llama"], torch.float32), whole.prompts, sampling, 3)
+    ended = verify.generate_texts(
+        llama.load(family_dirs["llama"], torch.float32), whole.prompts, sampling, 3
+    )
     for row, ids in enumerate(whole.completions):
         places = [at for at in range(12) if ids[at] in ends]
         length = places[0] + 1 if places else 12
@@ -568,7 +684,9 @@ def test_texts_end_at_any_end_of_text_token_with_what_the_last_step_drafts(famil
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_an_export_that_drafts_as_here_passes_and_another_fails(other, family_dirs, tmp_path, monkeypatch):
+def test_an_export_that_drafts_as_here_passes_and_another_fails(
+    other, family_dirs, tmp_path, monkeypatch
+):
     """A server of a kind from a plug-in, whose counters are what the draft does, or what another one does."""
     draft, measured = family_dirs["llama"], 2.0 if other else 4.0
     writing = writing_of(draft)
@@ -610,8 +728,27 @@ def test_a_program_that_is_no_server_is_refused(tmp_path):
 
 
 def test_a_rounded_draft_is_a_row_of_its_own_in_a_score(space):
-    arguments = ["--num-prompts", "2", "--prompt-tokens", "8", "--max-new-tokens", "6", "--repeats", "1"]
-    drafts = ["--draft", "draft", "--draft", "draft@q4_0", "--k", "1", *arguments, "--out", "scored"]
+    arguments = [
+        "--num-prompts",
+        "2",
+        "--prompt-tokens",
+        "8",
+        "--max-new-tokens",
+        "6",
+        "--repeats",
+        "1",
+    ]
+    drafts = [
+        "--draft",
+        "draft",
+        "--draft",
+        "draft@q4_0",
+        "--k",
+        "1",
+        *arguments,
+        "--out",
+        "scored",
+    ]
     result = CliRunner().invoke(app, ["score", *drafts])
     assert result.exit_code == 0, (result.output, result.exception)
     plain, rounded = (read_score(Path("scored") / name) for name in ("draft", "draft@q4_0"))
@@ -647,14 +784,18 @@ def test_a_real_llama_cpp_finds_the_same_tokens_most_probable(family, family_dir
     rows = np.random.default_rng(0).integers(3, 300, (6, 20)).tolist()
     source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     how = SamplingParams(max_tokens=12, ignore_eos=True)
-    with running([program, "--model", tmp_path / "a.gguf", "--flash-attn", "off", "--threads", 1]) as (client, _):
+    with running(
+        [program, "--model", tmp_path / "a.gguf", "--flash-attn", "off", "--threads", 1]
+    ) as (client, _):
         written = [client.generate_ids(row, how)[0] for row in rows]
     for row, ids in zip(rows, written, strict=True):
         with torch.no_grad():
             logits = source(torch.tensor([row + ids])).logits[0, len(row) - 1 : -1]
         logits[:, source.config.eos_token_id] = -torch.inf  # as ignore_eos has it
         chosen = logits.gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
-        assert ((logits.amax(1) - chosen) < 0.02 * logits[:, 2:].std()).all()  # llama.cpp keeps its cache in f16
+        assert (
+            (logits.amax(1) - chosen) < 0.02 * logits[:, 2:].std()
+        ).all()  # llama.cpp keeps its cache in f16
 
 
 @pytest.mark.vllm
@@ -665,9 +806,30 @@ def test_a_real_vllm_accepts_what_is_accepted_here(space, family_dirs, sampling)
     if program is None:
         pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
     runner = CliRunner()
-    prune = ["prune", "--source", "tiny", "--layers", "8", "--data", "stdlib", "--calibration-tokens", "4096"]
+    prune = [
+        "prune",
+        "--source",
+        "tiny",
+        "--layers",
+        "8",
+        "--data",
+        "stdlib",
+        "--calibration-tokens",
+        "4096",
+    ]
     assert runner.invoke(app, [*prune, "--out", "cut"]).exit_code == 0
-    export = ["export", "cut", "--to", "vllm", "--target", "tiny", "--data", "stdlib", "--verify-with", program]
+    export = [
+        "export",
+        "cut",
+        "--to",
+        "vllm",
+        "--target",
+        "tiny",
+        "--data",
+        "stdlib",
+        "--verify-with",
+        program,
+    ]
     result = runner.invoke(app, [*export, *sampling, "--out", "out"])
     assert result.exit_code == 0, result.output
     assert "tokens per target pass, in draftlab" in result.stdout

@@ -40,10 +40,15 @@ def target(family_dirs: dict[str, Path]) -> Path:
 
 def random_head(target: Path, **sizes: Any) -> Head:
     config = eagle.head_config(
-        target, sizes.get("layer_ids"), sizes.get("draft_vocab", 40), norm_before_residual=sizes.get("normed", False)
+        target,
+        sizes.get("layer_ids"),
+        sizes.get("draft_vocab", 40),
+        norm_before_residual=sizes.get("normed", False),
     )
     generator = torch.Generator().manual_seed(0)
-    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    weights = {
+        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+    }
     ids = torch.randperm(config.vocab, generator=generator)[: config.draft_vocab].sort().values
     return Head(config=config, weights=weights, ids=ids, embedding=None)
 
@@ -71,23 +76,40 @@ def exported(head: Path, target: Path, to: str, *more: str) -> Path:
 def test_scores_of_a_head_choose_k_and_fill_its_card(folder, target, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f(x):"}\n{"prompt": "class A:"}\n')
     for drafter in (f"eagle:heads={folder}", f"eagle:heads={folder},prompt_lookup_max=3"):
-        words = ["--target", str(target), "--drafter", drafter, "--prompt-file", str(tmp_path / "prompts.jsonl")]
+        words = [
+            "--target",
+            str(target),
+            "--drafter",
+            drafter,
+            "--prompt-file",
+            str(tmp_path / "prompts.jsonl"),
+        ]
         out = tmp_path / ("with-lookup" if "," in drafter else "alone")
         k = "2" if "," in drafter else "1"
         few = ["--k", k, "--max-new-tokens", "6", "--repeats", "1", "--out", str(out)]
         assert CliRunner().invoke(app, ["score", *words, *few]).exit_code == 0
     out = exported(
-        folder, target, "vllm", "--scores", str(tmp_path / "alone"), "--scores", str(tmp_path / "with-lookup")
+        folder,
+        target,
+        "vllm",
+        "--scores",
+        str(tmp_path / "alone"),
+        "--scores",
+        str(tmp_path / "with-lookup"),
     )
     card = (out / "README.md").read_text()
     assert "at K = 1" in card
     assert "at K = 2" in card
     assert "prompts.jsonl" in card
-    assert '\\"num_speculative_tokens\\": 1' in (out / "serve.sh").read_text()  # of the head alone, which is exported
+    assert (
+        '\\"num_speculative_tokens\\": 1' in (out / "serve.sh").read_text()
+    )  # of the head alone, which is exported
 
 
 def refused(head: Path, target: Path, *arguments: str) -> str:
-    result = CliRunner().invoke(app, ["export", str(head), "--target", str(target), "--out", "never", *arguments])
+    result = CliRunner().invoke(
+        app, ["export", str(head), "--target", str(target), "--out", "never", *arguments]
+    )
     assert result.exit_code == 1
     assert not Path("never").exists()
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
@@ -145,7 +167,10 @@ def test_a_head_of_the_whole_vocabulary_has_no_d2t(target, tmp_path):
     """vLLM has no parameter for one."""
     whole = written(tmp_path / "head", target, draft_vocab=eagle.TargetSizes.of(target).vocab)
     assert not {"d2t", "t2d"} & load_file(whole / "model.safetensors").keys()
-    assert "d2t" not in contents(exported(whole, target, "gguf", "--outtype", "f32") / "head-f32.gguf")[1]
+    assert (
+        "d2t"
+        not in contents(exported(whole, target, "gguf", "--outtype", "f32") / "head-f32.gguf")[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +186,12 @@ def test_a_head_of_the_whole_vocabulary_has_no_d2t(target, tmp_path):
 )
 def test_scripts_serve_a_head_as_a_head(runtime, words):
     launch = Launch(
-        target="t", k=K, reason="", kind="EAGLE-3 head", layer_ids=(2, 8, 13), own_target=runtime == "speculators"
+        target="t",
+        k=K,
+        reason="",
+        kind="EAGLE-3 head",
+        layer_ids=(2, 8, 13),
+        own_target=runtime == "speculators",
     )
     server = SERVERS.get("vllm" if launch.own_target else runtime, "--to")
     assert words in server.script(launch)[1]
@@ -169,7 +199,9 @@ def test_scripts_serve_a_head_as_a_head(runtime, words):
 
 def greedy_counts(artifact: Any, texts: verify.TargetTexts) -> np.ndarray:
     how = SamplingParams(temperature=texts.temperature)
-    scores = artifact.scores(artifact.path, Form(to="hf"), texts.pairs, how, texts.k, torch.device("cpu"))
+    scores = artifact.scores(
+        artifact.path, Form(to="hf"), texts.pairs, how, texts.k, torch.device("cpu")
+    )
     return verify.count_steps([scored.ranks == 0 for scored in scores], texts)
 
 
@@ -182,7 +214,9 @@ def test_steps_are_those_of_live_decoding(target, tmp_path):
     texts = verify.generate_texts(model, prompts, SamplingParams(max_tokens=12), K)
     counts = greedy_counts(artifact, replace(texts, tokens=[12, 9, 2, 1]))
     for row, length in enumerate([12, 9, 2, 1]):
-        live = list(speculative_decode(model, drafter, [prompts[row]], K, SamplingParams(max_tokens=length)))
+        live = list(
+            speculative_decode(model, drafter, [prompts[row]], K, SamplingParams(max_tokens=length))
+        )
         assert counts[row, 1] == len(live) - 1
         assert texts.completions[row][:length] == [token for step in live for token in step.tokens]
         assert counts[row, 0] >= length - 1
@@ -195,19 +229,27 @@ def test_a_sampled_text_tells_the_steps_that_made_it(tmp_path, rule):
     drafter, prompt = EagleDrafter(target, head), [0, 17, 44, 101, 9]
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
     live = list(
-        speculative_decode(target, drafter, [prompt], K, sampling, rule=rule_named(rule), draft_temperature=0.0)
+        speculative_decode(
+            target, drafter, [prompt], K, sampling, rule=rule_named(rule), draft_temperature=0.0
+        )
     )
     ids = [token for step in live for token in step.tokens]
     served, _ = verify.as_served(verify.to_sample([prompt], 40, K, 1.0), [ids])
-    scores = score_chains(target, head, served.pairs, target.shape.vocab, SamplingParams(temperature=1.0), K)
-    tokens, steps = verify.counts_of(scores, served, lambda: target, target.shape.vocab)["greedy"][0]
+    scores = score_chains(
+        target, head, served.pairs, target.shape.vocab, SamplingParams(temperature=1.0), K
+    )
+    tokens, steps = verify.counts_of(scores, served, lambda: target, target.shape.vocab)["greedy"][
+        0
+    ]
     assert steps == len(live) - 1
     assert 39 <= tokens <= 40  # the last step may have had one more
     assert tokens > steps
 
 
 def test_the_end_of_a_text_is_not_asked_of_llama_cpp():
-    texts = verify.TargetTexts(prompts=[[1], [1]], completions=[[5, 6, 2, 9], [5, 6, 7, 9]], tokens=[3, 3], k=1)
+    texts = verify.TargetTexts(
+        prompts=[[1], [1]], completions=[[5, 6, 2, 9], [5, 6, 7, 9]], tokens=[3, 3], k=1
+    )
     assert verify.lengths_before_end(texts, (2,)) == [2, 3]
 
 
@@ -220,7 +262,11 @@ def test_check_knows_who_takes_a_head(target, tmp_path):
     assert [plain[name] for name in ("head", "sglang", "llama.cpp", "tensorrt-llm")] == ["ok"] * 4
     assert plain["transformers"] == "warning"
     normed = levels(written(tmp_path / "b", target, normed=True), target)
-    assert (normed["sglang"], normed["tensorrt-llm"], normed["llama.cpp"]) == ("error", "error", "ok")
+    assert (normed["sglang"], normed["tensorrt-llm"], normed["llama.cpp"]) == (
+        "error",
+        "error",
+        "ok",
+    )
     two = levels(written(tmp_path / "c", target, layer_ids=(1, 2)), target)
     assert (two["llama.cpp"], two["sglang"]) == ("error", "ok")
     theirs = written(tmp_path / "d", target, "speculators")
@@ -259,7 +305,9 @@ def test_a_head_for_another_target_is_refused_before_the_targets_weights_are_rea
     shutil.copytree(target, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     if "d2t" in change:
         tensors = load_file(folder / "model.safetensors")
-        save_file({name: t for name, t in tensors.items() if name != "d2t"}, folder / "model.safetensors")
+        save_file(
+            {name: t for name, t in tensors.items() if name != "d2t"}, folder / "model.safetensors"
+        )
     else:
         config = json.loads((folder / "config.json").read_text()) | change
         (folder / "config.json").write_text(json.dumps(config))
@@ -279,8 +327,12 @@ def test_what_a_runtime_computes_otherwise_is_not_exported_to_it(target, tmp_pat
 
 def test_a_head_that_drafts_nothing_right_is_said_to(folder, target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def f{i}(line):"}) + "\n" for i in range(4)))
-    result = CliRunner().invoke(app, ["check", str(folder), "--target", str(target), "--prompt-file", "prompts.jsonl"])
+    Path("prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"def f{i}(line):"}) + "\n" for i in range(4))
+    )
+    result = CliRunner().invoke(
+        app, ["check", str(folder), "--target", str(target), "--prompt-file", "prompts.jsonl"]
+    )
     assert result.exit_code == 3
     assert "tokens per target pass at K = 3 on 4 prompts" in result.stdout
 
@@ -297,10 +349,23 @@ def test_a_real_llama_server_accepts_what_is_accepted_here(target, tmp_path):
     if program is None:
         pytest.skip("DRAFTLAB_TEST_LLAMA_SERVER does not name a llama-server")
     folder = tmp_path / "head"
-    train = ["distill", "--student", "eagle", "--target", "tiny", "--data", "stdlib", "--steps", "20"]
+    train = [
+        "distill",
+        "--student",
+        "eagle",
+        "--target",
+        "tiny",
+        "--data",
+        "stdlib",
+        "--steps",
+        "20",
+    ]
     train += ["--batch-size", "4", "--seq-len", "128"]
     assert CliRunner().invoke(app, [*train, "--out", str(folder)]).exit_code == 0
-    ask = [*["--target", "tiny", "--to", "gguf", "--outtype", "f32", "--k", "3", "--verify-with"], program]
+    ask = [
+        *["--target", "tiny", "--to", "gguf", "--outtype", "f32", "--k", "3", "--verify-with"],
+        program,
+    ]
     result = CliRunner().invoke(app, ["export", str(folder), *ask, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "100.00" in result.stdout

@@ -16,7 +16,13 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_export import sentencepiece as sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 from typer.testing import CliRunner
 
 from draftlab import provenance, workspace
@@ -27,7 +33,16 @@ from draftlab.importing.gguf import load_config, read_header
 from draftlab.model import checkpoint
 from draftlab.model.sentencepiece import PROBES
 
-FAMILIES = ["llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3"]
+FAMILIES = [
+    "llama",
+    "llama_mha",
+    "llama3_tied",
+    "llama_biases",
+    "mistral",
+    "qwen2",
+    "qwen2_tied",
+    "qwen3",
+]
 IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -48,7 +63,9 @@ def refused(folder: Path, *arguments: object) -> str:
 
 def logits(directory: Path) -> torch.Tensor:
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()(IDS).logits
+        return (
+            AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()(IDS).logits
+        )
 
 
 def rounded(directory: Path, kind: str) -> torch.Tensor:
@@ -69,7 +86,9 @@ def rounded(directory: Path, kind: str) -> torch.Tensor:
 def test_a_gguf_file_comes_back_as_the_model_it_was_written_from(family, family_dirs, tmp_path):
     gguf.write(family_dirs[family], tmp_path / "a.gguf", "f32")
     draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out")
-    torch.testing.assert_close(logits(tmp_path / "out"), logits(family_dirs[family]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(tmp_path / "out"), logits(family_dirs[family]), rtol=1e-4, atol=1e-4
+    )
     assert checkpoint.read_shape(tmp_path / "out") == checkpoint.read_shape(family_dirs[family])
     assert "quantization_config" not in checkpoint.read_config(tmp_path / "out")
     made = checkpoint.read_config(tmp_path / "out")
@@ -80,15 +99,22 @@ def test_a_gguf_file_comes_back_as_the_model_it_was_written_from(family, family_
 def test_a_gguf_file_of_that_type_is_the_rounded_model(kind, family_dirs, tmp_path):
     gguf.write(family_dirs["llama"], tmp_path / "a.gguf", kind)
     draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out", "--dtype", "float32")
-    torch.testing.assert_close(logits(tmp_path / "out"), rounded(family_dirs["llama"], kind), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(tmp_path / "out"), rounded(family_dirs["llama"], kind), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("f32", "float32"), ("f16", "float16"), ("bf16", "bfloat16"), ("q8_0", "bfloat16")]
+    ("kind", "dtype"),
+    [("f32", "float32"), ("f16", "float16"), ("bf16", "bfloat16"), ("q8_0", "bfloat16")],
 )
-def test_what_is_stored_is_kept_and_what_is_quantised_becomes_bfloat16(kind, dtype, family_dirs, tmp_path):
+def test_what_is_stored_is_kept_and_what_is_quantised_becomes_bfloat16(
+    kind, dtype, family_dirs, tmp_path
+):
     gguf.write(family_dirs["llama"], tmp_path / "a.gguf", kind)
-    result = draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out", "--dry-run", "--json")
+    result = draftlab(
+        "import", tmp_path / "a.gguf", "--out", tmp_path / "out", "--dry-run", "--json"
+    )
     assert json.loads(result.stdout)["dtype"] == dtype
     assert not (tmp_path / "out").exists()
 
@@ -106,21 +132,27 @@ def test_llama_3s_rotary_scaling_comes_back_from_its_factors(family_dirs, tmp_pa
     model.save_pretrained(tmp_path / "wide")
     _copy_tokenizer(family_dirs["llama"], tmp_path / "wide")
     gguf.write(tmp_path / "wide", tmp_path / "a.gguf", "f32")
-    assert load_config(read_header(tmp_path / "a.gguf")).rope_parameters == config["rope_parameters"]
+    assert (
+        load_config(read_header(tmp_path / "a.gguf")).rope_parameters == config["rope_parameters"]
+    )
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}])
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}]
+)
 def test_other_rotary_scalings_come_back(rope, family_dirs, tmp_path):
     rope = {"rope_theta": 10000.0, **rope}
     if rope["rope_type"] == "yarn":
         rope["original_max_position_embeddings"] = 64
-    checkpoint.new_model(checkpoint.read_config(family_dirs["llama"]) | {"rope_parameters": rope}, 0).save_pretrained(
-        tmp_path / "scaled"
-    )
+    checkpoint.new_model(
+        checkpoint.read_config(family_dirs["llama"]) | {"rope_parameters": rope}, 0
+    ).save_pretrained(tmp_path / "scaled")
     _copy_tokenizer(family_dirs["llama"], tmp_path / "scaled")
     gguf.write(tmp_path / "scaled", tmp_path / "a.gguf", "f32")
     draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out")
-    torch.testing.assert_close(logits(tmp_path / "out"), logits(tmp_path / "scaled"), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(tmp_path / "out"), logits(tmp_path / "scaled"), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_qwen2_that_gguf_calls_a_llama_keeps_its_biases(family_dirs, tmp_path):
@@ -129,7 +161,9 @@ def test_a_qwen2_that_gguf_calls_a_llama_keeps_its_biases(family_dirs, tmp_path)
     gguf.write(tmp_path / "cut", tmp_path / "a.gguf", "f32")
     assert read_header(tmp_path / "a.gguf").architecture == "llama"
     draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out")
-    torch.testing.assert_close(logits(tmp_path / "out"), logits(tmp_path / "cut"), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(tmp_path / "out"), logits(tmp_path / "cut"), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", gguf_tokenizer.PRE_TOKENIZERS)
@@ -138,16 +172,24 @@ def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
     pre_tokenizer = gguf_tokenizer.PRE_TOKENIZERS[name]
     inner = Tokenizer(models.BPE(ignore_merges=pre_tokenizer.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in pre_tokenizer.patterns]
-    inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     inner.decoder = decoders.ByteLevel()
     special, alphabet = ["<s>", "</s>", "<pad>"], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=800, initial_alphabet=alphabet, special_tokens=special)
     inner.train_from_iterator(PROBES * 3, trainer)
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     source = tmp_path / "source"
     build("llama", vocab_size=803).save_pretrained(source)
     before = PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template="{{ messages }}"
+        tokenizer_object=inner,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template="{{ messages }}",
     )
     before.save_pretrained(source)
     gguf.write(source, tmp_path / "a.gguf", "f16")
@@ -166,9 +208,15 @@ def test_a_sentencepiece_vocabulary_merges_as_before(sentencepiece, tmp_path):
     _copy_tokenizer(sentencepiece, source)
     gguf.write(source, tmp_path / "a.gguf", "f16")
     draftlab("import", tmp_path / "a.gguf", "--out", tmp_path / "out")
-    after, before = AutoTokenizer.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(source)
+    after, before = (
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+        AutoTokenizer.from_pretrained(source),
+    )
     for text in ("the hen ate in the inn", "then the tin hut", "her theme é"):
-        assert after(text, add_special_tokens=False)["input_ids"] == before(text, add_special_tokens=False)["input_ids"]
+        assert (
+            after(text, add_special_tokens=False)["input_ids"]
+            == before(text, add_special_tokens=False)["input_ids"]
+        )
 
 
 def test_several_ids_that_end_a_text_come_along(family_dirs, tmp_path):
@@ -181,7 +229,10 @@ def test_several_ids_that_end_a_text_come_along(family_dirs, tmp_path):
 @pytest.fixture
 def bins(family_dirs, tmp_path) -> Path:
     """A checkpoint of two .bin files with an index."""
-    out, model = tmp_path / "bins", AutoModelForCausalLM.from_pretrained(family_dirs["qwen2"], dtype=torch.float16)
+    out, model = (
+        tmp_path / "bins",
+        AutoModelForCausalLM.from_pretrained(family_dirs["qwen2"], dtype=torch.float16),
+    )
     out.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(family_dirs["qwen2"] / name, out)
@@ -191,7 +242,9 @@ def bins(family_dirs, tmp_path) -> Path:
     for file, part in parts.items():
         torch.save({name: tensor.clone() for name, tensor in part.items()}, out / file)
     index = {name: file for file, part in parts.items() for name in part}
-    (out / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (out / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     return out
 
 
@@ -211,7 +264,9 @@ def test_one_old_bin_file_with_a_tied_head_and_a_buffer(family_dirs, tmp_path):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=307)).eval()
     model.config.save_pretrained(tmp_path / "old")
-    state = model.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}
+    state = model.state_dict() | {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    }
     torch.save(state, tmp_path / "old/pytorch_model.bin", _use_new_zipfile_serialization=False)
     draftlab("import", tmp_path / "old", "--out", tmp_path / "out")
     with torch.no_grad():
@@ -219,7 +274,9 @@ def test_one_old_bin_file_with_a_tied_head_and_a_buffer(family_dirs, tmp_path):
 
 
 def test_the_example_converts_from_python(bins, tmp_path):
-    convert = runpy.run_path(str(Path(__file__).parents[2] / "examples/convert_checkpoint.py"))["convert"]
+    convert = runpy.run_path(str(Path(__file__).parents[2] / "examples/convert_checkpoint.py"))[
+        "convert"
+    ]
     assert convert(str(bins), tmp_path / "out") == checkpoint.read_shape(tmp_path / "out").params()
 
 
@@ -243,7 +300,10 @@ def test_an_adapter_is_merged_as_peft_merges_it(adapter, family_dirs, tmp_path):
     draftlab("import", adapter, "--out", tmp_path / "out")
     torch.testing.assert_close(logits(tmp_path / "out"), wanted)
     assert checkpoint.load_tokenizer(tmp_path / "out")("def")["input_ids"]
-    assert set(provenance.read_record(tmp_path / "out").inputs) == {str(adapter), str(family_dirs["llama"])}
+    assert set(provenance.read_record(tmp_path / "out").inputs) == {
+        str(adapter),
+        str(family_dirs["llama"]),
+    }
 
 
 def test_an_adapter_with_values_that_are_no_numbers_is_refused(adapter, tmp_path):
@@ -255,7 +315,9 @@ def test_an_adapter_with_values_that_are_no_numbers_is_refused(adapter, tmp_path
 
 def test_an_adapter_whose_base_is_elsewhere_is_merged_by_base(adapter, family_dirs, tmp_path):
     config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/gone/away"}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": "/gone/away"})
+    )
     assert "--base" in refused(tmp_path, "import", adapter, "--out", tmp_path / "out")
     shutil.copytree(family_dirs["llama"], tmp_path / "moved")
     draftlab("import", adapter, "--base", tmp_path / "moved", "--out", tmp_path / "out")
@@ -265,23 +327,29 @@ def test_an_adapter_whose_base_is_elsewhere_is_merged_by_base(adapter, family_di
 @pytest.mark.parametrize(
     ("changes", "family", "message"),
     [
-        ({"num_hidden_layers": 3}, "llama", "only the adapter has base_model.model.model.layers.3."),
+        (
+            {"num_hidden_layers": 3},
+            "llama",
+            "only the adapter has base_model.model.model.layers.3.",
+        ),
         ({"num_hidden_layers": 6}, "llama", "only the base has base_model.model.model.layers.5."),
         ({"intermediate_size": 80}, "llama", "size mismatch"),
     ],
 )
 def test_an_adapter_for_another_base_is_refused(changes, family, message, adapter, tmp_path):
     build(family, **changes).save_pretrained(tmp_path / "other")
-    line = refused(tmp_path, "import", adapter, "--base", tmp_path / "other", "--out", tmp_path / "out")
+    line = refused(
+        tmp_path, "import", adapter, "--base", tmp_path / "other", "--out", tmp_path / "out"
+    )
     assert message in line
     assert "does not fit" in line
 
 
 def test_a_prompt_is_no_change_of_weights(family_dirs, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(family_dirs["llama"])
-    get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).save_pretrained(
-        tmp_path / "prompt"
-    )
+    get_peft_model(
+        base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    ).save_pretrained(tmp_path / "prompt")
     refused(tmp_path, "import", tmp_path / "prompt", "--out", tmp_path / "out")
 
 
@@ -345,13 +413,19 @@ def test_an_output_is_not_replaced_unasked_and_base_is_for_adapters(bins, tmp_pa
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine").write_text("kept")
     assert "--force" in refused(tmp_path, "import", bins, "--out", tmp_path / "out")
-    assert "--base" in refused(tmp_path, "import", bins, "--base", "tiny", "--out", tmp_path / "other")
+    assert "--base" in refused(
+        tmp_path, "import", bins, "--base", "tiny", "--out", tmp_path / "other"
+    )
     draftlab("import", bins, "--out", tmp_path / "out", "--force")
     assert not (tmp_path / "out/mine").exists()
 
 
-@pytest.mark.parametrize("command", ["prune --layers 2 --source", "score --draft", "export", "init --force --target"])
-def test_every_command_names_the_import_where_another_layout_stands(command, adapter, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "command", ["prune --layers 2 --source", "score --draft", "export", "init --force --target"]
+)
+def test_every_command_names_the_import_where_another_layout_stands(
+    command, adapter, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     workspace.write(workspace.PRESETS["tiny"])
     line = refused(tmp_path, *command.split(), "adapter")
@@ -427,9 +501,13 @@ def test_the_model_that_a_package_ships_is_imported(tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
     reader = AutoTokenizer.from_pretrained(place)
     with torch.no_grad():
-        best = model(**reader("The capital of France is", return_tensors="pt")).logits[0, -1].argmax()
+        best = (
+            model(**reader("The capital of France is", return_tensors="pt")).logits[0, -1].argmax()
+        )
     assert reader.decode(best) == " Paris"
-    talk = reader.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    talk = reader.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert talk.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert reader("12 cats")["input_ids"] == reader.convert_tokens_to_ids(["1", "2", "Ġcats"])
 
@@ -463,7 +541,9 @@ def _change(file: Path, out: Path, name: str, value: str | int) -> None:
         sub = field.types[1] if len(field.types) > 1 else None
         writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub)
     if name != "general.architecture":
-        kind = library.GGUFValueType.STRING if isinstance(value, str) else library.GGUFValueType.UINT32
+        kind = (
+            library.GGUFValueType.STRING if isinstance(value, str) else library.GGUFValueType.UINT32
+        )
         writer.add_key_value(name, value, kind)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)

@@ -38,7 +38,11 @@ def latency(width: int, ms: float) -> Latency:
 
 
 def point(width: int, batch: int, context: int) -> Point:
-    return Point(**latency(width, width + 10 * batch + context / 16).model_dump(), batch=batch, context=context)
+    return Point(
+        **latency(width, width + 10 * batch + context / 16).model_dump(),
+        batch=batch,
+        context=context,
+    )
 
 
 def steady(point: Point, after: int) -> SteadyPoint:
@@ -74,7 +78,9 @@ def test_break_even_beta_and_experts_are_those_that_were_published():
     assert mixtral.expected_active(5) / mixtral.expected_active(1) == pytest.approx(3.05, abs=0.01)
 
 
-@pytest.mark.parametrize(("alpha", "k", "length"), [(0.5, 1, 1.5), (0.7, 4, 2.77), (0.8, 6, 3.95), (0.9, 8, 6.13)])
+@pytest.mark.parametrize(
+    ("alpha", "k", "length"), [(0.5, 1, 1.5), (0.7, 4, 2.77), (0.8, 6, 3.95), (0.9, 8, 6.13)]
+)
 def test_expected_length_and_its_inverse(alpha, k, length):
     assert expected_tokens(alpha, k) == pytest.approx(length, abs=5e-3)
     assert alpha_for(expected_tokens(alpha, k), k) == pytest.approx(alpha)
@@ -96,7 +102,9 @@ def test_curves_are_linear_between_their_points(profile):
     assert cost.host_ms(3) == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(("width", "batch", "context"), [(6, 1, 16), (1, 5, 16), (1, 1, 15), (1, 1, 65)])
+@pytest.mark.parametrize(
+    ("width", "batch", "context"), [(6, 1, 16), (1, 5, 16), (1, 1, 15), (1, 1, 65)]
+)
 def test_nothing_is_extrapolated_unasked(profile, width, batch, context):
     with raises_option("to"):
         CostModel.of(profile).forward_ms(width, batch, np.array([context]))
@@ -176,7 +184,8 @@ def test_computed_passes_agree_with_gpt_fast(spec, tokens_per_second, within):
 
 
 @pytest.mark.parametrize(
-    ("layers", "hidden", "ffn", "ms"), [(12, 768, 2048, 10.1), (24, 1024, 2730, 14.7), (24, 2048, 5461, 14.0)]
+    ("layers", "hidden", "ffn", "ms"),
+    [(12, 768, 2048, 10.1), (24, 1024, 2730, 14.7), (24, 2048, 5461, 14.0)],
 )
 def test_computed_eager_passes_agree_with_opt_under_deepspeed(layers, hidden, ffn, ms):
     """OPT-125M, 350M and 1.3B of arXiv 2603.11053; OPT's two MLP matrices counted as LLaMA's three."""
@@ -193,7 +202,9 @@ def test_computed_eager_passes_agree_with_opt_under_deepspeed(layers, hidden, ff
 
 def test_depth_decides_eager_and_bytes_decide_in_graphs():
     deep, wide = "noft-1.3b@a100-80gb", "wide-1.3b@a100-80gb"
-    assert computed(f"{deep},eager") / computed(f"{wide},eager") == pytest.approx((6 + 24 * 0.354) / (6 + 12 * 0.354))
+    assert computed(f"{deep},eager") / computed(f"{wide},eager") == pytest.approx(
+        (6 + 24 * 0.354) / (6 + 12 * 0.354)
+    )
     assert 1.2 < computed(f"{deep},graphs") / computed(f"{wide},graphs") < 1.35
 
 
@@ -213,7 +224,9 @@ def test_a_head_reads_all_it_is_made_of_at_first_and_then_all_but_what_joins_the
         first = next(point for point in points if point.context == 0)
         cached = shape.model_copy(update={"layers": 1}).kv_bytes_per_token(2)
         expected = (2 * params + cached) / (device.bandwidth_gbs * 1e6) + device.layer_ms
-        assert first.median_ms == pytest.approx(expected, rel=1e-4)  # norms, some 1e-5 of it, are counted differently
+        assert first.median_ms == pytest.approx(
+            expected, rel=1e-4
+        )  # norms, some 1e-5 of it, are counted differently
 
 
 def test_a_computed_head_is_predicted_as_a_head():
@@ -223,7 +236,9 @@ def test_a_computed_head_is_predicted_as_a_head():
     at_one = next(row for row in predicted[0].prediction.rows if row.k == 1)
     draft = parse_profile(head, widths=[1], batches=[1], longest=400)
     first = next(p.median_ms for p in draft.forward if p.context == 0)
-    per_step = at_one.shares["draft"] * 1e3 * at_one.tokens_per_pass.value / at_one.tokens_per_second
+    per_step = (
+        at_one.shares["draft"] * 1e3 * at_one.tokens_per_pass.value / at_one.tokens_per_second
+    )
     assert per_step == pytest.approx(first, rel=0.03)
 
 
@@ -286,7 +301,9 @@ def test_llama_65b_fits_one_h100_in_float8_and_one_h200_in_bfloat16():
         ("b200", 180, 7672, 2250),
     ],
 )
-def test_a_device_is_its_data_sheet_at_the_a100s_share_of_bandwidth(name, gigabytes, gigabytes_per_second, teraflops):
+def test_a_device_is_its_data_sheet_at_the_a100s_share_of_bandwidth(
+    name, gigabytes, gigabytes_per_second, teraflops
+):
     """Dense bf16. Of the A100's 2,039 GB/s gpt-fast gets 1,663."""
     device = devices()[name]
     assert (device.memory_gb, device.tflops["bfloat16"]) == (gigabytes, teraflops)
@@ -295,7 +312,9 @@ def test_a_device_is_its_data_sheet_at_the_a100s_share_of_bandwidth(name, gigaby
 
 def test_one_token_of_llama_3_2_1b_takes_the_time_to_read_its_weights():
     """1,235,814,400 of them in bf16, on an L4, and 16 layers of 50 us."""
-    assert computed("llama-3.2-1b@l4,graphs") == pytest.approx(1_235_814_400 * 2 / 245e6 + 16 * 0.050, rel=1e-3)
+    assert computed("llama-3.2-1b@l4,graphs") == pytest.approx(
+        1_235_814_400 * 2 / 245e6 + 16 * 0.050, rel=1e-3
+    )
 
 
 def test_caches_that_do_not_fit_are_refused():
@@ -305,7 +324,10 @@ def test_caches_that_do_not_fit_are_refused():
 
 def test_needs_no_torch():
     code = "import sys, draftlab.latency.cost_model, draftlab.latency.predict; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "False"
+    )
 
 
 def test_every_device_that_ships_computes_weights_of_four_bits_at_the_rate_of_sixteen():

@@ -53,7 +53,9 @@ def by_rule(found: Ranges, batch: int) -> int:
 
 @pytest.mark.parametrize("c", [0.01, 0.3])
 def test_nothing_is_drafted_where_nothing_is_accepted(c):
-    found = schedule(roofline("d", c, BUSY), roofline("t", 1.0, BUSY), [constant(0.0)], KS, 64, "vllm")
+    found = schedule(
+        roofline("d", c, BUSY), roofline("t", 1.0, BUSY), [constant(0.0)], KS, 64, "vllm"
+    )
     assert found.ranges == [(1, 64, 0)]
     assert found.pays_up_to == 0
     assert found.verdict().startswith("No draft")
@@ -62,13 +64,17 @@ def test_nothing_is_drafted_where_nothing_is_accepted(c):
 @pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
 def test_nothing_is_drafted_where_every_token_costs_its_own_time(alpha):
     """K tokens more cost K passes more, of which at most K are saved."""
-    found = schedule(roofline("d", 1e-6, 1e-3), roofline("t", 1.0, 1e-3), [constant(alpha)], KS, 64, "vllm")
+    found = schedule(
+        roofline("d", 1e-6, 1e-3), roofline("t", 1.0, 1e-3), [constant(alpha)], KS, 64, "vllm"
+    )
     assert found.ranges == [(1, 64, 0)]
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.6, 0.8, 0.95])
 def test_k_does_not_rise_with_the_streams_and_ends_at_none(alpha):
-    found = schedule(roofline("d", 1e-9, BUSY), roofline("t", 1.0, BUSY), [constant(alpha)], KS, 64, "vllm")
+    found = schedule(
+        roofline("d", 1e-9, BUSY), roofline("t", 1.0, BUSY), [constant(alpha)], KS, 64, "vllm"
+    )
     ks = [by_rule(found.ranges, batch) for batch in range(1, 65)]
     assert ks == sorted(ks, reverse=True)
     assert ks[0] > 1
@@ -80,7 +86,8 @@ def test_a_dear_target_verifies_fewer_the_more_streams_there_are_and_a_longer_co
     """vllm#48627: where keys and values are most of a pass, more streams do not make it bound by compute."""
     draft = roofline("d", 0.01, BUSY)
     short, long = (
-        schedule(draft, roofline("t", 1.0, BUSY, each), [constant(0.8)], KS, 64, "vllm") for each in (0.0, 0.5)
+        schedule(draft, roofline("t", 1.0, BUSY, each), [constant(0.8)], KS, 64, "vllm")
+        for each in (0.0, 0.5)
     )
     assert by_rule(short.ranges, 64) == 0 < by_rule(long.ranges, 64)
 
@@ -117,20 +124,35 @@ def test_a_step_of_vllm_is_its_passes():
             plain += float(target.steady_ms(batch, np.array(prompt + at)))
             paused += float(draft.forward_ms(2, batch, np.array(prompt + at)))
     costs = step_costs(draft, target, work, k, batch, "vllm")
-    by_k, alone = total_ms(costs, work, {n: steps(work, n) for n in (0, k)}), float(plain_ms(costs, work).sum())
-    assert by_k[k] == pytest.approx(total, rel=0.01)  # the first pass counts at the context of the step
+    by_k, alone = (
+        total_ms(costs, work, {n: steps(work, n) for n in (0, k)}),
+        float(plain_ms(costs, work).sum()),
+    )
+    assert by_k[k] == pytest.approx(
+        total, rel=0.01
+    )  # the first pass counts at the context of the step
     assert alone == pytest.approx(plain)
     assert by_k[0] == pytest.approx(plain + paused)
     own = step_costs(draft, target, work, k, batch)
-    assert expected_time(own, work.prompt_tokens, steps(work, k)).total.sum() < 0.98 * total  # draftlab's engine
+    assert (
+        expected_time(own, work.prompt_tokens, steps(work, k)).total.sum() < 0.98 * total
+    )  # draftlab's engine
     assert plain_ms(own, work).sum() == pytest.approx(plain)
 
 
 def written(folder: Path, *arguments: str) -> Path:
     for name, model in (("d", roofline("d", 0.05, BUSY)), ("t", roofline("t", 1.0, BUSY))):
         write_profile(model.profile, folder / f"{name}.yaml")
-    command = ["predict", "--draft-profile", str(folder / "d.yaml"), "--target-profile", str(folder / "t.yaml")]
-    result = CliRunner().invoke(app, [*command, "--max-new-tokens", "20", "--context", "10", *arguments, "--json"])
+    command = [
+        "predict",
+        "--draft-profile",
+        str(folder / "d.yaml"),
+        "--target-profile",
+        str(folder / "t.yaml"),
+    ]
+    result = CliRunner().invoke(
+        app, [*command, "--max-new-tokens", "20", "--context", "10", *arguments, "--json"]
+    )
     assert result.exit_code == 0, result.output
     (folder / "prediction.json").write_text(result.stdout)
     return folder / "prediction.json"
@@ -161,7 +183,9 @@ def test_files_that_are_no_predictions_of_this_draft_are_refused(tmp_path):
     file = written(tmp_path, "--acceptance", "0.6", "--batch", "1,8", "--for", "vllm")
     with pytest.raises(UserError):
         read_schedule(file, "mine", "0" * 64)
-    (tmp_path / "other.json").write_text('{"predictions": [{"schedule": {"ranges": [[0, 2, 1]], "pays_up_to": 1}}]}')
+    (tmp_path / "other.json").write_text(
+        '{"predictions": [{"schedule": {"ranges": [[0, 2, 1]], "pays_up_to": 1}}]}'
+    )
     with raises_option("0"):
         read_schedule(tmp_path / "other.json", "mine", None)
 
@@ -174,8 +198,12 @@ def test_vllm_reads_the_ranges_as_they_are_meant(tmp_path):
         pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
     find = "import importlib.util; print(importlib.util.find_spec('vllm').submodule_search_locations[0])"
     python = Path(program).absolute().parent / "python"
-    place = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True).stdout.strip()
-    spec = importlib.util.spec_from_file_location("utils", Path(place) / "v1/spec_decode/dynamic/utils.py")
+    place = subprocess.run(
+        [python, "-c", find], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    spec = importlib.util.spec_from_file_location(
+        "utils", Path(place) / "v1/spec_decode/dynamic/utils.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

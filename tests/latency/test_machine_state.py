@@ -28,7 +28,10 @@ def calls(times: list[float]) -> tuple[bool, int]:
     ("times", "expected"),
     [
         ([1.0] * 9, (True, 3)),  # never fewer than three
-        ([15.0, 1.3, 1.0, 1.02, 9.9], (True, 4)),  # the first call compiles, the second still fills caches
+        (
+            [15.0, 1.3, 1.0, 1.02, 9.9],
+            (True, 4),
+        ),  # the first call compiles, the second still fills caches
         ([1.0, 1.0, 2.0, 1.9, 1.0, 1.05], (True, 4)),
         ([1.0, 2.0] * 9, (False, 10)),
     ],
@@ -39,7 +42,9 @@ def test_it_is_run_until_two_times_in_a_row_are_alike(times, expected):
 
 @pytest.mark.parametrize(("busy", "warned"), [(0.1, False), (2.0, False), (2.1, True), (4.0, True)])
 def test_other_work_on_more_than_half_of_the_cores_is_said(busy, warned, capsys):
-    found = Environment(system="s", processor="p", cores=4, busy_cores=busy, governor=None, driver=None)
+    found = Environment(
+        system="s", processor="p", cores=4, busy_cores=busy, governor=None, driver=None
+    )
     warn_if_busy(found)
     assert (f"{busy:.1f} of 4 cores busy" in capsys.readouterr().err) == warned
 
@@ -73,7 +78,11 @@ def test_waiting_is_what_the_kernel_counted_meanwhile():
     before = CoreTime(clock=10.0, ran=1.0, waited=5.0, stolen=2.0, pressed=0.0)
     after = CoreTime(clock=20.0, ran=7.0, waited=7.0, stolen=6.0, pressed=5.0)
     seen = with_waiting(IDLE, before, after)
-    assert (seen.waited_share, seen.stolen_share, seen.pressure) == (0.25, 0.1, 0.5)  # 2 of 8 s, 4 of 40 core seconds
+    assert (seen.waited_share, seen.stolen_share, seen.pressure) == (
+        0.25,
+        0.1,
+        0.5,
+    )  # 2 of 8 s, 4 of 40 core seconds
     unknown = CoreTime(clock=10.0, ran=None, waited=None, stolen=None, pressed=None)
     assert with_waiting(IDLE, unknown, unknown) == IDLE
 

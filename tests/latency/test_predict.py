@@ -22,7 +22,14 @@ from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.parallel import ParallelDrafter
 from draftlab.engine.generate import ModelDrafter, Step, decode, speculative_decode
 from draftlab.errors import UserError
-from draftlab.latency.cost_model import CostModel, Point, Profile, SteadyPoint, expected_tokens, write_profile
+from draftlab.latency.cost_model import (
+    CostModel,
+    Point,
+    Profile,
+    SteadyPoint,
+    expected_tokens,
+    write_profile,
+)
 from draftlab.latency.predict import best_k, predict, required_length, verdict
 from draftlab.latency.steps import expected_time, step_costs, steps
 from draftlab.latency.workload import Workload, constant_workload, workload_of, workload_of_score
@@ -43,7 +50,10 @@ SETTLED = 2
 def law(base: float, per_token: float, per_context: float, turn: float, settled: int = 1) -> Law:
     """turn: what a pass costs more behind other work, and less of it behind each of settled like passes."""
     return lambda width, context, behind: (
-        base + per_token * width + per_context * context + turn * (1 - min(behind, settled) / settled)
+        base
+        + per_token * width
+        + per_context * context
+        + turn * (1 - min(behind, settled) / settled)
     )
 
 
@@ -66,8 +76,12 @@ def profile(name: str, of: Law, host: list = FREE_HOST, batches: tuple[int, ...]
     )  # fmt: skip
 
 
-def pair(draft: Law = DRAFT, target: Law = TARGET, host: list = FREE_HOST) -> tuple[CostModel, CostModel]:
-    return CostModel.of(profile("draft", draft, host)), CostModel.of(profile("target", target, host))
+def pair(
+    draft: Law = DRAFT, target: Law = TARGET, host: list = FREE_HOST
+) -> tuple[CostModel, CostModel]:
+    return CostModel.of(profile("draft", draft, host)), CostModel.of(
+        profile("target", target, host)
+    )
 
 
 class Meter:
@@ -93,7 +107,9 @@ class Metered(llama.Llama):
     def pay(self, ids, cache):
         self.meter.like = self.meter.like + 1 if self.meter.last is self else 0
         drafts_prompt = self.law is DRAFT and not cache.used[0]
-        self.meter.last = None if drafts_prompt else self  # predict takes its first step for one like all
+        self.meter.last = (
+            None if drafts_prompt else self
+        )  # predict takes its first step for one like all
         behind = self.meter.like if ids.shape[1] == 1 else 0
         self.meter.seconds += self.law(ids.shape[1], cache.used[0], behind) / 1e3
 
@@ -115,15 +131,27 @@ def metered(meter: Meter, of: Law, noise: float, folder: Path) -> Metered:
 def ran(tmp_path):
     """Every prompt decoded by the engine on a meter, by K: its steps; and the workload that a replay makes of it."""
     meter = Meter()
-    target, draft = metered(meter, TARGET, 0.0, tmp_path / "target"), metered(meter, DRAFT, 0.07, tmp_path / "draft")
+    target, draft = (
+        metered(meter, TARGET, 0.0, tmp_path / "target"),
+        metered(meter, DRAFT, 0.07, tmp_path / "draft"),
+    )
     sampling = SamplingParams(max_tokens=NEW)
-    runs: dict[int, list[list[Step]]] = {0: [list(decode(target, [p], sampling, meter)) for p in PROMPTS]}
+    runs: dict[int, list[list[Step]]] = {
+        0: [list(decode(target, [p], sampling, meter)) for p in PROMPTS]
+    }
     for k in KS:
-        runs[k] = [list(speculative_decode(target, ModelDrafter(draft), [p], k, sampling, meter)) for p in PROMPTS]
+        runs[k] = [
+            list(speculative_decode(target, ModelDrafter(draft), [p], k, sampling, meter))
+            for p in PROMPTS
+        ]
     texts = [
-        (np.array(p), np.array([t for s in run for t in s.tokens])) for p, run in zip(PROMPTS, runs[0], strict=True)
+        (np.array(p), np.array([t for s in run for t in s.tokens]))
+        for p, run in zip(PROMPTS, runs[0], strict=True)
     ]
-    chances = [(one.ranks == 0).astype(float)[1:] for one in score_tokens(draft, texts, 307, SamplingParams())]
+    chances = [
+        (one.ranks == 0).astype(float)[1:]
+        for one in score_tokens(draft, texts, 307, SamplingParams())
+    ]
     return runs, workload_of(chances, [len(p) for p in PROMPTS])
 
 
@@ -138,28 +166,51 @@ def test_predicted_time_is_the_engines_on_a_metered_clock(ran):
         spent = expected_time(paid, work.prompt_tokens, steps(work, k))
         for i, run in enumerate(runs[k]):
             decode = run[1:]
-            assert run[0].draft_seconds == pytest.approx(DRAFT(len(PROMPTS[i]), 0, 0) / 1e3 if k else 0)
-            assert spent.draft[i] == pytest.approx(1e3 * sum(s.draft_seconds for s in decode), rel=1e-9)
-            assert spent.verify[i] == pytest.approx(1e3 * sum(s.verify_seconds for s in decode), rel=1e-9)
+            assert run[0].draft_seconds == pytest.approx(
+                DRAFT(len(PROMPTS[i]), 0, 0) / 1e3 if k else 0
+            )
+            assert spent.draft[i] == pytest.approx(
+                1e3 * sum(s.draft_seconds for s in decode), rel=1e-9
+            )
+            assert spent.verify[i] == pytest.approx(
+                1e3 * sum(s.verify_seconds for s in decode), rel=1e-9
+            )
 
 
 def test_predicted_time_of_a_parallel_draft_is_the_engines_on_a_metered_clock(tmp_path):
     """Passes over the accepted tokens and the mask tokens, up to 2 K wide, behind growing contexts."""
     meter = Meter()
-    target, draft = metered(meter, TARGET, 0.0, tmp_path / "target"), metered(meter, DRAFT, 0.03, tmp_path / "draft")
+    target, draft = (
+        metered(meter, TARGET, 0.0, tmp_path / "target"),
+        metered(meter, DRAFT, 0.03, tmp_path / "draft"),
+    )
     draft.pard_token, sampling, ks = 2, SamplingParams(max_tokens=NEW), (1, 3, 4)
     plain = [list(decode(target, [p], sampling, meter)) for p in PROMPTS]
-    texts = [(np.array(p), np.array([t for s in run for t in s.tokens])) for p, run in zip(PROMPTS, plain, strict=True)]
-    scored = score_offsets(llama.load(tmp_path / "draft", torch.float32), texts, 307, SamplingParams(), 4, 2)
-    work = workload_of([np.exp(one.logprobs)[1:] for one in scored], [len(p) for p in PROMPTS], kind="parallel")
+    texts = [
+        (np.array(p), np.array([t for s in run for t in s.tokens]))
+        for p, run in zip(PROMPTS, plain, strict=True)
+    ]
+    scored = score_offsets(
+        llama.load(tmp_path / "draft", torch.float32), texts, 307, SamplingParams(), 4, 2
+    )
+    work = workload_of(
+        [np.exp(one.logprobs)[1:] for one in scored], [len(p) for p in PROMPTS], kind="parallel"
+    )
     paid = step_costs(*pair(), work, max(ks), 1)
     for k in ks:
         spent = expected_time(paid, work.prompt_tokens, steps(work, k))
-        runs = [list(speculative_decode(target, ParallelDrafter(draft), [p], k, sampling, meter)) for p in PROMPTS]
+        runs = [
+            list(speculative_decode(target, ParallelDrafter(draft), [p], k, sampling, meter))
+            for p in PROMPTS
+        ]
         assert sum(s.accepted for run in runs for s in run) > 5
         for i, run in enumerate(runs):
-            assert spent.draft[i] == pytest.approx(1e3 * sum(s.draft_seconds for s in run[1:]), rel=1e-9)
-            assert spent.verify[i] == pytest.approx(1e3 * sum(s.verify_seconds for s in run[1:]), rel=1e-9)
+            assert spent.draft[i] == pytest.approx(
+                1e3 * sum(s.draft_seconds for s in run[1:]), rel=1e-9
+            )
+            assert spent.verify[i] == pytest.approx(
+                1e3 * sum(s.verify_seconds for s in run[1:]), rel=1e-9
+            )
     assert predict(*pair(), work, ks).best.k in ks
 
 
@@ -182,18 +233,28 @@ def test_predicted_time_of_an_eagle_head_is_the_engines_on_a_metered_clock(tmp_p
         model.meter, model.law = meter, of
     sampling, ks = SamplingParams(max_tokens=NEW), (1, 3, 4)
     plain = [list(decode(target, [p], sampling, meter)) for p in PROMPTS]
-    texts = [(np.array(p), np.array([t for s in run for t in s.tokens])) for p, run in zip(PROMPTS, plain, strict=True)]
+    texts = [
+        (np.array(p), np.array([t for s in run for t in s.tokens]))
+        for p, run in zip(PROMPTS, plain, strict=True)
+    ]
     scored = score_chains(target, head, texts, 307, SamplingParams(), 4)
     work = workload_of([np.exp(one.logprobs)[1:] for one in scored], [len(p) for p in PROMPTS])
     work = dataclasses.replace(work, kind="eagle")
     paid = step_costs(*pair(), work, max(ks), 1)
     for k in ks:
         spent = expected_time(paid, work.prompt_tokens, steps(work, k))
-        runs = [list(speculative_decode(target, EagleDrafter(target, head), [p], k, sampling, meter)) for p in PROMPTS]
+        runs = [
+            list(speculative_decode(target, EagleDrafter(target, head), [p], k, sampling, meter))
+            for p in PROMPTS
+        ]
         assert sum(s.accepted for run in runs for s in run) > 5
         for i, run in enumerate(runs):
-            assert spent.draft[i] == pytest.approx(1e3 * sum(s.draft_seconds for s in run[1:]), rel=1e-9)
-            assert spent.verify[i] == pytest.approx(1e3 * sum(s.verify_seconds for s in run[1:]), rel=1e-9)
+            assert spent.draft[i] == pytest.approx(
+                1e3 * sum(s.draft_seconds for s in run[1:]), rel=1e-9
+            )
+            assert spent.verify[i] == pytest.approx(
+                1e3 * sum(s.verify_seconds for s in run[1:]), rel=1e-9
+            )
     assumed = dataclasses.replace(constant_workload(0.5, tokens=50, prompt_tokens=9), kind="eagle")
     for row in predict(*pair(), assumed, ks).rows:
         assert row.tokens_per_pass.value == pytest.approx(expected_tokens(0.5, row.k), rel=0.05)
@@ -203,7 +264,10 @@ def test_speedup_is_a_ratio_of_sums_over_texts(ran):
     runs, work = ran
     found = predict(*pair(), work, KS)
     for row in found.rows:
-        seconds = {k: sum(s.draft_seconds + s.verify_seconds for run in runs[k] for s in run[1:]) for k in (0, row.k)}
+        seconds = {
+            k: sum(s.draft_seconds + s.verify_seconds for run in runs[k] for s in run[1:])
+            for k in (0, row.k)
+        }
         assert row.speedup.value == pytest.approx(seconds[0] / seconds[row.k], rel=1e-9)
         assert row.speedup.low <= row.speedup.value <= row.speedup.high
         emitted = sum(len(s.tokens) for run in runs[row.k] for s in run[1:])
@@ -224,9 +288,13 @@ def test_ignoring_growth_turns_or_catching_up_would_be_seen(ran):
 def test_a_text_that_ends_by_itself_drafts_past_its_end(ran):
     _, work = ran
     lengths = work.texts.lengths
-    ended = Workload(texts=dataclasses.replace(work.texts, limits=lengths + 20), prompt_tokens=work.prompt_tokens)
+    ended = Workload(
+        texts=dataclasses.replace(work.texts, limits=lengths + 20), prompt_tokens=work.prompt_tokens
+    )
     paid = step_costs(*pair(), ended, 5, 1)
-    cut, free = (expected_time(paid, work.prompt_tokens, steps(w, 5)).draft.sum() for w in (work, ended))
+    cut, free = (
+        expected_time(paid, work.prompt_tokens, steps(w, 5)).draft.sum() for w in (work, ended)
+    )
     assert free > cut
 
 
@@ -237,7 +305,10 @@ def test_texts_of_one_token_predict_nothing():
 
 def test_host_time_counts_per_drafted_token_and_per_step():
     work = constant_workload(0.6, tokens=60, prompt_tokens=10)
-    free, dear = (predict(*pair(host=host), work, [4]) for host in (FREE_HOST, [latency(1, 0.4), latency(9, 1.2)]))
+    free, dear = (
+        predict(*pair(host=host), work, [4])
+        for host in (FREE_HOST, [latency(1, 0.4), latency(9, 1.2)])
+    )
     passes = work.texts.lengths.sum() / free.rows[0].tokens_per_pass.value
     more = 1e3 * 59 * (1 / dear.rows[0].tokens_per_second - 1 / free.rows[0].tokens_per_second)
     assert more == pytest.approx(passes * (4 * 0.4 + 0.8), rel=0.05)
@@ -245,7 +316,10 @@ def test_host_time_counts_per_drafted_token_and_per_step():
 
 
 def test_a_batch_is_as_fast_as_its_rows_together():
-    slow, fast = (CostModel.of(profile("m", TARGET, batches=(1, 8))), CostModel.of(profile("d", DRAFT, batches=(1, 8))))
+    slow, fast = (
+        CostModel.of(profile("m", TARGET, batches=(1, 8))),
+        CostModel.of(profile("d", DRAFT, batches=(1, 8))),
+    )
     work = constant_workload(0.6, tokens=40, prompt_tokens=10)
     one, eight = (predict(fast, slow, work, [2], batch) for batch in (1, 8))
     assert eight.rows[0].tokens_per_second == pytest.approx(
@@ -257,7 +331,9 @@ def test_a_batch_is_as_fast_as_its_rows_together():
 
 def test_best_k_falls_where_verification_is_dear():
     work = constant_workload(0.8, tokens=60, prompt_tokens=10)
-    cheap, dear = (best_k(*pair(DRAFT, law(4, extra, 0.0, 0.0)), work, range(1, 9), 1) for extra in (0.05, 1.0))
+    cheap, dear = (
+        best_k(*pair(DRAFT, law(4, extra, 0.0, 0.0)), work, range(1, 9), 1) for extra in (0.05, 1.0)
+    )
     assert cheap[0] > dear[0]
     assert cheap[1] > dear[1]
 
@@ -273,7 +349,9 @@ def test_what_a_slower_draft_would_need_is_what_makes_it_as_fast():
     assert next(row for row in again.rows if row.k == k).speedup.value == pytest.approx(
         fast.best.speedup.value, rel=0.02
     )
-    assert required_length(predict(*pair(law(9, 0, 0, 0)), work, KS), fast.best.speedup.value) is None
+    assert (
+        required_length(predict(*pair(law(9, 0, 0, 0)), work, KS), fast.best.speedup.value) is None
+    )
 
 
 QUICK, BUSY = law(0.1, 0.0, 0.0, 0.0), [latency(1, 0.0), latency(9, 20.0)]
@@ -290,13 +368,17 @@ QUICK, BUSY = law(0.1, 0.0, 0.0, 0.0), [latency(1, 0.0), latency(9, 20.0)]
 )
 def test_the_verdict_names_what_limits_the_pair(draft, target, host, alpha, opening, limit):
     costs = CostModel.of(profile("draft", draft)), CostModel.of(profile("target", target, host))
-    words = verdict(predict(*costs, constant_workload(alpha, tokens=60, prompt_tokens=10), range(1, 5)))
+    words = verdict(
+        predict(*costs, constant_workload(alpha, tokens=60, prompt_tokens=10), range(1, 5))
+    )
     assert words.startswith(opening), words
     assert limit in words, words
 
 
 def score_of(runs: dict[int, list[list[Step]]]) -> Score:
-    generations = {k: [_generation(i, run) for i, run in enumerate(each)] for k, each in runs.items()}
+    generations = {
+        k: [_generation(i, run) for i, run in enumerate(each)] for k, each in runs.items()
+    }
     model = Model(name="m", sha256="", shape=SHAPE, latency=[latency(1, 1.0)], tasks=[])
     conditions = Conditions(
         device="here", dtype="float32", target_weights="float32", draft_weights="float32", mode="eager", threads=1,
@@ -325,8 +407,12 @@ def test_a_score_gives_back_the_steps_that_it_counted(ran):
     known = (found.texts.chances == 0) | (found.texts.chances == 1)
     assert (found.texts.chances[known] == work.texts.chances[known]).all()
     for k in KS:
-        assert steps(found, k).starts.sum() == pytest.approx(sum(len(run) - 1 for run in runs[k]), rel=0.02)
-    alone = workload_of_score(score.model_copy(update={"equal_texts": None}))  # of the largest K only, as when sampling
+        assert steps(found, k).starts.sum() == pytest.approx(
+            sum(len(run) - 1 for run in runs[k]), rel=0.02
+        )
+    alone = workload_of_score(
+        score.model_copy(update={"equal_texts": None})
+    )  # of the largest K only, as when sampling
     assert steps(alone, 5).starts.sum() == sum(len(run) - 1 for run in runs[5])
 
 
@@ -375,13 +461,26 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
     (tmp_path / "score.json").write_text(score_of(runs).model_dump_json())
     exact = {row.k: row.speedup.value for row in predict(*pair(), work, KS).rows}
     for source in ("replay", "score"):
-        out = json.loads(call(*files, "--acceptance", tmp_path / f"{source}.json", "--k", "1,2,3,5", "--json").stdout)
+        out = json.loads(
+            call(
+                *files, "--acceptance", tmp_path / f"{source}.json", "--k", "1,2,3,5", "--json"
+            ).stdout
+        )
         found = {row["k"]: row["speedup"]["value"] for row in out["predictions"][0]["rows"]}
         assert found == pytest.approx(exact, rel=1e-9 if source == "replay" else 0.02)
-    for temperature, rule, said in ((0.0, "match", False), (0.8, "match", True), (0.8, "rejection", False)):
-        of_rule = {"rule": rule, "sampling": SamplingParams(max_tokens=NEW, temperature=temperature)}
+    for temperature, rule, said in (
+        (0.0, "match", False),
+        (0.8, "match", True),
+        (0.8, "rejection", False),
+    ):
+        of_rule = {
+            "rule": rule,
+            "sampling": SamplingParams(max_tokens=NEW, temperature=temperature),
+        }
         (tmp_path / "replay.json").write_text(replay.model_copy(update=of_rule).model_dump_json())
-        out = call(*files, "--acceptance", tmp_path / "replay.json", "--for", "vllm", "--k", "1-3").stdout
+        out = call(
+            *files, "--acceptance", tmp_path / "replay.json", "--for", "vllm", "--k", "1-3"
+        ).stdout
         assert ("by --rule match, which is not vllm's" in " ".join(out.split())) == said
 
 
@@ -401,10 +500,14 @@ def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):
 @pytest.mark.parametrize("options", [("--k", "9"), ("--context", "90"), ("--batch", "2,8")])
 def test_what_lies_outside_the_profiles_is_refused(files, options):
     context = () if "--context" in options else ("--context", "16")
-    result = call(*files, *context, "--acceptance", "0.5", "--max-new-tokens", "60", *options, code=1)
+    result = call(
+        *files, *context, "--acceptance", "0.5", "--max-new-tokens", "60", *options, code=1
+    )
     assert "is outside the profile of" in result.stderr
 
 
 def test_extrapolating_is_asked_for_and_noted(files):
-    shown = call(*files, "--acceptance", "0.5", "--context", "90", "--max-new-tokens", "60", "--extrapolate").stdout
+    shown = call(
+        *files, "--acceptance", "0.5", "--context", "90", "--max-new-tokens", "60", "--extrapolate"
+    ).stdout
     assert "156" in shown

@@ -22,7 +22,16 @@ from draftlab.model.shape import Shape, write_shape_file
 CPU = torch.device("cpu")
 GRID = Grid(widths=[1, 2, 3], batches=[1, 2], contexts=[8, 20], prompts=[8, 20], repeats=4)
 GROUPED = Shape(
-    layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=307, tied=True, qkv_bias=True, qk_norm=True
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn=176,
+    vocab=307,
+    tied=True,
+    qkv_bias=True,
+    qk_norm=True,
 )
 
 
@@ -83,12 +92,20 @@ def test_only_the_second_of_a_pair_is_timed_and_no_round_before_all_is_warm():
 
         return run
 
-    tasks = {"a": (costs("lead", 5), costs("a", 1, first=100)), "b": (costs("lead", 7), costs("b", 2))}
+    tasks = {
+        "a": (costs("lead", 5), costs("a", 1, first=100)),
+        "b": (costs("lead", 7), costs("b", 2)),
+    }
     times = time_interleaved(tasks, repeats=3, clock=lambda: now[0])
     assert times == {"a": [1000.0] * 3, "b": [2000.0] * 3}
     assert all(calls[i] == "lead" for i in range(0, len(calls), 2))
     order = calls[1::2]
-    assert order[-4:] == ["a", "b", "b", "a"] or order[-4:] == ["b", "a", "a", "b"]  # turned every round
+    assert order[-4:] == ["a", "b", "b", "a"] or order[-4:] == [
+        "b",
+        "a",
+        "a",
+        "b",
+    ]  # turned every round
     assert WARM_UP_ROUNDS[0] <= len(order) / 2 - 3 <= WARM_UP_ROUNDS[1]
 
 
@@ -132,7 +149,9 @@ def test_captured_passes_are_measured():
         pytest.skip("no CUDA")
     cuda = torch.device("cuda")
     model = random_model(SHAPE, torch.bfloat16, cuda, 64)
-    eager, graphs = (measure({"m": model}, GRID, mode=m, clock=clock_for(cuda))["m"] for m in ("eager", "graphs"))
+    eager, graphs = (
+        measure({"m": model}, GRID, mode=m, clock=clock_for(cuda))["m"] for m in ("eager", "graphs")
+    )
     assert graphs.steady[0].median_ms < eager.steady[0].median_ms
 
 
@@ -177,13 +196,22 @@ def test_a_parallel_draft_is_profiled_as_wide_as_it_drafts(space, tmp_path):
     file = tmp_path / "parallel" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pard_token": 2, "pard_offsets": 4}))
     call("parallel", "--k", "4", *SMALL[2:], "--out", "profiles")
-    assert CostModel.of(read_profile(tmp_path / "profiles" / "parallel.yaml")).widths.tolist() == [1, 2, 3, 4, 5, 8]
+    assert CostModel.of(read_profile(tmp_path / "profiles" / "parallel.yaml")).widths.tolist() == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        8,
+    ]
 
 
 def test_a_dry_run_measures_nothing(space, tmp_path):
     shown = call("llama-65b", "--dtype", "bfloat16", "--dry-run").stdout
     assert "65.3B" in shown
-    assert "133" in shown  # 130.6 of weights, and caches of 489 tokens for the passes and for the prompts
+    assert (
+        "133" in shown
+    )  # 130.6 of weights, and caches of 489 tokens for the passes and for the prompts
     assert not (tmp_path / "runs").exists()
 
 

@@ -18,7 +18,9 @@ from draftlab.model.shape import Shape, check, check_within
 
 TINY = presets(widths_folder())["tiny-16x256"]
 SHAPES = list(grid_shapes(TINY, [1, 4, 8, 16], [64, 128, 256]).values())
-TERMS = np.array([0.3, 0.08, 1e-7, 1e-4])  # ms: of a pass, of a layer, of a byte, of a layer and dimension
+TERMS = np.array(
+    [0.3, 0.08, 1e-7, 1e-4]
+)  # ms: of a pass, of a layer, of a byte, of a layer and dimension
 
 
 def made_ms(shape: Shape, overlap: float) -> float:
@@ -29,11 +31,14 @@ def made_ms(shape: Shape, overlap: float) -> float:
     return (issue**overlap + work**overlap) ** (1 / overlap)
 
 
-def profile_of(shape: Shape, overlap: float = 1.0, factor: float = 1.0, **changes: object) -> Profile:
+def profile_of(
+    shape: Shape, overlap: float = 1.0, factor: float = 1.0, **changes: object
+) -> Profile:
     """Every pass over w tokens takes w times as long; like passes go before at no gain."""
     ms = factor * made_ms(shape, overlap)
     points = [
-        Point(**latency(w, w * ms).model_dump(), batch=1, context=c) for w, c in itertools.product((1, 2), (16, 64))
+        Point(**latency(w, w * ms).model_dump(), batch=1, context=c)
+        for w, c in itertools.product((1, 2), (16, 64))
     ]
     fields = {
         "kind": "measured", "name": f"{shape.layers}x{shape.hidden}", "sha256": None, "shape": shape, "device": "here",
@@ -50,7 +55,9 @@ def test_a_known_law_is_found_back(overlap):
     curve = fit(SHAPES, np.array([made_ms(s, overlap) for s in SHAPES]), 4)
     assert curve.overlap == overlap
     assert curve.rms_error < 1e-4
-    unseen = TINY.model_copy(update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 600})
+    unseen = TINY.model_copy(
+        update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 600}
+    )
     assert curve.ms(unseen, 4) == pytest.approx(made_ms(unseen, overlap), rel=2e-3)
 
 
@@ -119,7 +126,10 @@ def call(*arguments: str, code: int = 0) -> str:
 
 def test_a_law_is_measured_shown_again_and_designed_with(space):
     small = space / "small.yaml"
-    small.write_text("\n".join(f"{k}: {v}" for k, v in SHAPE.model_dump().items() if v not in (False, None)) + "\n")
+    small.write_text(
+        "\n".join(f"{k}: {v}" for k, v in SHAPE.model_dump().items() if v not in (False, None))
+        + "\n"
+    )
     few = ("--context", "8,16", "--repeats", "3", "--threads", "1", "--mode", "eager")
     made = json.loads(call("profile", "--law", str(small), *few, "--json"))
     assert len(made["held_out_errors"]) == 6

@@ -23,13 +23,17 @@ def law(tokens: int, rows: int, context: float) -> float:
 
 def passes() -> ServedPasses:
     """Many streams at the short context only."""
-    return ServedPasses.of({(n, c): law(n, n, c) for n, c in itertools.product(STREAMS, CONTEXTS) if n <= 8 or c == 50})
+    return ServedPasses.of(
+        {(n, c): law(n, n, c) for n, c in itertools.product(STREAMS, CONTEXTS) if n <= 8 or c == 50}
+    )
 
 
 @pytest.mark.parametrize(("width", "batch"), itertools.product((1, 2, 5, 6), (1, 2, 4, 8)))
 def test_a_wide_pass_is_one_of_as_many_streams_that_reads_the_keys_of_its_rows_only(width, batch):
     for context in (0, 50, 400):
-        assert passes().ms(width, batch, context) == pytest.approx(law(width * batch, batch, context))
+        assert passes().ms(width, batch, context) == pytest.approx(
+            law(width * batch, batch, context)
+        )
 
 
 def test_one_context_says_nothing_of_cached_tokens():
@@ -40,7 +44,8 @@ def test_one_context_says_nothing_of_cached_tokens():
 def test_the_draft_has_the_share_that_makes_the_step():
     shares, curve = {1: 0.2, 4: 0.25, 8: 0.35}, passes()
     took = {
-        (b, c): curve.ms(K + 1, b, c) + shares[b] * (curve.ms(K + 2, b, c) + (K - 1) * curve.ms(1, b, c))
+        (b, c): curve.ms(K + 1, b, c)
+        + shares[b] * (curve.ms(K + 2, b, c) + (K - 1) * curve.ms(1, b, c))
         for b, c in itertools.product(shares, CONTEXTS)
     }
     assert draft_shares(curve, took, K) == pytest.approx(shares)
@@ -65,7 +70,10 @@ def profiled(target: Path, servers: list[str], *arguments: str, code: int = 0):
 @pytest.mark.slow
 def test_servers_that_keep_a_pace_are_profiled_at_it(target):
     tokenizer = checkpoint.load_tokenizer(target)
-    with running(PacedVLLM(tokenizer, 0.01)) as plain, running(PacedVLLM(tokenizer, 0.025, k=3)) as drafting:
+    with (
+        running(PacedVLLM(tokenizer, 0.01)) as plain,
+        running(PacedVLLM(tokenizer, 0.025, k=3)) as drafting,
+    ):
         profiled(target, [plain, drafting], "mine")
     files = [Path("out") / f"{name}.yaml" for name in (target.name, "mine")]
     costs, draft = (CostModel.of(read_profile(file)) for file in files)
@@ -75,7 +83,15 @@ def test_servers_that_keep_a_pace_are_profiled_at_it(target):
 
 def test_servers_in_each_others_place_are_refused(target):
     tokenizer = checkpoint.load_tokenizer(target)
-    with running(PacedVLLM(tokenizer, 0.0)) as plain, running(PacedVLLM(tokenizer, 0.0, k=3)) as drafting:
-        for servers, models in (([plain, plain], ["d"]), ([drafting], []), ([plain], ["d"]), ([plain, drafting], [])):
+    with (
+        running(PacedVLLM(tokenizer, 0.0)) as plain,
+        running(PacedVLLM(tokenizer, 0.0, k=3)) as drafting,
+    ):
+        for servers, models in (
+            ([plain, plain], ["d"]),
+            ([drafting], []),
+            ([plain], ["d"]),
+            ([plain, drafting], []),
+        ):
             assert "--server" in profiled(target, servers, *models, code=1).stderr
     assert "--server" in profiled(target, ["nope"], code=1).stderr

@@ -115,9 +115,21 @@ def test_phases_are_timed_by_events_that_are_waited_for_when_the_step_is_over(mo
     monkeypatch.setattr(generate, "verify_batch", watched_verify)
     clock = step_clock_for(torch.device("cuda"))
     steps = list(
-        speculative_decode(model, ModelDrafter(model), [IDS[0, :9].tolist()], 3, SamplingParams(max_tokens=9), clock)
+        speculative_decode(
+            model,
+            ModelDrafter(model),
+            [IDS[0, :9].tolist()],
+            3,
+            SamplingParams(max_tokens=9),
+            clock,
+        )
     )
-    assert all((s.draft_seconds, s.verify_seconds, s.host_seconds) == (0.002, 0.002, 0.002) for s in steps[1:])
+    assert all(
+        (s.draft_seconds, s.verify_seconds, s.host_seconds) == (0.002, 0.002, 0.002)
+        for s in steps[1:]
+    )
     assert steps[0].draft_seconds == 0.004  # the draft reads the prompt
     assert FakeEvent.counts["recorded"] == 4 * len(steps) + 1
-    assert waits == [4 * step for step in range(len(steps))]  # none between the start of a step and its verification
+    assert waits == [
+        4 * step for step in range(len(steps))
+    ]  # none between the start of a step and its verification

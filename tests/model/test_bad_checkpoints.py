@@ -16,7 +16,10 @@ from draftlab.cli import app
 from draftlab.model import checkpoint
 
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
-CONFIG = {"quantised": {"quantization_config": {"quant_method": "fp8"}}, "sizes": {"intermediate_size": 96}}
+CONFIG = {
+    "quantised": {"quantization_config": {"quant_method": "fp8"}},
+    "sizes": {"intermediate_size": 96},
+}
 
 
 def spoiled(place: Path, name: str, value: float) -> None:
@@ -38,15 +41,28 @@ def doubled(place: Path) -> None:
 
 WRONG = {
     "truncated": (lambda p: truncate(p / SECOND), f"{SECOND}: "),
-    "missing": (lambda p: (p / SECOND).unlink(), f"{SECOND}, named in model.safetensors.index.json"),
+    "missing": (
+        lambda p: (p / SECOND).unlink(),
+        f"{SECOND}, named in model.safetensors.index.json",
+    ),
     "outside": (lambda p: rewrite(p, "model.norm.weight", "../x.safetensors"), "a file outside"),
     "doubled": (doubled, "'model.norm.weight' twice"),
     "sizes": (lambda p: configured(p, intermediate_size=96), "(96, 64)"),
     "layers": (lambda p: configured(p, num_hidden_layers=7), "model.layers.5"),
-    "quantised": (lambda p: configured(p, quantization_config={"quant_method": "fp8"}), "is quantised (fp8)"),
-    "nan": (lambda p: spoiled(p, "model.norm.weight", float("nan")), "model.norm.weight has values that are not fin"),
+    "quantised": (
+        lambda p: configured(p, quantization_config={"quant_method": "fp8"}),
+        "is quantised (fp8)",
+    ),
+    "nan": (
+        lambda p: spoiled(p, "model.norm.weight", float("nan")),
+        "model.norm.weight has values that are not fin",
+    ),
 }
-OTHER = {"draft.gguf": "draftlab import", "pickled": "draftlab import", "adapter": "draftlab import"}
+OTHER = {
+    "draft.gguf": "draftlab import",
+    "pickled": "draftlab import",
+    "adapter": "draftlab import",
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +71,9 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     space = tmp_path_factory.mktemp("space")
     llama = family_dirs["llama"]
     shutil.copytree(llama, space / "good")
-    (space / "text.txt").write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 20 for i in range(40)))
+    (space / "text.txt").write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 20 for i in range(40))
+    )
     workspace.write(workspace.Workspace(target="good", source="good", data="text.txt"), space)
     for name, (spoil, _) in WRONG.items():
         spoil(sharded(llama, space / name))
@@ -120,5 +138,7 @@ def test_rotary_settings_are_positive_numbers(rope, family_dirs, tmp_path):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | rope))
     for read in (checkpoint.check, checkpoint.read_shape):
-        with raises_option(model / "config.json", "factor" if "factor" in str(rope) else "rope_theta"):
+        with raises_option(
+            model / "config.json", "factor" if "factor" in str(rope) else "rope_theta"
+        ):
             read(model)

@@ -72,7 +72,9 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path):
         except UserError as error:
             print(error)
     """
-    out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
     assert out.stdout.startswith(f"cannot write {tmp_path / 'out'}: ")
     assert len(out.stdout.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
@@ -85,17 +87,25 @@ def test_sharded_checkpoints_load_in_transformers(tmp_path, family_dirs, monkeyp
     monkeypatch.setattr(saving, "SHARD_BYTES", 100_000)
     model = build("llama", seed=4)
     config = checkpoint.read_config(family_dirs["llama"])
-    saving.write_checkpoint(tmp_path, config, saving.model_weights(model, torch.float32), family_dirs["llama"])
+    saving.write_checkpoint(
+        tmp_path, config, saving.model_weights(model, torch.float32), family_dirs["llama"]
+    )
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True)
+    )
     assert checkpoint.read_shape(tmp_path) == checkpoint.read_shape(family_dirs["llama"])
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3_tied", "qwen2", "qwen3", "llama_biases"])
 def test_shape_is_recognised_by_structure(family, family_dirs):
     shape = checkpoint.read_shape(family_dirs[family])
-    flags = {"tied": "tied" in family, "qkv_bias": family in ("qwen2", "llama_biases"), "qk_norm": family == "qwen3"}
+    flags = {
+        "tied": "tied" in family,
+        "qkv_bias": family in ("qwen2", "llama_biases"),
+        "qk_norm": family == "qwen3",
+    }
     assert {name: getattr(shape, name) for name in flags} == flags
     assert shape.params() == sum(p.numel() for p in build(family).parameters())
 
@@ -111,12 +121,20 @@ def spoil(directory, tmp_path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "no tensor 'model.layers.2.mlp.up_proj.weight'"),
+        (
+            lambda t: t.pop("model.layers.2.mlp.up_proj.weight"),
+            "no tensor 'model.layers.2.mlp.up_proj.weight'",
+        ),
         (lambda t: t.update({"model.layers.0.mlp.router.weight": torch.ones(2)}), "unknown tensor"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"model.norm.weight is \(63,\).*\(64,\)"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(63)}),
+            r"model.norm.weight is \(63,\).*\(64,\)",
+        ),
     ],
 )
-def test_a_checkpoint_that_contradicts_its_config_is_refused(family_dirs, tmp_path, change, message):
+def test_a_checkpoint_that_contradicts_its_config_is_refused(
+    family_dirs, tmp_path, change, message
+):
     with pytest.raises(UserError, match=message):
         checkpoint.read_shape(spoil(family_dirs["llama"], tmp_path, change))
 
@@ -148,14 +166,20 @@ def sharded(directory, out, *, extra=None):
     """directory as the hub has it: two shards and an index. extra: tensors that the index leaves out."""
     tensors = load_file(directory / "model.safetensors")
     names = sorted(tensors)
-    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    parts = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     out.mkdir(exist_ok=True)
     for file in directory.iterdir():
         if file.suffix != ".safetensors":
             (out / file.name).write_bytes(file.read_bytes())
     for file, part in parts.items():
         save_file({name: tensors[name] for name in part} | (extra or {}), out / file)
-    index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, part in parts.items() for name in part},
+    }
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
     return out
 
@@ -178,7 +202,9 @@ def test_beside_one_whole_file_other_files_do_not_count(family_dirs, tmp_path):
     assert set(checkpoint.Weights(place)) == set(checkpoint.Weights(family_dirs["llama"]))
 
 
-def test_rotary_buffers_of_llama_1_and_2_are_ignored_as_transformers_ignores_them(family_dirs, tmp_path):
+def test_rotary_buffers_of_llama_1_and_2_are_ignored_as_transformers_ignores_them(
+    family_dirs, tmp_path
+):
     buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(6) for i in range(5)}
     place = spoil(family_dirs["llama"], tmp_path, lambda tensors: tensors.update(buffers))
     assert checkpoint.read_shape(place) == checkpoint.read_shape(family_dirs["llama"])
@@ -200,14 +226,35 @@ def test_a_tied_head_that_is_also_stored_is_read_and_another_one_is_refused(fami
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: (p / "model-00002-of-00002.safetensors").unlink(), "model-00002-of-00002.safetensors, named"),
-        (lambda p: rewrite(p, "model.norm.weight", "model-00009.safetensors"), "model-00009.safetensors, named"),
-        (lambda p: rewrite(p, "model.norm.weight", "../x.safetensors"), "outside its directory: ../x.safetensors"),
-        (lambda p: rewrite(p, "model.norm.weight", "/x.safetensors"), "outside its directory: /x.safetensors"),
-        (lambda p: rewrite(p, "no.such", "model-00001-of-00002.safetensors"), "has no tensor 'no.such'"),
+        (
+            lambda p: (p / "model-00002-of-00002.safetensors").unlink(),
+            "model-00002-of-00002.safetensors, named",
+        ),
+        (
+            lambda p: rewrite(p, "model.norm.weight", "model-00009.safetensors"),
+            "model-00009.safetensors, named",
+        ),
+        (
+            lambda p: rewrite(p, "model.norm.weight", "../x.safetensors"),
+            "outside its directory: ../x.safetensors",
+        ),
+        (
+            lambda p: rewrite(p, "model.norm.weight", "/x.safetensors"),
+            "outside its directory: /x.safetensors",
+        ),
+        (
+            lambda p: rewrite(p, "no.such", "model-00001-of-00002.safetensors"),
+            "has no tensor 'no.such'",
+        ),
         (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "is not a JSON object"),
-        (lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {}}'), "names no tensor"),
-        (lambda p: (p / "model.safetensors.index.json").unlink(), "no model.safetensors.index.json"),
+        (
+            lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
+            "names no tensor",
+        ),
+        (
+            lambda p: (p / "model.safetensors.index.json").unlink(),
+            "no model.safetensors.index.json",
+        ),
         (lambda p: truncate(p / "model-00002-of-00002.safetensors"), "safetensors: "),
     ],
 )
@@ -231,7 +278,9 @@ def truncate(file):
 
 
 def test_two_tensors_of_one_name_are_refused(family_dirs, tmp_path):
-    place = sharded(family_dirs["llama"], tmp_path / "m", extra={"model.norm.weight": torch.ones(64)})
+    place = sharded(
+        family_dirs["llama"], tmp_path / "m", extra={"model.norm.weight": torch.ones(64)}
+    )
     with raises_option("twice"):
         checkpoint.Weights(place)
 
@@ -259,7 +308,9 @@ def test_quantised_weights_are_refused_by_that_word(family_dirs, tmp_path):
             read(place)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama3_tied", "qwen2", "qwen3", "llama_biases", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama3_tied", "qwen2", "qwen3", "llama_biases", "mistral"]
+)
 def test_a_plan_needs_no_weights(family, family_dirs, tmp_path):
     (tmp_path / "config.json").write_text((family_dirs[family] / "config.json").read_text())
     assert checkpoint.planned_shape(tmp_path) == checkpoint.read_shape(family_dirs[family])
@@ -276,7 +327,10 @@ def test_ids_that_end_a_text_come_from_tokenizer_and_every_config(tokenizer_dir,
 
 def test_per_layer_lists_are_sliced_to_the_kept_layers(family_dirs):
     shape = checkpoint.read_shape(family_dirs["qwen3"]).model_copy(update={"layers": 2})
-    base = checkpoint.read_config(family_dirs["qwen3"]) | {"layer_types": ["a", "b", "c", "d", "e"], "other": [1, 2]}
+    base = checkpoint.read_config(family_dirs["qwen3"]) | {
+        "layer_types": ["a", "b", "c", "d", "e"],
+        "other": [1, 2],
+    }
     config = checkpoint.config_for(shape, base, [1, 4])
     assert config["layer_types"] == ["b", "e"]
     assert config["other"] == [1, 2]
@@ -285,8 +339,12 @@ def test_per_layer_lists_are_sliced_to_the_kept_layers(family_dirs):
 
 def test_a_record_reads_back_as_written(tmp_path, family_dirs):
     arguments = {"out": tmp_path, "steps": 3, "names": ["a"], "none": None}
-    record = provenance.write_record(tmp_path, "prune", arguments, [family_dirs["llama"]], 0.0, params=7)
-    assert record.inputs == {str(family_dirs["llama"]): provenance.fingerprint(family_dirs["llama"])}
+    record = provenance.write_record(
+        tmp_path, "prune", arguments, [family_dirs["llama"]], 0.0, params=7
+    )
+    assert record.inputs == {
+        str(family_dirs["llama"]): provenance.fingerprint(family_dirs["llama"])
+    }
     found = provenance.read_record(tmp_path)
     assert found is not None
     assert found.config == arguments | {"out": str(tmp_path)}
@@ -333,11 +391,18 @@ def test_of_padded_heads_the_smaller_size_is_common(family_dirs, tmp_path):
 def test_a_model_is_what_transformers_itself_loads(family_dirs, family):
     place = family_dirs[family]
     for dtype in (torch.float32, torch.bfloat16):
-        wanted, found = AutoModelForCausalLM.from_pretrained(place, dtype=dtype), checkpoint.load_model(place, dtype)
+        wanted, found = (
+            AutoModelForCausalLM.from_pretrained(place, dtype=dtype),
+            checkpoint.load_model(place, dtype),
+        )
         state = wanted.state_dict()
-        assert {name: tensor.dtype for name, tensor in found.state_dict().items()} == dict.fromkeys(state, dtype)
+        assert {name: tensor.dtype for name, tensor in found.state_dict().items()} == dict.fromkeys(
+            state, dtype
+        )
         assert all(torch.equal(tensor, state[name]) for name, tensor in found.state_dict().items())
-        assert all(torch.equal(a, b) for a, b in zip(found.buffers(), wanted.buffers(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(found.buffers(), wanted.buffers(), strict=True)
+        )
         assert found.config.to_dict() == wanted.config.to_dict()
         assert found.generation_config.to_dict() == wanted.generation_config.to_dict()
         assert (found.training, found.name_or_path) == (False, wanted.name_or_path)
@@ -348,14 +413,24 @@ def test_a_tensor_read_in_pieces_is_the_whole(family_dirs, monkeypatch):
     for dtype in (None, torch.bfloat16):
         found = checkpoint.Weights(family_dirs["llama"], dtype)
         wanted = load_file(family_dirs["llama"] / "model.safetensors")
-        assert all(torch.equal(found[name], wanted[name].to(dtype or wanted[name].dtype)) for name in wanted)
+        assert all(
+            torch.equal(found[name], wanted[name].to(dtype or wanted[name].dtype))
+            for name in wanted
+        )
 
 
 @pytest.mark.parametrize("places", ["auto", "disk"])
 def test_a_model_that_is_spread_computes_the_same(family_dirs, tmp_path, places):
     ids, place = torch.tensor([[0, 17, 44, 9]]), family_dirs["qwen2"]
     (tmp_path / "map.json").write_text(
-        json.dumps({"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"})
+        json.dumps(
+            {
+                "model.embed_tokens": "cpu",
+                "model.layers": "disk",
+                "model.norm": "cpu",
+                "lm_head": "cpu",
+            }
+        )
     )
     spread = checkpoint.load_model(
         place, torch.float32, device_map="auto" if places == "auto" else str(tmp_path / "map.json")

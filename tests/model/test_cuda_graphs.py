@@ -13,7 +13,13 @@ from test_engine import RAGGED
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.generate import ModelDrafter, Sampler, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import (
+    ModelDrafter,
+    Sampler,
+    decode,
+    output_tokens,
+    speculative_decode,
+)
 from draftlab.model import cuda_graphs, llama
 from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
 from draftlab.model.eagle_llama import CudaGraphEagle
@@ -23,7 +29,10 @@ from draftlab.scoring.stalls import timed_steps
 from draftlab.scoring.throughput import measure_throughput
 
 CPU = torch.device("cpu")
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
+)
 DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 
@@ -64,8 +73,12 @@ def test_after_a_first_text_no_graph_is_captured_for_the_next(family_dirs, devic
     drafter, made = ModelDrafter(draft), []
     for prompt in RAGGED[:3]:
         for length in (20, 21, 23):
-            list(speculative_decode(target, drafter, [prompt], 3, SamplingParams(max_tokens=length)))
-            made.append([len(each) for m in (target, draft) for each in (m._graphs, m._chains, m._stores)])
+            list(
+                speculative_decode(target, drafter, [prompt], 3, SamplingParams(max_tokens=length))
+            )
+            made.append(
+                [len(each) for m in (target, draft) for each in (m._graphs, m._chains, m._stores)]
+            )
     assert made[1:] == made[:-1]
     assert made[0][2] == made[0][5] == 1
 
@@ -75,7 +88,11 @@ def test_a_shorter_text_uses_the_memory_and_graphs_of_a_longer_one(family_dirs, 
     graphed = CudaGraphLlama(llama.load(family_dirs["llama"], torch.float32, torch.device(device)))
     graphed.context = 3 * BUCKET
     ids = torch.ones(1, 3, dtype=torch.long, device=device)
-    for capacity, stores in ((BUCKET + 1, 1), (30, 1), (2 * BUCKET + 1, 1)):  # the last one is longer: in its place
+    for capacity, stores in (
+        (BUCKET + 1, 1),
+        (30, 1),
+        (2 * BUCKET + 1, 1),
+    ):  # the last one is longer: in its place
         cache = graphed.new_cache(1, capacity)
         for _ in range(2):
             graphed.forward(ids, cache)
@@ -98,7 +115,9 @@ def test_no_graph_is_captured_in_a_pass_that_counts(family_dirs, device, monkeyp
 
     monkeypatch.setattr(throughput, "timed_steps", decoded)
     sampling = SamplingParams(max_tokens=8)
-    measure_throughput(target, {"d": draft}, prompts, ks=[4], sampling=sampling, repeats=1, advance=lambda _: None)
+    measure_throughput(
+        target, {"d": draft}, prompts, ks=[4], sampling=sampling, repeats=1, advance=lambda _: None
+    )
     assert len(counts) >= 2 * len(prompts)  # a prompt full of stalls is decoded again
     assert all(count == counts[0] for count in counts)
 
@@ -110,7 +129,8 @@ def test_the_last_reference_frees_a_model_and_what_was_captured_of_it(family_dir
     gc.disable()
     try:
         target, draft = (
-            CudaGraphLlama(llama.load(family_dirs["llama"], torch.float32, torch.device(device))) for _ in range(2)
+            CudaGraphLlama(llama.load(family_dirs["llama"], torch.float32, torch.device(device)))
+            for _ in range(2)
         )
         drafter = ModelDrafter(draft)
         for warp in (SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.8)):
@@ -155,7 +175,13 @@ def test_every_device_captures_on_a_stream_of_its_own(monkeypatch):
         streams.append(stream)
         yield
 
-    fakes = {"Stream": new_stream, "device": nothing, "stream": nothing, "graph": captured, "CUDAGraph": object}
+    fakes = {
+        "Stream": new_stream,
+        "device": nothing,
+        "stream": nothing,
+        "graph": captured,
+        "CUDAGraph": object,
+    }
     for name, fake in (fakes | {"current_stream": lambda: new_stream(CPU)}).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     cuda_graphs._capture_stream.cache_clear()
@@ -198,7 +224,10 @@ def test_a_head_drafts_from_the_states_that_graphs_of_its_target_keep(tmp_path, 
     sampling, made = SamplingParams(max_tokens=24, **warp), []
     drafters = {target: EagleDrafter(target, head), graphs[0]: EagleDrafter(*graphs)}
     for prompts in (RAGGED[:3], RAGGED[1:4], [prompt[:4] for prompt in RAGGED[:3]]):
-        found = [list(speculative_decode(model, drafters[model], prompts, 4, sampling)) for model in drafters]
+        found = [
+            list(speculative_decode(model, drafters[model], prompts, 4, sampling))
+            for model in drafters
+        ]
         assert [(step.row, step.accepted, step.tokens) for step in found[0]] == [
             (step.row, step.accepted, step.tokens) for step in found[1]
         ]
@@ -215,13 +244,18 @@ def test_a_plain_text_after_a_heads_does_not_write_states(tmp_path):
     states = drafter.layer_states.states.clone()
     assert output_tokens(decode(graphs[0], [RAGGED[0][:-1]], sampling))
     assert torch.equal(drafter.layer_states.states, states)
-    assert output_tokens(speculative_decode(graphs[0], drafter, [RAGGED[0]], 2, sampling)) == expected
+    assert (
+        output_tokens(speculative_decode(graphs[0], drafter, [RAGGED[0]], 2, sampling)) == expected
+    )
 
 
 def test_what_is_captured_of_a_head_never_waits_for_the_device(tmp_path):
     target, head = target_and_head(tmp_path)
     graphs = CudaGraphLlama(target), CudaGraphEagle(head)
-    for warp in (SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.8, top_k=40)):
+    for warp in (
+        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=12, temperature=0.8, top_k=40),
+    ):
         list(speculative_decode(graphs[0], EagleDrafter(*graphs), RAGGED[:3], 3, warp))
     assert all(len(each) > 0 for model in graphs for each in (model._graphs, graphs[1]._chains))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():

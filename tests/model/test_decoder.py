@@ -16,13 +16,20 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture
 def opt_dir(tmp_path):
     config = OPTConfig(
-        vocab_size=307, hidden_size=32, num_hidden_layers=1, ffn_dim=64, num_attention_heads=2, word_embed_proj_dim=32
+        vocab_size=307,
+        hidden_size=32,
+        num_hidden_layers=1,
+        ffn_dim=64,
+        num_attention_heads=2,
+        word_embed_proj_dim=32,
     )
     OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
     return tmp_path / "opt"
 
 
-@pytest.mark.parametrize(("device", "dtype", "mode"), [(CUDA, torch.bfloat16, "graphs"), (CPU, torch.float16, "eager")])
+@pytest.mark.parametrize(
+    ("device", "dtype", "mode"), [(CUDA, torch.bfloat16, "graphs"), (CPU, torch.float16, "eager")]
+)
 def test_auto_is_the_fastest_mode_that_runs(device, dtype, mode, family_dirs):
     assert modes.resolve_mode("auto", device, dtype, [family_dirs["llama"]]) == mode
 
@@ -30,12 +37,18 @@ def test_auto_is_the_fastest_mode_that_runs(device, dtype, mode, family_dirs):
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_auto_is_native_on_a_cpu(family_dirs):
     assert native_cpu.library()
-    assert modes.resolve_mode("auto", CPU, torch.float32, [family_dirs["llama"], family_dirs["qwen3"]]) == "native"
+    assert (
+        modes.resolve_mode("auto", CPU, torch.float32, [family_dirs["llama"], family_dirs["qwen3"]])
+        == "native"
+    )
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_auto_is_eager_if_one_model_needs_transformers(device, family_dirs, opt_dir, capsys):
-    assert modes.resolve_mode("auto", device, torch.float32, [family_dirs["llama"], opt_dir]) == "eager"
+    assert (
+        modes.resolve_mode("auto", device, torch.float32, [family_dirs["llama"], opt_dir])
+        == "eager"
+    )
     assert "mode eager" in capsys.readouterr().err
 
 

@@ -36,7 +36,9 @@ class Counted(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        free = func.is_view or func._schema.name.startswith(("aten::empty", "aten::detach", "aten::_unsafe_view"))
+        free = func.is_view or func._schema.name.startswith(
+            ("aten::empty", "aten::detach", "aten::_unsafe_view")
+        )
         self.count += not free
         return func(*args, **(kwargs or {}))
 
@@ -48,10 +50,15 @@ def launches(vocab: int, tokens: int = 4096) -> int:
         return torch.empty(rows, columns, device=META, dtype=torch.bfloat16)
 
     hidden, head = empty(tokens, 2048).requires_grad_(), empty(vocab, 2048).requires_grad_()
-    labels, weights = torch.zeros(tokens, dtype=torch.long, device=META), torch.ones(tokens, device=META)
+    labels, weights = (
+        torch.zeros(tokens, dtype=torch.long, device=META),
+        torch.ones(tokens, device=META),
+    )
     teacher = Dense(empty(tokens, 4096), empty(vocab, 4096))
     with Counted() as launched:
-        fused_loss(hidden, head, labels, weights, teacher, parse_loss("fkl"), 1.0).objective.backward()
+        fused_loss(
+            hidden, head, labels, weights, teacher, parse_loss("fkl"), 1.0
+        ).objective.backward()
     assert head.grad is not None
     return launched.count
 
@@ -67,11 +74,17 @@ def test_calibration_sums_stay_where_the_tokens_are():
     sums, layer = _Sums(SHAPE, META), Layer()
     with torch.no_grad():
         for module, listener in sums.listeners(layer, 1):
-            width = SHAPE.ffn if isinstance(module, nn.Linear) and module.in_features == SHAPE.ffn else SHAPE.hidden
+            width = (
+                SHAPE.ffn
+                if isinstance(module, nn.Linear) and module.in_features == SHAPE.ffn
+                else SHAPE.hidden
+            )
             x = torch.empty(1, 9, width, device=META, dtype=torch.bfloat16)
             listener(x, x)
         sums.weigh(layer, 1)
-    assert {part.device.type for part in (sums.hidden, sums.covariance, sums.heads, sums.ffn)} == {"meta"}
+    assert {part.device.type for part in (sums.hidden, sums.covariance, sums.heads, sums.ffn)} == {
+        "meta"
+    }
 
 
 class Layer(nn.Module):
@@ -112,7 +125,11 @@ def test_apples_gpus_have_no_float64(monkeypatch):
 def test_no_module_asks_a_device_for_float64_itself():
     """devices.py knows which has none; weights.py names stored dtypes, and what starts as zeros is on the CPU."""
     asks = re.compile(r"\.double\(\)|dtype=torch\.float64, device|to\(torch\.float64")
-    own = {path.name for path in Path(draftlab.__file__).parent.rglob("*.py") if asks.search(path.read_text())}
+    own = {
+        path.name
+        for path in Path(draftlab.__file__).parent.rglob("*.py")
+        if asks.search(path.read_text())
+    }
     assert own == {"devices.py", "importance.py"}  # the latter on a CPU or CUDA, by its own choice
 
 
@@ -144,7 +161,9 @@ def test_products_of_normal_equations_are_no_tf32():
 
 def test_fsdp2_shards_a_student_layer_by_layer():
     step = DistillStep(build("qwen3"), parse_loss("ce"), 1.0)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+    )
     policy = fsdp2_prepare_auto_wrap_policy(plugin, step)
     assert policy is not None
     assert sum(policy(module) for module in step.modules()) == 5

@@ -42,17 +42,23 @@ def written(folder: Path, target: Path, content: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(content))
     config = dflash.check(folder, target)
     generator = torch.Generator().manual_seed(2)
-    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    weights = {
+        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+    }
     weights["lm_head.weight"] = 0.2 * torch.randn(W, 64, generator=generator)
     known = torch.zeros(V, dtype=torch.bool)
     known[draft_ids()] = True
-    save_file(weights | {"d2t": draft_ids() - torch.arange(W), "t2d": known}, folder / "model.safetensors")
+    save_file(
+        weights | {"d2t": draft_ids() - torch.arange(W), "t2d": known}, folder / "model.safetensors"
+    )
     return folder
 
 
 def loaded(folder: Path, target: Path) -> DFlash:
     weights = checkpoint.Weights(target)
-    return dflash.load(folder, target, weights["model.embed_tokens.weight"], weights["lm_head.weight"])
+    return dflash.load(
+        folder, target, weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    )
 
 
 def drafted(head: DFlash, states: Tensor, text: Tensor, at: int) -> Tensor:
@@ -78,7 +84,9 @@ def test_both_layouts_are_the_same_head(target, text, tmp_path):
     theirs = loaded(written(tmp_path / "theirs", target, SPECULATORS), target)
     native = loaded(written(tmp_path / "native", target, NATIVE), target)
     assert theirs.config == native.config
-    assert theirs.config == theirs.config.model_copy(update={"layer_ids": (1, 2, 4), "causal": (False, False)})
+    assert theirs.config == theirs.config.model_copy(
+        update={"layer_ids": (1, 2, 4), "causal": (False, False)}
+    )
     assert torch.equal(drafted(theirs, text[1], text[0], 9), drafted(native, text[1], text[0], 9))
 
 
@@ -93,12 +101,16 @@ def test_a_block_is_what_a_reading_of_the_whole_text_gives(target, text, tmp_pat
     last = torch.stack([text[0][0, 9], text[0][0, 6]])
     found = head.block_logits(last, head.config.most, cache)[..., draft_ids()]
     for row, at in enumerate((9, 6)):
-        torch.testing.assert_close(found[row], drafted(head, text[1], text[0], at), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            found[row], drafted(head, text[1], text[0], at), atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", [{}, {"sample_from_anchor": True}, {"sliding": True}], ids=["plain", "anchor", "slides"]
+    "fields",
+    [{}, {"sample_from_anchor": True}, {"sliding": True}],
+    ids=["plain", "anchor", "slides"],
 )
 def test_speculators_computes_the_same_logits(target, text, tmp_path, fields):
     """Windows are wider than the text: speculators moves them with the block, servers with each token."""
@@ -137,7 +149,9 @@ def test_speculators_computes_the_same_logits(target, text, tmp_path, fields):
     first = 0 if "sample_from_anchor" in fields else 1
     for number, anchor in enumerate(anchors.tolist()):
         theirs = logits[0, number * BLOCK + first : (number + 1) * BLOCK]
-        torch.testing.assert_close(drafted(head, text[1], text[0], anchor), theirs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            drafted(head, text[1], text[0], anchor), theirs, atol=1e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +159,10 @@ def test_speculators_computes_the_same_logits(target, text, tmp_path, fields):
     [
         ({"transformer_layer_config": LAYER | {"attention_bias": True}}, "attention_bias"),
         ({"transformer_layer_config": LAYER | {"hidden_act": "gelu"}}, "hidden_act"),
-        ({"transformer_layer_config": LAYER | {"layer_types": ["sliding_attention"] * 2}}, "sliding_window"),
+        (
+            {"transformer_layer_config": LAYER | {"layer_types": ["sliding_attention"] * 2}},
+            "sliding_window",
+        ),
         ({"transformer_layer_config": LAYER | {"hidden_size": 32}}, "hidden size 32"),
         ({"aux_hidden_state_layer_ids": [1, 9]}, "9"),
         ({"mask_token_id": 307}, "mask_token_id"),
@@ -164,7 +181,10 @@ def test_a_tensor_that_is_not_computed_is_refused_by_its_name(target, tmp_path):
     save_file(weights | {"mask_embedding": torch.zeros(64)}, folder / "model.safetensors")
     with raises_option("mask_embedding"):
         loaded(folder, target)
-    save_file({name: weights[name] for name in weights if name != "fc.weight"}, folder / "model.safetensors")
+    save_file(
+        {name: weights[name] for name in weights if name != "fc.weight"},
+        folder / "model.safetensors",
+    )
     with raises_option("fc.weight"):
         loaded(folder, target)
 
@@ -173,20 +193,24 @@ def gpt_neox(folder: Path, tokenizer: Path) -> Path:
     """A target that transformers runs."""
     sizes = {"vocab_size": V, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 5}
     torch.manual_seed(0)
-    GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=4, max_position_embeddings=256)).save_pretrained(
-        folder
-    )
+    GPTNeoXForCausalLM(
+        GPTNeoXConfig(**sizes, num_attention_heads=4, max_position_embeddings=256)
+    ).save_pretrained(folder)
     for file in tokenizer.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_a_head_is_scored_on_every_kind_of_target(family, target, tokenizer_dir, tmp_path, monkeypatch):
+def test_a_head_is_scored_on_every_kind_of_target(
+    family, target, tokenizer_dir, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     target = target if family == "llama" else gpt_neox(tmp_path / "target", tokenizer_dir)
     written(tmp_path / "head", target, NATIVE)
-    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def add_{i}(a, b):"}) + "\n" for i in range(4)))
+    Path("prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"def add_{i}(a, b):"}) + "\n" for i in range(4))
+    )
     scored = draftlab.score(
         target=str(target), drafter=["dflash:heads=head"], prompt_file="prompts.jsonl", k="2,4", max_new_tokens=12,
         repeats=1, batch="1,2", out="out",
@@ -198,7 +222,13 @@ def test_a_head_is_scored_on_every_kind_of_target(family, target, tokenizer_dir,
 def test_a_k_beyond_the_block_is_refused(target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "head", target, NATIVE)
-    settings = {"target": str(target), "data": "stdlib", "num_prompts": 1, "prompt_tokens": 8, "max_new_tokens": 8}
+    settings = {
+        "target": str(target),
+        "data": "stdlib",
+        "num_prompts": 1,
+        "prompt_tokens": 8,
+        "max_new_tokens": 8,
+    }
     with raises_option("--k", BLOCK - 1):
         draftlab.score(drafter=["dflash:heads=head"], k="5", out="out", **settings)
 

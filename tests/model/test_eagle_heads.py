@@ -23,7 +23,9 @@ def target(family_dirs: dict[str, Path]) -> Path:
 
 def random_head(config: HeadShape) -> Head:
     generator = torch.Generator().manual_seed(0)
-    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    weights = {
+        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+    }
     ids = torch.randperm(config.vocab, generator=generator)[: config.draft_vocab].sort().values
     return Head(config=config, weights=weights, ids=ids, embedding=None)
 
@@ -43,7 +45,9 @@ def folder(head: Head, target: Path, tmp_path: Path) -> Path:
 def altered(folder: Path, drop: str = "", **fields: object) -> None:
     """Change fields of config.json; a field of None is taken out, and so is a tensor to drop."""
     config = json.loads((folder / "config.json").read_text()) | fields
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None})
+    )
     if drop:
         tensors = load_file(folder / "model.safetensors")
         del tensors[drop]
@@ -61,8 +65,12 @@ def assert_same_logits(folder: Path, target: Path) -> None:
     outputs = student.double()(text.unsqueeze(0), states.unsqueeze(0), 3)
     assert torch.equal(found.ids, plain.ids)
     for start in range(4):
-        for hidden, wanted in zip(outputs, plain.chain(text.tolist(), states, start, 3), strict=True):
-            torch.testing.assert_close(student.lm_head(hidden[0, start]), wanted, atol=1e-4, rtol=1e-4)
+        for hidden, wanted in zip(
+            outputs, plain.chain(text.tolist(), states, start, 3), strict=True
+        ):
+            torch.testing.assert_close(
+                student.lm_head(hidden[0, start]), wanted, atol=1e-4, rtol=1e-4
+            )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -93,21 +101,28 @@ def test_a_head_with_an_embedding_of_its_own(head, target, tmp_path):
 
 def test_a_head_as_safeailab_writes_it(folder, target):
     """No layers, no target_hidden_size, no norm_before_residual; rope_theta by itself."""
-    fields = ("eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size", "rope_parameters")
+    fields = (
+        "eagle_config",
+        "eagle_aux_hidden_state_layer_ids",
+        "target_hidden_size",
+        "rope_parameters",
+    )
     altered(folder, **dict.fromkeys(fields), norm_before_residual=None)
     config = eagle.check(folder, target)
-    assert (config.layer_ids, config.target_hidden, config.norm_before_residual) == ((1, 2, 4), 64, False)
+    assert (config.layer_ids, config.target_hidden, config.norm_before_residual) == (
+        (1, 2, 4),
+        64,
+        False,
+    )
     assert config.rope["rope_theta"] == 10000.0
 
 
 def test_layers_in_eagle_config_alone_are_counted_as_sglang_does(folder, target):
     """It captures the output of layer i, which is the residual stream after i + 1 layers."""
     altered(folder, eagle_aux_hidden_state_layer_ids=None)
-    assert json.loads((folder / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
-        0,
-        1,
-        3,
-    ]
+    assert json.loads((folder / "config.json").read_text())["eagle_config"][
+        "eagle_aux_hidden_state_layer_ids"
+    ] == [0, 1, 3]
     assert eagle.check(folder, target).layer_ids == (1, 2, 4)
 
 
@@ -124,9 +139,15 @@ def test_a_head_over_all_ids_needs_no_d2t(target, tmp_path):
     [
         ({"target_hidden_size": 48}, "another target: hidden size 48, and llama has 64"),
         ({"vocab_size": 300}, "another target: vocabulary 300, and llama has 307"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "reads the layers 1, 2, 6, and llama has 5"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]},
+            "reads the layers 1, 2, 6, and llama has 5",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [4, 2, 1]}, "want each once, in order"),
-        ({"draft_vocab_size": 400}, "a draft vocabulary of 400 ids is larger than the target's, 307"),
+        (
+            {"draft_vocab_size": 400},
+            "a draft vocabulary of 400 ids is larger than the target's, 307",
+        ),
         ({"draft_vocab_size": 41}, "d2t is (40,), but (41,)"),
         ({"intermediate_size": 44}, "is (64, 88), but (64, 44)"),
         ({"num_hidden_layers": 2}, "num_hidden_layers 2, which draftlab does not compute"),
@@ -152,7 +173,11 @@ def test_heads_that_do_not_fit_are_refused_by_their_configuration(folder, target
 
 @pytest.mark.parametrize(
     ("dropped", "message"),
-    [("d2t", "no d2t, which its 40 draft ids need"), ("fc.weight", "has no fc.weight"), ("norm.weight", "has no norm")],
+    [
+        ("d2t", "no d2t, which its 40 draft ids need"),
+        ("fc.weight", "has no fc.weight"),
+        ("norm.weight", "has no norm"),
+    ],
 )
 def test_heads_without_a_tensor_are_refused(folder, target, dropped, message):
     altered(folder, drop=dropped)

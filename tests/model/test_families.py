@@ -10,14 +10,24 @@ from hypothesis import strategies as st
 
 from draftlab.errors import UserError
 from draftlab.model import families
-from draftlab.model.families import Budget, BudgetKind, matching_preset, presets, shape_name, unbounded, widths_folder
+from draftlab.model.families import (
+    Budget,
+    BudgetKind,
+    matching_preset,
+    presets,
+    shape_name,
+    unbounded,
+    widths_folder,
+)
 from draftlab.model.shape import Shape, check, check_within, write_shape_file
 
 NAMED = presets(widths_folder())
 LLAMA_7B, TINY = NAMED["llama-7b"], NAMED["tiny-16x256"]
 
 
-def family(source: Shape, *, budget: float, kind: BudgetKind, depths: list[int], **others: Any) -> list[Shape]:
+def family(
+    source: Shape, *, budget: float, kind: BudgetKind, depths: list[int], **others: Any
+) -> list[Shape]:
     return families.family(source, depths, Budget(amount=budget, kind=kind, **others))
 
 
@@ -49,18 +59,29 @@ def sources(draw) -> Shape:
     st.sampled_from([8, 32, 64]),
     st.sampled_from([0.01, 0.2]),
 )
-def test_members_hold_the_budget_and_can_be_cut_from_the_source(source, kind, share, multiple_of, tolerance):
+def test_members_hold_the_budget_and_can_be_cut_from_the_source(
+    source, kind, share, multiple_of, tolerance
+):
     budget = max(1, round(Budget(amount=1, kind=kind).cost(source) * share))
     depths = [0, *range(1, source.layers + 2)]
     try:
-        shapes = family(source, budget=budget, kind=kind, depths=depths, multiple_of=multiple_of, tolerance=tolerance)
+        shapes = family(
+            source,
+            budget=budget,
+            kind=kind,
+            depths=depths,
+            multiple_of=multiple_of,
+            tolerance=tolerance,
+        )
     except UserError:  # no such cut exists; whether that is so, the enumeration below knows
         return
     for shape in shapes:
         check(shape)
         check_within(shape, source)
         assert abs(Budget(amount=1, kind=kind).cost(shape) - budget) <= tolerance * budget
-    assert [shape.layers for shape in shapes] == [n for n in depths if n in {shape.layers for shape in shapes}]
+    assert [shape.layers for shape in shapes] == [
+        n for n in depths if n in {shape.layers for shape in shapes}
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +93,26 @@ def every_cut() -> dict[int, list[int]]:
             TINY.model_copy(update={"layers": layers, "hidden": 64 * n, "heads": n, "kv_heads": n})
             for n in (1, 2, 3, 4)
         ]
-        cuts[layers] = [base.model_copy(update={"ffn": ffn}).params() for base in bases for ffn in range(8, 689, 8)]
+        cuts[layers] = [
+            base.model_copy(update={"ffn": ffn}).params()
+            for base in bases
+            for ffn in range(8, 689, 8)
+        ]
     return cuts
 
 
 @settings(max_examples=60, deadline=None)
 @given(budget=st.integers(200_000, 16_000_000), tolerance=st.sampled_from([0.0005, 0.01]))
 def test_a_depth_is_left_out_only_if_no_cut_fits(every_cut, budget, tolerance):
-    fits = [n for n, totals in every_cut.items() if any(abs(t - budget) <= tolerance * budget for t in totals)]
+    fits = [
+        n
+        for n, totals in every_cut.items()
+        if any(abs(t - budget) <= tolerance * budget for t in totals)
+    ]
     if fits:
-        shapes = family(TINY, budget=budget, kind="total", depths=list(every_cut), tolerance=tolerance)
+        shapes = family(
+            TINY, budget=budget, kind="total", depths=list(every_cut), tolerance=tolerance
+        )
         assert [shape.layers for shape in shapes] == fits
     else:
         with pytest.raises(UserError):
@@ -101,7 +132,9 @@ def test_the_source_is_the_family_of_its_own_size():
 
 
 def test_blocks_of_300m_out_of_llama_7b():
-    shapes = family(LLAMA_7B, budget=300_000_000, kind="body", depths=[1, 2, 4, 6, 8, 12, 16, 24, 32])
+    shapes = family(
+        LLAMA_7B, budget=300_000_000, kind="body", depths=[1, 2, 4, 6, 8, 12, 16, 24, 32]
+    )
     # worked out apart from this code, from the parameter formula; 1 layer would need a width of 4992
     assert [(s.layers, s.hidden, s.ffn) for s in shapes] == [
         (2, 3584, 9152),
@@ -116,7 +149,9 @@ def test_blocks_of_300m_out_of_llama_7b():
 
 
 def test_kv_decides_the_heads_and_heads_the_width():
-    shapes = family(LLAMA_7B, budget=120 * 1024, kind="kv", depths=[4, 12, 24])  # 4 layers would need 60 heads
+    shapes = family(
+        LLAMA_7B, budget=120 * 1024, kind="kv", depths=[4, 12, 24]
+    )  # 4 layers would need 60 heads
     assert [(s.layers, s.heads, s.hidden, s.ffn) for s in shapes] == [
         (12, 20, 2560, 6848),  # 11008 x 2560 / 4096 = 6880, halfway to 6912
         (24, 10, 1280, 3456),
@@ -200,7 +235,9 @@ def test_a_missing_folder_of_presets_is_an_error(tmp_path):
 
 
 def test_the_papers_sweep_of_350m():
-    shapes = family(LLAMA_7B, budget=350_000_000, kind="total", depths=[1, 2, 3, 6, 8, 12, 16, 24, 32])
+    shapes = family(
+        LLAMA_7B, budget=350_000_000, kind="total", depths=[1, 2, 3, 6, 8, 12, 16, 24, 32]
+    )
     # worked out apart from this code, from the parameter formula
     assert [(s.layers, s.hidden, s.ffn) for s in shapes] == [
         (1, 3328, 9280),

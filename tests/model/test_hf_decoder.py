@@ -14,7 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
 from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.generate import Draft, Drafter, ModelDrafter, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import (
+    Draft,
+    Drafter,
+    ModelDrafter,
+    decode,
+    output_tokens,
+    speculative_decode,
+)
 from draftlab.model import checkpoint, eagle, llama
 from draftlab.model.decoder import Tree
 from draftlab.model.eagle import Head
@@ -30,7 +37,12 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1,
     "pad_token_id": 2,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
 MODELS: dict[str, dict[str, Any]] = {
@@ -61,13 +73,20 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": EXPERTS | LINEAR | {"shared_expert_intermediate_size": 48},
     "qwen3_5_text": LINEAR,
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
-    "granitemoehybrid": EXPERTS | MAMBA2 | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
+    "granitemoehybrid": EXPERTS
+    | MAMBA2
+    | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "jamba": {"num_experts": 2, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "state_size": 16, "n_groups": 1, "expand": 2},
     "mamba": {},
 }
-PROMPTS = [[0, 17, 44, 101, 9, 17, 44, 8, 3, 90], [0, 5, 250], [0, 90, 91, 12, 77, 60], [0, 31, 66, 8]]
+PROMPTS = [
+    [0, 17, 44, 101, 9, 17, 44, 8, 3, 90],
+    [0, 5, 250],
+    [0, 90, 91, 12, 77, 60],
+    [0, 31, 66, 8],
+]
 LENGTH = 14
 
 
@@ -84,7 +103,11 @@ def model_of(kind: str, **changes: Any) -> PreTrainedModel:
 def generated(model: Any, prompt: list[int], length: int = LENGTH) -> list[int]:
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, eos_token_id=None
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=length,
+        do_sample=False,
+        eos_token_id=None,
     )
     return out[0, len(prompt) :].tolist()
 
@@ -98,12 +121,16 @@ class HalfRight(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         self.rows = rows
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         ids = torch.zeros(len(texts), count, dtype=torch.long)
         for row, text in enumerate(texts):
             known = (self.texts[row] + [0] * count)[len(text) : len(text) + count]
             wrong = [i % (3 + row) == 2 for i in range(len(text), len(text) + count)]
-            ids[row] = torch.tensor([(token + bad) % V for token, bad in zip(known, wrong, strict=True)])
+            ids[row] = torch.tensor(
+                [(token + bad) % V for token, bad in zip(known, wrong, strict=True)]
+            )
         return Draft(ids=ids, q=None, counts=[count] * len(texts))
 
 
@@ -141,7 +168,10 @@ def test_a_long_run_of_rejections_keeps_the_cache_small(kind):
 def test_a_token_tree_has_the_logits_of_its_paths(kind):
     model = model_of(kind)
     target = HFDecoder(model)
-    parents, ids = [0, 0, 1, 2], torch.tensor([[9, 14, 3, 7, 5]])  # the text's last token, then the tree
+    parents, ids = (
+        [0, 0, 1, 2],
+        torch.tensor([[9, 14, 3, 7, 5]]),
+    )  # the text's last token, then the tree
     cache = target.new_cache(1, 32)
     target.forward(torch.tensor([PROMPTS[0]]), cache)
     found = target.forward(ids, cache, tree=Tree.from_parents(parents))
@@ -152,7 +182,9 @@ def test_a_token_tree_has_the_logits_of_its_paths(kind):
     cache.keep(0, len(PROMPTS[0]) + 1, [1, 3])
     after = target.forward(torch.tensor([[61]]), cache)
     text = [*PROMPTS[0], 9, 3, 5, 61]  # the tree's second token and its child
-    torch.testing.assert_close(after[0, -1:], target.forward_uncached(torch.tensor([text]), 1)[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        after[0, -1:], target.forward_uncached(torch.tensor([text]), 1)[0], atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "gpt2"])
@@ -169,20 +201,27 @@ def test_the_states_of_layers_are_transformers_own(kind):
         with torch.no_grad():
             states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
         expected = torch.cat([states[i][0] for i in (0, 1, 3)], -1)
-        torch.testing.assert_close(cache.layer_states.states[row, : len(text)], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            cache.layer_states.states[row, : len(text)], expected, atol=1e-4, rtol=1e-4
+        )
 
 
 def test_models_whose_positions_cannot_be_given_speculate_one_row_at_a_time():
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("bloom", vocab_size=V, hidden_size=64, n_layer=2, n_head=4), dtype=torch.float32
+        AutoConfig.for_model("bloom", vocab_size=V, hidden_size=64, n_layer=2, n_head=4),
+        dtype=torch.float32,
     ).eval()
     target, sampling = HFDecoder(model), SamplingParams(max_tokens=8)
     assert not target.masked
     expected = generated(model, PROMPTS[0], 8)
     drafter = HalfRight([[*PROMPTS[0], *expected]])
-    assert output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 3, sampling)) == [expected]
+    assert output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 3, sampling)) == [
+        expected
+    ]
     with raises_option("1"):
-        output_tokens(speculative_decode(target, HalfRight([[0] * 30] * 2), PROMPTS[:2], 3, sampling))
+        output_tokens(
+            speculative_decode(target, HalfRight([[0] * 30] * 2), PROMPTS[:2], 3, sampling)
+        )
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
@@ -196,7 +235,9 @@ def test_recurrent_layers_roll_back_to_what_was_accepted(kind):
     assert output_tokens(steps) == expected
     assert {step.accepted for step in steps} > {0, 1, 2}
     assert output_tokens(decode(target, PROMPTS, sampling)) == expected
-    drafted = output_tokens(speculative_decode(target, ModelDrafter(target, V), PROMPTS[:2], 3, sampling))
+    drafted = output_tokens(
+        speculative_decode(target, ModelDrafter(target, V), PROMPTS[:2], 3, sampling)
+    )
     assert drafted == expected[:2]
     written = generate_batch(target, PROMPTS, sampling, Batching(vocab=V))
     assert [each.ids.tolist() for each in written] == expected
@@ -212,7 +253,9 @@ def test_a_stored_recurrent_model_generates_batches_in_which_rows_end_early(kind
     stops = tuple(text[2 + row] for row, text in enumerate(expected))
     target = load_generator(tmp_path, torch.float32, checkpoint.CPU)
     sampling = SamplingParams(max_tokens=LENGTH, stop_token_ids=stops)
-    for written, text in zip(generate_batch(target, prompts, sampling, Batching(vocab=V)), expected, strict=True):
+    for written, text in zip(
+        generate_batch(target, prompts, sampling, Batching(vocab=V)), expected, strict=True
+    ):
         end = next(i for i, token in enumerate(text) if token in stops) + 1
         assert written.ids.tolist() == text[:end]
 
@@ -227,7 +270,9 @@ def test_recurrent_layers_cannot_read_a_tree():
 def random_head(folder: Path) -> Head:
     config = eagle.head_config(folder, (1, 2, 3), V)
     generator = torch.Generator().manual_seed(1)
-    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    weights = {
+        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+    }
     return Head(config=config, weights=weights, ids=torch.arange(V), embedding=None)
 
 
@@ -237,7 +282,9 @@ def test_an_eagle_head_drafts_for_a_model_of_transformers(kind, tmp_path):
     model.save_pretrained(tmp_path)
     target, sampling = hosted(model), SamplingParams(max_tokens=LENGTH)
     head = EagleLlama(random_head(tmp_path), target.embed, tmp_path)
-    found = output_tokens(speculative_decode(target, EagleDrafter(target, head), PROMPTS, 3, sampling))
+    found = output_tokens(
+        speculative_decode(target, EagleDrafter(target, head), PROMPTS, 3, sampling)
+    )
     assert found == [generated(model, prompt) for prompt in PROMPTS]
 
 
@@ -246,7 +293,13 @@ def test_a_head_is_replayed_on_transformers_states_as_on_the_engines(family_dirs
     own = llama.load(folder, torch.float32)
     hosted = HFDecoder(checkpoint.load_model(folder, torch.float32).eval())
     head = EagleLlama(random_head(folder), own.embed, folder)
-    texts = [(np.array(PROMPTS[0]), np.array([7, 3, 61, 8, 12])), (np.array(PROMPTS[1]), np.array([5, 5, 9]))]
-    both = [score_chains(each, head, texts, V, SamplingParams(temperature=1.0), 3) for each in (own, hosted)]
+    texts = [
+        (np.array(PROMPTS[0]), np.array([7, 3, 61, 8, 12])),
+        (np.array(PROMPTS[1]), np.array([5, 5, 9])),
+    ]
+    both = [
+        score_chains(each, head, texts, V, SamplingParams(temperature=1.0), 3)
+        for each in (own, hosted)
+    ]
     for here, there in zip(*both, strict=True):
         np.testing.assert_allclose(here.logprobs, there.logprobs, atol=1e-3)

@@ -40,7 +40,10 @@ def served(family_dirs, tmp_path_factory) -> Hub:
     parts = dict(zip(SHARDS, (sorted(tensors)[::2], sorted(tensors)[1::2]), strict=True))
     for file, names in parts.items():
         save_file({name: tensors[name] for name in names}, sharded / file)
-    index = {"metadata": {}, "weight_map": {name: file for file, names in parts.items() for name in names}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, names in parts.items() for name in names},
+    }
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     (sharded / "consolidated.safetensors").write_bytes(b"another layout")
     (sharded / "original").mkdir()
@@ -48,7 +51,11 @@ def served(family_dirs, tmp_path_factory) -> Hub:
     (sharded / "pytorch_model.bin").write_bytes(b"a pickle")
     older = root / "older"
     shutil.copytree(family_dirs["llama"], older)
-    for name, file in (("gguf", "m-Q4_K_M.gguf"), ("adapter", "adapter_config.json"), ("bin", "pytorch_model.bin")):
+    for name, file in (
+        ("gguf", "m-Q4_K_M.gguf"),
+        ("adapter", "adapter_config.json"),
+        ("bin", "pytorch_model.bin"),
+    ):
         (root / name).mkdir()
         (root / name / file).write_text("{}")
     (root / "bin/config.json").write_text("{}")
@@ -69,7 +76,9 @@ def cache(served, tmp_path, monkeypatch) -> Path:
 
 def point_at(url, cache, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
@@ -91,7 +100,9 @@ def test_of_the_weights_only_what_the_index_names_is_fetched(served, cache, fami
     assert checkpoint.read_shape(place) == checkpoint.read_shape(family_dirs["llama"])
 
 
-def test_what_was_fetched_is_not_fetched_again_and_serves_offline(served, cache, monkeypatch, capsys):
+def test_what_was_fetched_is_not_fetched_again_and_serves_offline(
+    served, cache, monkeypatch, capsys
+):
     place = hub.locate("lab/sharded")
     announced = capsys.readouterr().err
     assert "lab/sharded" in announced
@@ -167,10 +178,28 @@ def test_what_cannot_be_had_says_why_and_what_to_type(served, cache, name, words
             "prompts.jsonl",
             "--dry-run",
         ),
-        ("score", "--draft", "lab/sharded", "--target", "lab/sharded", "--prompt-file", "prompts.jsonl", "--dry-run"),
+        (
+            "score",
+            "--draft",
+            "lab/sharded",
+            "--target",
+            "lab/sharded",
+            "--prompt-file",
+            "prompts.jsonl",
+            "--dry-run",
+        ),
         ("profile", "lab/sharded", "--dry-run"),
         ("profile", "--law", "lab/sharded", "--dry-run"),
-        ("search", "--source", "lab/sharded", "--target", "lab/sharded", "--layers", "1", "--dry-run"),
+        (
+            "search",
+            "--source",
+            "lab/sharded",
+            "--target",
+            "lab/sharded",
+            "--layers",
+            "1",
+            "--dry-run",
+        ),
         ("design", "--source", "lab/sharded", "--params", "100k"),
         ("check", "DRAFT", "--target", "lab/sharded", "--files-only", "--for", "transformers"),
     ],

@@ -19,7 +19,12 @@ def folder(root: Path, *names: str) -> Path:
     [
         (["m.gguf"], "m.gguf", "gguf", "m.gguf"),
         (["m.gguf"], ".", "gguf", "m.gguf"),
-        (["config.json", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"], ".", "bin", "."),
+        (
+            ["config.json", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"],
+            ".",
+            "bin",
+            ".",
+        ),
         (["config.json", "pytorch_model.bin"], "pytorch_model.bin", "bin", "."),
         (["adapter_config.json", "config.json", "pytorch_model.bin"], ".", "adapter", "."),
     ],
@@ -35,7 +40,10 @@ def test_other_layouts_are_recognised(tmp_path, names, asked, kind, path):
 @pytest.mark.parametrize(
     ("names", "asked"),
     [
-        (["config.json", "model.safetensors", "pytorch_model.bin"], "."),  # the hub has many with both
+        (
+            ["config.json", "model.safetensors", "pytorch_model.bin"],
+            ".",
+        ),  # the hub has many with both
         (["a.gguf", "b.gguf"], "."),
         (["config.json"], "missing"),
         (["notes.txt"], "notes.txt"),

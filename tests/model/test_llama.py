@@ -24,13 +24,17 @@ IDS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 @pytest.fixture(params=[*FAMILIES, *OTHER_BLOCKS])
 def pair(request, family_dirs):
     directory = family_dirs[request.param]
-    return llama.load(directory, torch.float32), AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return llama.load(directory, torch.float32), AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32
+    )
 
 
 @torch.inference_mode()
 def test_prefill_logits_equal_transformers(pair):
     ours, theirs = pair
-    torch.testing.assert_close(ours.forward(IDS, ours.new_cache(2, 64)), theirs(IDS).logits, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        ours.forward(IDS, ours.new_cache(2, 64)), theirs(IDS).logits, atol=2e-5, rtol=1e-4
+    )
 
 
 @torch.inference_mode()
@@ -56,7 +60,13 @@ def test_rollback_equals_fresh_prefill(family_dirs):
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 6), st.tuples(st.integers(0, 6), st.integers(0, 6))), min_size=2, max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 6), st.tuples(st.integers(0, 6), st.integers(0, 6))),
+        min_size=2,
+        max_size=8,
+    )
+)
 def test_a_cache_after_any_accepting_and_rejecting_is_that_of_a_fresh_prefill(family_dirs, steps):
     """Rows of two texts that keep as much of each pass as they like, one more or less than the other."""
     model = _model(family_dirs["qwen3"])
@@ -64,7 +74,10 @@ def test_a_cache_after_any_accepting_and_rejecting_is_that_of_a_fresh_prefill(fa
     rng = torch.Generator().manual_seed(len(steps))
     for width, kept in steps:
         ids = torch.randint(3, 300, (2, width), generator=rng)
-        for row in (0, 1):  # what the text says is fed up to where the row is kept, and nonsense behind
+        for row in (
+            0,
+            1,
+        ):  # what the text says is fed up to where the row is kept, and nonsense behind
             at = cache.used[row]
             right = IDS[row, at : at + min(width, kept[row])]
             ids[row, : len(right)] = right
@@ -76,7 +89,9 @@ def test_a_cache_after_any_accepting_and_rejecting_is_that_of_a_fresh_prefill(fa
         if used:
             model.forward(IDS[row : row + 1, :used], fresh)
         for held, again in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
-            torch.testing.assert_close(held[:, row, :, :used], again[:, 0, :, :used], atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                held[:, row, :, :used], again[:, 0, :, :used], atol=2e-5, rtol=1e-4
+            )
 
 
 @lru_cache
@@ -107,7 +122,10 @@ def test_a_tree_gives_what_each_of_its_paths_gives(family_dirs):
             kept.keep(row, used, path)
             assert kept.used[row] == used + len(path)
             torch.testing.assert_close(
-                kept.keys[:, row, :, : kept.used[row]], alone.keys[:, 0, :, : kept.used[row]], atol=2e-5, rtol=1e-4
+                kept.keys[:, row, :, : kept.used[row]],
+                alone.keys[:, 0, :, : kept.used[row]],
+                atol=2e-5,
+                rtol=1e-4,
             )
 
 
@@ -132,7 +150,10 @@ def test_a_full_cache_is_an_error(family_dirs):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary scaling 'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rotary scaling 'dynamic'",
+        ),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
     ],
 )
@@ -144,7 +165,10 @@ def test_what_is_not_computed_is_known_before_weights_are_read(family_dirs, tmp_
     (place / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=said):
         llama.check_supported(place)
-    plain, words = CliRunner(), ["--target", str(place), "--draft", str(family_dirs["llama"]), "--data", "stdlib"]
+    plain, words = (
+        CliRunner(),
+        ["--target", str(place), "--draft", str(family_dirs["llama"]), "--data", "stdlib"],
+    )
     shown = plain.invoke(app, ["score", *words, "--num-prompts", "1", "--k", "2", "--dry-run"])
     assert said in " ".join(shown.output.split()), shown.output
     assert "transformers runs it" in " ".join(shown.output.split())

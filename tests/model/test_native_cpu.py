@@ -23,7 +23,12 @@ from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
-KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)]
+KINDS = [
+    (torch.float32, False),
+    (torch.bfloat16, False),
+    (torch.float32, True),
+    (torch.bfloat16, True),
+]
 
 
 def passes(model, rows: list[list[int]], widths: list[int]) -> torch.Tensor:
@@ -63,11 +68,15 @@ SIZES = pytest.mark.parametrize("sizes", ["usual", "odd", "odd with biases"])
 @SIZES
 def test_bfloat16_weights_are_computed_with_more_exactly_than_torch_does(sizes, directories):
     """Instructions that multiply bfloat16 need rounded activations."""
-    half, full = (llama.load(directories[sizes], dtype) for dtype in (torch.bfloat16, torch.float32))
+    half, full = (
+        llama.load(directories[sizes], dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
     cpuinfo = Path("/proc/cpuinfo")
     rounds = cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text()
     truth = passes(full, IDS.tolist(), [1] * 24)
-    ours, torchs = ((passes(m, IDS.tolist(), [1] * 24) - truth).abs().mean() for m in (NativeLlama(half), half))
+    ours, torchs = (
+        (passes(m, IDS.tolist(), [1] * 24) - truth).abs().mean() for m in (NativeLlama(half), half)
+    )
     assert ours < (0.7 if rounds else 0.5) * torchs
 
 
@@ -96,10 +105,15 @@ def test_a_wide_pass_is_torchs_only_where_torch_is_fast(directories, dtype, int8
 @SIZES
 def test_int8_in_a_bfloat16_model_rounds_activations_less_than_bfloat16(sizes, directories):
     """Against the same int8 weights in float32."""
-    half, full = (llama.load(directories[sizes], dtype) for dtype in (torch.bfloat16, torch.float32))
+    half, full = (
+        llama.load(directories[sizes], dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
     ours, torchs = (
         (passes(model, IDS.tolist(), [6] * 4) - passes(other, IDS.tolist(), [6] * 4)).abs().mean()
-        for model, other in ((NativeLlama(half, int8=True), NativeLlama(full, int8=True)), (half, full))
+        for model, other in (
+            (NativeLlama(half, int8=True), NativeLlama(full, int8=True)),
+            (half, full),
+        )
     )
     assert ours < 0.7 * torchs
 
@@ -126,7 +140,9 @@ def is_exact(directory: Path, run: Callable[[NativeLlama, list[int]], torch.Tens
         one = run(NativeLlama(model, int8), [1] * 24)
         assert torch.equal(run(NativeLlama(model, int8), [3, 1, 8, 2, 5, 5]), one)
         if (dtype, int8) == (torch.float32, False):
-            torch.testing.assert_close(one, passes(model, IDS[:1].tolist(), [24]), atol=5e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                one, passes(model, IDS[:1].tolist(), [24]), atol=5e-5, rtol=1e-4
+            )
 
 
 def test_on_arm_it_is_as_exact(family_dirs, tmp_path):
@@ -134,7 +150,10 @@ def test_on_arm_it_is_as_exact(family_dirs, tmp_path):
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
     if compiler is None:
         pytest.skip("no aarch64-linux-gnu-g++")
-    program, flags = tmp_path / "driver", [flag for flag in native_cpu.FLAGS if flag not in ("-shared", "-fPIC")]
+    program, flags = (
+        tmp_path / "driver",
+        [flag for flag in native_cpu.FLAGS if flag not in ("-shared", "-fPIC")],
+    )
     driver = Path(__file__).parents[1].joinpath("native_driver.cpp")
     subprocess.run([compiler, *flags, "-static", str(driver), "-o", str(program)], check=True)
     if emulator is None:
@@ -142,7 +161,9 @@ def test_on_arm_it_is_as_exact(family_dirs, tmp_path):
 
     def run(model: NativeLlama, widths: list[int]) -> torch.Tensor:
         told = described(model, IDS[0].tolist(), widths)
-        done = subprocess.run([emulator, str(program)], input=told, stdout=subprocess.PIPE, check=True)
+        done = subprocess.run(
+            [emulator, str(program)], input=told, stdout=subprocess.PIPE, check=True
+        )
         return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(1, 24, -1)
 
     is_exact(family_dirs["qwen3"], run)
@@ -153,7 +174,9 @@ def described(model: NativeLlama, ids: list[int], widths: list[int]) -> bytes:
     held = [(t.data_ptr(), t.nbytes) for t in model._tensors]
     tensors = b"".join(struct.pack("<QQ", *place) + ctypes.string_at(*place) for place in held)
     told = model._model
-    layers = bytes(ctypes.cast(told.layer, ctypes.POINTER(native_cpu._Layer * told.layers)).contents)
+    layers = bytes(
+        ctypes.cast(told.layer, ctypes.POINTER(native_cpu._Layer * told.layers)).contents
+    )
     kind = KINDS.index((model.embed.dtype, model.int8))
     head = struct.pack(f"<3i{len(widths)}i", kind, len(ids), len(widths), *widths)
     text = struct.pack(f"<{len(ids)}q", *ids)
@@ -181,7 +204,9 @@ def test_int8_is_the_model_with_its_matrices_rounded_by_output(family_dirs):
                 step = weights.abs().amax(1, keepdim=True) / 127
                 weights.copy_((weights / step).round() * step)
         ours = passes(
-            NativeLlama(llama.load(family_dirs["qwen2"], torch.float32), int8=True), IDS.tolist(), [5, 5, 6, 8]
+            NativeLlama(llama.load(family_dirs["qwen2"], torch.float32), int8=True),
+            IDS.tolist(),
+            [5, 5, 6, 8],
         )
         torch.testing.assert_close(ours, rounded(IDS).logits, atol=1e-3, rtol=1e-3)
 
@@ -193,7 +218,11 @@ def test_trees_behind_rows_of_different_lengths_are_llamas(family_dirs):
         cache = each.new_cache(2, 40)
         each.forward(IDS[:, :12], cache)
         cache.used = [12, 7]
-        found.append(each.forward(IDS[:, 12:20], cache, last=6, tree=Tree.from_parents((0, 0, 1, 2, 2, 5, 0))))
+        found.append(
+            each.forward(
+                IDS[:, 12:20], cache, last=6, tree=Tree.from_parents((0, 0, 1, 2, 2, 5, 0))
+            )
+        )
         assert cache.used == [20, 15]
         found.append(cache.keys[:, 0, :, :20])
     torch.testing.assert_close(found[0], found[2], atol=5e-5, rtol=1e-4)
@@ -205,7 +234,10 @@ def test_speculation_is_exact_in_every_dtype(family_dirs, dtype, int8):
     """No ties to excuse: where every width gives the same bits, greedy texts are equal, in batches, too."""
     target = NativeLlama(llama.load(family_dirs["llama"], dtype), int8)
     draft = NativeLlama(llama.load(family_dirs["llama"], dtype), not int8)
-    sampling, prompts = SamplingParams(max_tokens=24), [RAGGED[i] for i in (0, 1, 3)]  # together no wide pass
+    sampling, prompts = (
+        SamplingParams(max_tokens=24),
+        [RAGGED[i] for i in (0, 1, 3)],
+    )  # together no wide pass
     alone = [output_tokens(decode(target, [prompt], sampling))[0] for prompt in prompts]
     assert output_tokens(decode(target, prompts, sampling)) == alone
     for k in (1, 4):
@@ -242,4 +274,6 @@ def test_what_cannot_be_compiled_is_said(family_dirs, tmp_path, monkeypatch, cap
 
 def test_no_activations_lie_where_malloc_puts_them():
     """Loads across two cache lines made wide passes up to 1.7 times as long, in some processes and at some widths."""
-    assert re.findall(r"std::vector<.*", native_cpu.SOURCE.read_text()) == ["std::vector<T, CacheLines<T>>;"]
+    assert re.findall(r"std::vector<.*", native_cpu.SOURCE.read_text()) == [
+        "std::vector<T, CacheLines<T>>;"
+    ]

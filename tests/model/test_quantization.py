@@ -21,8 +21,18 @@ from draftlab.model.size import read_size
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 METHODS: dict[str, dict[str, Any]] = {
-    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+    "bitsandbytes": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+    },
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "version": "gemm",
+        "zero_point": True,
+    },
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
     "fp8": FP8,
 }
@@ -53,7 +63,11 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 
 def test_its_size_is_what_is_stored(pair):
     size = read_size(pair[1])
-    assert size.weight_bytes(2) == size.weight_bytes(4) == (pair[1] / "model.safetensors").stat().st_size
+    assert (
+        size.weight_bytes(2)
+        == size.weight_bytes(4)
+        == (pair[1] / "model.safetensors").stat().st_size
+    )
     assert size.params() == read_size(pair[0]).params()
     assert size.weight_bytes() < 0.8 * read_size(pair[0]).weight_bytes()
     assert size.describe().startswith("fp8 llama, ")
@@ -66,7 +80,9 @@ def test_it_computes_in_the_dtype_of_its_config(pair):
 def test_transformers_loads_it_with_all_weights_accounted_for(pair):
     """Without a GPU transformers makes bfloat16 of it."""
     ids = torch.arange(3, 19)[None]
-    whole, rounded = (HFDecoder(checkpoint.load_any_files(place, torch.bfloat16).eval()) for place in pair)
+    whole, rounded = (
+        HFDecoder(checkpoint.load_any_files(place, torch.bfloat16).eval()) for place in pair
+    )
     expected, found = (model.forward_uncached(ids, 16).float() for model in (whole, rounded))
     error = float((found - expected).norm() / expected.norm())
     assert 1e-3 < error < 0.1  # 3 bits of mantissa
@@ -82,7 +98,9 @@ def test_without_a_gpu_it_is_refused_in_one_line(method, family_dirs, tmp_path):
             read(tmp_path / "model")
 
 
-@pytest.mark.parametrize(("method", "library"), [("bitsandbytes", "bitsandbytes"), ("awq", "gptqmodel")])
+@pytest.mark.parametrize(
+    ("method", "library"), [("bitsandbytes", "bitsandbytes"), ("awq", "gptqmodel")]
+)
 def test_a_missing_library_is_named_before_anything_is_loaded(method, library, tmp_path):
     try:
         __import__(library)
@@ -112,4 +130,7 @@ def test_four_bits_fit_one_gpu_and_take_a_quarter_of_the_time():
     host = 80 * 0.050 + 2 * 80 * 0.0055  # of layers and all-reduces, in each
     ratio = (four.forward[0].median_ms - host) / (sixteen.forward[0].median_ms - host)
     assert 0.25 < ratio < 0.28
-    assert parse_profile("llama-65b@a100-80gb,graphs,int4", **spec).forward[0].median_ms > four.forward[0].median_ms
+    assert (
+        parse_profile("llama-65b@a100-80gb,graphs,int4", **spec).forward[0].median_ms
+        > four.forward[0].median_ms
+    )

@@ -81,11 +81,15 @@ def weights_in_transformers(shape: Shape, family: str) -> list[tuple[str, tuple[
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_axis_table_is_what_transformers_builds(family, tied):
     shape = SMALL.model_copy(update={"tied": tied, **FAMILIES[family][3]})
-    assert [(name, shape.dims(axes)) for name, axes in shape.axes().items()] == weights_in_transformers(shape, family)
+    assert [
+        (name, shape.dims(axes)) for name, axes in shape.axes().items()
+    ] == weights_in_transformers(shape, family)
 
 
 def _options(shape: Shape) -> dict[str, bool]:
-    return {name: True for name, value in shape.model_dump().items() if value is True and name != "tied"}
+    return {
+        name: True for name, value in shape.model_dump().items() if value is True and name != "tied"
+    }
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -132,7 +136,9 @@ def test_params_equal_the_published_count(name, count):
     assert preset(name).params() == count
 
 
-@pytest.mark.parametrize(("name", "count"), [("qwen3-0.6b", 751_632_384), ("qwen3-1.7b", 2_031_739_904)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("qwen3-0.6b", 751_632_384), ("qwen3-1.7b", 2_031_739_904)]
+)
 def test_where_the_file_holds_the_tied_head_too_the_published_count_has_it_twice(name, count):
     shape = preset(name)
     assert shape.tied
@@ -176,7 +182,9 @@ def test_a_shape_file_can_be_built(file):
     check(read_shape_file(file))
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if re.search(r"\d+x\d+", f.stem)], ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", [f for f in FILES if re.search(r"\d+x\d+", f.stem)], ids=lambda file: file.stem
+)
 def test_a_shape_file_keeps_the_sizes_in_its_name(file):
     layers, hidden = re.search(r"(\d+)x(\d+)", file.stem).groups()
     shape = read_shape_file(file)
@@ -184,7 +192,10 @@ def test_a_shape_file_keeps_the_sizes_in_its_name(file):
 
 
 def test_wide_saves_three_eighths_of_the_kv_cache():
-    assert preset("wide-1.3b").kv_bytes_per_token() / preset("noft-1.3b").kv_bytes_per_token() == 1 - 0.375
+    assert (
+        preset("wide-1.3b").kv_bytes_per_token() / preset("noft-1.3b").kv_bytes_per_token()
+        == 1 - 0.375
+    )
 
 
 def test_kv_cache_of_llama_65b():
@@ -203,7 +214,9 @@ def test_weight_bytes_at_half_a_byte():
 def test_flops_per_token_by_hand(tied):
     shape = Shape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=16, vocab=32, tied=tied)
     attention, mlp, head = 8 * 8 + 2 * 4 * 8 + 8 * 8, 3 * 8 * 16, 32 * 8
-    scores_and_values = 2 * 2 * (2 * 4) * 10  # two products, multiply and add, heads x head_dim, 9 cached and 1 new
+    scores_and_values = (
+        2 * 2 * (2 * 4) * 10
+    )  # two products, multiply and add, heads x head_dim, 9 cached and 1 new
     assert shape.flops_per_token(9) == 2 * (2 * (attention + mlp) + head) + 2 * scores_and_values
 
 
@@ -223,7 +236,12 @@ def test_resolve_keeps_the_source_where_nothing_is_asked():
 
 def test_resolve_scales_heads_and_ffn_with_the_width():
     shape = resolve(preset("llama-7b"), layers=12, hidden=2560)
-    assert (shape.layers, shape.heads, shape.kv_heads, shape.ffn) == (12, 20, 20, 6880)  # 11008 x 2560 / 4096
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.ffn) == (
+        12,
+        20,
+        20,
+        6880,
+    )  # 11008 x 2560 / 4096
 
 
 def test_resolve_keeps_the_group_size():
@@ -298,20 +316,30 @@ def test_larger_groups_than_the_sources_are_refused():
         check_within(shape, GROUPED)
 
 
-@pytest.mark.parametrize(("heads", "group", "fewest"), [(20, 4, 5), (10, 4, 5), (6, 4, 2), (7, 4, 7), (4, 1, 4)])
+@pytest.mark.parametrize(
+    ("heads", "group", "fewest"), [(20, 4, 5), (10, 4, 5), (6, 4, 2), (7, 4, 7), (4, 1, 4)]
+)
 def test_fewest_kv_heads(heads, group, fewest):
     assert fewest_kv_heads(heads, group) == fewest
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("1.3b", 1_300_000_000), ("796M", 796_000_000), ("350k", 350_000), ("0.57m", 570_000), ("42", 42)],
+    [
+        ("1.3b", 1_300_000_000),
+        ("796M", 796_000_000),
+        ("350k", 350_000),
+        ("0.57m", 570_000),
+        ("42", 42),
+    ],
 )
 def test_parse_count(text, count):
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "b", "many", "1.3t", "-1b", "0", "0.1", "inf", "nan", "1,000"])
+@pytest.mark.parametrize(
+    "text", ["", "b", "many", "1.3t", "-1b", "0", "0.1", "inf", "nan", "1,000"]
+)
 def test_what_is_no_count_is_refused(text):
     with pytest.raises(UserError, match=re.escape(repr(text))):
         parse_count(text)
@@ -319,7 +347,13 @@ def test_what_is_no_count_is_refused(text):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(6_738_415_616, "6.74B"), (999_600_000, "1B"), (154_147_328, "154M"), (350_000, "350k"), (999, "999")],
+    [
+        (6_738_415_616, "6.74B"),
+        (999_600_000, "1B"),
+        (154_147_328, "154M"),
+        (350_000, "350k"),
+        (999, "999"),
+    ],
 )
 def test_count_text(count, text):
     assert format_count(count) == text
@@ -348,7 +382,9 @@ def test_a_bad_line_in_a_shape_file_is_named(tmp_path, line, complaint):
     text = (WIDTHS / "tiny-16x256.yaml").read_text()
     key = line.split(":")[0]
     path = tmp_path / "bad.yaml"
-    path.write_text("".join(old for old in text.splitlines(True) if not old.startswith(f"{key}:")) + line + "\n")
+    path.write_text(
+        "".join(old for old in text.splitlines(True) if not old.startswith(f"{key}:")) + line + "\n"
+    )
     with pytest.raises(UserError, match=complaint):
         read_shape_file(path)
 
@@ -389,7 +425,13 @@ REAL = {  # width, heads, kv heads, head_dim, from the models' config.json
 def test_default_heads_of_every_width_are_legal(name):
     hidden, heads, kv_heads, head_dim = REAL[name]
     source = Shape(
-        layers=4, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=4 * hidden, vocab=512
+        layers=4,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=4 * hidden,
+        vocab=512,
     )
     for width in range(32, hidden + 1, 32):
         shape = resolve(source, hidden=width)
@@ -400,6 +442,8 @@ def test_default_heads_of_every_width_are_legal(name):
 
 def test_half_of_smollm2_360m_has_six_heads_on_two():
     """Seven heads would be natural: on five KV heads with three each, seven divide into no fewer than seven."""
-    source = Shape(layers=32, hidden=960, heads=15, kv_heads=5, head_dim=64, ffn=2560, vocab=49152, tied=True)
+    source = Shape(
+        layers=32, hidden=960, heads=15, kv_heads=5, head_dim=64, ffn=2560, vocab=49152, tied=True
+    )
     shape = resolve(source, hidden=480)
     assert (shape.heads, shape.kv_heads) == (6, 2)

@@ -59,16 +59,22 @@ def assert_alike(here: list[Tensor], there: list[Tensor], window: int | None) ->
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_head_written_here_has_the_same_logits_there(target, tmp_path, text, variant):
-    fields = VARIANTS[variant] | ({"sliding_window": 8} if "sliding_window" in VARIANTS[variant] else {})
+    fields = VARIANTS[variant] | (
+        {"sliding_window": 8} if "sliding_window" in VARIANTS[variant] else {}
+    )
     config = eagle.head_config(target, LAYERS, W, **fields)
     generator = torch.Generator().manual_seed(2)
-    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    weights = {
+        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+    }
     head = Head(config=config, weights=weights, ids=draft_ids(), embedding=None)
     eagle.write(tmp_path, head, "speculators", target=target, k=STEPS)
     loaded = core.Eagle3SpeculatorConfig.from_pretrained(tmp_path)
     loaded.transformer_layer_config._attn_implementation = "sdpa"
     model = core.Eagle3DraftModel.from_pretrained(tmp_path, config=loaded).float()
-    assert_alike(logits_here(head, target, *text), logits_there(model, *text), config.sliding_window)
+    assert_alike(
+        logits_here(head, target, *text), logits_there(model, *text), config.sliding_window
+    )
 
 
 def trained_there(target: Path, text: tuple[Tensor, Tensor], **fields: Any) -> Any:
@@ -101,7 +107,12 @@ def trained_there(target: Path, text: tuple[Tensor, Tensor], **fields: Any) -> A
     return model
 
 
-SPECULATORS_DEFAULTS = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "sliding_window": 8}
+SPECULATORS_DEFAULTS = {
+    "norm_before_residual": True,
+    "norm_before_fc": True,
+    "norm_output": True,
+    "sliding_window": 8,
+}
 
 
 @pytest.mark.parametrize("fields", [{}, SPECULATORS_DEFAULTS, {"fc_norm": True}])
@@ -110,4 +121,6 @@ def test_a_head_trained_there_has_the_same_logits_here(target, tmp_path, text, f
     model.save_pretrained(tmp_path)
     head = eagle.read(tmp_path, target, torch.float32)
     assert head.config.norm_output == cast(bool, fields.get("norm_output", False))
-    assert_alike(logits_here(head, target, *text), logits_there(model, *text), head.config.sliding_window)
+    assert_alike(
+        logits_here(head, target, *text), logits_there(model, *text), head.config.sliding_window
+    )

@@ -32,7 +32,9 @@ def test_the_card_gives_the_numbers_of_the_record():
 
 def test_it_predicts_unseen_standard_library_code():
     """At most 1.4 bits per byte; the card's number is over all held-out files, this is a part of them."""
-    heldout = open_heldout("stdlib", checkpoint.load_tokenizer(TINY), rows=4, seq_len=512, most_rows=16)
+    heldout = open_heldout(
+        "stdlib", checkpoint.load_tokenizer(TINY), rows=4, seq_len=512, most_rows=16
+    )
     model = checkpoint.load_model(TINY, torch.float32).eval()
 
     def cross_entropy(batch: Batch) -> float:

@@ -58,7 +58,9 @@ def test_transformers_gives_the_same_logits(family, family_dirs, tmp_path):
 def test_an_export_has_every_row_and_its_other_ids_never_win(family, family_dirs, tmp_path):
     place, ids = halve(family_dirs[family], tmp_path / "halved"), torch.tensor([[0, 5, 9]])
     (tmp_path / "out").mkdir()
-    changed = hf.write(place, tmp_path / "out", tokenizer_from=family_dirs[family], vocab=307, dtype=None)
+    changed = hf.write(
+        place, tmp_path / "out", tokenizer_from=family_dirs[family], vocab=307, dtype=None
+    )
     assert "154" in changed[0]
     assert not (tmp_path / "out/head_ids.json").exists()
     own, exported = (llama.load(d, torch.float32) for d in (place, tmp_path / "out"))
@@ -78,7 +80,9 @@ def test_compiled_passes_have_the_same_logits(halved):
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_int8_rows_of_a_trimmed_head_are_those_of_the_whole_one(halved, family_dirs):
     ids = torch.tensor([[0, 5, 9]])
-    models = [NativeLlama(llama.load(d, torch.float32), int8=True) for d in (family_dirs["llama"], halved)]
+    models = [
+        NativeLlama(llama.load(d, torch.float32), int8=True) for d in (family_dirs["llama"], halved)
+    ]
     whole, half = (m.forward(ids, m.new_cache(1, 3)) for m in models)
     assert torch.equal(half[..., ::2], whole[..., ::2])
     assert half[..., 1::2].isneginf().all()
@@ -93,7 +97,9 @@ def test_drafting_with_it_is_lossless_and_never_drafts_the_others(temperature, h
         assert all(token % 2 == 0 for token in step.tokens[: step.accepted])
     if temperature == 0:
         assert output_tokens(steps) == output_tokens(decode(target, PROMPTS, how))
-    assert any(token % 2 for text in output_tokens(steps) for token in text)  # which the target wrote
+    assert any(
+        token % 2 for text in output_tokens(steps) for token in text
+    )  # which the target wrote
 
 
 def test_the_most_frequent_ids_stay():
@@ -119,7 +125,10 @@ def test_what_cannot_be_trimmed_is_refused(halved, family_dirs, tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "llama3_tied"])
 def test_costs_are_of_the_rows_that_are_computed(family, family_dirs, tmp_path):
-    whole, half = (checkpoint.read_shape(d) for d in (family_dirs[family], halve(family_dirs[family], tmp_path / "h")))
+    whole, half = (
+        checkpoint.read_shape(d)
+        for d in (family_dirs[family], halve(family_dirs[family], tmp_path / "h"))
+    )
     assert half.params() == whole.params()  # the embedding takes every id
     assert active_params(whole) - active_params(half) == (307 - 154) * 64
     assert whole.flops_per_token(9) - half.flops_per_token(9) == 2 * (307 - 154) * 64

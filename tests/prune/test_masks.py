@@ -15,7 +15,16 @@ from draftlab.data import Batch
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape, write_shape_file
 from draftlab.pruning.cut import Cut, Untied
-from draftlab.pruning.masks.hard_concrete import BETA, BOUND, HIGH, LOW, WARM_UP, Masks, keep_probability, sample
+from draftlab.pruning.masks.hard_concrete import (
+    BETA,
+    BOUND,
+    HIGH,
+    LOW,
+    WARM_UP,
+    Masks,
+    keep_probability,
+    sample,
+)
 from draftlab.pruning.masks.masked_model import Folded, masked
 from draftlab.training.loop import Loop
 from draftlab.training.trainer import EvalRecord, StepRecord, train
@@ -26,7 +35,13 @@ IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 def smaller(have: Shape) -> Shape:
     group = have.heads // have.kv_heads
     return have.model_copy(
-        update={"layers": 3, "hidden": 48, "kv_heads": 2, "heads": 2 * max(1, group // 2), "ffn": 40}
+        update={
+            "layers": 3,
+            "hidden": 48,
+            "kv_heads": 2,
+            "heads": 2 * max(1, group // 2),
+            "ffn": 40,
+        }
     )
 
 
@@ -47,7 +62,9 @@ def both(directory: Path, model: torch.nn.Module, masks: Masks) -> tuple[Tensor,
     keep = masks.keep()
     untied = not have.tied and "lm_head.weight" not in weights
     folded = Folded(Untied(weights, have) if untied else weights, have, masks.deterministic())
-    small = checkpoint.meta_model(checkpoint.config_for(masks.shape, config, keep.layers), torch.float64)
+    small = checkpoint.meta_model(
+        checkpoint.config_for(masks.shape, config, keep.layers), torch.float64
+    )
     cut = {name: t.detach().double() for name, t in Cut(folded, masks.shape, keep).items()}
     if masks.shape.tied:
         cut["lm_head.weight"] = cut["model.embed_tokens.weight"]
@@ -58,7 +75,8 @@ def both(directory: Path, model: torch.nn.Module, masks: Masks) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize(
-    ("family", "untied"), [*((f, False) for f in FAMILIES), ("qwen2_tied", True), ("llama3_tied", True)]
+    ("family", "untied"),
+    [*((f, False) for f in FAMILIES), ("qwen2_tied", True), ("llama3_tied", True)],
 )
 def test_masked_equals_extracted(family, untied, family_dirs):
     have = checkpoint.read_shape(family_dirs[family])
@@ -72,7 +90,9 @@ def test_masked_equals_extracted(family, untied, family_dirs):
     assert (model(IDS).logits - there).abs().max() > 0.01
 
 
-def test_a_shifted_index_a_doubled_fold_or_a_dropped_bias_breaks_the_equality(family_dirs, monkeypatch):
+def test_a_shifted_index_a_doubled_fold_or_a_dropped_bias_breaks_the_equality(
+    family_dirs, monkeypatch
+):
     directory = family_dirs["llama_biases"]
     have = checkpoint.read_shape(directory)
     masks, model = masks_for(have, smaller(have)), build("llama_biases")
@@ -127,7 +147,9 @@ def test_gradients_of_weights_agree_too(family_dirs):
         model(IDS).logits.square().mean().backward()
     gradient = dict(model.named_parameters())[name].grad
     assert gradient is not None
-    config = checkpoint.config_for(masks.shape, checkpoint.read_config(family_dirs["qwen3"]), keep.layers)
+    config = checkpoint.config_for(
+        masks.shape, checkpoint.read_config(family_dirs["qwen3"]), keep.layers
+    )
     small = checkpoint.meta_model(config, torch.float32)
     folded = Folded({n: t.detach() for n, t in model.named_parameters()}, have, values)
     small.load_state_dict(dict(Cut(folded, masks.shape, keep).items()), assign=True)
@@ -135,7 +157,9 @@ def test_gradients_of_weights_agree_too(family_dirs):
     found = small.get_parameter("model.layers.1.mlp.down_proj.weight").grad
     assert found is not None
     rows, columns = torch.tensor(keep.hidden), torch.tensor(keep.ffn[1])
-    scale = (values.hidden[rows] * values.layers[keep.layers[1]])[:, None] * values.ffn[keep.layers[1]][columns]
+    scale = (values.hidden[rows] * values.layers[keep.layers[1]])[:, None] * values.ffn[
+        keep.layers[1]
+    ][columns]
     torch.testing.assert_close(gradient[rows][:, columns], found * scale, atol=1e-5, rtol=1e-3)
 
 
@@ -183,12 +207,16 @@ def test_the_lagrangian_wants_what_it_should_and_multipliers_climb_the_gap():
         masks.penalty().backward()
         gradient = masks.multipliers["hidden"].grad
         assert gradient is not None
-        assert gradient.tolist() == pytest.approx([sparsity - wanted, (sparsity - wanted) ** 2], abs=1e-6)
+        assert gradient.tolist() == pytest.approx(
+            [sparsity - wanted, (sparsity - wanted) ** 2], abs=1e-6
+        )
     assert masks.groups()[1]["maximize"]
 
 
 def test_a_tied_model_gets_hard_hidden_masks_with_soft_gradients():
-    have = Shape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=96, vocab=100, tied=True)
+    have = Shape(
+        layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=96, vocab=100, tied=True
+    )
     masks = masks_for(have, have.model_copy(update={"hidden": 32}))
     hidden = masks.deterministic().hidden
     assert set(hidden.tolist()) == {0.0, 1.0}
@@ -199,7 +227,9 @@ def test_a_tied_model_gets_hard_hidden_masks_with_soft_gradients():
 class Rows:
     def __init__(self, vocab: int) -> None:
         self.ids = np.random.default_rng(0).integers(3, vocab, (64, 4, 17))
-        self.ids[:, :, 1::2] = (self.ids[:, :, ::2][:, :, :8] * 7 + 3) % vocab  # every second token can be known
+        self.ids[:, :, 1::2] = (
+            self.ids[:, :, ::2][:, :, :8] * 7 + 3
+        ) % vocab  # every second token can be known
 
     def batch(self, step: int) -> Batch:
         ids = self.ids[step % len(self.ids)]
@@ -212,7 +242,14 @@ SETTINGS = Loop(
 )  # fmt: skip
 
 
-def run(tmp_path: Path, settings: Loop, *, stop: int | None = None, weights: str = "full", micro_tokens: int = 0):
+def run(
+    tmp_path: Path,
+    settings: Loop,
+    *,
+    stop: int | None = None,
+    weights: str = "full",
+    micro_tokens: int = 0,
+):
     have = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
     model, masks = build("mistral", seed=1), Masks(have, smaller(have), 0)
     model.requires_grad_(weights == "full")
@@ -225,7 +262,9 @@ def run(tmp_path: Path, settings: Loop, *, stop: int | None = None, weights: str
 
 
 def test_the_constraint_is_met_at_the_end_of_a_short_run(tmp_path):
-    _, masks, records = run(tmp_path, altered(SETTINGS, steps=300, save_steps=1000, eval_steps=300), weights="frozen")
+    _, masks, records = run(
+        tmp_path, altered(SETTINGS, steps=300, save_steps=1000, eval_steps=300), weights="frozen"
+    )
     assert max(masks.gaps().values()) < 0.01
     assert isinstance(records[-1], EvalRecord)
 
@@ -243,8 +282,12 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     run(tmp_path / "b", SETTINGS, stop=5)
     again, resumed, records = run(tmp_path / "b", SETTINGS)
     assert next(r for r in records if isinstance(r, StepRecord)).step == 5
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(masks.parameters(), resumed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(masks.parameters(), resumed.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("lr", [None, 1e-4])
@@ -259,7 +302,9 @@ def test_a_masks_prune_on_disk_is_a_plain_checkpoint(lr, dtype, family, family_d
     have = checkpoint.read_shape(source)
     shape = smaller(have)
     refit = {"refit": "layers", "calibration_tokens": 128} if lr is None else {"refit": "none"}
-    write_shape_file(shape.model_copy(update={"tied": False}), tmp_path / "shape.yaml", "for a test")
+    write_shape_file(
+        shape.model_copy(update={"tied": False}), tmp_path / "shape.yaml", "for a test"
+    )
     made = prune(
         method="masks", source=str(source),
         shape=tmp_path / "shape.yaml", data=str(tmp_path / "text.txt"), seq_len=32, batch_size=2, steps=3,
@@ -268,7 +313,9 @@ def test_a_masks_prune_on_disk_is_a_plain_checkpoint(lr, dtype, family, family_d
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert checkpoint.read_shape(tmp_path / "out") == smaller(have).model_copy(update={"tied": False})
+    assert checkpoint.read_shape(tmp_path / "out") == smaller(have).model_copy(
+        update={"tied": False}
+    )
     assert (tmp_path / "out" / "masks" / "masks.safetensors").exists()
     assert "acceptance" in made.data
     assert not (tmp_path / ".out.state").exists()

@@ -26,7 +26,11 @@ IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 CONFIGS = {
     "smollm3": lambda: hf.SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 1, 0]),
     "granite": lambda: hf.GraniteConfig(
-        **SIZES, residual_multiplier=0.3, logits_scaling=4.0, embedding_multiplier=6.0, attention_multiplier=0.2
+        **SIZES,
+        residual_multiplier=0.3,
+        logits_scaling=4.0,
+        embedding_multiplier=6.0,
+        attention_multiplier=0.2,
     ),
     "ministral": lambda: hf.MinistralConfig(**SIZES, sliding_window=128),
     "seed_oss": lambda: hf.SeedOssConfig(**SIZES),
@@ -47,7 +51,11 @@ REFUSED = {
 def smaller_of(name: str, have: Shape) -> Shape:
     """Helium takes heads x head_dim to be the width."""
     shape = smaller(have)
-    return shape.model_copy(update={"hidden": shape.heads * shape.head_dim}) if name == "helium" else shape
+    return (
+        shape.model_copy(update={"hidden": shape.heads * shape.head_dim})
+        if name == "helium"
+        else shape
+    )
 
 
 def random_model(config: hf.PreTrainedConfig) -> PreTrainedModel:
@@ -89,13 +97,21 @@ def test_masked_equals_extracted(name, saved):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_walking_and_rotating_give_the_models_logits(name, saved):
     source = saved[name]
-    have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
+    have, weights, config = (
+        checkpoint.read_shape(source),
+        checkpoint.Weights(source),
+        checkpoint.read_config(source),
+    )
     with torch.inference_mode():
         wanted = checkpoint.load_model(source, torch.float32)(IDS[:1], use_cache=False).logits
     assert torch.equal(run_all(Walk(weights, config, torch.float32, CPU), [IDS[:1]])[0], wanted)
     if not have.tied:
-        rotation, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
-        turned = run_all(Walk(Rotated(weights, have, rotation), config, torch.float32, CPU), [IDS[:1]])[0]
+        rotation, _ = torch.linalg.qr(
+            torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+        )
+        turned = run_all(
+            Walk(Rotated(weights, have, rotation), config, torch.float32, CPU), [IDS[:1]]
+        )[0]
         assert (turned - wanted).abs().max() / wanted.abs().max() < 1e-4
 
 
@@ -105,7 +121,9 @@ def test_a_cut_checkpoint_is_written_and_loaded_strictly(name, saved, tmp_path):
     have, shape = checkpoint.read_shape(source), smaller_of(name, checkpoint.read_shape(source))
     keep = choose(random_scores(have, 3), have, shape, [0, 1, 4])
     config = checkpoint.config_for(shape, checkpoint.read_config(source), keep.layers)
-    saving.write_checkpoint(tmp_path, config, Cut(checkpoint.Weights(source), shape, keep).items(), None)
+    saving.write_checkpoint(
+        tmp_path, config, Cut(checkpoint.Weights(source), shape, keep).items(), None
+    )
     model = checkpoint.load_model(tmp_path, torch.float32)
     assert checkpoint.read_shape(tmp_path) == shape
     assert torch.isfinite(model(IDS).logits).all()

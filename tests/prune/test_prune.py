@@ -46,7 +46,13 @@ def text(tmp_path) -> str:
 
 
 def prune_to(
-    source: Path, out: Path, text: str, shape: Shape | None = None, *, rotate: bool = False, **settings: Any
+    source: Path,
+    out: Path,
+    text: str,
+    shape: Shape | None = None,
+    *,
+    rotate: bool = False,
+    **settings: Any,
 ) -> run.PrunedDraft:
     """Cut to a shape, the source's own if left out, by coordinates."""
     defaults = {"calibration_tokens": 256, "seq_len": 64, "device": "cpu"}
@@ -59,7 +65,9 @@ def prune_to(
     values = cast(Any, prepare(config, True).run).keywords
     cut = {name: values[name] for name in ("source", "shape", "text", "refit")}
     pruning = run.Prune(output=Output(command="prune", config=config, out=out), **cut)
-    return pruning.by_scores(values["method"], values["depth"], rotate=rotate, scores_cache=values["scores_cache"])
+    return pruning.by_scores(
+        values["method"], values["depth"], rotate=rotate, scores_cache=values["scores_cache"]
+    )
 
 
 def cut_to(source: Path, out: Path, text: str, **wanted: int) -> Path:
@@ -85,7 +93,10 @@ def test_pruning_to_the_sources_own_shape_is_bit_identical(family, family_dirs, 
     out = cut_to(family_dirs[family], tmp_path / "out", text)
     before, after = (load_file(d / "model.safetensors") for d in (family_dirs[family], out))
     assert before.keys() == after.keys()
-    assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+    assert all(
+        before[name].dtype == after[name].dtype and torch.equal(before[name], after[name])
+        for name in before
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,10 +106,16 @@ def test_cutting_silent_parts_changes_nothing(family, family_dirs, tmp_path, tex
     parameters = dict(model.named_parameters())
     silent_neurons, have = [0, 5, 6, 70, 71, 72, 80, 87], model.config
     group = have.num_attention_heads // have.num_key_value_heads
-    silent_heads = list(range(8 // 2 * 12))  # the first half of the query heads, whole groups in every family
+    silent_heads = list(
+        range(8 // 2 * 12)
+    )  # the first half of the query heads, whole groups in every family
     with torch.no_grad():
         for layer in range(5):
-            outputs = [p for n, p in parameters.items() if n.startswith(f"model.layers.{layer}.") and is_output(n)]
+            outputs = [
+                p
+                for n, p in parameters.items()
+                if n.startswith(f"model.layers.{layer}.") and is_output(n)
+            ]
             parameters[f"model.layers.{layer}.mlp.down_proj.weight"][:, silent_neurons] = 0
             parameters[f"model.layers.{layer}.self_attn.o_proj.weight"][:, silent_heads] = 0
             for output in outputs if layer in (1, 3) else []:
@@ -138,15 +155,27 @@ def test_cutting_twice_is_cutting_once(family_dirs):
             ffn=[pick(source.ffn, shape.ffn) for _ in layers],
         )
 
-    middle = have.model_copy(update={"layers": 4, "hidden": 48, "heads": 6, "kv_heads": 3, "ffn": 60})
-    small = have.model_copy(update={"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24})
+    middle = have.model_copy(
+        update={"layers": 4, "hidden": 48, "heads": 6, "kv_heads": 3, "ffn": 60}
+    )
+    small = have.model_copy(
+        update={"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
+    )
     first, second = random_keep(have, middle), random_keep(middle, small)
     through = Keep(
         layers=[first.layers[i] for i in second.layers],
         hidden=[first.hidden[i] for i in second.hidden],
-        heads=[[first.heads[i][h] for h in row] for i, row in zip(second.layers, second.heads, strict=True)],
-        kv_heads=[[first.kv_heads[i][h] for h in row] for i, row in zip(second.layers, second.kv_heads, strict=True)],
-        ffn=[[first.ffn[i][f] for f in row] for i, row in zip(second.layers, second.ffn, strict=True)],
+        heads=[
+            [first.heads[i][h] for h in row]
+            for i, row in zip(second.layers, second.heads, strict=True)
+        ],
+        kv_heads=[
+            [first.kv_heads[i][h] for h in row]
+            for i, row in zip(second.layers, second.kv_heads, strict=True)
+        ],
+        ffn=[
+            [first.ffn[i][f] for f in row] for i, row in zip(second.layers, second.ffn, strict=True)
+        ],
     )
     twice = Cut(Cut(weights, middle, first), small, second)
     once = Cut(weights, small, through)
@@ -157,7 +186,9 @@ def test_heads_are_chosen_by_group():
     have = resolve_shape()
     heads = torch.zeros(2, 8)
     heads[0] = torch.tensor([1.0, 1, 9, 0, 0, 0, 4, 7])  # groups: 2, 9, 0, 11
-    scores = Scores(layers=torch.ones(2), hidden=torch.arange(64.0), heads=heads, ffn=torch.ones(2, 88))
+    scores = Scores(
+        layers=torch.ones(2), hidden=torch.arange(64.0), heads=heads, ffn=torch.ones(2, 88)
+    )
     shape = have.model_copy(update={"heads": 2, "kv_heads": 2, "hidden": 2})
     keep = choose(scores, have, shape, [0, 1])
     assert keep.kv_heads[0] == [1, 3]
@@ -190,23 +221,34 @@ def test_rotated_and_refitted_checkpoints_load_and_generate_with_and_without_a_c
     source = family_dirs[family]
     have = checkpoint.read_shape(source)
     shape = resolve(have, layers=3, hidden=48, heads=4, kv_heads=have.kv_heads // 2, ffn=40)
-    outcome = prune_to(source, tmp_path / "out", text, shape, rotate=True, refit="layers" if have.tied else "head")
+    outcome = prune_to(
+        source, tmp_path / "out", text, shape, rotate=True, refit="layers" if have.tied else "head"
+    )
     assert outcome.agreement is not None
     assert torch.isfinite(logits(tmp_path / "out")).all()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-    made = [model.generate(IDS[:1], max_new_tokens=12, do_sample=False, use_cache=c).tolist() for c in (True, False)]
+    made = [
+        model.generate(IDS[:1], max_new_tokens=12, do_sample=False, use_cache=c).tolist()
+        for c in (True, False)
+    ]
     assert made[0] == made[1]
     padded = torch.cat([torch.full((1, 4), 2), IDS[:1, 4:]], 1)  # left, with the padding id
     mask = torch.tensor([[0] * 4 + [1] * 20, [1] * 24])
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    rows = model.generate(torch.cat([padded, IDS[1:]]), attention_mask=mask, **options)[:, 24:].tolist()
+    rows = model.generate(torch.cat([padded, IDS[1:]]), attention_mask=mask, **options)[
+        :, 24:
+    ].tolist()
     assert rows == [
-        model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)[
+            0, ids.shape[1] :
+        ].tolist()
         for ids in (IDS[:1, 4:], IDS[1:])
     ]
 
 
-def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_nothing(family_dirs, tmp_path, text):
+def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_nothing(
+    family_dirs, tmp_path, text
+):
     source = family_dirs["llama"]
     shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, heads=4, kv_heads=2, ffn=40)
     cache = tmp_path / "scores.safetensors"
@@ -238,7 +280,9 @@ def test_a_draft_is_calibrated_on_what_the_target_wrote(family_dirs, tmp_path, t
     assert chunks[0][0].tolist()[: len(first)] == first[:16]
     prune(source=str(source), outputs=store, out=tmp_path / "again", **few)
     prune(source=str(source), data=text, out=tmp_path / "other", **few)
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("draft", "again", "other")]
+    weights = [
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("draft", "again", "other")
+    ]
     assert weights[0] == weights[1] != weights[2]
     assert joined([np.array([1, 2])], 4, 5, seed=0)[0].tolist() == [[1, 2, 1, 2, 1]]
     with raises_option("--data"):
@@ -266,7 +310,9 @@ def test_a_tied_head_is_neither_rotated_nor_refitted_alone(family_dirs, tmp_path
 
 
 @pytest.mark.parametrize("family", ["qwen2_tied", "llama3_tied"])
-def test_a_tied_source_gives_an_untied_draft_that_is_rotated_and_refitted(family, family_dirs, tmp_path, text):
+def test_a_tied_source_gives_an_untied_draft_that_is_rotated_and_refitted(
+    family, family_dirs, tmp_path, text
+):
     source = family_dirs[family]
     have = checkpoint.read_shape(source)
     shape = resolve(have, layers=3, hidden=48, heads=4, kv_heads=have.kv_heads // 2, ffn=40)
@@ -313,7 +359,11 @@ def test_the_order_of_kv_groups_does_not_matter(family_dirs):
 def test_layers_by_depth_rule():
     turned = torch.tensor([0.5, 0.1, 0.4, 0.3, 0.05, 0.2])
     importance = Importance(
-        layers=turned, hidden=torch.ones(4), heads=torch.ones(6, 2), ffn=torch.ones(6, 4), covariance=torch.eye(4)
+        layers=turned,
+        hidden=torch.ones(4),
+        heads=torch.ones(6, 2),
+        ffn=torch.ones(6, 4),
+        covariance=torch.eye(4),
     )
     assert choosing.influential(importance, 4) == [0, 2, 3, 5]
     assert choosing.influential(importance, 1) == [0]
@@ -321,7 +371,10 @@ def test_layers_by_depth_rule():
 
 
 def test_baselines_rank_by_their_own_rule(family_dirs):
-    have, weights = checkpoint.read_shape(family_dirs["llama"]), checkpoint.Weights(family_dirs["llama"])
+    have, weights = (
+        checkpoint.read_shape(family_dirs["llama"]),
+        checkpoint.Weights(family_dirs["llama"]),
+    )
     assert choosing.top(choosing.first_scores(have).hidden, 3) == [0, 1, 2]
     assert torch.equal(choosing.random_scores(have, 1).ffn, choosing.random_scores(have, 1).ffn)
     assert not torch.equal(choosing.random_scores(have, 1).ffn, choosing.random_scores(have, 2).ffn)
@@ -333,10 +386,14 @@ def test_baselines_rank_by_their_own_rule(family_dirs):
     assert scores.layers.argmax() == 1
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (10, 2), (14, 2), (8, 8)])  # of 3, 5, 7 and 1 to a KV head
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(6, 2), (10, 2), (14, 2), (8, 8)]
+)  # of 3, 5, 7 and 1 to a KV head
 def test_any_number_of_heads_to_a_kv_head_can_be_tried(family_dirs, heads, kv_heads):
     config = checkpoint.read_config(family_dirs["llama"])
-    shape = checkpoint.read_shape(family_dirs["llama"]).model_copy(update={"heads": heads, "kv_heads": kv_heads})
+    shape = checkpoint.read_shape(family_dirs["llama"]).model_copy(
+        update={"heads": heads, "kv_heads": kv_heads}
+    )
     check_prunable(config, shape)
 
 
@@ -347,14 +404,19 @@ def halves(family_dirs, tmp_path) -> dict[str, Path]:
     for name, place in made.items():
         place.mkdir()
         weights = (
-            (n, t.half().to(checkpoint.DTYPES[name])) for n, t in checkpoint.Weights(family_dirs["llama"]).items()
+            (n, t.half().to(checkpoint.DTYPES[name]))
+            for n, t in checkpoint.Weights(family_dirs["llama"]).items()
         )
-        saving.write_checkpoint(place, checkpoint.read_config(family_dirs["llama"]), weights, family_dirs["llama"])
+        saving.write_checkpoint(
+            place, checkpoint.read_config(family_dirs["llama"]), weights, family_dirs["llama"]
+        )
     return made
 
 
 @pytest.mark.parametrize("rotate", [False, True])
-def test_a_float16_source_is_cut_as_the_same_numbers_in_float32(halves, text, tmp_path, rotate, capsys):
+def test_a_float16_source_is_cut_as_the_same_numbers_in_float32(
+    halves, text, tmp_path, rotate, capsys
+):
     outs = {name: tmp_path / f"{name}-out" for name in halves}
     for name, source in halves.items():
         shape = resolve(checkpoint.read_shape(source), layers=3, hidden=32, multiple_of=8)

@@ -17,7 +17,9 @@ LLAMA_7B = {
 }  # fmt: skip
 
 
-def test_without_a_network_the_paper_s_draft_is_planned_from_the_shipped_shape(tmp_path, monkeypatch):
+def test_without_a_network_the_paper_s_draft_is_planned_from_the_shipped_shape(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)  # an empty folder: the default source is huggyllama/llama-7b
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -53,7 +55,13 @@ def test_a_plan_counts_float16_as_it_is_computed_on_a_cpu(tmp_path):
 
 def test_a_plan_of_mask_training_counts_what_is_trained(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B | {"dtype": "bfloat16"}))
-    common = {"source": str(tmp_path), "layers": 12, "data": "stdlib", "device": "cpu", "out": "out"}
+    common = {
+        "source": str(tmp_path),
+        "layers": 12,
+        "data": "stdlib",
+        "device": "cpu",
+        "out": "out",
+    }
     plans = [prune(**common, method="masks", dry_run=True, **lr).data for lr in ({}, {"lr": 1e-4})]
     assert [plan["training tokens"] for plan in plans] == ["2,457,600"] * 2
     frozen, full = (float(re.search(r"[\d.]+", plan["memory"])[0]) for plan in plans)

@@ -57,14 +57,22 @@ def test_a_walk_holds_one_layer_at_a_time(family_dirs):
 @pytest.mark.parametrize("family", UNTIED)
 def test_rotating_the_stream_changes_no_logit(family, family_dirs):
     source = family_dirs[family]
-    have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
+    have, weights, config = (
+        checkpoint.read_shape(source),
+        checkpoint.Weights(source),
+        checkpoint.read_config(source),
+    )
     rotation, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
     turned = Rotated(weights, have, rotation)
     assert set(turned) == set(weights)
-    there, here = (run_all(Walk(w, config, torch.float32, CPU), [IDS[:1]])[0] for w in (turned, weights))
+    there, here = (
+        run_all(Walk(w, config, torch.float32, CPU), [IDS[:1]])[0] for w in (turned, weights)
+    )
     assert (there - here).abs().max() / here.abs().max() < 1e-4
     skewed = Rotated(weights, have, rotation * 1.1)
-    assert (run_all(Walk(skewed, config, torch.float32, CPU), [IDS[:1]])[0] - here).abs().max() > 0.01
+    assert (
+        run_all(Walk(skewed, config, torch.float32, CPU), [IDS[:1]])[0] - here
+    ).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if "tied" in family])
@@ -88,7 +96,9 @@ def test_a_tied_model_is_not_rotated(family_dirs):
 
 def widened(small: nn.Module, shape: Shape, width: int) -> tuple[dict[str, Tensor], Shape]:
     """The same function in a residual stream of width dimensions of which only shape.hidden carry anything."""
-    out, _ = torch.linalg.qr(torch.randn(width, shape.hidden, generator=torch.Generator().manual_seed(5)))
+    out, _ = torch.linalg.qr(
+        torch.randn(width, shape.hidden, generator=torch.Generator().manual_seed(5))
+    )
     share = (shape.hidden / width) ** 0.5  # an RMSNorm over more dimensions divides by less
     parameters = dict(small.named_parameters())
     wide = {}
@@ -101,7 +111,11 @@ def widened(small: nn.Module, shape: Shape, width: int) -> tuple[dict[str, Tenso
             tensor = tensor * parameters["model.norm.weight"].detach() * share
         elif axes[-1] == "hidden" and name != "model.embed_tokens.weight":
             norm = "input_layernorm" if "self_attn" in name else "post_attention_layernorm"
-            tensor = tensor * parameters[f"model.layers.{name.split('.')[2]}.{norm}.weight"].detach() * share
+            tensor = (
+                tensor
+                * parameters[f"model.layers.{name.split('.')[2]}.{norm}.weight"].detach()
+                * share
+            )
         for dim, axis in enumerate(axes):
             if axis == "hidden":
                 tensor = (tensor.movedim(dim, -1) @ out.T).movedim(-1, dim)
@@ -122,9 +136,18 @@ def test_principal_directions_find_a_narrow_stream_exactly():
     rotation, energy = importance.principal(64)
     assert energy > 1 - 1e-6
     keep = keep_all(shape)
-    draft = Walk(Cut(Rotated(weights, wide, rotation), shape, keep), small.config.to_dict(), torch.float32, CPU)
-    lockstep = Lockstep(source, draft, layers=keep.layers, basis=rotation, refit=Refit(layers=False))
-    found = dict(lockstep.tensors([row[None, :-1] for row in IDS[:2]], [row[None] for row in IDS[2:]], print))
+    draft = Walk(
+        Cut(Rotated(weights, wide, rotation), shape, keep),
+        small.config.to_dict(),
+        torch.float32,
+        CPU,
+    )
+    lockstep = Lockstep(
+        source, draft, layers=keep.layers, basis=rotation, refit=Refit(layers=False)
+    )
+    found = dict(
+        lockstep.tensors([row[None, :-1] for row in IDS[:2]], [row[None] for row in IDS[2:]], print)
+    )
     assert float(found["model.norm.weight"].mean()) == pytest.approx((96 / 64) ** 0.5, rel=1e-3)
     there = run_all(Walk(found, small.config.to_dict(), torch.float32, CPU), [IDS[:1]])[0]
     assert (there - wanted).abs().max() / wanted.abs().max() < 1e-3
@@ -161,10 +184,16 @@ def test_a_refit_that_hurts_held_out_text_is_not_taken():
 def test_refitting_a_broken_output_matrix_repairs_it(family, family_dirs):
     """The draft is the source with one o_proj and one down_proj spoilt; the refit has all it needs to undo that."""
     source = family_dirs[family]
-    have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
+    have, weights, config = (
+        checkpoint.read_shape(source),
+        checkpoint.Weights(source),
+        checkpoint.read_config(source),
+    )
     spoilt = dict(weights.items())
     for name in ("model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.down_proj.weight"):
-        spoilt[name] = spoilt[name] + 0.2 * torch.randn(spoilt[name].shape, generator=torch.Generator().manual_seed(3))
+        spoilt[name] = spoilt[name] + 0.2 * torch.randn(
+            spoilt[name].shape, generator=torch.Generator().manual_seed(3)
+        )
     rows = torch.randint(3, 300, (30, 33), generator=torch.Generator().manual_seed(2))
     results = []
     for refit in (False, True):
@@ -175,7 +204,11 @@ def test_refitting_a_broken_output_matrix_repairs_it(family, family_dirs):
             basis=torch.eye(64),
             refit=Refit(norms=False, layers=refit, ridge=1e-6),
         )
-        dict(lockstep.tensors([row[None, :-1] for row in rows[:20]], [row[None] for row in rows[20:]], print))
+        dict(
+            lockstep.tensors(
+                [row[None, :-1] for row in rows[:20]], [row[None] for row in rows[20:]], print
+            )
+        )
         assert lockstep.agreement is not None
         results.append(lockstep.agreement.acceptance)
     assert results[0] < 0.9
@@ -184,28 +217,50 @@ def test_refitting_a_broken_output_matrix_repairs_it(family, family_dirs):
 
 def test_on_the_embedded_target_rotation_and_refit_each_raise_acceptance():
     source = hub.locate("tiny")
-    have, weights, config = checkpoint.read_shape(source), checkpoint.Weights(source), checkpoint.read_config(source)
-    shape = have.model_copy(update={"layers": 4, "hidden": 128, "heads": 2, "kv_heads": 2, "ffn": 256})
+    have, weights, config = (
+        checkpoint.read_shape(source),
+        checkpoint.Weights(source),
+        checkpoint.read_config(source),
+    )
+    shape = have.model_copy(
+        update={"layers": 4, "hidden": 128, "heads": 2, "kv_heads": 2, "ffn": 256}
+    )
     tokenizer = checkpoint.load_tokenizer(source)
     ids = tokenizer(Path(checkpoint.__file__).read_text(), return_tensors="pt")["input_ids"][0]
     rows = ids[: 129 * (len(ids) // 129)].unflatten(0, (-1, 129))
     assert len(rows) > 20
-    importance = calibrate(Walk(weights, config, torch.float32, CPU), have, [r[None, :-1] for r in rows[:16]], print)
+    importance = calibrate(
+        Walk(weights, config, torch.float32, CPU), have, [r[None, :-1] for r in rows[:16]], print
+    )
     rotation, _ = importance.principal(128)
     keep = choose(importance, have, shape, [0, 5, 10, 15])
     turned = keep.model_copy(update={"hidden": list(range(128))})
     arms = {
-        "cut": (Cut(weights, shape, keep), torch.eye(256)[:, keep.hidden], Refit(norms=False, layers=False)),
-        "turned": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, Refit(layers=False)),
+        "cut": (
+            Cut(weights, shape, keep),
+            torch.eye(256)[:, keep.hidden],
+            Refit(norms=False, layers=False),
+        ),
+        "turned": (
+            Cut(Rotated(weights, have, rotation), shape, turned),
+            rotation,
+            Refit(layers=False),
+        ),
         "refitted": (Cut(Rotated(weights, have, rotation), shape, turned), rotation, Refit()),
     }
     found = {}
     for name, (cut, basis, refit) in arms.items():
         draft = Walk(cut, checkpoint.config_for(shape, config, keep.layers), torch.float32, CPU)
         lockstep = Lockstep(
-            Walk(weights, config, torch.float32, CPU), draft, layers=keep.layers, basis=basis, refit=refit
+            Walk(weights, config, torch.float32, CPU),
+            draft,
+            layers=keep.layers,
+            basis=basis,
+            refit=refit,
         )
-        dict(lockstep.tensors([r[None, :-1] for r in rows[:16]], [r[None] for r in rows[16:]], print))
+        dict(
+            lockstep.tensors([r[None, :-1] for r in rows[:16]], [r[None] for r in rows[16:]], print)
+        )
         assert lockstep.agreement is not None
         found[name] = lockstep.agreement.acceptance
     assert found["cut"] + 0.01 < found["turned"] < found["refitted"] - 0.03

@@ -21,4 +21,6 @@ def test_every_page_is_there():
 
 def test_no_page_names_a_folder_of_the_machine_that_made_it():
     for file in GALLERY.rglob("*.*"):
-        assert not re.findall(r"(?<![\w.:/])/(?:home|root|tmp|work|Users|mnt)/\S*", file.read_text()), file
+        assert not re.findall(
+            r"(?<![\w.:/])/(?:home|root|tmp|work|Users|mnt)/\S*", file.read_text()
+        ), file

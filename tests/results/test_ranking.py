@@ -6,14 +6,31 @@ import random
 from pathlib import Path
 
 import pytest
-from test_report import PROMPTS, UNEVEN, change, conditioned, model, plain, rendered, score, speculative
+from test_report import (
+    PROMPTS,
+    UNEVEN,
+    change,
+    conditioned,
+    model,
+    plain,
+    rendered,
+    score,
+    speculative,
+)
 from typer.testing import CliRunner
 
 from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.results.decoding import Counters, Generation, ServedGeneration
 from draftlab.results.environment import Environment
-from draftlab.results.ranking import category_rows, paired_tests, rank, read_scores, speedup_ratio, verdict_lines
+from draftlab.results.ranking import (
+    category_rows,
+    paired_tests,
+    rank,
+    read_scores,
+    speedup_ratio,
+    verdict_lines,
+)
 from draftlab.results.report import category_table, html, json_rows, ranking_table
 from draftlab.results.score import Latency, PromptRecord, Score, TaskResult
 from draftlab.results.warnings import score_warnings
@@ -99,7 +116,9 @@ def test_p_is_mcnemars_exact_one(won, lost):
 def result(items: list[float], metric: str = "acc", better: bool = True) -> TaskResult:
     value = sum(items) / len(items)
     n = len(items)
-    return TaskResult(task="t", metric=metric, value=value, stderr=None, n=n, higher_is_better=better, items=items)
+    return TaskResult(
+        task="t", metric=metric, value=value, stderr=None, n=n, higher_is_better=better, items=items
+    )
 
 
 def test_items_are_compared_in_pairs():
@@ -107,7 +126,9 @@ def test_items_are_compared_in_pairs():
     assert (found.won, found.lost, found.difference.value) == (3, 1, pytest.approx(2 / 6))
     assert found.p == pytest.approx(0.625)
     assert not found.significant
-    (lower,) = paired_tests([result([2.0, 3.0], "loss", False)], [result([2.5, 3.5], "loss", False)])
+    (lower,) = paired_tests(
+        [result([2.0, 3.0], "loss", False)], [result([2.5, 3.5], "loss", False)]
+    )
     assert (lower.p, lower.won, lower.significant) == (None, 2, True)
     assert paired_tests([result([1, 0])], [result([1, 0, 1])]) == []  # other items
     hashed = [result([1, 0]).model_copy(update={"items_sha256": name}) for name in ("a", "b")]
@@ -119,7 +140,10 @@ def test_no_difference_is_rarely_called_one():
     """Two drafts, both right on three of four items: by the test's law at most 5 % of 200 pairs are told apart."""
     rng = random.Random(0)
     drawn = [[float(rng.random() < 0.75) for _ in range(60)] for _ in range(400)]
-    tests = [paired_tests([result(a)], [result(b)])[0] for a, b in zip(drawn[::2], drawn[1::2], strict=True)]
+    tests = [
+        paired_tests([result(a)], [result(b)])[0]
+        for a, b in zip(drawn[::2], drawn[1::2], strict=True)
+    ]
     assert sum(test.significant for test in tests) <= 10
 
 
@@ -129,9 +153,14 @@ def test_the_command_ranks_and_keeps_the_bar(tmp_path):
     call = ["report", *map(str, paths)]
     found = json.loads(CliRunner().invoke(app, [*call, "--json"]).stdout)["ranking"]
     assert [row["draft"] for row in found] == ["fast", "slow"]
-    assert [(row["category"], row["prompts"]) for row in found[0]["categories"]] == [("chat", 4), ("code", 4)]
+    assert [(row["category"], row["prompts"]) for row in found[0]["categories"]] == [
+        ("chat", 4),
+        ("code", 4),
+    ]
     assert found[0]["categories"][0]["speedup"] == pytest.approx(2.0)
-    missed = CliRunner().invoke(app, [*call, "--min-speedup", "2.5", "--min-acceptance-length", "2"])
+    missed = CliRunner().invoke(
+        app, [*call, "--min-speedup", "2.5", "--min-acceptance-length", "2"]
+    )
     assert missed.exit_code == 3
     assert "2.000" in missed.stderr
     assert "--min-speedup" in missed.stderr
@@ -151,11 +180,18 @@ def test_pages_are_written_where_they_are_asked_for_and_show_scores(tmp_path):
 def test_a_served_score_stands_beside_a_local_one(tmp_path):
     whole = [ServedGeneration(prompt=i, tokens=16, seconds=0.6) for i in range(PROMPTS)]
     fast = [ServedGeneration(prompt=i, tokens=16, seconds=0.3) for i in range(PROMPTS)]
-    counters = {4: Counters(num_drafts=40, num_draft_tokens=160, num_accepted_tokens_per_pos=[32, 24, 16, 8])}
+    counters = {
+        4: Counters(
+            num_drafts=40, num_draft_tokens=160, num_accepted_tokens_per_pos=[32, 24, 16, 8]
+        )
+    }
     served = change(score("served"), plain=whole, speculative={4: fast}, counters=counters)
     again = Score.model_validate_json(served.model_dump_json())
     assert again == served
-    assert (again.speedup(4).value, again.acceptance(4).mean_acceptance_length) == (pytest.approx(2), 3.0)
+    assert (again.speedup(4).value, again.acceptance(4).mean_acceptance_length) == (
+        pytest.approx(2),
+        3.0,
+    )
     places = rank(read_scores(kept(tmp_path, served, score("a", speed=0.9))))
     assert [p.name for p in places] == ["served", "a"]
     page = html([served, score("a")], "")
@@ -186,16 +222,27 @@ def test_a_kind_of_prompt_that_is_answered_with_its_end_gains_nothing(tmp_path):
         verify_seconds=0, host_seconds=0,
     )  # fmt: skip
     one = change(
-        base, prompts=kinds, plain=[ended, *base.plain[1:]], speculative={4: [ended, *base.speculative[4][1:]]}
+        base,
+        prompts=kinds,
+        plain=[ended, *base.plain[1:]],
+        speculative={4: [ended, *base.speculative[4][1:]]},
     )
     of_others, of_ended = category_rows(one)
-    assert (of_ended["speedup"], of_ended["tpot_speedup"]) == (pytest.approx(1), None)  # 0.1 s of prefill, either way
-    assert (of_others["speedup"], of_others["tpot_speedup"]) == (pytest.approx(3.5), pytest.approx(3.5))
+    assert (of_ended["speedup"], of_ended["tpot_speedup"]) == (
+        pytest.approx(1),
+        None,
+    )  # 0.1 s of prefill, either way
+    assert (of_others["speedup"], of_others["tpot_speedup"]) == (
+        pytest.approx(3.5),
+        pytest.approx(3.5),
+    )
     assert of_ended["output_tps"] == pytest.approx(10)
     table = category_table(one)
     assert table is not None
     assert "1.00x" in rendered(table, 80)
-    assert any("1 of 8 prompts were answered with one token" in text for text in score_warnings([one]))
+    assert any(
+        "1 of 8 prompts were answered with one token" in text for text in score_warnings([one])
+    )
 
 
 def test_a_parallel_draft_implies_one_pass_over_the_last_steps_tokens_and_the_mask_tokens():
@@ -203,7 +250,9 @@ def test_a_parallel_draft_implies_one_pass_over_the_last_steps_tokens_and_the_ma
     k = base.best_k
     width = base.tokens_per_pass(k) + k - 1
     target = base.target.model_copy(update={"latency": [latency(1, 1.0), latency(k + 1, 2.0)]})
-    wide = base.draft.model_copy(update={"parallel": True, "latency": [latency(n, 0.1 * n) for n in (1, k + 1, 99)]})
+    wide = base.draft.model_copy(
+        update={"parallel": True, "latency": [latency(n, 0.1 * n) for n in (1, k + 1, 99)]}
+    )
     found = change(base, target=target, draft=wide).implied_speedup(k)
     assert found == pytest.approx(base.tokens_per_pass(k) / (0.1 * width + 2.0))
 
@@ -211,23 +260,35 @@ def test_a_parallel_draft_implies_one_pass_over_the_last_steps_tokens_and_the_ma
 def test_a_verdict_says_that_nobody_can_tell_where_the_machine_or_the_figures_disagree():
     base = at("draft", [0.2] * PROMPTS)
     assert base.doubt is None
-    busy = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
-    assert change(base, environment=busy).verdict().startswith("Cannot tell, because other work kept 1.5 of 2 cores")
+    busy = Environment(
+        system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None
+    )
+    assert (
+        change(base, environment=busy)
+        .verdict()
+        .startswith("Cannot tell, because other work kept 1.5 of 2 cores")
+    )
     for share, doubted in ((None, False), (0.1, False), (0.2, True)):
         stolen = busy.model_copy(update={"busy_cores": 0.0, "stolen_share": share})
         doubt = change(base, environment=stolen).doubt
         assert (doubt == "the hypervisor gave 20% of the cores' time to other machines") == doubted
     k = base.best_k
     for share, doubted in ((0.0, False), (0.05, False), (0.8, True)):
-        some = [g.model_copy(update={"stalled_passes": round(share * len(g.drafted))}) for g in base.generations(k)]
+        some = [
+            g.model_copy(update={"stalled_passes": round(share * len(g.drafted))})
+            for g in base.generations(k)
+        ]
         assert (change(base, speculative={k: some}).doubt is not None) == doubted
-    target = base.speedup_value(k) / base.tokens_per_pass(k)  # a step of that many passes gives what was measured
+    target = base.speedup_value(k) / base.tokens_per_pass(
+        k
+    )  # a step of that many passes gives what was measured
     for factor, doubted in ((1.0, False), (1.2, False), (1.3, True), (0.7, True)):
         passes = {1: 1.0, k + 1: 1 / (target * factor) - k * 0.01}
         model = base.target.model_copy(
             update={
                 "latency": [
-                    Latency(width=width, median_ms=ms, low_ms=ms, high_ms=ms, n=20) for width, ms in passes.items()
+                    Latency(width=width, median_ms=ms, low_ms=ms, high_ms=ms, n=20)
+                    for width, ms in passes.items()
                 ]
             }
         )
@@ -242,7 +303,9 @@ def test_a_verdict_says_that_nobody_can_tell_where_the_machine_or_the_figures_di
         assert lookup_first.implied_speedup(k) is None
 
 
-BUSY_MACHINE = Environment(system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None)
+BUSY_MACHINE = Environment(
+    system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None
+)
 
 
 def test_waits_and_uneven_repeats_are_doubt_where_times_are_wall_clock():
@@ -257,12 +320,21 @@ def test_waits_and_uneven_repeats_are_doubt_where_times_are_wall_clock():
         for device, threads, doubted in (("p", 2, True), ("p", 1, on_one), ("p", None, True)):
             doubt = conditioned(waiting, device=device, threads=threads).doubt
             assert (said in str(doubt)) == doubted, (device, threads)
-    on_gpu = conditioned(change(base, environment=idle.model_copy(update={"pressure": 1.0})), device="H100", threads=1)
+    on_gpu = conditioned(
+        change(base, environment=idle.model_copy(update={"pressure": 1.0})),
+        device="H100",
+        threads=1,
+    )
     assert on_gpu.doubt is None
     for uneven, doubted in ((2, False), (3, True)):
-        again = [plain(g.prompt, (2 if g.prompt < uneven else 1) * (0.3 + 0.1 * g.prompt)) for g in base.plain]
+        again = [
+            plain(g.prompt, (2 if g.prompt < uneven else 1) * (0.3 + 0.1 * g.prompt))
+            for g in base.plain
+        ]
         found = change(base, plain=[*base.plain, *again]).doubt
-        assert (found == f"{uneven} of 8 prompts took up to 2.0 times as long when repeated") == doubted
+        assert (
+            found == f"{uneven} of 8 prompts took up to 2.0 times as long when repeated"
+        ) == doubted
         assert (found is None) != doubted
         counted = change(base, plain=[*base.plain, *again], environment=idle)
         assert conditioned(counted, device="p", threads=1).doubt is None

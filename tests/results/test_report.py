@@ -25,7 +25,9 @@ from draftlab.results.tables import Table
 from draftlab.results.warnings import score_warnings
 
 PROMPTS = 8
-ACC = TaskResult(task="py_choice", metric="acc", value=0.612, stderr=0.014, n=200, higher_is_better=True)
+ACC = TaskResult(
+    task="py_choice", metric="acc", value=0.612, stderr=0.014, n=200, higher_is_better=True
+)
 CONDITIONS = Conditions(
     device="cpu",
     dtype="float32",
@@ -65,7 +67,9 @@ def plain(prompt: int, seconds: float) -> Generation:
     )
 
 
-def speculative(prompt: int, accepted: list[int], k: int, seconds: float, cut: int = 0) -> Generation:
+def speculative(
+    prompt: int, accepted: list[int], k: int, seconds: float, cut: int = 0
+) -> Generation:
     """Time is one third drafting, one half verifying, one sixth host; the first cut steps emit one token less."""
     emitted = [a + 1 - (i < cut) for i, a in enumerate(accepted)]
     return Generation(
@@ -84,7 +88,13 @@ def speculative(prompt: int, accepted: list[int], k: int, seconds: float, cut: i
 UNEVEN = [plain(i, 0.3 + 0.1 * i) for i in range(PROMPTS)]
 
 
-def score(name: str = "wide", *, speed: float = 1.0, layers: int = 2, tasks: tuple[TaskResult, ...] = (ACC,)) -> Score:
+def score(
+    name: str = "wide",
+    *,
+    speed: float = 1.0,
+    layers: int = 2,
+    tasks: tuple[TaskResult, ...] = (ACC,),
+) -> Score:
     """Twice as fast at K = 4 (3 tokens per pass, half accepted) and 1.2 times at K = 1, both multiplied by speed."""
     return Score(
         name=name,
@@ -113,7 +123,10 @@ def conditioned(base: Score, **fields: object) -> Score:
 
 
 def with_cuts(steps_cut: int, of: int) -> Score:
-    runs = [speculative(i, [4] * (of // PROMPTS), 4, 0.3, cut=steps_cut if i == 0 else 0) for i in range(PROMPTS)]
+    runs = [
+        speculative(i, [4] * (of // PROMPTS), 4, 0.3, cut=steps_cut if i == 0 else 0)
+        for i in range(PROMPTS)
+    ]
     return change(score(), speculative={4: runs})
 
 
@@ -153,7 +166,9 @@ def rendered(table: Table | TerminalTable, width: int) -> str:
 
 
 def markdown_rows(text: str) -> list[dict[str, str]]:
-    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    lines = [
+        re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| ")
+    ]
     heads = [cell.strip() for cell in lines[0]]
     board = [line for line in lines[2:] if len(line) == len(heads)]
     return [dict(zip(heads, (cell.strip() for cell in line), strict=True)) for line in board]
@@ -188,7 +203,9 @@ def test_markdown_holds_the_records_numbers():
 
 
 def test_one_prompt_has_no_interval():
-    single = change(score(), plain=[plain(0, 0.6)], speculative={4: [speculative(0, [4, 2, 0, 3, 1], 4, 0.3)]})
+    single = change(
+        score(), plain=[plain(0, 0.6)], speculative={4: [speculative(0, [4, 2, 0, 3, 1], 4, 0.3)]}
+    )
     assert markdown_rows(markdown([single]))[0]["requests (95%)"] == "2.00x (n = 1)"
 
 
@@ -235,15 +252,24 @@ def test_score_table_shows_every_number_whole(width: int, count: int):
     first = next(i for i, line in enumerate(lines) if line.startswith("* "))
     words = " ".join(lines[first : first + 2]).split()
     assert {"4", "50.0%", "3.00", "50.0", "2.00x", "2.00-2.00", "0.612"} <= set(words)
-    assert sum(line.startswith("* ") for line in lines) == 2  # the best draft, and the caption that explains the mark
+    assert (
+        sum(line.startswith("* ") for line in lines) == 2
+    )  # the best draft, and the caption that explains the mark
 
 
 def test_page_loads_nothing():
     source = html([score("a"), score("b", speed=0.9)], command="draftlab report a b")
     page = Page(source)
     assert page.open == []
-    assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & {tag for tag, _ in page.tags}
-    addresses = [attrs[name] for _, attrs in page.tags for name in ("href", "src", "xlink:href") if name in attrs]
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & {
+        tag for tag, _ in page.tags
+    }
+    addresses = [
+        attrs[name]
+        for _, attrs in page.tags
+        for name in ("href", "src", "xlink:href")
+        if name in attrs
+    ]
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     wanted = {str(address).removeprefix("#") for address in addresses}
     wanted |= set(re.findall(r"url\(#([^)]+)\)", " ".join(str(attrs) for _, attrs in page.tags)))
@@ -276,7 +302,11 @@ STAGES = [
 
 
 def test_the_cost_of_a_draft_is_its_records():
-    made = [change(score("d"), made=STAGES), change(score("lookup", speed=0.9), made=[]), score("old", speed=0.8)]
+    made = [
+        change(score("d"), made=STAGES),
+        change(score("lookup", speed=0.9), made=[]),
+        score("old", speed=0.8),
+    ]
     text = markdown(made)
     assert "| d | 11.0 | 2M | prune 0.5 min (1k tokens), distill 10.5 min (2M tokens) |" in text
     assert "| lookup | 0 | 0 | nothing to make |" in text
@@ -291,7 +321,10 @@ def test_a_steps_time_is_its_phases():
     table = re.search(r'aria-label="Where the time of a step goes"><table.*?</table>', source, re.S)
     assert table is not None
     cells = [re.findall(r"<td>(.*?)</td>", row) for row in table[0].split("<tr")[2:]]
-    assert cells == [["0.00", "40.0", "0.00", "40.0", "1.00", "40.0"], ["20.0", "30.0", "10.0", "60.0", "3.00", "20.0"]]
+    assert cells == [
+        ["0.00", "40.0", "0.00", "40.0", "1.00", "40.0"],
+        ["20.0", "30.0", "10.0", "60.0", "3.00", "20.0"],
+    ]
 
 
 def test_marks_of_many_categories_differ():
@@ -337,14 +370,19 @@ def test_no_label_is_clipped_and_no_axis_exaggerates(drawn):
 def test_colours_stand_out_from_light_dark_and_paper():
     """WCAG 2.2: 4.5 to 1 for text, 3 to 1 for what plots draw."""
     schemes = [
-        dict(re.findall(r"--(\w+): (#\w+);", block)) for block in html([score()], command="").split(":root {")[1:]
+        dict(re.findall(r"--(\w+): (#\w+);", block))
+        for block in html([score()], command="").split(":root {")[1:]
     ]
     assert len(schemes) == 3
     for scheme in schemes:
         for ink in scheme.keys() - {"page", "card", "line", "best"}:
             for ground in ("page", "card"):
-                light, dark = sorted((luminance(scheme[ink]), luminance(scheme[ground])), reverse=True)
-                assert (light + 0.05) / (dark + 0.05) >= (3 if re.fullmatch(r"c\d", ink) else 4.5), (ink, ground)
+                light, dark = sorted(
+                    (luminance(scheme[ink]), luminance(scheme[ground])), reverse=True
+                )
+                assert (light + 0.05) / (dark + 0.05) >= (
+                    3 if re.fullmatch(r"c\d", ink) else 4.5
+                ), (ink, ground)
 
 
 def test_plots_take_the_pages_ink():
@@ -384,8 +422,19 @@ def test_json_has_vllms_names_and_the_records_numbers():
         "identical": True,
         "dtype": "float32",
     }
-    measured = {"speedup": 2, "speedup_low": 2, "speedup_high": 2, "output_tps": 50, "plain_output_tps": 25}
-    shares = {"draft_share": 1 / 3, "verify_share": 1 / 2, "host_share": 1 / 6, "break_even_length": 1.5}
+    measured = {
+        "speedup": 2,
+        "speedup_low": 2,
+        "speedup_high": 2,
+        "output_tps": 50,
+        "plain_output_tps": 25,
+    }
+    shares = {
+        "draft_share": 1 / 3,
+        "verify_share": 1 / 2,
+        "host_share": 1 / 6,
+        "break_even_length": 1.5,
+    }
     assert {name: row[name] for name in counts} == counts
     assert {name: row[name] for name in measured | shares} == pytest.approx(measured | shares)
 
@@ -407,7 +456,12 @@ def test_each_fault_gives_its_own_warning_everywhere(faulty: Score):
 
 
 def test_no_warning_up_to_the_bar():
-    sound = [score(), change(score(), equal_texts=None), change(score(), distinct_4grams=0.5), with_cuts(4, of=40)]
+    sound = [
+        score(),
+        change(score(), equal_texts=None),
+        change(score(), distinct_4grams=0.5),
+        with_cuts(4, of=40),
+    ]
     assert [score_warnings([each]) for each in sound] == [[]] * 4
 
 
@@ -415,7 +469,10 @@ def test_unequal_conditions_and_targets_are_warned_of():
     others = [score("a"), conditioned(score("b"), threads=4)]
     assert len(score_warnings(others)) == 1
     assert "| threads | 1 (a); 4 (b) |" in markdown(others)
-    assert len(score_warnings([score("a"), change(score("b"), target=model("other", 13, 20.0, []))])) == 1
+    assert (
+        len(score_warnings([score("a"), change(score("b"), target=model("other", 13, 20.0, []))]))
+        == 1
+    )
 
 
 @pytest.mark.parametrize("count", [1, 8])
@@ -427,7 +484,12 @@ def test_page_draws_every_draft_and_opens_with_answer_picture_and_table(count: i
     assert all(page.text.count(f"draft-{i}") >= 5 for i in range(count))
     assert "nan" not in "".join(attrs.get("d") or "" for _, attrs in page.tags)
     body = source[source.index("<h1>") :]
-    assert body.index('class="answer"') < body.index("<svg") < body.index("<table") < body.index("<h2>Why")
+    assert (
+        body.index('class="answer"')
+        < body.index("<svg")
+        < body.index("<table")
+        < body.index("<h2>Why")
+    )
 
 
 def test_a_draft_that_gains_is_exported_by_the_command_on_the_page():

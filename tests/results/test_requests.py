@@ -52,8 +52,15 @@ def test_a_request_is_its_prefill_and_its_decoding():
     assert tpot is not None
     assert ttft is not None
     assert plain_ttft is not None
-    assert (tpot.value, ttft.value, plain_ttft.value) == (pytest.approx(4), pytest.approx(750), pytest.approx(500))
-    assert (one.request_ms(4).value, one.request_ms(0).value) == (pytest.approx(1000), pytest.approx(1500))
+    assert (tpot.value, ttft.value, plain_ttft.value) == (
+        pytest.approx(4),
+        pytest.approx(750),
+        pytest.approx(500),
+    )
+    assert (one.request_ms(4).value, one.request_ms(0).value) == (
+        pytest.approx(1000),
+        pytest.approx(1500),
+    )
     assert one.break_even_length(4) == pytest.approx(5 / 4)  # steps of 5 tokens: decoding alone
 
 
@@ -74,7 +81,11 @@ def test_ttft_is_the_median_repeat_of_each_prompt():
     one = change(drafted("d", 0.5, {4: 0.25}), speculative={4: repeats}, plain=arm(0.5, 1.0) * 3)
     ttft = one.ttft_ms(4)
     assert ttft is not None
-    assert (ttft.value, ttft.low, ttft.high) == (pytest.approx(300), pytest.approx(300), pytest.approx(300))
+    assert (ttft.value, ttft.low, ttft.high) == (
+        pytest.approx(300),
+        pytest.approx(300),
+        pytest.approx(300),
+    )
 
 
 def test_k_and_the_verdict_are_chosen_by_requests_where_decoding_alone_says_otherwise():
@@ -159,12 +170,22 @@ def test_json_names_requests_tpot_and_ttft():
         "equal_texts": 1,
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
-    assert {f"{name}_{end}" for name in ("speedup", "tpot_speedup", "ttft_ms") for end in ("low", "high")} <= set(row)
-    assert (row["baseline_weights"], row["target_weights"], row["draft_weights"]) == ("float32", "float32", "float32")
+    assert {
+        f"{name}_{end}"
+        for name in ("speedup", "tpot_speedup", "ttft_ms")
+        for end in ("low", "high")
+    } <= set(row)
+    assert (row["baseline_weights"], row["target_weights"], row["draft_weights"]) == (
+        "float32",
+        "float32",
+        "float32",
+    )
 
 
 def test_every_table_has_both_plain_runs_and_the_precision_of_both_sides():
-    precise = CONDITIONS.model_copy(update={"target_weights": "int8", "draft_weights": "int8", "dtype": "bfloat16"})
+    precise = CONDITIONS.model_copy(
+        update={"target_weights": "int8", "draft_weights": "int8", "dtype": "bfloat16"}
+    )
     one = change(drafted("d", 0.4, {4: 0.2}), conditions=precise, plain=arm(0.4, 0.6))
     one = change(one, other_plain={"bfloat16": arm(0.5, 1.0)})
     said = "weights: target int8, draft int8; activations bfloat16; mode eager, 1 thread, batch 1"
@@ -193,7 +214,11 @@ def test_share_of_equal_texts():
 
 
 def test_identical_follows_from_the_equal_texts():
-    assert [change(score(), equal_texts=share).identical for share in (1.0, 0.99, None)] == [True, False, None]
+    assert [change(score(), equal_texts=share).identical for share in (1.0, 0.99, None)] == [
+        True,
+        False,
+        None,
+    ]
     lossy = change(score(), equal_texts=0.75)
     assert "75.0%" in rendered(board(lossy), 120)
     assert "75.0%" in markdown([lossy])

@@ -47,13 +47,19 @@ def test_acceptance_of_a_hand_counted_run():
     assert found.n_truncated_steps == 0
 
 
-steps = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)).map(lambda t: (t[0], min(t))), min_size=1, max_size=30)
+steps = st.lists(
+    st.tuples(st.integers(1, 5), st.integers(0, 5)).map(lambda t: (t[0], min(t))),
+    min_size=1,
+    max_size=30,
+)
 
 
 @given(steps)
 @settings(max_examples=60, deadline=None)
 def test_self_checks_of_the_metrics_hold(run):
-    found = count_acceptance([generation(drafted=[d for d, _ in run], accepted=[a for _, a in run])], 5)
+    found = count_acceptance(
+        [generation(drafted=[d for d, _ in run], accepted=[a for _, a in run])], 5
+    )
     assert 1 <= found.mean_acceptance_length <= 6
     assert found.mean_acceptance_length == pytest.approx(1 + sum(found.per_position_acceptance))
     assert sum(found.acceptance_histogram) == found.num_spec_steps
@@ -100,7 +106,11 @@ def test_noise_alone_makes_no_speed_up():
         slow = [(10, 10.0)] * 12
         arms = [[(10, rng.uniform(6, 14)) for _ in slow] for _ in range(6)]
         found.append(intervals.speedup((arms, slow)))
-        itself.append(max(intervals.tokens_per_second(arm) / intervals.tokens_per_second(slow) for arm in arms))
+        itself.append(
+            max(
+                intervals.tokens_per_second(arm) / intervals.tokens_per_second(slow) for arm in arms
+            )
+        )
     assert sum(itself) / 12 > 1.08
     assert sum(one.value for one in found) / 12 == pytest.approx(1, abs=0.04)
     assert sum(one.low < 1 < one.high for one in found) >= 11

@@ -38,7 +38,13 @@ def test_logits_are_the_sources_by_transformers_alone(family, family_dirs, tmp_p
     kv_heads = 12 if family == "llama_mha" else 6
     out = expanded(family_dirs[family], tmp_path / "out", kv_heads=kv_heads)
     shape = checkpoint.read_shape(out)
-    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn) == (7, 96, 12, kv_heads, 104)
+    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn) == (
+        7,
+        96,
+        12,
+        kv_heads,
+        104,
+    )
     assert error(logits(out), logits(family_dirs[family])) < 1e-4
 
 
@@ -46,14 +52,24 @@ def test_logits_are_the_sources_by_transformers_alone(family, family_dirs, tmp_p
 @pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
 def test_logits_are_the_sources_in_our_decoder(family, mode, family_dirs, tmp_path):
     out = expanded(family_dirs[family], tmp_path / "out")
-    models = [modes.with_mode(llama.load(path, torch.float32), mode) for path in (out, family_dirs[family])]
+    models = [
+        modes.with_mode(llama.load(path, torch.float32), mode)
+        for path in (out, family_dirs[family])
+    ]
     ours, expected = (model.forward_uncached(IDS, IDS.shape[1]) for model in models)
     assert error(ours, expected) < 1e-4
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads"),
-    [(12, 4), (16, 4), (8, 8), (16, 8), (24, 12), (32, 8)],  # of 8 on 4: more heads each, fewer, as many
+    [
+        (12, 4),
+        (16, 4),
+        (8, 8),
+        (16, 8),
+        (24, 12),
+        (32, 8),
+    ],  # of 8 on 4: more heads each, fewer, as many
 )
 def test_ratios_of_heads_that_hold_the_source_are_exact(heads, kv_heads, family_dirs, tmp_path):
     out = expanded(family_dirs["llama_biases"], tmp_path / "out", heads=heads, kv_heads=kv_heads)
@@ -63,8 +79,13 @@ def test_ratios_of_heads_that_hold_the_source_are_exact(heads, kv_heads, family_
 @pytest.mark.parametrize("axis", ["layers", "hidden", "heads", "ffn"])
 def test_each_axis_alone(axis, family_dirs, tmp_path):
     kv_heads = 6 if axis == "heads" else 4
-    sizes = SAME | {"kv_heads": kv_heads, axis: {"layers": 6, "hidden": 72, "heads": 12, "ffn": 90}[axis]}
-    sizes["hidden"] = 72 if axis == "heads" else sizes["hidden"]  # LLaMA wants heads to divide the width
+    sizes = SAME | {
+        "kv_heads": kv_heads,
+        axis: {"layers": 6, "hidden": 72, "heads": 12, "ffn": 90}[axis],
+    }
+    sizes["hidden"] = (
+        72 if axis == "heads" else sizes["hidden"]
+    )  # LLaMA wants heads to divide the width
     out = expanded(family_dirs["llama3_tied"], tmp_path / "out", **sizes)
     assert error(logits(out), logits(family_dirs["llama3_tied"])) < 1e-4
 
@@ -78,7 +99,12 @@ def test_a_tied_head_can_be_written_out(family_dirs, tmp_path):
 
 @pytest.mark.parametrize(
     "wrong",
-    ["model.layers.2.input_layernorm.weight", "model.norm.weight", "model.layers.6.mlp.down_proj.weight", "eps"],
+    [
+        "model.layers.2.input_layernorm.weight",
+        "model.norm.weight",
+        "model.layers.6.mlp.down_proj.weight",
+        "eps",
+    ],
 )
 def test_one_wrong_scale_changes_the_logits(wrong, family_dirs, tmp_path):
     out = expanded(family_dirs["llama"], tmp_path / "out")
@@ -87,7 +113,9 @@ def test_one_wrong_scale_changes_the_logits(wrong, family_dirs, tmp_path):
         (out / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     else:
         weights = load_file(out / "model.safetensors")
-        weights[wrong] = weights[wrong] * 1.5**0.5 + (1e-3 if "down" in wrong else 0)  # unscaled, or not zero
+        weights[wrong] = weights[wrong] * 1.5**0.5 + (
+            1e-3 if "down" in wrong else 0
+        )  # unscaled, or not zero
         save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     assert error(logits(out), logits(family_dirs["llama"])) > 1e-4
 
@@ -113,21 +141,32 @@ def test_a_trimmed_head_comes_along(family_dirs, tmp_path):
     out = expanded(source, tmp_path / "out")
     assert checkpoint.read_shape(out).draft_vocab == 103
     ours, expected = (
-        llama.load(path, torch.float32).forward_uncached(IDS, IDS.shape[1])[..., ::3] for path in (out, source)
+        llama.load(path, torch.float32).forward_uncached(IDS, IDS.shape[1])[..., ::3]
+        for path in (out, source)
     )
     assert error(ours, expected) < 1e-4
 
 
 def test_what_is_added_is_random_of_the_sources_scale_and_seeded(family_dirs):
-    weights, source = checkpoint.Weights(family_dirs["llama"]), checkpoint.read_shape(family_dirs["llama"])
-    shape = source.model_copy(update={"layers": 7, "hidden": 96, "heads": 12, "kv_heads": 6, "ffn": 104})
+    weights, source = (
+        checkpoint.Weights(family_dirs["llama"]),
+        checkpoint.read_shape(family_dirs["llama"]),
+    )
+    shape = source.model_copy(
+        update={"layers": 7, "hidden": 96, "heads": 12, "kv_heads": 6, "ffn": 104}
+    )
     first, again, other = (Expanded(weights, source, shape, seed) for seed in (0, 0, 1))
     for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.6.self_attn.q_proj.weight"):
         assert torch.equal(first[name], again[name])
         assert not torch.equal(first[name], other[name])
-    added, have = first["model.layers.0.mlp.up_proj.weight"][:, 64:], weights["model.layers.0.mlp.up_proj.weight"]
+    added, have = (
+        first["model.layers.0.mlp.up_proj.weight"][:, 64:],
+        weights["model.layers.0.mlp.up_proj.weight"],
+    )
     assert added.std().item() == pytest.approx(have.std().item(), rel=0.1)
-    assert not torch.equal(first["model.layers.5.mlp.up_proj.weight"], first["model.layers.6.mlp.up_proj.weight"])
+    assert not torch.equal(
+        first["model.layers.5.mlp.up_proj.weight"], first["model.layers.6.mlp.up_proj.weight"]
+    )
 
 
 def test_it_streams(family_dirs):
@@ -140,7 +179,9 @@ def test_it_streams(family_dirs):
             return super().__getitem__(name)
 
     source = checkpoint.read_shape(family_dirs["llama"])
-    tensors = Expanded(Watched(family_dirs["llama"]), source, source.model_copy(update={"layers": 9}), 0)
+    tensors = Expanded(
+        Watched(family_dirs["llama"]), source, source.model_copy(update={"layers": 9}), 0
+    )
     assert read == []
     assert tensors["model.layers.8.mlp.up_proj.weight"].shape == (88, 64)
     assert read == ["model.layers.3.mlp.up_proj.weight"]
@@ -166,7 +207,9 @@ def requested(source: Path, tmp_path: Path, **sizes: Any) -> str:
 
 @pytest.mark.parametrize("axis", ["layers", "hidden", "heads", "kv_heads", "ffn"])
 def test_no_axis_may_be_shorter_than_the_sources(axis, family_dirs, tmp_path):
-    assert f"{axis} 2 is less than the source has" in requested(family_dirs["llama"], tmp_path, **{axis: 2})
+    assert f"{axis} 2 is less than the source has" in requested(
+        family_dirs["llama"], tmp_path, **{axis: 2}
+    )
 
 
 def test_kv_heads_that_cannot_repeat_the_sources_are_refused(family_dirs, tmp_path):
@@ -178,12 +221,16 @@ def test_kv_heads_that_cannot_repeat_the_sources_are_refused(family_dirs, tmp_pa
 
 @pytest.mark.parametrize(("field", "size"), [("head_dim", 16), ("vocab", 400)])
 def test_another_head_dim_or_vocabulary_is_refused(field, size, family_dirs, tmp_path):
-    assert f"{field} {size} differs from the source's" in requested(family_dirs["llama"], tmp_path, **{field: size})
+    assert f"{field} {size} differs from the source's" in requested(
+        family_dirs["llama"], tmp_path, **{field: size}
+    )
 
 
 def test_norms_that_add_one_are_refused(family_dirs, tmp_path):
     config = json.loads((family_dirs["llama"] / "config.json").read_text())
     (tmp_path / "gemma").mkdir()
     (tmp_path / "gemma/config.json").write_text(json.dumps(config | {"model_type": "gemma"}))
-    (tmp_path / "gemma/model.safetensors").write_bytes((family_dirs["llama"] / "model.safetensors").read_bytes())
+    (tmp_path / "gemma/model.safetensors").write_bytes(
+        (family_dirs["llama"] / "model.safetensors").read_bytes()
+    )
     requested(tmp_path / "gemma", tmp_path)

@@ -13,7 +13,9 @@ LARGER = {"layers": 7, "hidden": 96, "heads": 6, "kv_heads": 6, "head_dim": 16, 
 
 
 @pytest.mark.parametrize("mode", ["eager", "native"])
-def test_the_text_and_acceptance_are_the_sources_at_another_cost(family_dirs, tmp_path, monkeypatch, capsys, mode):
+def test_the_text_and_acceptance_are_the_sources_at_another_cost(
+    family_dirs, tmp_path, monkeypatch, capsys, mode
+):
     source = family_dirs["llama_mha"]
     shape = checkpoint.read_shape(source)
     target, draft = tmp_path / "target.yaml", tmp_path / "draft.yaml"
@@ -22,7 +24,9 @@ def test_the_text_and_acceptance_are_the_sources_at_another_cost(family_dirs, tm
     shallow = tmp_path / "shallow.yaml"
     write_shape_file(shape.model_copy(update=LARGER | {"layers": 1}), shallow, "a test")
     text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40)))
+    text.write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))
+    )
     expanded_target.main(
         cut=Path(source), source=str(source), target=str(target), drafts=f"{draft},{shallow}", k="3", data=str(text),
         prompts=2, prompt_tokens=12, new_tokens=16, mode=mode, dtype="float32", device="cpu", room=1e7,
@@ -32,6 +36,8 @@ def test_the_text_and_acceptance_are_the_sources_at_another_cost(family_dirs, tm
     ((name, (row,)),) = found["rows"].items()  # one layer does not contain five
     assert name == str(draft)
     assert row["same_tokens"] == 1
-    assert row["tokens_per_pass"] >= 15 / 4  # the draft is the source, so that all but the end is accepted
+    assert (
+        row["tokens_per_pass"] >= 15 / 4
+    )  # the draft is the source, so that all but the end is accepted
     assert found["share_of_bandwidth"] > 0
     assert found["beside_paper"]["wide_796m_over_noft_1.3b"] is None

@@ -25,7 +25,8 @@ from draftlab.scoring.lm_eval import Tasks, load_tasks
 
 CPU = torch.device("cpu")
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
 )
 TASK = """
 task: {name}
@@ -39,10 +40,14 @@ doc_to_target: "{{{{answer}}}}"
 {more}
 """
 KINDS = {
-    "multiple_choice": 'doc_to_choice: ["yes", "no", " maybe so"]\n'
-    "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]",
-    "loglikelihood_rolling": "metric_list:\n"
-    "  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}",
+    "multiple_choice": (
+        'doc_to_choice: ["yes", "no", " maybe so"]\nmetric_list: '
+        "[{metric: acc, aggregation: mean, higher_is_better: true}]"
+    ),
+    "loglikelihood_rolling": (
+        "metric_list:\n  - "
+        "{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}"
+    ),
     "generate_until": "generation_kwargs: {until: ['zz'], do_sample: false, max_gen_toks: 9}\n"
     "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]",
 }
@@ -60,7 +65,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"question": f"return self.{'x' * n}", "answer": n % 3} for n in range(7)]
     (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for kind, more in KINDS.items():
-        text = TASK.format(name=kind, data=out / "rows.jsonl", cache=out / "cache", kind=kind, more=more)
+        text = TASK.format(
+            name=kind, data=out / "rows.jsonl", cache=out / "cache", kind=kind, more=more
+        )
         (out / f"{kind}.yaml").write_text(text)
     (out / "both.yaml").write_text(GROUP)
     return out
@@ -75,11 +82,15 @@ def chat(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return out
 
 
-def golden(directory: Path, names: list[str], folder: Path, **settings: Any) -> dict[tuple[str, str], list[float]]:
+def golden(
+    directory: Path, names: list[str], folder: Path, **settings: Any
+) -> dict[tuple[str, str], list[float]]:
     """The values of every item, and that of the task last, by lm-eval's own model and evaluator."""
     model = {"pretrained": str(directory), "dtype": "float32"}
     index = TaskManager(include_path=folder, include_defaults=False)
-    found: Any = simple_evaluate("hf", model, names, device="cpu", task_manager=index, bootstrap_iters=0, **settings)
+    found: Any = simple_evaluate(
+        "hf", model, names, device="cpu", task_manager=index, bootstrap_iters=0, **settings
+    )
     values: dict[tuple[str, str], list[float]] = {}
     for task, samples in found["samples"].items():
         for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
@@ -98,16 +109,22 @@ def measured(results: list[TaskResult]) -> dict[tuple[str, str], list[float]]:
 
 
 def tasks(folder: Path, *kinds: str, **settings: Any) -> Tasks:
-    return load_tasks([str(folder / f"{kind}.yaml") for kind in kinds], **{"limit": 5, "batch_size": 2} | settings)
+    return load_tasks(
+        [str(folder / f"{kind}.yaml") for kind in kinds], **{"limit": 5, "batch_size": 2} | settings
+    )
 
 
-def close(found: dict[tuple[str, str], list[float]], expected: dict[tuple[str, str], list[float]]) -> bool:
+def close(
+    found: dict[tuple[str, str], list[float]], expected: dict[tuple[str, str], list[float]]
+) -> bool:
     assert found.keys() == expected.keys()
     return all(found[key] == pytest.approx(expected[key], rel=1e-5) for key in expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_every_kind_of_task_has_lm_evals_own_items(family: str, family_dirs: dict[str, Path], folder: Path):
+def test_every_kind_of_task_has_lm_evals_own_items(
+    family: str, family_dirs: dict[str, Path], folder: Path
+):
     place = family_dirs[family]
     results = tasks(folder, *KINDS).of_checkpoint(place, torch.float32, CPU)
     assert close(measured(results), golden(place, list(KINDS), folder, limit=5, batch_size=3))
@@ -116,7 +133,14 @@ def test_every_kind_of_task_has_lm_evals_own_items(family: str, family_dirs: dic
 
 def test_a_score_passes_lm_evals_options_on(chat: Path, folder: Path, tmp_path: Path):
     settings = {"num_fewshot": 2, "apply_chat_template": True}
-    few = {"k": "1", "num_prompts": 2, "prompt_tokens": 8, "max_new_tokens": 4, "repeats": 1, "mode": "eager"}
+    few = {
+        "k": "1",
+        "num_prompts": 2,
+        "prompt_tokens": 8,
+        "max_new_tokens": 4,
+        "repeats": 1,
+        "mode": "eager",
+    }
     names = {"tasks": "both", "include_path": folder, "task_limit": 4, "task_batch_size": 2}
     models = {"target": str(chat), "draft": [str(chat)], "data": "stdlib", "dtype": "float32"}
     COMMANDS["score"](**few, **names, **models, **settings, out=tmp_path / "out")
@@ -149,9 +173,17 @@ def served(family_dirs: dict[str, Path]) -> Iterator[dict[str, Any]]:
     """Settings of score around two running servers of the small llama."""
     place = family_dirs["llama"]
     model, tokenizer = load_model(place, torch.float32).eval(), load_tokenizer(place)
-    plain, drafting = (SmallVLLM(model, tokenizer, frozenset(), draft=draft) for draft in (None, build("llama", 1)))
+    plain, drafting = (
+        SmallVLLM(model, tokenizer, frozenset(), draft=draft) for draft in (None, build("llama", 1))
+    )
     with running(plain) as url, running(drafting) as other:
-        few = {"num_prompts": 2, "prompt_tokens": 8, "max_new_tokens": 9, "repeats": 1, "data": "stdlib"}
+        few = {
+            "num_prompts": 2,
+            "prompt_tokens": 8,
+            "max_new_tokens": 9,
+            "repeats": 1,
+            "data": "stdlib",
+        }
         yield few | {"server": url, "speculative_server": other, "target": str(place)}
 
 
@@ -166,11 +198,17 @@ def test_a_served_target_has_the_accuracy_of_its_checkpoint(
     assert close(measured(result.draft.tasks), golden(draft, list(KINDS), folder, limit=5))
 
 
-def test_servers_that_run_apart_evaluate_the_model_that_they_run(served: dict[str, Any], folder: Path, tmp_path: Path):
+def test_servers_that_run_apart_evaluate_the_model_that_they_run(
+    served: dict[str, Any], folder: Path, tmp_path: Path
+):
     url, other = served.pop("server"), served.pop("speculative_server")
     asked = served | {"tasks": str(folder / "multiple_choice.yaml"), "task_limit": 3}
     COMMANDS["score"](**asked, server=url, out=tmp_path / "plain")
-    second = {"server": str(tmp_path / "plain"), "speculative_server": other, "draft": ["elsewhere"]}
+    second = {
+        "server": str(tmp_path / "plain"),
+        "speculative_server": other,
+        "draft": ["elsewhere"],
+    }
     COMMANDS["score"](**asked, **second, out=tmp_path / "out")
     result = read_score(tmp_path / "out")
     assert [(r.task, r.n) for r in result.target.tasks] == [("multiple_choice", 3)]
@@ -205,15 +243,21 @@ def test_data_that_cannot_be_had_is_said_before_a_model_is_loaded(
         "doc_to_text: '{{a}}'\ndoc_to_target: '{{b}}'\nmetric_list: [{metric: acc}]\n"
     )
     with raises_option("--tasks", "remote.yaml", "nobody/nothing"):
-        COMMANDS["score"](target="tiny", draft=["tiny"], data="stdlib", tasks=str(task), out=tmp_path / "out")
+        COMMANDS["score"](
+            target="tiny", draft=["tiny"], data="stdlib", tasks=str(task), out=tmp_path / "out"
+        )
     assert "loading tiny" not in capfd.readouterr().err
 
 
-def test_options_that_a_task_ignores_are_refused(family_dirs: dict[str, Path], folder: Path, tmp_path: Path):
+def test_options_that_a_task_ignores_are_refused(
+    family_dirs: dict[str, Path], folder: Path, tmp_path: Path
+):
     fixed, without = tmp_path / "fixed.yaml", tmp_path / "without.yaml"
     text = (folder / "multiple_choice.yaml").read_text()
     fixed.write_text(f"{text}num_fewshot: 0\n")
-    without.write_text(text.replace("fewshot_split: train\n", "").replace("test_split", "validation_split"))
+    without.write_text(
+        text.replace("fewshot_split: train\n", "").replace("test_split", "validation_split")
+    )
     unsafe = tmp_path / "unsafe.yaml"
     unsafe.write_text(f"{text}unsafe_code: true\n")
     place = str(family_dirs["llama"])
@@ -226,7 +270,9 @@ def test_options_that_a_task_ignores_are_refused(family_dirs: dict[str, Path], f
     ]
     for settings, option in refusals:
         with pytest.raises(UserError, match=option):
-            COMMANDS["score"](target=place, draft=[place], data="stdlib", out=tmp_path / "out", **settings)
+            COMMANDS["score"](
+                target=place, draft=[place], data="stdlib", out=tmp_path / "out", **settings
+            )
 
 
 def test_a_name_that_is_nearly_a_tasks_is_refused_with_that_name(folder: Path):

@@ -22,9 +22,15 @@ def test_spread_coverage_and_false_praise_are_counted():
     ]
     found = result(quiet, [quiet, wrong])
     assert found["best"] == [pytest.approx(5.2 / 2.4), pytest.approx(10.4 / 2.4)]
-    assert found["relative_spread"] == pytest.approx(0.5**0.5 / 1.5)  # of 1 and 2: standard deviation over mean
+    assert found["relative_spread"] == pytest.approx(
+        0.5**0.5 / 1.5
+    )  # of 1 and 2: standard deviation over mean
     assert found["coverage"] == 0.5
-    assert (found["answered"], found["right"], found["false_faster"]) == (3, 2, 1)  # the interval of 0.87 holds 1
+    assert (found["answered"], found["right"], found["false_faster"]) == (
+        3,
+        2,
+        1,
+    )  # the interval of 0.87 holds 1
     assert (found["scores"], found["cannot_tell"], found["reference_in_doubt"]) == (4, 0, [])
 
 
@@ -38,6 +44,10 @@ def test_quick_runs_are_short_and_paths_do_not_depend_on_the_folder(tmp_path, mo
     options = parsed(["--quick", "--target", "model", "--draft", "lab/draft", "--folder", "runs/n"])
     assert {name: getattr(options, name) for name in QUICK} == QUICK
     assert set(SCORED) <= set(vars(options)) & set(ScoreConfig.model_fields)
-    assert (options.folder, options.target, options.draft) == (tmp_path / "runs/n", tmp_path / "model", "lab/draft")
+    assert (options.folder, options.target, options.draft) == (
+        tmp_path / "runs/n",
+        tmp_path / "model",
+        "lab/draft",
+    )
     with pytest.raises(SystemExit):
         parsed(["--target", "model"])

@@ -30,7 +30,13 @@ def measured(models):
     drafts = {"same": models["target"], "other": models["draft"]}
     sampling = SamplingParams(max_tokens=17)
     return measure_throughput(
-        models["target"], drafts, PROMPTS, ks=[1, 4], sampling=sampling, repeats=2, advance=lambda done: None
+        models["target"],
+        drafts,
+        PROMPTS,
+        ks=[1, 4],
+        sampling=sampling,
+        repeats=2,
+        advance=lambda done: None,
     )
 
 
@@ -61,11 +67,22 @@ def test_a_target_with_other_weights_is_decoded_alone_and_verifies_nothing(model
     assert set(found.generations) == {PLAIN, OTHER_PLAIN, ("other", 4)}
     assert sorted(g.prompt for g in found.generations[OTHER_PLAIN]) == [0, 0, 1, 1, 2, 2]
     assert found.tokens[OTHER_PLAIN] == output_tokens(decode(draft, PROMPTS, sampling))
-    assert found.tokens["other", 4] == found.tokens[PLAIN] == measured.tokens[PLAIN] != found.tokens[OTHER_PLAIN]
+    assert (
+        found.tokens["other", 4]
+        == found.tokens[PLAIN]
+        == measured.tokens[PLAIN]
+        != found.tokens[OTHER_PLAIN]
+    )
 
 
 def test_every_prompt_is_decoded_in_every_arm_and_repeat(measured):
-    assert set(measured.generations) == {PLAIN, ("same", 1), ("same", 4), ("other", 1), ("other", 4)}
+    assert set(measured.generations) == {
+        PLAIN,
+        ("same", 1),
+        ("same", 4),
+        ("other", 1),
+        ("other", 4),
+    }
     for runs in measured.generations.values():
         assert sorted(g.prompt for g in runs) == [0, 0, 1, 1, 2, 2]
 
@@ -81,7 +98,9 @@ def test_counters_reconcile_with_emitted_tokens(measured):
 def test_a_draft_that_is_the_target_accepts_everything(measured):
     found = count_acceptance(measured.generations["same", 4], 4)
     assert found.draft_acceptance_rate == 1
-    assert [len(g.drafted) for g in measured.generations["same", 4]] == [4] * 6  # 16 tokens after the first: 5 5 5 1
+    assert [len(g.drafted) for g in measured.generations["same", 4]] == [
+        4
+    ] * 6  # 16 tokens after the first: 5 5 5 1
 
 
 def test_latency_is_measured_at_every_width(models):

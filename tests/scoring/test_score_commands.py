@@ -33,7 +33,12 @@ def draft(space):  # noqa: F811
 
 
 def test_a_target_that_is_spread_over_disk_and_memory_writes_the_same(space, draft):  # noqa: F811
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+    }
     places |= {f"model.layers.{i}": "disk" for i in range(1, 5)} | {"model.rotary_emb": "cpu"}
     (space / "map.json").write_text(json.dumps(places))
     (space / "rows.jsonl").write_text(json.dumps({"text": "def parse(line): return line"}))
@@ -42,16 +47,19 @@ def test_a_target_that_is_spread_over_disk_and_memory_writes_the_same(space, dra
     call(*SCORE, *tasks, "--out", "here")
     call(*SCORE, *tasks, "--out", "spread", "--device-map", "map.json")
     here, spread = (read_score(space / out / draft.name) for out in ("here", "spread"))
-    assert (here.target.via_transformers, spread.target.via_transformers, spread.draft.via_transformers) == (
-        False,
-        True,
-        False,
-    )
+    assert (
+        here.target.via_transformers,
+        spread.target.via_transformers,
+        spread.draft.via_transformers,
+    ) == (False, True, False)
     assert [g.tokens for g in spread.plain] == [g.tokens for g in here.plain]
     assert {k: spread.acceptance(k) for k in (1, 2)} == {k: here.acceptance(k) for k in (1, 2)}
     values = [[task.value for task in one.target.tasks] for one in (here, spread)]
     assert values[0] == pytest.approx(values[1], rel=1e-5)
-    assert "--device-map" in call(*SCORE, "--out", "x", "--device-map", "auto", "--mode", "native", code=1).stderr
+    assert (
+        "--device-map"
+        in call(*SCORE, "--out", "x", "--device-map", "auto", "--mode", "native", code=1).stderr
+    )
 
 
 def test_a_profile_of_a_model_that_is_spread(space):  # noqa: F811
@@ -79,7 +87,11 @@ def test_tokens_beyond_those_that_a_parallel_draft_was_trained_for_are_said_to_b
 
 @pytest.mark.parametrize(
     "option",
-    [("--task-limit", "3"), ("--int8", "both", "--mode", "eager"), ("--int8", "target", "--tasks", "arc_easy")],
+    [
+        ("--task-limit", "3"),
+        ("--int8", "both", "--mode", "eager"),
+        ("--int8", "target", "--tasks", "arc_easy"),
+    ],
 )
 def test_options_that_would_be_ignored_are_refused(option):
     assert f"{option[0]}: " in refused(*SCORE, *option)
@@ -105,8 +117,14 @@ TINY = ("score", "--target", "tiny", "--data", "stdlib", "--out", "x")
         (("--draft", "tiny", "--max-new-tokens", "99999"), "--max-new-tokens"),
         (("--draft", "tiny", "--batch", "3", "--num-prompts", "4"), "--batch"),
         (("--server", "nope"), "--server"),
-        (("--server", "http://127.0.0.1:9", "--speculative-server", "http://127.0.0.1:9"), "--server"),
-        (("--server", "nope", "--speculative-server", "http://127.0.0.1:9"), "--speculative-server"),
+        (
+            ("--server", "http://127.0.0.1:9", "--speculative-server", "http://127.0.0.1:9"),
+            "--server",
+        ),
+        (
+            ("--server", "nope", "--speculative-server", "http://127.0.0.1:9"),
+            "--speculative-server",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_begins_with_its_option(space, words, option):  # noqa: F811
@@ -114,7 +132,9 @@ def test_a_mistake_is_one_line_that_begins_with_its_option(space, words, option)
     (space / "text").mkdir(exist_ok=True)
     (space / "torn").mkdir()
     shutil.copy(EMBEDDED / "tiny/config.json", space / "torn")
-    (space / "torn/model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
+    (space / "torn/model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "1.safetensors"}}'
+    )
     shutil.copytree(EMBEDDED / "tiny", space / "other")
     tokenizer = json.loads((space / "other/tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
@@ -145,7 +165,9 @@ def test_a_mixture_is_scored_on_its_first_source(space, draft):  # noqa: F811
     workspace.write(here.model_copy(update={"data": f"{here.data}=0.7,stdlib=0.3"}))
     call(*SCORE, "--out", "mixed")
     call(*SCORE, "--data", here.data, "--out", "first")
-    mixed, first = (read_score(space / out / draft.name).conditions.prompts_sha256 for out in ("mixed", "first"))
+    mixed, first = (
+        read_score(space / out / draft.name).conditions.prompts_sha256 for out in ("mixed", "first")
+    )
     assert mixed == first
 
 
@@ -181,7 +203,14 @@ def test_answers_that_end_at_once_are_refused_and_single_ones_said(space, draft)
         (("--int8", "both"), "int8", "int8", ["float32"]),
     ],
 )
-def test_the_target_alone_is_timed_at_every_precision_of_the_run(space, draft, options, target, draft_weights, other):  # noqa: F811
+def test_the_target_alone_is_timed_at_every_precision_of_the_run(
+    space,  # noqa: F811
+    draft,
+    options,
+    target,
+    draft_weights,
+    other,
+):
     """The draft with other weights than the target's writes what the target writes with those that verify."""
     native = ("--mode", "native", "--dtype", "float32", "--drafter", "prompt-lookup", "--out", "x")
     call(*SCORE, "--draft", str(draft), *native, *options)
@@ -190,7 +219,11 @@ def test_the_target_alone_is_timed_at_every_precision_of_the_run(space, draft, o
     (model,) = scores.values()
     for score, weights in ((lookup, None), (model, draft_weights)):
         about = score.conditions
-        assert (about.target_weights, about.draft_weights, about.dtype) == (target, weights, "float32")
+        assert (about.target_weights, about.draft_weights, about.dtype) == (
+            target,
+            weights,
+            "float32",
+        )
         assert list(score.other_plain) == other
         assert [g.prompt for g in score.plain] == [
             g.prompt for runs in score.other_plain.values() for g in runs

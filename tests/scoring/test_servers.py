@@ -41,7 +41,10 @@ def space(tmp_path, monkeypatch, family_dirs) -> Path:
     monkeypatch.chdir(tmp_path)
     target = str(family_dirs["llama"])
     workspace.write(workspace.Workspace(target=target, source=target, data="stdlib"))
-    rows = [{"prompt": "def parse(line):", "category": "code"}, {"turns": ["return 1"], "category": "chat"}]
+    rows = [
+        {"prompt": "def parse(line):", "category": "code"},
+        {"turns": ["return 1"], "category": "chat"},
+    ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return tmp_path
 
@@ -49,7 +52,13 @@ def space(tmp_path, monkeypatch, family_dirs) -> Path:
 def small(space: Path, **options: Any) -> SmallVLLM:
     directory = Path(workspace.load().target)
     tokenizer = checkpoint.load_tokenizer(directory)
-    return SmallVLLM(checkpoint.load_model(directory, torch.float32).eval(), tokenizer, frozenset(), k=K, **options)
+    return SmallVLLM(
+        checkpoint.load_model(directory, torch.float32).eval(),
+        tokenizer,
+        frozenset(),
+        k=K,
+        **options,
+    )
 
 
 def score(plain: str, other: str, *arguments: str, code: int = 0):
@@ -63,7 +72,9 @@ def score(plain: str, other: str, *arguments: str, code: int = 0):
 def test_what_a_server_was_asked_for_is_kept(space, started):
     target = small(space)
     sampled = ("--temperature", "0.7", "--top-k", "9", "--top-p", "0.8")
-    score(started(target), started(small(space, draft=target.model)), "--draft", "its own", *sampled)
+    score(
+        started(target), started(small(space, draft=target.model)), "--draft", "its own", *sampled
+    )
     kept = read_score(space / "runs/score-served").conditions
     assert (kept.temperature, kept.top_k, kept.top_p) == (0.7, 9, 0.8)
 
@@ -71,7 +82,8 @@ def test_what_a_server_was_asked_for_is_kept(space, started):
 def test_the_password_of_an_address_stands_in_nothing_that_is_written_or_printed(space, started):
     target = small(space)
     urls = [
-        started(answering).replace("//", "//user:SECRET@") for answering in (target, small(space, draft=target.model))
+        started(answering).replace("//", "//user:SECRET@")
+        for answering in (target, small(space, draft=target.model))
     ]
     results = [
         score(*urls),
@@ -81,25 +93,47 @@ def test_the_password_of_an_address_stands_in_nothing_that_is_written_or_printed
     assert (space / "runs/score-served/score.json").is_file()
     written = [file.read_bytes() for file in space.rglob("*") if file.is_file()]
     assert not [text for text in written if b"SECRET" in text]
-    assert not [text for result in results for text in (result.stdout, result.stderr) if "SECRET" in text]
+    assert not [
+        text for result in results for text in (result.stdout, result.stderr) if "SECRET" in text
+    ]
 
 
 def test_a_draft_that_is_the_target_is_accepted_whole_by_the_counters(space, started):
     target = small(space)
     drafting = small(space, draft=target.model)
-    result = score(started(target), started(drafting), "--draft", "its own", "--json", "--min-speedup", "99", code=3)
+    result = score(
+        started(target),
+        started(drafting),
+        "--draft",
+        "its own",
+        "--json",
+        "--min-speedup",
+        "99",
+        code=3,
+    )
     assert "own" in result.stderr
     (row,) = json.loads(result.stdout)["scores"]
-    assert (row["draft"], row["num_speculative_tokens"], row["draft_acceptance_rate"]) == ("its own", K, 1.0)
-    assert (row["num_spec_steps"], row["mean_acceptance_length"]) == (2 * 2 * 2, K + 1)  # prompts, repeats, steps
+    assert (row["draft"], row["num_speculative_tokens"], row["draft_acceptance_rate"]) == (
+        "its own",
+        K,
+        1.0,
+    )
+    assert (row["num_spec_steps"], row["mean_acceptance_length"]) == (
+        2 * 2 * 2,
+        K + 1,
+    )  # prompts, repeats, steps
     assert (row["identical"], row["draft_share"], row["n_truncated_steps"]) == (True, None, None)
     found = read_score(space / "runs/score-served")
     assert [p.category for p in found.prompts] == ["code", "chat"]
     assert all(
-        g.request == (NEW, g.seconds) for g in (*found.plain, *found.speculative[K]) if isinstance(g, ServedGeneration)
+        g.request == (NEW, g.seconds)
+        for g in (*found.plain, *found.speculative[K])
+        if isinstance(g, ServedGeneration)
     )
     runs = (found.plain, found.speculative[K])  # of two repeats the faster one counts
-    times = [sum(min(g.request[1] for g in of if g.prompt == prompt) for prompt in (0, 1)) for of in runs]
+    times = [
+        sum(min(g.request[1] for g in of if g.prompt == prompt) for prompt in (0, 1)) for of in runs
+    ]
     assert row["speedup"] == pytest.approx(times[0] / times[1])
     assert found.generations(K) == []
     record = provenance.read_record(space / "runs/score-served")
@@ -125,12 +159,18 @@ def test_servers_one_after_the_other_give_what_both_at_once_give(space, started)
     drafting = started(small(space, draft=target.model))
     second = ("--server", STORED, "--speculative-server", drafting)
     (row,) = json.loads(apart(space, *second, "--draft", "its own", "--json").stdout)["scores"]
-    assert (row["draft"], row["num_speculative_tokens"], row["mean_acceptance_length"]) == ("its own", K, K + 1)
+    assert (row["draft"], row["num_speculative_tokens"], row["mean_acceptance_length"]) == (
+        "its own",
+        K,
+        K + 1,
+    )
     assert (row["identical"], row["num_spec_steps"]) == (True, 2 * 2 * 2)
     result = read_score(space / "runs/score-served")
     assert result.conditions.in_phases
     assert (len(result.plain), len(result.speculative[K])) == (4, 4)
-    assert "one after the other" in apart(space, *second, "--out", "again").stdout  # for another draft
+    assert (
+        "one after the other" in apart(space, *second, "--out", "again").stdout
+    )  # for another draft
 
 
 def test_stored_answers_to_other_requests_are_refused(space, started):
@@ -140,8 +180,14 @@ def test_stored_answers_to_other_requests_are_refused(space, started):
     assert "--server" in apart(space, *second, drafting, code=1).stderr  # no answers are there
     apart(space, "--server", plain)
     assert "--server: " in apart(space, *second, drafting, "--temperature", "0.5", code=1).stderr
-    assert f"--speculative-server {plain} drafts nothing" in apart(space, *second, plain, code=1).stderr
-    assert f"--server {drafting} drafts" in apart(space, "--server", drafting, "--out", "other", code=1).stderr
+    assert (
+        f"--speculative-server {plain} drafts nothing"
+        in apart(space, *second, plain, code=1).stderr
+    )
+    assert (
+        f"--server {drafting} drafts"
+        in apart(space, "--server", drafting, "--out", "other", code=1).stderr
+    )
     assert "--draft: " in apart(space, "--server", plain, "--draft", "d", code=1).stderr
     assert "--server" in apart(space, "--speculative-server", drafting, code=2).stderr
     assert not (space / "runs/score-served").exists()
@@ -150,19 +196,25 @@ def test_stored_answers_to_other_requests_are_refused(space, started):
 def test_two_runs_share_the_answers_to_earlier_turns(space, started, family_dirs):
     chat = space / "chat"
     shutil.copytree(family_dirs["llama"], chat)
-    (chat / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    (chat / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    )
     (space / "prompts.jsonl").write_text(json.dumps({"turns": ["def parse(line):", "return 1"]}))
     workspace.write(workspace.Workspace(target=str(chat), source=str(chat), data="stdlib"))
     target = small(space)
     with running(target) as plain:
         apart(space, "--server", plain)
-    apart(space, "--server", STORED, "--speculative-server", started(small(space, draft=target.model)))
+    apart(
+        space, "--server", STORED, "--speculative-server", started(small(space, draft=target.model))
+    )
     assert len(read_score(space / "runs/score-served").prompts) == 2
 
 
 def test_a_draft_that_is_always_wrong_gives_one_token_a_step(space, started):
     other = build("llama", 9)
-    other.get_output_embeddings().get_parameter("weight").data.zero_()  # id 0, which the target never writes here
+    other.get_output_embeddings().get_parameter(
+        "weight"
+    ).data.zero_()  # id 0, which the target never writes here
     drafting = small(space, draft=other)
     (row,) = json.loads(score(started(small(space)), started(drafting), "--json").stdout)["scores"]
     assert (row["mean_acceptance_length"], row["num_spec_steps"]) == (1.0, 2 * 2 * (NEW - 1))
@@ -182,14 +234,19 @@ def test_a_server_of_another_vocabulary_is_refused(space, started):
     def other(method: str, path: str, body: Any) -> tuple[int, Any]:
         return (200, {"tokens": [1, 2, 3]}) if path == "/tokenize" else target(method, path, body)
 
-    assert "the server's tokenizer is not that of" in score(started(target), started(other), code=1).stderr
+    assert (
+        "the server's tokenizer is not that of"
+        in score(started(target), started(other), code=1).stderr
+    )
 
 
 @pytest.mark.parametrize(("steps", "fine"), [(10, True), (13, True), (9, False), (40, False)])
 def test_counters_that_others_moved_are_refused(steps, fine):
     """Two answers of 20 tokens: 2 with the prefills, 28 accepted, and one of each step; an end cuts at most K + 1."""
     runs = [ServedGeneration(prompt=i, tokens=20, seconds=1.0) for i in range(2)]
-    counters = Counters(num_drafts=steps, num_draft_tokens=3.0 * steps, num_accepted_tokens_per_pos=[12.0, 9.0, 7.0])
+    counters = Counters(
+        num_drafts=steps, num_draft_tokens=3.0 * steps, num_accepted_tokens_per_pos=[12.0, 9.0, 7.0]
+    )
     if fine:
         check_alone(runs, counters, "http://here")
         return
@@ -199,9 +256,15 @@ def test_counters_that_others_moved_are_refused(steps, fine):
 
 def test_sglangs_counters_are_in_its_answers():
     """By the source of 0.5.23: three steps of 4 drafted tokens accepted 0, 2 and 2."""
-    meta = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 12, "spec_correct_drafts_histogram": [1, 0, 2]}
+    meta = {
+        "spec_verify_ct": 3,
+        "spec_num_proposed_drafts": 12,
+        "spec_correct_drafts_histogram": [1, 0, 2],
+    }
     found = SGLang().counters({"meta_info": meta})
-    assert found == Counters(num_drafts=3, num_draft_tokens=12, num_accepted_tokens_per_pos=[2.0, 2.0])
+    assert found == Counters(
+        num_drafts=3, num_draft_tokens=12, num_accepted_tokens_per_pos=[2.0, 2.0]
+    )
     assert (found.k, found.acceptance.mean_acceptance_length) == (4, pytest.approx(1 + 4 / 3))
     assert found.acceptance.acceptance_histogram == [1, 0, 2, 0, 0]
     assert SGLang().counters({"meta_info": {}}) is None
@@ -212,18 +275,47 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32, t
     """The embedded target with its own first layers as the draft, both in fp32."""
     draft = tmp_path / "draft"
     monkeypatch.chdir(tmp_path)
-    shallow = ("prune", "--source", fp32, "--layers", "8", "--width", "256", "--calibration-tokens", "4096")
+    shallow = (
+        "prune",
+        "--source",
+        fp32,
+        "--layers",
+        "8",
+        "--width",
+        "256",
+        "--calibration-tokens",
+        "4096",
+    )
     made = CliRunner().invoke(app, [*map(str, shallow), "--data", "stdlib", "--out", str(draft)])
     assert made.exit_code == 0, made.output
     workspace.write(workspace.Workspace(target=str(fp32), source=str(fp32), data="stdlib"))
-    speculation = json.dumps({"method": "draft_model", "model": str(draft), "num_speculative_tokens": K})
+    speculation = json.dumps(
+        {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}
+    )
     logs = tmp_path_factory.mktemp("logs")
     with (
         serving_vllm(fp32, logs / "plain.txt") as plain,
         serving_vllm(fp32, logs / "speculative.txt", "--speculative-config", speculation) as other,
     ):
-        urls = ("--server", plain.http.url, "--speculative-server", other.http.url, "--draft", draft)
-        how = ("--num-prompts", 8, "--prompt-tokens", 32, "--max-new-tokens", 48, "--repeats", 1, "--json")
+        urls = (
+            "--server",
+            plain.http.url,
+            "--speculative-server",
+            other.http.url,
+            "--draft",
+            draft,
+        )
+        how = (
+            "--num-prompts",
+            8,
+            "--prompt-tokens",
+            32,
+            "--max-new-tokens",
+            48,
+            "--repeats",
+            1,
+            "--json",
+        )
         result = CliRunner().invoke(app, ["score", *map(str, (*urls, *how))])
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)["scores"]
@@ -231,9 +323,15 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32, t
     texts = heldout_prompts("stdlib", checkpoint.load_tokenizer(fp32), count=8, length=32, seed=0)
     sampling = SamplingParams(max_tokens=48, stop_token_ids=(1,))
     steps = [
-        s for text in texts for s in list(speculative_decode(target, ModelDrafter(small), [text], K, sampling))[1:]
+        s
+        for text in texts
+        for s in list(speculative_decode(target, ModelDrafter(small), [text], K, sampling))[1:]
     ]
     length = 1 + sum(s.accepted for s in steps) / len(steps)
-    print(f"vLLM: {row['mean_acceptance_length']:.3f} tokens per pass, here {length:.3f}; {row['speedup']:.2f}x")
+    print(
+        f"vLLM: {row['mean_acceptance_length']:.3f} tokens per pass, here {length:.3f}; {row['speedup']:.2f}x"
+    )
     assert row["identical"]
-    assert row["mean_acceptance_length"] == pytest.approx(length, abs=0.1)  # ends are drafted and counted otherwise
+    assert row["mean_acceptance_length"] == pytest.approx(
+        length, abs=0.1
+    )  # ends are drafted and counted otherwise

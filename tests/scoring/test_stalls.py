@@ -55,7 +55,9 @@ def quiet(models) -> TimedArms:
     return measured(models, 0, (1, 1))
 
 
-def test_a_run_full_of_stalls_is_repeated_and_one_that_stays_so_is_not_for_ever(models, monkeypatch):
+def test_a_run_full_of_stalls_is_repeated_and_one_that_stays_so_is_not_for_ever(
+    models, monkeypatch
+):
     def in_a_storm(storm: range) -> tuple[list[Generation], int]:
         readings, now = 0, 0
 
@@ -85,7 +87,9 @@ def test_a_run_full_of_stalls_is_repeated_and_one_that_stays_so_is_not_for_ever(
 
 @pytest.mark.parametrize("share", [0.01, 0.03, 0.1])
 @pytest.mark.parametrize("factor", [(10, 10), (10, 1000)])
-def test_the_estimate_stands_and_its_interval_covers_the_truth_whatever_stalls(models, quiet, share, factor):
+def test_the_estimate_stands_and_its_interval_covers_the_truth_whatever_stalls(
+    models, quiet, share, factor
+):
     noisy = measured(models, share, factor)
     for arm in ARMS:
         clean, found = (decode_timings(m.generations[arm]) for m in (quiet, noisy))
@@ -126,10 +130,14 @@ def prefills(models, stalled: range) -> tuple[list[list[float]], int, int]:
     )
 
 
-def test_a_stalled_prefill_counts_as_those_of_the_same_prompt_even_if_it_was_read_once(models, monkeypatch):
+def test_a_stalled_prefill_counts_as_those_of_the_same_prompt_even_if_it_was_read_once(
+    models, monkeypatch
+):
     quiet, none, readings = prefills(models, range(0))
     assert none == 0
-    assert quiet[0][0] < quiet[1][0] == quiet[2][0]  # the draft reads the prompt, too: longer, and no stall
+    assert (
+        quiet[0][0] < quiet[1][0] == quiet[2][0]
+    )  # the draft reads the prompt, too: longer, and no stall
     later = range(readings // 2, readings, 5)  # after the warm-up
     stalled = [prefills(models, range(at, at + 1)) for at in later]
     for seconds, *_ in stalled:

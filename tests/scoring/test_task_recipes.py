@@ -40,7 +40,10 @@ ARC = [
      "answerKey": "A"},
     {"question": "Which is a test?", "choices": {"text": ["1", "if"], "label": ["1", "2"]}, "answerKey": "2"},
 ]  # fmt: skip
-GSM8K = [{"question": f"What is {n} + {n}?", "answer": f"It is {n} + {n}.\n#### {2 * n}"} for n in range(9)]
+GSM8K = [
+    {"question": f"What is {n} + {n}?", "answer": f"It is {n} + {n}.\n#### {2 * n}"}
+    for n in range(9)
+]
 WIKITEXT = ""  # as the data set is written: headings, a space before each full stop
 for title in ("Alpha", "Beta", "Gamma", "Delta"):
     WIKITEXT += f" = {title} = \n \n"
@@ -96,7 +99,9 @@ def log_prob(model: Any, ids: list[int]) -> float:
     return float(log_probs.gather(-1, torch.tensor(ids[1:])[:, None]).sum())
 
 
-def test_the_answer_is_the_next_line_and_among_the_choices_once(items: list[Any], docs: list[Document]):
+def test_the_answer_is_the_next_line_and_among_the_choices_once(
+    items: list[Any], docs: list[Document]
+):
     assert len(items) == 200
     for item in items:
         answer = item.choices[item.answer]
@@ -107,10 +112,14 @@ def test_the_answer_is_the_next_line_and_among_the_choices_once(items: list[Any]
 def test_a_context_is_whole_lines_of_a_file(items: list[Any], docs: list[Document]):
     for item in items:
         assert 200 <= len(item.context) <= 700
-        assert any(doc.text.startswith(item.context) or "\n" + item.context in doc.text for doc in docs)
+        assert any(
+            doc.text.startswith(item.context) or "\n" + item.context in doc.text for doc in docs
+        )
 
 
-def test_distractors_are_other_lines_alike_in_indentation_and_length(items: list[Any], docs: list[Document]):
+def test_distractors_are_other_lines_alike_in_indentation_and_length(
+    items: list[Any], docs: list[Document]
+):
     lines = {line + "\n" for doc in docs for line in doc.text.split("\n")}
     for item in items:
         answer = item.choices[item.answer]
@@ -124,7 +133,9 @@ def test_distractors_are_other_lines_alike_in_indentation_and_length(items: list
 
 def test_no_place_among_the_choices_is_favoured(items: list[Any]):
     counts = Counter(item.answer for item in items)
-    assert all(25 <= counts[place] <= 75 for place in range(4)), counts  # 50 +- 4 standard deviations
+    assert all(25 <= counts[place] <= 75 for place in range(4)), (
+        counts
+    )  # 50 +- 4 standard deviations
 
 
 def test_a_question_is_decided_by_the_seed_alone(docs: list[Document], items: list[Any]):
@@ -132,7 +143,9 @@ def test_a_question_is_decided_by_the_seed_alone(docs: list[Document], items: li
     assert code_tasks.next_line_items(docs, count=30, seed=1) != items[:30]
 
 
-def test_accuracy_is_the_share_of_items_whose_likeliest_text_has_the_answer(model: Path, items: list[Any]):
+def test_accuracy_is_the_share_of_items_whose_likeliest_text_has_the_answer(
+    model: Path, items: list[Any]
+):
     loaded, tokenizer, right = load_model(model, torch.float32).eval(), load_tokenizer(model), []
     for item in items[:ITEMS]:
         texts = [tokenizer(item.context + choice)["input_ids"] for choice in item.choices]
@@ -159,7 +172,9 @@ def test_the_tasks_are_found_by_name_and_take_other_text(docs: list[Document], t
     names = (f"text{i}.txt" for i in range(10_000))
     heldout = next(name for name in names if is_heldout(f"{name}:0"))
     (tmp_path / heldout).write_text(docs[0].text)
-    index = TaskManager(include_path=TASKS, include_defaults=False, metadata={"data": str(tmp_path)})
+    index = TaskManager(
+        include_path=TASKS, include_defaults=False, metadata={"data": str(tmp_path)}
+    )
     task = index.load(["code_bits_per_byte"])["tasks"]["code_bits_per_byte"]
     assert [doc["answer"] for doc in task.eval_docs] == [docs[0].text[:1500]]
 
@@ -168,7 +183,11 @@ def test_the_tasks_are_found_by_name_and_take_other_text(docs: list[Document], t
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The tasks of make_tasks.py, made of small files, by name."""
     out = tmp_path_factory.mktemp("tasks")
-    commands = [("hellaswag", HELLASWAG, ()), ("arc", ARC, ()), ("gsm8k", GSM8K, ("--examples", "gsm8k.jsonl"))]
+    commands = [
+        ("hellaswag", HELLASWAG, ()),
+        ("arc", ARC, ()),
+        ("gsm8k", GSM8K, ("--examples", "gsm8k.jsonl")),
+    ]
     for name, rows, options in commands:
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         make(out, name, f"{name}.jsonl", *options)
@@ -177,14 +196,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make(out, "which-article", "wiki.txt")
     for file in out.glob("*.yaml"):
         file.write_text(
-            file.read_text().replace("dataset_kwargs: {", f"dataset_kwargs: {{cache_dir: {out / 'cache'}, ")
+            file.read_text().replace(
+                "dataset_kwargs: {", f"dataset_kwargs: {{cache_dir: {out / 'cache'}, "
+            )
         )
     return {file.stem: file for file in out.glob("*.yaml")}
 
 
 def make(folder: Path, *words: str) -> None:
     subprocess.run(
-        [sys.executable, TASKS / "make_tasks.py", *words, "--out", "."], cwd=folder, check=True, capture_output=True
+        [sys.executable, TASKS / "make_tasks.py", *words, "--out", "."],
+        cwd=folder,
+        check=True,
+        capture_output=True,
     )
 
 
@@ -202,7 +226,11 @@ def test_every_task_that_is_made_can_be_loaded(made: dict[str, Path]):
 def test_hellaswags_rows_are_those_of_lm_evals_task(made: dict[str, Path]):
     expected = process_docs(Dataset.from_list(HELLASWAG))
     for row, theirs in zip(rows(made["local_hellaswag"]), expected, strict=True):
-        assert row == {"query": theirs["query"], "choices": theirs["choices"], "label": theirs["gold"]}
+        assert row == {
+            "query": theirs["query"],
+            "choices": theirs["choices"],
+            "label": theirs["gold"],
+        }
 
 
 def test_both_layouts_of_arc_are_read(made: dict[str, Path]):

@@ -15,12 +15,23 @@ SHAPE = Shape(layers=2, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=48, voc
 def test_a_new_model_learns_from_text_alone(tmp_path: Path) -> None:
     write_shape_file(SHAPE, tmp_path / "shape.yaml", "a test")
     text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80)))
+    text.write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80))
+    )
     new = tmp_path / "new"
-    tiny_target.main(out=new, shape=tmp_path / "shape.yaml", data=str(text), megabytes=0.02, context=64)
+    tiny_target.main(
+        out=new, shape=tmp_path / "shape.yaml", data=str(text), megabytes=0.02, context=64
+    )
     assert checkpoint.read_shape(new) == SHAPE
     assert checkpoint.stored_dtype(new) == torch.bfloat16
-    settings = {"draft": str(new), "loss": "ce", "data": str(text), "steps": 8, "batch_size": 4, "seq_len": 32}
+    settings = {
+        "draft": str(new),
+        "loss": "ce",
+        "data": str(text),
+        "steps": 8,
+        "batch_size": 4,
+        "seq_len": 32,
+    }
     result = COMMANDS["distill"](**settings, out=tmp_path / "trained")
     before, after = result.data["before"], result.data["after"]
     assert isinstance(before, dict)

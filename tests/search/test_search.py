@@ -36,7 +36,14 @@ TINY = NAMED["tiny-16x256"]
 
 def trial(name: str, rejection: float = 0.5) -> ShapeTrial:
     return ShapeTrial(
-        name=name, k=2, length=2.0, tokens_per_second=100, speedup=1.2, draft_ms=1.0, rejection=rejection, promise=100
+        name=name,
+        k=2,
+        length=2.0,
+        tokens_per_second=100,
+        speedup=1.2,
+        draft_ms=1.0,
+        rejection=rejection,
+        promise=100,
     )
 
 
@@ -54,7 +61,9 @@ def search_of(gain: float = 1.2, changed: tuple[str, ...] = ()) -> Search:
     ]
     rung = Rung(steps=20, trials=[trial("a"), trial("b")])
     shapes = {"a": TINY, "b": TINY}
-    return Search(target="t", source="s", shapes=shapes, spent_seconds=60, rungs=[rung], measured=measured)
+    return Search(
+        target="t", source="s", shapes=shapes, spent_seconds=60, rungs=[rung], measured=measured
+    )
 
 
 def pass_ms(shape: Shape) -> float:
@@ -65,7 +74,11 @@ def pass_ms(shape: Shape) -> float:
 def test_candidates_can_be_cut_and_are_cheap_enough(name):
     source = NAMED[name]
     target_ms = pass_ms(source)
-    tried = [resolve(source, layers=n, hidden=w) for n in default_depths(source) for w in default_widths(source)]
+    tried = [
+        resolve(source, layers=n, hidden=w)
+        for n in default_depths(source)
+        for w in default_widths(source)
+    ]
     found = candidates(source, tried, pass_ms, target_ms, MAX_PASS_SHARE)
     assert len(found) >= 6
     for label, shape in found.items():
@@ -77,7 +90,13 @@ def test_candidates_can_be_cut_and_are_cheap_enough(name):
 
 def test_a_target_that_no_draft_is_cheap_beside_is_refused():
     with pytest.raises(NoCheapShape):
-        candidates(TINY, [resolve(TINY, layers=n) for n in (8, 12)], pass_ms, pass_ms(TINY) / 10, MAX_PASS_SHARE)
+        candidates(
+            TINY,
+            [resolve(TINY, layers=n) for n in (8, 12)],
+            pass_ms,
+            pass_ms(TINY) / 10,
+            MAX_PASS_SHARE,
+        )
 
 
 def test_the_share_of_rejections_that_a_rung_leaves_is_their_median_and_never_above_1():
@@ -129,7 +148,13 @@ def test_a_dry_run_says_what_would_be_tried(space):
 )
 def test_what_cannot_be_searched_is_refused_before_anything_is_claimed(space, words, option):
     if "told" in words:
-        answers = {"use": "replay", "target": "tiny", "data": "stdlib", "num_prompts": 2, "max_new_tokens": 4}
+        answers = {
+            "use": "replay",
+            "target": "tiny",
+            "data": "stdlib",
+            "num_prompts": 2,
+            "max_new_tokens": 4,
+        }
         COMMANDS["outputs build"](**answers, out=Path("told"))
     result = CliRunner().invoke(app, ["search", "--layers", "1,2", *words.split()])
     assert result.exit_code == 1
@@ -138,7 +163,8 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_claimed(space, wo
 
 
 @pytest.mark.parametrize(
-    ("gain", "changed", "pays"), [(1.2, (), True), (0.85, (), False), (1.2, ("a", "b"), False), (1.2, ("b",), True)]
+    ("gain", "changed", "pays"),
+    [(1.2, (), True), (0.85, (), False), (1.2, ("a", "b"), False), (1.2, ("b",), True)],
 )
 def test_no_draft_is_a_row_and_wins_where_no_draft_is_faster(gain, changed, pays):
     found = search_of(gain, changed)
@@ -157,14 +183,20 @@ def test_a_killed_search_resumes_and_makes_nothing_twice(space, monkeypatch):
         patched.setattr(Searcher, "_measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert CliRunner().invoke(app, words).exit_code == 130
     state = space / ".found.state"
-    made = {file.parent.name: file.stat().st_mtime for file in state.glob("rung-*/*/model.safetensors")}
+    made = {
+        file.parent.name: file.stat().st_mtime for file in state.glob("rung-*/*/model.safetensors")
+    }
     assert made
     result = CliRunner().invoke(app, [*words, "--json"])
     assert result.exit_code == 0, result.output
     found = read_search(space / "found")
-    assert found.measured == sorted(found.measured, key=lambda each: (each.changed, -each.gain.value))
+    assert found.measured == sorted(
+        found.measured, key=lambda each: (each.changed, -each.gain.value)
+    )
     assert json.loads(result.stdout)["measured"][0]["name"] == found.winner.name
     assert (space / "found/draft/model.safetensors").stat().st_mtime == made[found.winner.name]
-    assert {read_score(score).conditions.mode for score in (space / "found" / "score").glob("*/")} == {"native"}
+    assert {
+        read_score(score).conditions.mode for score in (space / "found" / "score").glob("*/")
+    } == {"native"}
     assert 0 < found.spent_seconds < time.time() - start
     assert not state.exists()

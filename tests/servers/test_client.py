@@ -74,36 +74,55 @@ def test_a_server_says_what_it_is(recorded):
 
 
 def test_what_vllm_wrote_is_read_with_its_log_probabilities(recorded, tiny):
-    first, second = recorded.generate([PROMPT, PROMPT[:3]], SamplingParams(max_tokens=4, temperature=0.0), k=3)
-    assert (first.ids, first.finish_reason, first.prompt_ids) == ([372, 309, 293, 653], "length", PROMPT)
+    first, second = recorded.generate(
+        [PROMPT, PROMPT[:3]], SamplingParams(max_tokens=4, temperature=0.0), k=3
+    )
+    assert (first.ids, first.finish_reason, first.prompt_ids) == (
+        [372, 309, 293, 653],
+        "length",
+        PROMPT,
+    )
     assert first.top_ids == [[372, 456, 701], [309, 572, 5], [293, 546, 405], [653, 1028, 10]]
     for written in (first, second):
         log_p = tiny(written.prompt_ids + written.ids)[len(written.prompt_ids) - 1 : -1]
         assert log_p.topk(3).indices.tolist() == written.top_ids
-        torch.testing.assert_close(torch.tensor(written.top_logprobs), log_p.topk(3).values, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(written.top_logprobs), log_p.topk(3).values, atol=1e-4, rtol=0
+        )
         assert written.logprobs == [values[0] for values in written.top_logprobs]
 
 
 def test_a_sampled_token_has_its_log_probability_without_lists(recorded, tiny):
     (written,) = recorded.generate([PROMPT], SamplingParams(max_tokens=4, seed=7, temperature=1.0))
-    log_p = tiny(PROMPT + written.ids)[len(PROMPT) - 1 : -1].gather(1, torch.tensor(written.ids)[:, None]).squeeze(1)
+    log_p = (
+        tiny(PROMPT + written.ids)[len(PROMPT) - 1 : -1]
+        .gather(1, torch.tensor(written.ids)[:, None])
+        .squeeze(1)
+    )
     torch.testing.assert_close(torch.tensor(written.logprobs), log_p, atol=1e-4, rtol=0)
     assert written.ids[0] == 456  # not the most probable one
     assert written.top_ids == []
 
 
 def test_what_vllm_thinks_of_a_text_is_what_transformers_does(recorded, tiny):
-    for ids, scored in zip((PROMPT, PROMPT[:4]), recorded.prompt_logprobs([PROMPT, PROMPT[:4]], 3), strict=True):
+    for ids, scored in zip(
+        (PROMPT, PROMPT[:4]), recorded.prompt_logprobs([PROMPT, PROMPT[:4]], 3), strict=True
+    ):
         log_p = tiny(ids)[:-1]
         assert scored.top_ids == log_p.topk(3).indices.tolist()
-        torch.testing.assert_close(torch.tensor(scored.top_logprobs), log_p.topk(3).values, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(scored.top_logprobs), log_p.topk(3).values, atol=1e-4, rtol=0
+        )
         came = log_p.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
         torch.testing.assert_close(torch.tensor(scored.logprobs), came, atol=1e-4, rtol=0)
 
 
 def test_token_ids_of_a_text_are_the_tokenizers(recorded):
     tokenizer = checkpoint.load_tokenizer(hub.locate("tiny"))
-    assert recorded.tokenize(PROBE_TEXT) == tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+    assert (
+        recorded.tokenize(PROBE_TEXT)
+        == tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+    )
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "processed_logits"])
@@ -136,7 +155,10 @@ def test_logits_are_no_log_probabilities(started):
             lambda s: s.generate([[5000]], SamplingParams(max_tokens=2, temperature=1.0)),
             "Token id 5000 is out of vocabulary",
         ),
-        (lambda s: s.generate([PROMPT], SamplingParams(max_tokens=2042, temperature=1.0)), "2048 tokens.* 2049"),
+        (
+            lambda s: s.generate([PROMPT], SamplingParams(max_tokens=2042, temperature=1.0)),
+            "2048 tokens.* 2049",
+        ),
         (lambda s: s.prompt_logprobs([PROMPT * 300], 3), "2048 tokens.* 2101"),
         (lambda s: s.metrics(), "GET /metrics was not recorded"),
     ],
@@ -159,7 +181,9 @@ def test_a_refusal_comes_with_the_servers_own_words(ask, message, recorded):
 )
 def test_what_is_no_such_server_is_said_at_once(answer, arguments, words, started):
     with pytest.raises(UserError, match=words):
-        Server.connect(started(lambda *_: answer), **arguments, wait=lambda _: pytest.fail("waited"))
+        Server.connect(
+            started(lambda *_: answer), **arguments, wait=lambda _: pytest.fail("waited")
+        )
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/", "localhost:8000"])
@@ -174,7 +198,11 @@ def test_the_key_is_sent_and_v1_may_be_named(started, tmp_path):
 
     def locked(method: str, path: str, body: Any) -> tuple[int, Any]:
         ok = body == {"authorization": "Bearer secret"} and path in ("/v1/models", "/version")
-        return (200, {"data": [{"id": "a", "owned_by": "vllm"}]}) if ok else (401, {"error": "Unauthorized"})
+        return (
+            (200, {"data": [{"id": "a", "owned_by": "vllm"}]})
+            if ok
+            else (401, {"error": "Unauthorized"})
+        )
 
     url = started(locked)
     assert Server.connect(url + "/v1/", api_key_file=key).model == "a"
@@ -202,7 +230,9 @@ def test_a_busy_server_or_a_dropped_connection_is_asked_again_and_then_given_up(
 
 def test_a_fault_of_the_server_is_not_repeated(started):
     observed = Observed()
-    server = Server.connect(started(observed.of(replay("raw_logprobs"))), wait=lambda _: pytest.fail("waited"))
+    server = Server.connect(
+        started(observed.of(replay("raw_logprobs"))), wait=lambda _: pytest.fail("waited")
+    )
     observed.paths.clear()
     with raises_option("500"):
         server.prompt_logprobs([[1, 2, 3]], 3)
@@ -231,7 +261,11 @@ def test_a_server_that_speaks_in_text_only_is_said_to(started):
     def plain(method: str, path: str, body: Any) -> tuple[int, Any]:
         if method == "GET":
             return 200, {"data": [{"id": "gpt", "owned_by": "somebody"}]}
-        choice = {"text": " a", "logprobs": {"tokens": [" a"], "token_logprobs": [-1.0]}, "finish_reason": "length"}
+        choice = {
+            "text": " a",
+            "logprobs": {"tokens": [" a"], "token_logprobs": [-1.0]},
+            "finish_reason": "length",
+        }
         return 200, {"choices": [choice]}
 
     server = Server.connect(started(plain))
@@ -253,9 +287,17 @@ def test_fewer_tokens_than_asked_for_are_noticed(started):
 def sglang(method: str, path: str, body: Any) -> tuple[int, Any]:
     """SGLang 0.5.23's forms, by its source: io_struct.py, tokenizer_manager.py, http_server.py, api_types.py."""
     entries = [[-0.5, 7, None], [-1.5, 8, None]]
-    meta = {"id": "a", "prompt_tokens": 3, "completion_tokens": 2, "finish_reason": {"type": "length", "length": 2}}
+    meta = {
+        "id": "a",
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "finish_reason": {"type": "length", "length": 2},
+    }
     if path == "/v1/models":
-        return 200, {"object": "list", "data": [{"id": "m", "owned_by": "sglang", "max_model_len": 64}]}
+        return 200, {
+            "object": "list",
+            "data": [{"id": "m", "owned_by": "sglang", "max_model_len": 64}],
+        }
     if path == "/server_info":
         return 200, {"version": "0.5.23"}
     if path == "/tokenize":
@@ -268,7 +310,11 @@ def sglang(method: str, path: str, body: Any) -> tuple[int, Any]:
         return 200, {"text": "", "output_ids": [], "meta_info": meta | found}
     came = [[-0.5, 7, None], [-1.5, 8, None]]
     tops = {"output_top_logprobs": [entries, entries]} if body["top_logprobs_num"] else {}
-    return 200, {"text": "xy", "output_ids": [7, 8], "meta_info": meta | {"output_token_logprobs": came} | tops}
+    return 200, {
+        "text": "xy",
+        "output_ids": [7, 8],
+        "meta_info": meta | {"output_token_logprobs": came} | tops,
+    }
 
 
 def test_sglangs_answers_are_read(started):
@@ -280,9 +326,15 @@ def test_sglangs_answers_are_read(started):
         True,
     )
     (written,) = server.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=1.0), k=2)
-    assert (written.ids, written.logprobs, written.finish_reason) == ([7, 8], [-0.5, -1.5], "length")
+    assert (written.ids, written.logprobs, written.finish_reason) == (
+        [7, 8],
+        [-0.5, -1.5],
+        "length",
+    )
     assert (written.top_ids, written.top_logprobs[0]) == ([[7, 8], [7, 8]], [-0.5, -1.5])
-    assert server.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=1.0))[0].top_ids == []
+    assert (
+        server.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=1.0))[0].top_ids == []
+    )
     (scored,) = server.prompt_logprobs([[4, 5, 7]], 2)
     assert (scored.logprobs, scored.top_ids) == ([-2.5, -0.5], [[7, 8], [7, 8]])
     assert server.tokenize("x") == [5, 6]
@@ -290,7 +342,11 @@ def test_sglangs_answers_are_read(started):
 
 def test_sglang_is_told_everything_that_it_would_guess():
     asked = SGLang().completion_request([1], SamplingParams(max_tokens=2, temperature=0.0), 4)
-    assert (asked["input_ids"], asked["return_logprob"], asked["top_logprobs_num"]) == ([1], True, 4)
+    assert (asked["input_ids"], asked["return_logprob"], asked["top_logprobs_num"]) == (
+        [1],
+        True,
+        4,
+    )
     assert asked["sampling_params"]["top_k"] == -1  # all, as it counts
     assert asked["sampling_params"]["repetition_penalty"] == 1.0
 
@@ -298,7 +354,14 @@ def test_sglang_is_told_everything_that_it_would_guess():
 @pytest.mark.parametrize("adapter", [VLLM(), SGLang()], ids=["vllm", "sglang"])
 def test_every_sampling_setting_is_sent(adapter):
     sampling = SamplingParams(
-        max_tokens=3, temperature=0.7, top_k=11, top_p=0.9, min_p=0.05, seed=13, stop_token_ids=(4, 5), ignore_eos=True
+        max_tokens=3,
+        temperature=0.7,
+        top_k=11,
+        top_p=0.9,
+        min_p=0.05,
+        seed=13,
+        stop_token_ids=(4, 5),
+        ignore_eos=True,
     )
     body = adapter.completion_request([1], sampling, None)
     sent = list((body | body.get("sampling_params", {})).values())
@@ -307,8 +370,15 @@ def test_every_sampling_setting_is_sent(adapter):
 
 
 def test_llama_cpp_gets_every_sampling_setting_but_stop_token_ids():
-    body = LlamaCpp().completion_request([1], SamplingParams(max_tokens=3, temperature=0.7, min_p=0.05, seed=13), None)
-    assert (body["n_predict"], body["temperature"], body["min_p"], body["seed"]) == (3, 0.7, 0.05, 13)
+    body = LlamaCpp().completion_request(
+        [1], SamplingParams(max_tokens=3, temperature=0.7, min_p=0.05, seed=13), None
+    )
+    assert (body["n_predict"], body["temperature"], body["min_p"], body["seed"]) == (
+        3,
+        0.7,
+        0.05,
+        13,
+    )
     assert "min_p" in body["samplers"]
     with raises_option("stop_token_ids"):
         LlamaCpp().completion_request([1], SamplingParams(stop_token_ids=(4,)), None)
@@ -317,16 +387,34 @@ def test_llama_cpp_gets_every_sampling_setting_but_stop_token_ids():
 def llama_cpp(method: str, path: str, body: Any) -> tuple[int, Any]:
     """llama-server's forms, by tools/server/README.md."""
     if path == "/v1/models":
-        return 200, {"object": "list", "data": [{"id": "m.gguf", "owned_by": "llamacpp", "meta": {"n_vocab": 9}}]}
+        return 200, {
+            "object": "list",
+            "data": [{"id": "m.gguf", "owned_by": "llamacpp", "meta": {"n_vocab": 9}}],
+        }
     if path == "/props":
         return 200, {"default_generation_settings": {"n_ctx": 64}, "build_info": "b6700-abc"}
     if path == "/tokenize":
-        return 200, {"tokens": [5, 6]} if "content" in body else (400, {"error": {"message": "no content"}})
+        return 200, {"tokens": [5, 6]} if "content" in body else (
+            400,
+            {"error": {"message": "no content"}},
+        )
     assert body["prompt"] == [1, 2]
     assert body["return_tokens"]
-    top = [{"id": 7, "token": "x", "bytes": [120], "logprob": -0.5}, {"id": 8, "token": "y", "logprob": -1.5}]
-    tokens = [{"id": i, "token": "x", "logprob": p, "top_logprobs": top} for i, p in ((7, -0.5), (1, -4.0))]
-    return 200, {"content": "x", "tokens": [7, 1], "completion_probabilities": tokens, "stop": True, "stop_type": "eos"}
+    top = [
+        {"id": 7, "token": "x", "bytes": [120], "logprob": -0.5},
+        {"id": 8, "token": "y", "logprob": -1.5},
+    ]
+    tokens = [
+        {"id": i, "token": "x", "logprob": p, "top_logprobs": top}
+        for i, p in ((7, -0.5), (1, -4.0))
+    ]
+    return 200, {
+        "content": "x",
+        "tokens": [7, 1],
+        "completion_probabilities": tokens,
+        "stop": True,
+        "stop_type": "eos",
+    }
 
 
 def test_llama_cpps_answers_are_read_and_it_scores_no_text(started):
@@ -358,7 +446,11 @@ def test_acceptance_is_what_the_counters_grew_by():
     before, after = (parse_metrics(RECORDED["metrics"][name]) for name in ("before", "after"))
     grown = spec_decode_counters(before, after)
     found = grown.acceptance
-    assert (found.num_spec_steps, found.num_draft_tokens, found.num_accepted_draft_tokens) == (24, 72, 42)
+    assert (found.num_spec_steps, found.num_draft_tokens, found.num_accepted_draft_tokens) == (
+        24,
+        72,
+        42,
+    )
     assert found.mean_acceptance_length == pytest.approx(1 + 42 / 24)
     assert found.per_position_acceptance == pytest.approx([17 / 24, 16 / 24, 9 / 24])
     assert found.acceptance_histogram == [7, 1, 7, 9]
@@ -368,18 +460,27 @@ def test_acceptance_is_what_the_counters_grew_by():
 
 def test_llama_cpps_counters_have_the_same_names():
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    text = "".join(f"llamacpp:spec_decode_{name}_total {n}\n" for name, n in zip(names, (10, 20, 9), strict=True))
+    text = "".join(
+        f"llamacpp:spec_decode_{name}_total {n}\n"
+        for name, n in zip(names, (10, 20, 9), strict=True)
+    )
     places = "".join(
-        f'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}\n' for i, n in ((0, 6), (1, 3))
+        f'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}\n'
+        for i, n in ((0, 6), (1, 3))
     )
-    assert spec_decode_counters({}, parse_metrics(text + places)).acceptance.mean_acceptance_length == pytest.approx(
-        1.9
-    )
+    assert spec_decode_counters(
+        {}, parse_metrics(text + places)
+    ).acceptance.mean_acceptance_length == pytest.approx(1.9)
 
 
 def test_a_line_of_traffic_has_what_was_written():
     written = ServedCompletion(
-        prompt_ids=[0, 5], ids=[7], logprobs=[-0.5], top_ids=[[7, 8]], top_logprobs=[[-0.5, -1.0]], finish_reason="stop"
+        prompt_ids=[0, 5],
+        ids=[7],
+        logprobs=[-0.5],
+        top_ids=[[7, 8]],
+        top_logprobs=[[-0.5, -1.0]],
+        finish_reason="stop",
     )
     assert json.loads(written.as_json()) == {
         "prompt_ids": [0, 5], "ids": [7], "logprobs": [-0.5], "top_ids": [[7, 8]], "top_logprobs": [[-0.5, -1.0]]
@@ -401,12 +502,36 @@ def serving_vllm(directory: Path, log: Path, *options: object) -> Iterator[Serve
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [binary, "serve", directory, "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", port]
-    flags = ["--dtype", "float32", "--max-logprobs", 64, "--no-enable-prefix-caching", "--enforce-eager"]
-    one = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [
+        binary,
+        "serve",
+        directory,
+        "--served-model-name",
+        "tiny",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
+    flags = [
+        "--dtype",
+        "float32",
+        "--max-logprobs",
+        64,
+        "--no-enable-prefix-caching",
+        "--enforce-eager",
+    ]
+    one = {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*map(str, (*command, *flags, *options))], env=os.environ | one, stdout=output, stderr=output
+            [*map(str, (*command, *flags, *options))],
+            env=os.environ | one,
+            stdout=output,
+            stderr=output,
         )
     try:
         yield _ready(f"http://127.0.0.1:{port}", process)
@@ -435,13 +560,18 @@ def rows() -> Batch:
 @pytest.mark.vllm
 def test_a_real_vllm_thinks_what_transformers_does(vllm, rows, tiny):
     worst, agree, count = 0.0, 0, 0
-    for ids, scored in zip(rows.ids.tolist(), vllm.prompt_logprobs(rows.ids.tolist(), 64), strict=True):
+    for ids, scored in zip(
+        rows.ids.tolist(), vllm.prompt_logprobs(rows.ids.tolist(), 64), strict=True
+    ):
         log_p = tiny(ids)[:-1]
         listed = log_p.gather(1, torch.tensor(scored.top_ids))
         worst = max(worst, float((listed - torch.tensor(scored.top_logprobs)).abs().max()))
         came = log_p.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
         worst = max(worst, float((came - torch.tensor(scored.logprobs)).abs().max()))
-        agree += sum(len(set(a) & set(b)) for a, b in zip(log_p.topk(64).indices.tolist(), scored.top_ids, strict=True))
+        agree += sum(
+            len(set(a) & set(b))
+            for a, b in zip(log_p.topk(64).indices.tolist(), scored.top_ids, strict=True)
+        )
         count += 64 * len(came)
     print(
         f"vLLM {vllm.version}: {count} listed log-probabilities within {worst:.2e}, {agree / count:.4%} the same tokens"
@@ -457,7 +587,9 @@ def test_a_real_vllm_writes_greedily_what_transformers_finds_most_probable(vllm,
     for written in vllm.generate(prompts, SamplingParams(max_tokens=32, temperature=0.0), k=4):
         log_p = tiny(written.prompt_ids + written.ids)[15:-1]
         assert log_p.argmax(-1).tolist() == written.ids
-        torch.testing.assert_close(torch.tensor(written.top_logprobs), log_p.topk(4).values, atol=1e-3, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(written.top_logprobs), log_p.topk(4).values, atol=1e-3, rtol=0
+        )
 
 
 @pytest.mark.vllm
@@ -467,8 +599,12 @@ def test_a_real_vllm_repeats_what_it_sampled_by_seed_and_ends_at_eos(vllm):
     assert [w.ids for w in first] == [w.ids for w in again]
     assert len({tuple(w.ids) for w in first}) == 4
     assert any(w.finish_reason == "stop" for w in first)
-    assert all((w.ids[-1] == 1) == (w.finish_reason == "stop") and 1 not in w.ids[:-1] for w in first)
-    (through,) = vllm.generate([[0]], SamplingParams(max_tokens=400, temperature=1.3, seed=0, ignore_eos=True))
+    assert all(
+        (w.ids[-1] == 1) == (w.finish_reason == "stop") and 1 not in w.ids[:-1] for w in first
+    )
+    (through,) = vllm.generate(
+        [[0]], SamplingParams(max_tokens=400, temperature=1.3, seed=0, ignore_eos=True)
+    )
     assert len(through.ids) == 400
 
 
@@ -477,7 +613,9 @@ def test_a_real_vllm_repeats_what_it_sampled_by_seed_and_ends_at_eos(vllm):
 def test_outputs_of_a_real_vllm_are_those_of_the_local_model(text, vllm, fp32, tmp_path):
     sizes = {"num_sequences": 16, "seq_len": 64, "top_logprobs": 32, "text": text, "data": "stdlib"}
     sizes |= {"prompt_tokens": 16} if text == "target" else {}
-    COMMANDS["outputs build"](target=str(fp32), server=vllm.http.url, out=tmp_path / "served", **sizes)
+    COMMANDS["outputs build"](
+        target=str(fp32), server=vllm.http.url, out=tmp_path / "served", **sizes
+    )
     found = verify(tmp_path / "served", LocalTarget(fp32, torch.device("cpu")), 0)
     print(f"{text}: {found}")
     assert (found.sequences, found.same_top) == (16, 1.0)
@@ -487,7 +625,9 @@ def test_outputs_of_a_real_vllm_are_those_of_the_local_model(text, vllm, fp32, t
         again = verify(tmp_path / "local", ServedTarget.connected(vllm, fp32, None, 32), 0)
         print(f"the local one, scored by vLLM: {again}")
         assert again.worst < 0.02
-        ours, theirs = (load_file(tmp_path / n / "shard-00000.safetensors") for n in ("served", "local"))
+        ours, theirs = (
+            load_file(tmp_path / n / "shard-00000.safetensors") for n in ("served", "local")
+        )
         assert (ours["ids"] == theirs["ids"]).all()
         rest = float(abs(np.exp(ours["rest_logprob"]) - np.exp(theirs["rest_logprob"])).max())
         print(f"probability of what is not listed within {rest:.2e}")
@@ -497,16 +637,24 @@ def test_outputs_of_a_real_vllm_are_those_of_the_local_model(text, vllm, fp32, t
 @pytest.mark.vllm
 @pytest.mark.parametrize("loss", ["fkl", "rkl", "tvd", "nla"])
 def test_a_step_from_a_real_vllm_is_one_from_the_same_list_of_the_target(loss, vllm, fp32, rows):
-    log_p = LocalTeacher(checkpoint.load_model(fp32, torch.float32).eval(), 4096, torch.device("cpu"))
+    log_p = LocalTeacher(
+        checkpoint.load_model(fp32, torch.float32).eval(), 4096, torch.device("cpu")
+    )
     dense = log_p.look(rows).log_probs(slice(None), 1.0)
     values, ids = dense.topk(32)
     local = TopK(ids, values, dense.scatter(1, ids, -torch.inf).logsumexp(-1))
-    shape = checkpoint.read_config(fp32) | {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16}
+    shape = checkpoint.read_config(fp32) | {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "head_dim": 16,
+    }
     found = []
     for teacher in (ServedTeacher(vllm, 32, 4096).distributions(rows), local):
         step = DistillStep(checkpoint.new_model(shape, 0), parse_loss(loss), 1.0)
         step(torch.from_numpy(rows.ids), torch.from_numpy(rows.mask), teacher)[0, 5].backward()
-        found.append(torch.cat([p.grad.flatten() for p in step.student.parameters() if p.grad is not None]))
+        found.append(
+            torch.cat([p.grad.flatten() for p in step.student.parameters() if p.grad is not None])
+        )
     apart = float((found[0] - found[1]).norm() / found[1].norm())
     print(f"{loss}: gradients apart by {apart:.2e} of their length")
     assert apart < 1e-3

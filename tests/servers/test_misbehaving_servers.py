@@ -68,7 +68,11 @@ def test_what_is_not_json_is_said(content):
 
 @pytest.mark.parametrize(
     "written",
-    [b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n\r\nno gzip", b"HTTP/1.1 999999 X\r\n\r\n"],
+    [
+        b"nonsense\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n\r\nno gzip",
+        b"HTTP/1.1 999999 X\r\n\r\n",
+    ],
     ids=["protocol", "gzip", "status"],
 )
 def test_what_is_not_http_is_said(written):
@@ -101,26 +105,41 @@ def test_a_key_that_no_header_may_have_is_refused_and_not_shown(content, tmp_pat
     assert "two" not in str(caught.value)
 
 
-@pytest.mark.parametrize("card", [{"id": ".."}, {"id": "x\nK = 3"}, {"id": 7}, "m", CARD | {"max_model_len": "many"}])
+@pytest.mark.parametrize(
+    "card", [{"id": ".."}, {"id": "x\nK = 3"}, {"id": 7}, "m", CARD | {"max_model_len": "many"}]
+)
 def test_what_a_server_says_about_itself_is_checked(card):
     with running(lambda *_: (200, {"data": [card]})) as url, pytest.raises(UserError) as caught:
         Server.connect(url)
     assert str(caught.value).isprintable()
 
 
-def choice(ids: Any = (5, 6), values: Any = (-0.5, -0.25), tops: Any = None, reason: Any = "length") -> dict[str, Any]:
+def choice(
+    ids: Any = (5, 6), values: Any = (-0.5, -0.25), tops: Any = None, reason: Any = "length"
+) -> dict[str, Any]:
     tops = (
-        [{"token_id:5": -0.5, "token_id:6": -1.0}, {"token_id:6": -0.25, "token_id:7": -3.0}] if tops is None else tops
+        [{"token_id:5": -0.5, "token_id:6": -1.0}, {"token_id:6": -0.25, "token_id:7": -3.0}]
+        if tops is None
+        else tops
     )
-    logprobs = {"token_logprobs": list(values) if isinstance(values, tuple) else values, "top_logprobs": tops}
-    return {"token_ids": list(ids) if isinstance(ids, tuple) else ids, "logprobs": logprobs, "finish_reason": reason}
+    logprobs = {
+        "token_logprobs": list(values) if isinstance(values, tuple) else values,
+        "top_logprobs": tops,
+    }
+    return {
+        "token_ids": list(ids) if isinstance(ids, tuple) else ids,
+        "logprobs": logprobs,
+        "finish_reason": reason,
+    }
 
 
 WRITTEN = {
     "a negative id": choice(ids=(-5, 6)),
     "true as an id": choice(ids=(True, 6)),
     "a text as an id": choice(ids=("5", 6)),
-    "more tokens than asked": choice((5, 6, 7), (-1, -1, -1), [{"token_id:5": -1, "token_id:6": -1}] * 3),
+    "more tokens than asked": choice(
+        (5, 6, 7), (-1, -1, -1), [{"token_id:5": -1, "token_id:6": -1}] * 3
+    ),
     "fewer values": choice(values=(-0.5,)),
     "no value": choice(values=(None, -0.25)),
     "fewer lists": choice(tops=[{"token_id:5": -0.5, "token_id:6": -1.0}]),
@@ -197,7 +216,10 @@ NAME = "vllm:spec_decode_num_{}_total"
 
 @pytest.mark.parametrize(
     ("after", "message"),
-    [({NAME.format("drafts"): 1.0}, "went back"), ({NAME.format("drafts"): float("nan")}, "not finite")],
+    [
+        ({NAME.format("drafts"): 1.0}, "went back"),
+        ({NAME.format("drafts"): float("nan")}, "not finite"),
+    ],
 )
 def test_counters_that_cannot_be_are_refused(after, message):
     with pytest.raises(UserError, match=message):

@@ -22,7 +22,9 @@ def test_a_server_from_outside_is_checked_for_and_exported_to(site, family_dirs,
     assert [row["level"] for row in found if row["about"] == "toyserve"] == ["error"]
     everything = {row["about"] for row in json.loads(draftlab(site, *files).stdout)["findings"]}
     assert {"toyserve", "vllm", "llama.cpp"} <= everything  # a broken package breaks nothing else
-    made = draftlab(site, "export", model, "--target", model, "--to", "toyserve", "--k", "3", "--out", "out")
+    made = draftlab(
+        site, "export", model, "--target", model, "--to", "toyserve", "--k", "3", "--out", "out"
+    )
     assert made.returncode == 0, made.stderr
     script = (tmp_path / "out" / "serve.sh").read_text()
     assert script.splitlines()[1:] == ["# K = 3: set by --k", f"exec toyserve {model} --k 3"]
@@ -33,7 +35,9 @@ def test_a_server_from_outside_is_in_help_and_errors(site):
     assert "toyserve" in draftlab(site, "export", "--help").stdout
     for option, command in (("--to", "export"), ("--for", "check")):
         refused = draftlab(site, command, "tiny", "--target", "tiny", option, "toyserv")
-        assert (refused.returncode, "did you mean 'toyserve'" in refused.stderr) == (1, True), refused.stderr
+        assert (refused.returncode, "did you mean 'toyserve'" in refused.stderr) == (1, True), (
+            refused.stderr
+        )
     refused = draftlab(site, "export", "tiny", "--target", "tiny", "--to", "needs-more")
     assert refused.returncode == 1
     assert len(refused.stderr.splitlines()) == 1

@@ -31,7 +31,14 @@ from draftlab.servers.client import Server
 from draftlab.target_outputs import build as building
 from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.repeats import LOOP, distinct_ngrams
-from draftlab.target_outputs.replay import Drafting, check, drafter_of, read_replay, replay_draft, rows_of
+from draftlab.target_outputs.replay import (
+    Drafting,
+    check,
+    drafter_of,
+    read_replay,
+    replay_draft,
+    rows_of,
+)
 from draftlab.target_outputs.store import StoredOutputs, read_shard, read_store
 from draftlab.target_outputs.targets import LocalTarget, ServedTarget
 
@@ -83,8 +90,16 @@ def prompt_file(tmp_path_factory) -> Path:
 
 def recorded(out: Path, target: Path, prompts: Path, **changes: Any) -> StoredOutputs:
     """Answers of at most 24 tokens, greedy, in float32."""
-    settings = {"max_new_tokens": 24, "dtype": "float32"} if "server" not in changes else {"max_new_tokens": 24}
-    outputs.build(**{"use": "replay", "target": str(target), "prompt_file": prompts, "out": out} | settings | changes)
+    settings = (
+        {"max_new_tokens": 24, "dtype": "float32"}
+        if "server" not in changes
+        else {"max_new_tokens": 24}
+    )
+    outputs.build(
+        **{"use": "replay", "target": str(target), "prompt_file": prompts, "out": out}
+        | settings
+        | changes
+    )
     return read_store(out)
 
 
@@ -111,7 +126,10 @@ def ending_with(target: Path, copy: Path, token: int) -> Path:
 
 
 def test_a_greedy_store_is_plain_decoding_of_whole_prompts(models, greedy_store):
-    model, tokenizer = load(models["target"], torch.float32), checkpoint.load_tokenizer(models["target"])
+    model, tokenizer = (
+        load(models["target"], torch.float32),
+        checkpoint.load_tokenizer(models["target"]),
+    )
     texts = ["def parse(line):\n    if not line:", "class Reader:", "return", LINES[3]["text"]]
     assert len(greedy_store.outputs) == len(LINES)
     for text, prompt in zip(greedy_store.outputs, texts, strict=False):
@@ -123,7 +141,15 @@ def test_a_greedy_store_is_plain_decoding_of_whole_prompts(models, greedy_store)
         assert text.top is not None
         assert text.top.ids[:, 0].tolist() == text.ids.tolist()
         assert text.top.logprobs.shape == (24, 3)
-    assert [t.category for t in greedy_store.outputs] == ["code", "chat", "code", "", "chat", "code", "code"]
+    assert [t.category for t in greedy_store.outputs] == [
+        "code",
+        "chat",
+        "code",
+        "",
+        "chat",
+        "code",
+        "code",
+    ]
     assert [t.number for t in greedy_store.outputs] == list(range(7))
 
 
@@ -147,10 +173,16 @@ def test_sampled_text_has_the_log_probability_that_it_was_drawn_with(tmp_path, m
 def test_answers_to_distil_from_are_those_to_replay_and_some_are_held_out(tmp_path, models):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
-        "".join(json.dumps({"prompt": f"def f{i}(x):\n" + i % 3 * "    pass\n"}) + "\n" for i in range(20))
+        "".join(
+            json.dumps({"prompt": f"def f{i}(x):\n" + i % 3 * "    pass\n"}) + "\n"
+            for i in range(20)
+        )
     )
     settings = {"temperature": 1.0, "top_logprobs": 3}
-    replayed = {o.number: o for o in recorded(tmp_path / "replay", models["target"], prompts, **settings).outputs}
+    replayed = {
+        o.number: o
+        for o in recorded(tmp_path / "replay", models["target"], prompts, **settings).outputs
+    }
     store = recorded(tmp_path / "distill", models["target"], prompts, use="distill", **settings)
     heldout = read_store(tmp_path / "distill" / "heldout")
     numbers = [[o.number for o in outputs] for outputs in (store.outputs, heldout.outputs)]
@@ -166,7 +198,9 @@ def test_answers_to_distil_from_are_those_to_replay_and_some_are_held_out(tmp_pa
         recorded(tmp_path / "few", models["target"], prompts, use="distill", num_prompts=9)
 
 
-def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(tmp_path, models, prompt_file, monkeypatch):
+def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(
+    tmp_path, models, prompt_file, monkeypatch
+):
     target = models["target"]
     together = recorded(tmp_path / "a", target, prompt_file, temperature=1.0, seed=3)
     few = recorded(tmp_path / "c", target, prompt_file, temperature=1.0, seed=3, num_prompts=2)
@@ -179,9 +213,13 @@ def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(tmp_path, mode
     assert [t.ids.tolist() for t in other.outputs] != texts
 
 
-def test_text_ends_with_the_first_end_of_text_and_keeps_it(tmp_path, models, prompt_file, greedy_store):
+def test_text_ends_with_the_first_end_of_text_and_keeps_it(
+    tmp_path, models, prompt_file, greedy_store
+):
     ends = int(greedy_store.outputs[0].ids[9])
-    found = recorded(tmp_path / "t", ending_with(models["target"], tmp_path / "target", ends), prompt_file)
+    found = recorded(
+        tmp_path / "t", ending_with(models["target"], tmp_path / "target", ends), prompt_file
+    )
     for text, whole in zip(found.outputs, greedy_store.outputs, strict=True):
         at = whole.ids.tolist().index(ends) + 1 if ends in whole.ids else 24
         assert text.ids.tolist() == whole.ids[:at].tolist()
@@ -197,13 +235,17 @@ def serving(target: Path, stops: frozenset[int] = frozenset()) -> Iterator[str]:
         yield url
 
 
-def test_a_server_records_what_the_target_in_memory_does(tmp_path, models, prompt_file, greedy_store):
+def test_a_server_records_what_the_target_in_memory_does(
+    tmp_path, models, prompt_file, greedy_store
+):
     ends = int(greedy_store.outputs[0].ids[9])
     target = ending_with(models["target"], tmp_path / "target", ends)
     local = recorded(tmp_path / "local", target, prompt_file, top_logprobs=3)
     with serving(target, frozenset({ends})) as url:
         found = recorded(tmp_path / "served", target, prompt_file, top_logprobs=3, server=url)
-        in_memory = ServedTarget.connected(Server.connect(url), target, SamplingParams(max_tokens=24), 3)
+        in_memory = ServedTarget.connected(
+            Server.connect(url), target, SamplingParams(max_tokens=24), 3
+        )
         prompts = [Prompt(o.prompt.tolist()) for o in local.outputs]
         written = in_memory.generate(prompts, range(len(prompts)), SamplingParams(max_tokens=24), 3)
     exact = LocalTarget(target, CPU, torch.float32).generate(
@@ -211,7 +253,11 @@ def test_a_server_records_what_the_target_in_memory_does(tmp_path, models, promp
     )
     assert (found.manifest.source, found.manifest.logprobs) == ("vllm 0.32.0", "raw")
     for a, b in zip(found.outputs, local.outputs, strict=True):
-        assert (a.ids.tolist(), a.finish_reason, a.category) == (b.ids.tolist(), b.finish_reason, b.category)
+        assert (a.ids.tolist(), a.finish_reason, a.category) == (
+            b.ids.tolist(),
+            b.finish_reason,
+            b.category,
+        )
         assert a.logprobs is not None
         assert a.logprobs.tolist() == [0.0] * len(a.ids)
         assert a.top is not None
@@ -273,7 +319,9 @@ def test_prompts_are_cut_only_where_they_are_long_enough(prompt_file, models):
 # replaying
 
 
-def live(target: Path, draft: Path, prompts: list[list[int]], k: int, how: SamplingParams) -> list[Generation]:
+def live(
+    target: Path, draft: Path, prompts: list[list[int]], k: int, how: SamplingParams
+) -> list[Generation]:
     big, small = load(target, torch.float32), load(draft, torch.float32)
     found = []
     for number, prompt in enumerate(prompts):
@@ -295,18 +343,28 @@ def test_sampled_chances_are_the_ratio_of_what_both_sampled_from(tmp_path, model
     match = replay_draft(found, drafter_of(models["draft"]), drafting(rule="match"))
     sharp = replay_draft(found, drafter_of(models["draft"]), drafting(temperature=0.0))
     for text, a, b, c in zip(found.outputs, ratio.texts, match.texts, sharp.texts, strict=True):
-        np.testing.assert_allclose(a.chances, np.minimum(1, np.array(b.chances) / np.exp(text.logprobs)), atol=1e-4)
+        np.testing.assert_allclose(
+            a.chances, np.minimum(1, np.array(b.chances) / np.exp(text.logprobs)), atol=1e-4
+        )
         assert set(c.chances) <= {0.0, 1.0}
     same = replay_draft(found, drafter_of(target), drafting())
-    np.testing.assert_allclose(np.concatenate(same.chances()), 1, atol=1e-4)  # a draft that is the target
+    np.testing.assert_allclose(
+        np.concatenate(same.chances()), 1, atol=1e-4
+    )  # a draft that is the target
 
 
-def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(tmp_path, models, prompt_file, greedy_store):
+def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(
+    tmp_path, models, prompt_file, greedy_store
+):
     ends = int(greedy_store.outputs[0].ids[9])
-    found = recorded(tmp_path / "t", ending_with(models["target"], tmp_path / "target", ends), prompt_file)
+    found = recorded(
+        tmp_path / "t", ending_with(models["target"], tmp_path / "target", ends), prompt_file
+    )
     replayed = replay_draft(found, drafter_of(models["draft"]), drafting())
     k, how = 4, SamplingParams(max_tokens=24, stop_token_ids=(ends,))
-    runs = live(models["target"], models["draft"], [o.prompt.tolist() for o in found.outputs], k, how)
+    runs = live(
+        models["target"], models["draft"], [o.prompt.tolist() for o in found.outputs], k, how
+    )
     counts = replayed.counts(k)
     assert counts.passes.tolist() == [len(g.drafted) for g in runs]
     assert counts.drafted.tolist() == [sum(g.drafted) for g in runs]
@@ -340,7 +398,9 @@ def test_rows_of_categories_are_their_texts_alone(models, greedy_store):
     for row in rows:
         assert row.length.value == pytest.approx(row.acceptance.mean_acceptance_length)
         assert row.rate.value == pytest.approx(row.acceptance.draft_acceptance_rate)
-        assert [c.value for c in row.conditional] == pytest.approx(row.acceptance.conditional_acceptance)
+        assert [c.value for c in row.conditional] == pytest.approx(
+            row.acceptance.conditional_acceptance
+        )
         assert row.length.low <= row.length.value <= row.length.high
     if found.degenerate.any():
         assert by_group["without loops"].texts == int((~found.degenerate).sum())
@@ -355,19 +415,30 @@ def test_log_probabilities_that_the_rule_cannot_use_are_refused(tmp_path, models
     check(raw, drafter_of(models["draft"]), drafting(rule="match"))
     check(raw, drafter_of(models["draft"]), drafting(temperature=0.0))
     at_one = replace(raw.manifest.sampling, temperature=1.0)
-    check(replace(raw, manifest=raw.manifest.model_copy(update={"sampling": at_one})), drafter_of(target), drafting())
+    check(
+        replace(raw, manifest=raw.manifest.model_copy(update={"sampling": at_one})),
+        drafter_of(target),
+        drafting(),
+    )
 
 
 def test_text_that_the_target_did_not_write_is_not_replayed(tmp_path, models):
     """Nor is text of which nobody knows how it was sampled."""
     data = tmp_path / "text.txt"
-    data.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80)))
+    data.write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80))
+    )
     sizes = {"num_sequences": 4, "seq_len": 16, "top_logprobs": 4}
     outputs.build(target=str(models["target"]), data=str(data), out=tmp_path / "data", **sizes)
     with pytest.raises(UserError):
         check(read_store(tmp_path / "data"), drafter_of(models["draft"]), drafting())
     outputs.build(
-        target=str(models["target"]), data=str(data), text="target", prompt_tokens=4, out=tmp_path / "w", **sizes
+        target=str(models["target"]),
+        data=str(data),
+        text="target",
+        prompt_tokens=4,
+        out=tmp_path / "w",
+        **sizes,
     )
     written = read_store(tmp_path / "w")
     check(written, drafter_of(models["draft"]), drafting())
@@ -376,7 +447,9 @@ def test_text_that_the_target_did_not_write_is_not_replayed(tmp_path, models):
         check(nobody, drafter_of(models["draft"]), drafting())
 
 
-def test_outputs_that_lack_what_distilling_needs_are_refused(tmp_path, models, greedy_store, prompt_file):
+def test_outputs_that_lack_what_distilling_needs_are_refused(
+    tmp_path, models, greedy_store, prompt_file
+):
     with pytest.raises(UserError):
         open_stored(greedy_store.directory, models["draft"], batch_size=2, temperature=1.0)
     recorded(tmp_path / "t", models["target"], prompt_file)
@@ -390,7 +463,11 @@ def test_outputs_that_lack_what_distilling_needs_are_refused(tmp_path, models, g
 def test_a_loop_is_degenerate_and_varied_text_is_not():
     rng = np.random.default_rng(0)
     loop, text = np.tile([5, 6, 7], 20), rng.integers(0, 300, 60)
-    assert [distinct_ngrams([ids.tolist()], 4) < LOOP for ids in (loop, text, text[:3])] == [True, False, False]
+    assert [distinct_ngrams([ids.tolist()], 4) < LOOP for ids in (loop, text, text[:3])] == [
+        True,
+        False,
+        False,
+    ]
     assert distinct_ngrams([loop.tolist(), text.tolist()], 4) == pytest.approx((3 + 57) / (57 + 57))
 
 
@@ -412,7 +489,9 @@ def call(*arguments: object, code: int = 0):
 
 
 def test_build_info_and_replay_as_typed(space, models, prompt_file):
-    made = call("outputs", "build", "--use", "replay", "--prompt-file", prompt_file, "--max-new-tokens", 20)
+    made = call(
+        "outputs", "build", "--use", "replay", "--prompt-file", prompt_file, "--max-new-tokens", 20
+    )
     assert "runs/outputs-replay-target" in made.stdout
     assert "140" in made.stdout
     facts = json.loads(call("outputs", "info", "runs/outputs-replay-target", "--json").stdout)
@@ -431,7 +510,9 @@ def test_build_info_and_replay_as_typed(space, models, prompt_file):
 
 def test_prompts_of_a_data_source_and_a_dry_run(space, tmp_path):
     file = tmp_path / "text.txt"
-    file.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80)))
+    file.write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80))
+    )
     sizes = ("--num-prompts", 3, "--prompt-tokens", 9, "--max-new-tokens", 4)
     build = ("outputs", "build", "--use", "replay", "--data", file, *sizes)
     assert "runs/outputs-replay-target" in call(*build, "--dry-run").stdout

@@ -44,7 +44,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
     file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200)))
+    file.write_text(
+        "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200))
+    )
     return str(file)
 
 
@@ -83,7 +85,9 @@ def test_what_is_read_back_is_the_targets_distribution(temperature, made, family
     torch.testing.assert_close(listed.log_p, log_p.gather(1, listed.ids), atol=8e-3, rtol=1e-3)
     tail = 1 - log_p.gather(1, listed.ids).exp().sum(1)
     torch.testing.assert_close(listed.tail.exp(), tail, atol=4e-3, rtol=0)
-    assert (listed.log_p.exp().sum(1) + listed.tail.exp() - 1).abs().max() < 4e-3  # and never renormalised
+    assert (
+        listed.log_p.exp().sum(1) + listed.tail.exp() - 1
+    ).abs().max() < 4e-3  # and never renormalised
 
 
 def test_rows_are_those_of_the_text_in_turn(made):
@@ -104,7 +108,9 @@ def test_a_seed_orders_the_rows_anew_in_each_epoch(made):
         epochs = [seen[:20], seen[20:]]
         assert [sorted(epoch) for epoch in epochs] == [stored, stored]
         assert epochs[0] != epochs[1]
-        assert [tuple(row) for row in StoredBatches(made, 4, seed=seed).batch(7).ids.tolist()] == seen[28:32]
+        assert [
+            tuple(row) for row in StoredBatches(made, 4, seed=seed).batch(7).ids.tolist()
+        ] == seen[28:32]
         orders[seed] = seen
     assert orders[0] != orders[1]
 
@@ -199,7 +205,9 @@ def a_missing_array(shard: dict[str, np.ndarray]) -> None:
         (impossible_normalizers, "normalizers"),
     ],
 )
-def test_arrays_that_no_target_has_given_are_refused_with_the_right_checksum(change, array, made, tmp_path):
+def test_arrays_that_no_target_has_given_are_refused_with_the_right_checksum(
+    change, array, made, tmp_path
+):
     with raises_option("shard-00000.safetensors", array):
         read_store(spoilt(made, tmp_path / "c", change))
 
@@ -210,7 +218,9 @@ def test_a_shifted_or_foreign_cache_is_found_without_the_target(change, made, tm
         StoredBatches(spoilt(made, tmp_path / "c", change), 4)
 
 
-@pytest.mark.parametrize("asked", [{"use": "replay"}, {"use": "replay", "temperature": 1.0}, {"top_logprobs": 4}])
+@pytest.mark.parametrize(
+    "asked", [{"use": "replay"}, {"use": "replay", "temperature": 1.0}, {"top_logprobs": 4}]
+)
 def test_a_target_whose_logits_are_not_finite_stores_nothing(asked, family_dirs, text, tmp_path):
     shutil.copytree(family_dirs["llama"], tmp_path / "target")
     config = json.loads((tmp_path / "target" / "config.json").read_text())
@@ -241,7 +251,9 @@ SETTINGS = Loop(steps=6, optimizer="adamw", lr=3e-3, dtype="float32", eval_steps
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt"])
-def test_what_is_seen_is_the_targets_own_whatever_the_memory(kind, family_dirs, tokenizer_dir, tmp_path):
+def test_what_is_seen_is_the_targets_own_whatever_the_memory(
+    kind, family_dirs, tokenizer_dir, tmp_path
+):
     """Any causal language model: the engine's, and one that transformers runs; in one pass, rows and parts of a row."""
     place = family_dirs["llama"]
     if kind == "opt":
@@ -258,19 +270,30 @@ def test_what_is_seen_is_the_targets_own_whatever_the_memory(kind, family_dirs, 
     rng = np.random.default_rng(0)
     ids, mask = rng.integers(3, 300, (5, 21)), rng.integers(0, 2, (5, 20)).astype(np.float32)
     with torch.no_grad():
-        log_p = model(torch.from_numpy(ids[:, :-1])).logits.log_softmax(-1)[torch.from_numpy(mask) > 0]
+        log_p = model(torch.from_numpy(ids[:, :-1])).logits.log_softmax(-1)[
+            torch.from_numpy(mask) > 0
+        ]
     came = log_p.gather(1, torch.from_numpy(ids[:, 1:][mask > 0])[:, None])[:, 0]
     for positions in (1000, 45, 7):
-        scored = LocalTarget(place, CPU, memory=positions * 16 * 307 / 1e9).score(Batch(ids, mask), 8)
+        scored = LocalTarget(place, CPU, memory=positions * 16 * 307 / 1e9).score(
+            Batch(ids, mask), 8
+        )
         np.testing.assert_allclose(scored.logprobs, log_p.topk(8).values, atol=2e-2)
         np.testing.assert_allclose(scored.token, came, atol=2e-2)
-    prompts, sampling = [Prompt(row) for row in ids[:, :4].tolist()], SamplingParams(max_tokens=17, temperature=1.0)
-    for output, prompt in zip(LocalTarget(place, CPU).generate(prompts, range(5), sampling, 8), prompts, strict=True):
+    prompts, sampling = (
+        [Prompt(row) for row in ids[:, :4].tolist()],
+        SamplingParams(max_tokens=17, temperature=1.0),
+    )
+    for output, prompt in zip(
+        LocalTarget(place, CPU).generate(prompts, range(5), sampling, 8), prompts, strict=True
+    ):
         assert output.prompt.tolist() == prompt.ids
         assert output.top is not None
         assert output.logprobs is not None
         assert len(output.ids) == len(output.top.token) == 17
-        np.testing.assert_allclose(output.top.token, output.logprobs, atol=1e-3)  # read as it was written
+        np.testing.assert_allclose(
+            output.top.token, output.logprobs, atol=1e-3
+        )  # read as it was written
 
 
 def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_dirs, tmp_path):
@@ -307,14 +330,20 @@ def same_lists(a: Path, b: Path) -> None:
             assert np.array_equal(mine[name], other[name])
         assert (mine["top_ids"] == other["top_ids"]).mean() > 0.99  # ties in fp16 apart
         for name in ("top_logprobs", "token_logprob", "rest_logprob"):
-            assert np.abs(mine[name].astype(np.float32) - other[name].astype(np.float32)).max() < 0.01
+            assert (
+                np.abs(mine[name].astype(np.float32) - other[name].astype(np.float32)).max() < 0.01
+            )
 
 
 def test_a_cache_from_a_server_is_that_of_the_target(small, made, family_dirs, text, tmp_path):
     build_store(family_dirs["llama"], text, tmp_path / "c", server=small.http.url)
     same_lists(tmp_path / "c", made)
     manifest = read_manifest(tmp_path / "c")
-    assert (manifest.source, manifest.logprobs, manifest.temperatures) == ("vllm 0.32.0", "none", (1.0,))
+    assert (manifest.source, manifest.logprobs, manifest.temperatures) == (
+        "vllm 0.32.0",
+        "none",
+        (1.0,),
+    )
     assert (manifest.target, manifest.target_sha256, manifest.sampling) == ("small", None, None)
     batches, held = open_stored(tmp_path / "c", family_dirs["llama"], batch_size=4, temperature=1.0)
     assert StoredTeacher(307).distributions(batches.batch(0)).ids.shape == (64, 8)
@@ -324,18 +353,27 @@ def test_a_cache_from_a_server_is_that_of_the_target(small, made, family_dirs, t
 
 
 def test_text_that_a_server_wrote_is_kept_with_what_it_thought(small, family_dirs, text, tmp_path):
-    settings: dict[str, Any] = {"server": small.http.url, "text": "target", "num_sequences": 12, "seq_len": 24}
+    settings: dict[str, Any] = {
+        "server": small.http.url,
+        "text": "target",
+        "num_sequences": 12,
+        "seq_len": 24,
+    }
     build_store(family_dirs["llama"], text, tmp_path / "c", **settings)
     found = read_store(tmp_path / "c")
     eos = checkpoint.eos_token_ids(family_dirs["llama"])
-    assert found.manifest.sampling == SamplingParams(max_tokens=21, temperature=1.0, stop_token_ids=eos)
+    assert found.manifest.sampling == SamplingParams(
+        max_tokens=21, temperature=1.0, stop_token_ids=eos
+    )
     assert found.manifest.logprobs == "raw"
     batch = padded(found.outputs, 24)
     assert (batch.mask[:, :3] == 0).all()
     for ids, mask in zip(batch.ids, batch.mask, strict=True):
         ends = np.flatnonzero(np.isin(ids[4:], list(STOPS)))
         last = 4 + ends[0] if len(ends) else 24
-        assert np.array_equal(np.flatnonzero(mask), np.arange(3, last))  # the prompt and what follows eos do not count
+        assert np.array_equal(
+            np.flatnonzero(mask), np.arange(3, last)
+        )  # the prompt and what follows eos do not count
     assert len(set(batch.mask.sum(1))) > 2
     rescored = LocalTarget(family_dirs["llama"], CPU).score(batch, 8)
     stored = StoredLogprobs.joined([o.top for o in found.outputs if o.top is not None])
@@ -390,7 +428,9 @@ def test_a_served_teacher_looks_as_the_target_itself(small, made, family_dirs):
     torch.testing.assert_close(listed.log_p, log_p.topk(8).values, atol=1e-4, rtol=0)
     tail = 1 - log_p.gather(1, listed.ids).exp().sum(1)
     torch.testing.assert_close(listed.tail.exp(), tail, atol=1e-5, rtol=0)
-    nothing = ServedTeacher(small, 8, 307).distributions(Batch(batch.ids, np.zeros_like(batch.mask)))
+    nothing = ServedTeacher(small, 8, 307).distributions(
+        Batch(batch.ids, np.zeros_like(batch.mask))
+    )
     assert nothing.ids.shape == (0, 8)
 
 
@@ -413,7 +453,9 @@ def log(small, tmp_path_factory) -> Path:
         small.generate([p], SamplingParams(max_tokens=6 + i, seed=i, temperature=1.0), k=8)[0]
         for i, p in enumerate(prompts)
     ]
-    return traffic_file(tmp_path_factory.mktemp("log") / "day.jsonl", [w.as_json() for w in written])
+    return traffic_file(
+        tmp_path_factory.mktemp("log") / "day.jsonl", [w.as_json() for w in written]
+    )
 
 
 def test_traffic_is_kept_as_the_target_would_score_it(log, family_dirs, tmp_path):
@@ -425,20 +467,30 @@ def test_traffic_is_kept_as_the_target_would_score_it(log, family_dirs, tmp_path
     batches, held = open_stored(tmp_path / "c", target, batch_size=24, temperature=1.0)
     batch = batches.batch(0)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [b.ids[:, 1].tolist() for b in held.batches] == [[lines[i]["prompt_ids"][1] for i in (11, 23)]]
+    assert [b.ids[:, 1].tolist() for b in held.batches] == [
+        [lines[i]["prompt_ids"][1] for i in (11, 23)]
+    ]
     lines = [line for i, line in enumerate(lines) if i not in (11, 23)]
     for row, mask, line in zip(batch.ids, batch.mask, lines, strict=True):
         text = (line["prompt_ids"] + line["ids"])[:17]
         assert row.tolist() == text + [0] * (17 - len(text))
-        assert np.flatnonzero(mask).tolist() == list(range(len(line["prompt_ids"]) - 1, len(text) - 1))
-    listed, log_p = StoredTeacher(307).distributions(batch), whole(target, replace(batch, top_logprobs=None))
+        assert np.flatnonzero(mask).tolist() == list(
+            range(len(line["prompt_ids"]) - 1, len(text) - 1)
+        )
+    listed, log_p = (
+        StoredTeacher(307).distributions(batch),
+        whole(target, replace(batch, top_logprobs=None)),
+    )
     torch.testing.assert_close(listed.log_p, log_p.topk(8).values, atol=8e-3, rtol=1e-3)
     assert verify(tmp_path / "c", LocalTarget(target, CPU)).good
 
 
-LINE = {"prompt_ids": [0, 5], "ids": [7, 8], "top_ids": [[7, 9], [1, 8]], "logprobs": [-0.5, -2.0]} | {
-    "top_logprobs": [[-0.5, -1.5], [-0.4, -2.0]]
-}
+LINE = {
+    "prompt_ids": [0, 5],
+    "ids": [7, 8],
+    "top_ids": [[7, 9], [1, 8]],
+    "logprobs": [-0.5, -2.0],
+} | {"top_logprobs": [[-0.5, -1.5], [-0.4, -2.0]]}
 
 
 @pytest.mark.parametrize(
@@ -468,7 +520,9 @@ def test_a_bad_line_of_traffic_is_named(line, tmp_path):
 
 def test_traffic_without_two_lines_to_keep_is_refused(tmp_path):
     def opened(lines: list) -> ServerLog:
-        return ServerLog.open(traffic_file(tmp_path / "log.jsonl", lines), vocab=307, seq_len=3, top_logprobs=8)
+        return ServerLog.open(
+            traffic_file(tmp_path / "log.jsonl", lines), vocab=307, seq_len=3, top_logprobs=8
+        )
 
     for lines in ([], [LINE]):
         with pytest.raises(UserError):
@@ -480,7 +534,10 @@ def test_traffic_without_two_lines_to_keep_is_refused(tmp_path):
 
 
 def test_lists_are_sorted_and_cut_to_what_every_line_has(tmp_path, family_dirs):
-    longer = LINE | {"top_ids": [[9, 7, 3], [8, 1]], "top_logprobs": [[-1.5, -0.5, -4.0], [-2.0, -0.4]]}
+    longer = LINE | {
+        "top_ids": [[9, 7, 3], [8, 1]],
+        "top_logprobs": [[-1.5, -0.5, -4.0], [-2.0, -0.4]],
+    }
     file = traffic_file(tmp_path / "log.jsonl", [longer, LINE])
     (output,) = ServerLog.open(file, vocab=307, seq_len=4, top_logprobs=3).outputs([0])
     assert (output.prompt.tolist(), output.ids.tolist()) == ([0, 5], [7, 8])
@@ -502,7 +559,9 @@ FEW: dict[str, Any] = {"num_sequences": 4, "seq_len": 12, "top_logprobs": 4}
 
 def test_the_commands_build_and_verify_from_a_server(space, small, tmp_path):
     url = small.http.url
-    assert outputs.build(server=url, **FEW, dry_run=True).data["disk"] == "0.001824 MB"  # 48 of 6 k + 14 bytes
+    assert (
+        outputs.build(server=url, **FEW, dry_run=True).data["disk"] == "0.001824 MB"
+    )  # 48 of 6 k + 14 bytes
     made = outputs.build(server=url, **FEW)
     assert (made.path, made.data["source"]) == (Path("runs/outputs-distill-llama"), "vllm 0.32.0")
     assert made.data["top_logprobs"] == 4
@@ -520,7 +579,9 @@ def test_the_commands_build_and_verify_from_a_server(space, small, tmp_path):
 def test_a_log_is_imported_with_a_tokenizer_alone(space, log, tokenizer_dir):
     made = outputs.build(from_file=log, target=str(tokenizer_dir), seq_len=16)
     assert (made.path, made.data["source"]) == (Path("runs/outputs-day"), "log")
-    open_stored(space / "runs" / "outputs-day", Path(workspace.load().target), batch_size=2, temperature=1.0)
+    open_stored(
+        space / "runs" / "outputs-day", Path(workspace.load().target), batch_size=2, temperature=1.0
+    )
 
 
 @pytest.mark.parametrize(

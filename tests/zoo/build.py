@@ -18,7 +18,14 @@ PADDING = 16  # logits beyond the tokenizer's ids, where the real one has some
 EXPERTS = 4
 # what config.json calls a size, where it is not what LLaMA calls it; "": it does not say
 NAMES = {
-    "gpt2": {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "kv": "", "ffn": "", "context": "n_positions"},
+    "gpt2": {
+        "layers": "n_layer",
+        "hidden": "n_embd",
+        "heads": "n_head",
+        "kv": "",
+        "ffn": "",
+        "context": "n_positions",
+    },
     "bloom": {"layers": "n_layer", "heads": "n_head", "kv": "", "ffn": "", "context": "seq_length"},
     "opt": {"kv": "", "ffn": "ffn_dim"},
     "gpt_neox": {"kv": ""},
@@ -56,7 +63,10 @@ def config(facts: Facts) -> dict[str, Any]:
     found: dict[str, Any] = {"model_type": facts.type, "architectures": [facts.architecture]}
     found |= {name: getattr(sizes, size) for size, name in names.items() if name}
     found |= {"torch_dtype": facts.dtype, "transformers_version": "4.44.0", "use_cache": True}
-    found |= {"bos_token_id": ids["end0"] if facts.bos == facts.eos else ids["bos"], "eos_token_id": _ends(facts)[0]}
+    found |= {
+        "bos_token_id": ids["end0"] if facts.bos == facts.eos else ids["bos"],
+        "eos_token_id": _ends(facts)[0],
+    }
     if facts.type not in NAMES:
         found |= {"hidden_act": "silu"}
     for key, value in facts.config.items():
@@ -99,7 +109,9 @@ def weights(facts: Facts, out: Path) -> dict[str, Tensor]:
 def _model(directory: Path, facts: Facts) -> PreTrainedModel:
     """Norms and biases matter in it too, and its logits are wide enough to have clear winners."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(directory), dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
@@ -116,7 +128,10 @@ def _buffers(facts: Facts) -> dict[str, Tensor]:
             found[f"h.{i}.attn.bias"] = mask.float()
         elif facts.type == "gpt_neox":
             attention = f"gpt_neox.layers.{i}.attention"
-            found[f"{attention}.bias"], found[f"{attention}.masked_bias"] = mask.clone(), torch.tensor(-1e9)
+            found[f"{attention}.bias"], found[f"{attention}.masked_bias"] = (
+                mask.clone(),
+                torch.tensor(-1e9),
+            )
             found[f"{attention}.rotary_emb.inv_freq"] = frequencies[: max(1, sizes.head // 8)]
         elif "inv_freq" in facts.files:
             found[f"model.layers.{i}.self_attn.rotary_emb.inv_freq"] = frequencies
@@ -142,10 +157,15 @@ def _write(facts: Facts, out: Path, tensors: dict[str, Tensor]) -> None:
             torch.save(part, out / file)
         else:
             save_file(part, out / file, metadata={"format": "pt"})
-    theirs = {name.removeprefix("model.").replace("self_attn.q_proj", "attention.wq"): t for name, t in tensors.items()}
+    theirs = {
+        name.removeprefix("model.").replace("self_attn.q_proj", "attention.wq"): t
+        for name, t in tensors.items()
+    }
     if "consolidated" in facts.files:
         save_file(theirs, out / "consolidated.safetensors")
-        (out / "params.json").write_text(json.dumps({"dim": small(facts).hidden, "n_layers": small(facts).layers}))
+        (out / "params.json").write_text(
+            json.dumps({"dim": small(facts).hidden, "n_layers": small(facts).layers})
+        )
     if "original" in facts.files:
         (out / "original").mkdir()
         torch.save(theirs, out / "original/consolidated.00.pth")

@@ -7,7 +7,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-File = Literal["single", "sharded", "bin", "consolidated", "original", "inv_freq", "tied_head", "masks", "bare"]
+File = Literal[
+    "single", "sharded", "bin", "consolidated", "original", "inv_freq", "tied_head", "masks", "bare"
+]
 YES = "yes"
 
 
@@ -76,7 +78,16 @@ class Facts(BaseModel):
         return self.gguf or self.prune
 
 
-TIED = ("gemma", "gemma2", "gemma3_text", "opt", "gpt2", "falcon", "bloom", "starcoder2")  # by their configs' defaults
+TIED = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "opt",
+    "gpt2",
+    "falcon",
+    "bloom",
+    "starcoder2",
+)  # by their configs' defaults
 
 
 @cache

@@ -51,7 +51,9 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        as_expected = self.works if self.expected == WORKS else not self.works and self.expected in self.words
+        as_expected = (
+            self.works if self.expected == WORKS else not self.works and self.expected in self.words
+        )
         return as_expected and not self.broken
 
     def line(self) -> str:
@@ -61,7 +63,9 @@ class Outcome:
 
 BRIEFLY = "--calibration-tokens 128 --seq-len 32"
 OUTPUTS = "outputs build --target M --num-sequences 4 --seq-len 32 --top-logprobs 8"
-ANSWERS = "outputs build --use replay --target M --num-prompts 2 --prompt-tokens 16 --max-new-tokens 24"
+ANSWERS = (
+    "outputs build --use replay --target M --num-prompts 2 --prompt-tokens 16 --max-new-tokens 24"
+)
 
 
 def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
@@ -148,13 +152,18 @@ def outcome(step: str, line: str, wanted: str) -> Outcome:
     before = set(os.listdir())
     result: Any = RUNNER.invoke(app, line.split())
     errors = [text for text in result.stderr.splitlines() if text.startswith("error: ")]
-    works = result.exit_code in (0, 3)  # 3: a bar was missed, as check says of a draft with bad findings
+    works = result.exit_code in (
+        0,
+        3,
+    )  # 3: a bar was missed, as check says of a draft with bad findings
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return Outcome(step, wanted, False, repr(result.exception), True)
     left = set(os.listdir()) - before - {"runs"}
     if works:
         return Outcome(step, wanted, True, "", False)
-    one_line = result.exit_code == 1 and len(errors) == 1 and not left and "Traceback" not in result.stderr
+    one_line = (
+        result.exit_code == 1 and len(errors) == 1 and not left and "Traceback" not in result.stderr
+    )
     return Outcome(step, wanted, False, errors[0] if errors else result.stderr[-300:], not one_line)
 
 
@@ -167,7 +176,9 @@ def draft_for(facts: Facts) -> Facts:
     """A small LLaMA of the same tokenizer: the draft of what cannot be cut."""
     kind = {"merges.txt": "bytes", "tokenizer.model": "sentencepiece"}.get(facts.words, facts.words)
     ids = words.size(kind)  # type: ignore[arg-type]
-    sizes = Sizes(layers=30, hidden=576, heads=9, kv=3, head=64, ffn=1536, vocab=ids, tokens=ids, context=8192)
+    sizes = Sizes(
+        layers=30, hidden=576, heads=9, kv=3, head=64, ffn=1536, vocab=ids, tokens=ids, context=8192
+    )
     settings: dict[str, Any] = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     return Facts(
         hub="",

@@ -55,7 +55,9 @@ def test_a_text_longer_than_the_model_reads_is_refused(name, hosted):
     "config",
     [
         MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2),
-        Mamba2Config(vocab_size=50, hidden_size=32, num_heads=8, head_dim=8, n_groups=1, num_hidden_layers=2),
+        Mamba2Config(
+            vocab_size=50, hidden_size=32, num_heads=8, head_dim=8, n_groups=1, num_hidden_layers=2
+        ),
     ],
     ids=["mamba", "mamba2"],
 )

@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 Words = Literal["bytes", "sentencepiece", "tokenizer.model", "merges.txt"]
 TEXT = [
@@ -49,8 +57,15 @@ def write(words: Words, out: Path, *, chat: bool) -> None:
         settings["added_tokens_decoder"] = _decoder(BYTES_SPECIAL, 0)
     else:
         (out / "tokenizer.model").write_bytes(_sentencepiece(made))
-        settings |= {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>", "add_bos_token": True, "legacy": False}
-        settings["added_tokens_decoder"] = _decoder(PIECES_SPECIAL, 0) | _decoder(ADDED, size(words) - len(ADDED))
+        settings |= {
+            "tokenizer_class": "LlamaTokenizer",
+            "unk_token": "<unk>",
+            "add_bos_token": True,
+            "legacy": False,
+        }
+        settings["added_tokens_decoder"] = _decoder(PIECES_SPECIAL, 0) | _decoder(
+            ADDED, size(words) - len(ADDED)
+        )
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
@@ -86,12 +101,23 @@ def _pieces() -> Tokenizer:
     every = [*PIECES_SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
     merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in spec["merges"]]
     model = models.BPE(
-        {piece: i for i, piece in enumerate(every)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        {piece: i for i, piece in enumerate(every)},
+        merges,
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
     )
     made = Tokenizer(model)
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     made.add_special_tokens(PIECES_SPECIAL)
     made.add_special_tokens(ADDED)
@@ -99,7 +125,9 @@ def _pieces() -> Tokenizer:
 
 
 def _framed(made: Tokenizer, bos: tuple[str, int]) -> Tokenizer:
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[bos])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[bos]
+    )
     return made
 
 
@@ -125,5 +153,11 @@ def _sentencepiece(made: Tokenizer) -> bytes:
 
 
 def _decoder(tokens: list[str], first: int) -> dict[str, dict[str, object]]:
-    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    flags = {
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": True,
+    }
     return {str(first + i): {"content": token, **flags} for i, token in enumerate(tokens)}

@@ -69,7 +69,11 @@ class DrafterContext:
     ) -> DrafterRun:
         """Return a drafter with the facts that the run needs. ks: Default: the run's."""
         return DrafterRun(
-            drafter=drafter, model=model, ks=self.ks if ks is None else ks, learnt=learnt, facts=facts or {}
+            drafter=drafter,
+            model=model,
+            ks=self.ks if ks is None else ks,
+            learnt=learnt,
+            facts=facts or {},
         )
 
     @property
@@ -86,7 +90,9 @@ class DrafterContext:
         if name:
             return hub.locate(name)
         if self.draft is None:
-            raise UserError(f"--drafter {text} needs a draft: add draft=DIR, or give one with --draft")
+            raise UserError(
+                f"--drafter {text} needs a draft: add draft=DIR, or give one with --draft"
+            )
         return self.draft
 
     def load_draft(self, text: str, name: str) -> Decoder:
@@ -102,7 +108,9 @@ class DrafterContext:
     def corpus(self, source: str, tokens: int) -> np.ndarray:
         """Return tokens of a data source, [N]."""
         batches = data.open_batches(source, self.tokenizer, rows=1, seq_len=tokens, steps=1, seed=0)
-        return np.concatenate([stream[:tokens] for stream in batches.streams.values()])[: 2 * tokens]
+        return np.concatenate([stream[:tokens] for stream in batches.streams.values()])[
+            : 2 * tokens
+        ]
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -23,7 +23,9 @@ class DFlashDrafter(StatesDrafter[DFlash]):
         """Read the states of the prompts."""
         self.read_states(texts)
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         self.read_states(texts)
         last = staged([text[-1] for text in texts], self.head.device)
         logits = self.head.block_logits(last, min(count, self.head.config.most), self.cache)

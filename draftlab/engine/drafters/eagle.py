@@ -23,9 +23,13 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
         """Read every place; the first draft reads the last one again."""
         self.last_logits(texts)
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         logits, state = self.last_logits(texts)
-        ids, q = self.head.draft(logits, self.cache, uniform, Sampler(sampling.unlimited(), self.vocab), state)
+        ids, q = self.head.draft(
+            logits, self.cache, uniform, Sampler(sampling.unlimited(), self.vocab), state
+        )
         return Draft(ids=ids, q=q, counts=[count] * len(texts))
 
     def last_logits(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
@@ -36,11 +40,16 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
         ends = [len(text) - 1 for text in texts]
         starts, places = self.new_positions(texts)
         width = places.shape[1]
-        rows = [(text[at + 1 : at + 1 + width] + [0] * width)[:width] for text, at in zip(texts, starts, strict=True)]
+        rows = [
+            (text[at + 1 : at + 1 + width] + [0] * width)[:width]
+            for text, at in zip(texts, starts, strict=True)
+        ]
         ids, row = staged(rows, self.head.device), torch.arange(len(rows), device=self.head.device)
         fed = self.head.combine(self.states_at(places))
         self.cache.used = starts
-        at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]  # each text's last place
+        at = [
+            end - start - 1 for end, start in zip(ends, starts, strict=True)
+        ]  # each text's last place
         logits, states = self.head.step(ids, fed, self.cache, last=width - min(at))
         self.cache.used, self.read = list(ends), list(ends)
         chosen = staged(at, self.head.device)

@@ -20,8 +20,15 @@ class FallbackDrafter(Drafter):
     second_tokens: most that the second drafts, for its tokens cost more and are right less often than long copies.
     """
 
-    def __init__(self, first: Drafter, second: Drafter, vocab: int, second_tokens: int | None = None) -> None:
-        self.first, self.second, self.vocab, self.second_tokens = first, second, vocab, second_tokens
+    def __init__(
+        self, first: Drafter, second: Drafter, vocab: int, second_tokens: int | None = None
+    ) -> None:
+        self.first, self.second, self.vocab, self.second_tokens = (
+            first,
+            second,
+            vocab,
+            second_tokens,
+        )
 
     def reset(self, rows: int, capacity: int) -> None:
         self.first.reset(rows, capacity)
@@ -35,7 +42,9 @@ class FallbackDrafter(Drafter):
         for drafter in (self.first, self.second):
             drafter.prefill(texts)
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         first = self.first.propose(texts, count, sampling, uniform)
         if all(first.counts):
             return first

@@ -23,7 +23,9 @@ class Order:
     contexts: np.ndarray  # [C] uint64
     offsets: np.ndarray  # [C + 1] into followers
     followers: np.ndarray  # [P]
-    counts: np.ndarray  # [P]; for all but the longest n-grams the number of distinct tokens before them
+    counts: (
+        np.ndarray
+    )  # [P]; for all but the longest n-grams the number of distinct tokens before them
     discount: float
 
     def after(self, context: np.uint64) -> tuple[np.ndarray, np.ndarray] | None:
@@ -56,17 +58,26 @@ class NgramModel:
         self.orders: list[Order] = []
         counts = np.ones(len(grams))
         for _ in range(order - 1):
-            ngrams, first = _order(_numbers(grams[:, :-1], vocab), grams[:, -1].astype(np.int64), counts)
+            ngrams, first = _order(
+                _numbers(grams[:, :-1], vocab), grams[:, -1].astype(np.int64), counts
+            )
             self.orders.append(ngrams)
-            grams, counts = grams[first][:, 1:], np.ones(len(first))  # each distinct longer n-gram counts once
-        unigrams = np.bincount(grams[:, 0].astype(np.int64), minlength=vocab).astype(np.float64) + 1e-3
+            grams, counts = (
+                grams[first][:, 1:],
+                np.ones(len(first)),
+            )  # each distinct longer n-gram counts once
+        unigrams = (
+            np.bincount(grams[:, 0].astype(np.int64), minlength=vocab).astype(np.float64) + 1e-3
+        )
         self.unigrams = unigrams / unigrams.sum()
 
     def probabilities(self, text: Sequence[int]) -> np.ndarray:
         """Return the distribution of the token after text, [V]."""
         p = self.unigrams
         for length, order in enumerate(reversed(self.orders), 1):
-            after = order.after(_number(text[-length:], self.vocab)) if len(text) >= length else None
+            after = (
+                order.after(_number(text[-length:], self.vocab)) if len(text) >= length else None
+            )
             if after is None:
                 break  # a longer context is not in the corpus either
             followers, counts = after
@@ -85,14 +96,27 @@ class NgramDrafter(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         pass
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
-        rows = [self._row(text, count, sampling, u) for text, u in zip(texts, uniform.cpu(), strict=True)]
-        q = None if sampling.temperature == 0 else torch.stack([q for _, q in rows]).to(uniform.device)
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
+        rows = [
+            self._row(text, count, sampling, u)
+            for text, u in zip(texts, uniform.cpu(), strict=True)
+        ]
+        q = (
+            None
+            if sampling.temperature == 0
+            else torch.stack([q for _, q in rows]).to(uniform.device)
+        )
         return Draft(
-            ids=torch.tensor([ids for ids, _ in rows], device=uniform.device), q=q, counts=[count] * len(texts)
+            ids=torch.tensor([ids for ids, _ in rows], device=uniform.device),
+            q=q,
+            counts=[count] * len(texts),
         )
 
-    def _row(self, text: list[int], count: int, sampling: SamplingParams, uniform: Tensor) -> tuple[list[int], Tensor]:
+    def _row(
+        self, text: list[int], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> tuple[list[int], Tensor]:
         context, q = text[-len(self.model.orders) :], []
         for i in range(count):
             p = self.model.probabilities(context)
@@ -150,7 +174,9 @@ class PromptLookupDrafter(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         pass
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         copies = [self._copy(text, count) for text in texts]
         width = max(map(len, copies))
         ids = [copy + [0] * (width - len(copy)) for copy in copies]
@@ -164,7 +190,9 @@ class PromptLookupDrafter(Drafter):
         return (text[match.start :] * (count // (len(text) - match.start) + 1))[:count]
 
 
-def _order(contexts: np.ndarray, followers: np.ndarray, counts: np.ndarray) -> tuple[Order, np.ndarray]:
+def _order(
+    contexts: np.ndarray, followers: np.ndarray, counts: np.ndarray
+) -> tuple[Order, np.ndarray]:
     """Return the n-grams of one length, and the position of the first occurrence of each distinct n-gram."""
     sorted_by = np.lexsort((followers, contexts))
     c, f = contexts[sorted_by], followers[sorted_by]

@@ -24,18 +24,24 @@ class ParallelDrafter(ModelDrafter):
         super().__init__(model, vocab)
         self.token = mask_token(model)
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         logits = offset_logits(self, self.token, texts, count)
         ids, q = Sampler(sampling.unlimited(), self.vocab)(logits, uniform[:, :count])
         return Draft(ids=ids, q=q, counts=[count] * len(texts))
 
 
-def offset_logits(drafter: ModelDrafter, token: int, texts: Sequence[list[int]], count: int) -> Tensor:
+def offset_logits(
+    drafter: ModelDrafter, token: int, texts: Sequence[list[int]], count: int
+) -> Tensor:
     """Return the logits of each offset after the texts, [B, count, V], and leave the cache at the texts."""
     drafter.roll_back(texts)
     masked = [text + [token] * (count - 1) for text in texts]
     logits = feed(drafter.model, drafter.cache, masked, drafter.own_vocab, count)
-    drafter.cache.used = [len(text) for text in texts]  # keys of mask tokens are not those of the text
+    drafter.cache.used = [
+        len(text) for text in texts
+    ]  # keys of mask tokens are not those of the text
     return logits
 
 
@@ -43,7 +49,9 @@ def mask_token(model: Decoder) -> int:
     """Return the mask token of a parallel draft. Raises UserError: it is none."""
     token = model.pard_token if isinstance(model, Llama) else None
     if token is None:
-        raise UserError("the draft has no pard_token in its config.json; distill --student parallel trains one")
+        raise UserError(
+            "the draft has no pard_token in its config.json; distill --student parallel trains one"
+        )
     return token
 
 
@@ -54,4 +62,6 @@ def drafts_in_parallel(model: Decoder) -> bool:
 
 def model_drafter(model: Decoder, vocab: int | None) -> ModelDrafter:
     """Return the drafter of a draft model: in one pass for a parallel draft, else in a pass for each token."""
-    return ParallelDrafter(model, vocab) if drafts_in_parallel(model) else ModelDrafter(model, vocab)
+    return (
+        ParallelDrafter(model, vocab) if drafts_in_parallel(model) else ModelDrafter(model, vocab)
+    )

@@ -66,9 +66,15 @@ class Masks(nn.Module):
         self.source, self.shape = source, shape
         self.sizes = mask_sizes(source, shape)
         rng = torch.Generator().manual_seed(seed)
-        start = {n: 5 + 0.01 * torch.randn(s.rows, s.size, generator=rng) for n, s in self.sizes.items()}
-        self.log_odds = nn.ParameterDict({name: nn.Parameter(value) for name, value in start.items()})
-        self.multipliers = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in self.sizes})
+        start = {
+            n: 5 + 0.01 * torch.randn(s.rows, s.size, generator=rng) for n, s in self.sizes.items()
+        }
+        self.log_odds = nn.ParameterDict(
+            {name: nn.Parameter(value) for name, value in start.items()}
+        )
+        self.multipliers = nn.ParameterDict(
+            {name: nn.Parameter(torch.zeros(2)) for name in self.sizes}
+        )
         self.progress = 1.0  # share of the run that is done
         self.values = self._values({})
 
@@ -137,7 +143,9 @@ class Masks(nn.Module):
     def _gaps(self, share: float) -> dict[str, Tensor]:
         """Return expected minus target sparsity of each row, at a share of the final target."""
         return {
-            name: 1 - keep_probability(self._odds(name)).mean(-1) - share * (1 - size.target / size.size)
+            name: 1
+            - keep_probability(self._odds(name)).mean(-1)
+            - share * (1 - size.target / size.size)
             for name, size in self.sizes.items()
         }
 
@@ -149,11 +157,15 @@ class Masks(nn.Module):
             return masks[name].view(size) if name in masks else torch.ones(size, device=device)
 
         hidden = shaped("hidden", s.hidden)
-        if s.tied and "hidden" in masks:  # a soft mask cannot be folded into a matrix that both embeds and predicts
+        if (
+            s.tied and "hidden" in masks
+        ):  # a soft mask cannot be folded into a matrix that both embeds and predicts
             hidden = (hidden > 0).float() + (hidden - hidden.detach())
         by_group = shaped("heads", s.layers, s.kv_heads, s.heads // s.kv_heads)
         heads = shaped("kv_heads", s.layers, s.kv_heads, 1) * by_group
-        return Values(hidden, shaped("layers", s.layers), heads.flatten(1), shaped("ffn", s.layers, s.ffn))
+        return Values(
+            hidden, shaped("layers", s.layers), heads.flatten(1), shaped("ffn", s.layers, s.ffn)
+        )
 
 
 def sample(log_odds: Tensor) -> Tensor:

@@ -26,7 +26,9 @@ from draftlab.training.optimizers import training_dtype
 from draftlab.training.run import fit
 from draftlab.training.trainer import TrainingSetup
 
-MASKS_FILE = "masks/masks.safetensors"  # not next to config.json, where runtimes load every safetensors file
+MASKS_FILE = (
+    "masks/masks.safetensors"  # not next to config.json, where runtimes load every safetensors file
+)
 LR = 1.0e-4  # unused while weights are frozen: masks have rates of their own
 HELDOUT_ROWS = 32
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
@@ -46,9 +48,15 @@ class MaskTraining:
     def loop(self, seed: int) -> Loop:
         """Return the trainer's settings."""
         return Loop(
-            steps=self.steps, batch_size=self.batch_size, warmup_ratio=WARM_UP, dtype=self.dtype, seed=seed,
-            save_steps=max(1, min(SAVE_STEPS, self.steps // 4)), optimizer="adamw", lr=self.lr or LR,
-        )  # fmt: skip
+            steps=self.steps,
+            batch_size=self.batch_size,
+            warmup_ratio=WARM_UP,
+            dtype=self.dtype,
+            seed=seed,
+            save_steps=max(1, min(SAVE_STEPS, self.steps // 4)),
+            optimizer="adamw",
+            lr=self.lr or LR,
+        )
 
 
 def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
@@ -64,13 +72,17 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
         cut.output.claim_state([source.directory])
     selection = _select(source, cut.shape, cut.text, training, state)
     if not is_main_process():
-        return PrunedDraft(source=source.shape, shape=cut.shape, keep=selection.keep, agreement=None, disk_bytes=0)
+        return PrunedDraft(
+            source=source.shape, shape=cut.shape, keep=selection.keep, agreement=None, disk_bytes=0
+        )
     pruned = cut.write(selection)
     remove_state(state)
     return pruned
 
 
-def _select(source: Source, shape: Shape, text: Text, training: MaskTraining, state: Path) -> Selection:
+def _select(
+    source: Source, shape: Shape, text: Text, training: MaskTraining, state: Path
+) -> Selection:
     """Train masks that cut the source to shape, with checkpoints in state. Raises UserError: See prune_by_masks."""
     masks = Masks(source.shape, shape, text.seed)
     student = _student(source, training)
@@ -90,14 +102,18 @@ def _select(source: Source, shape: Shape, text: Text, training: MaskTraining, st
         masks.save(work / MASKS_FILE)
 
     # soft masks are part of the map from the source's residual stream to the draft's
-    return Selection(keep=keep, basis=torch.diag(hidden)[:, keep.hidden], weights=weights, save=save)
+    return Selection(
+        keep=keep, basis=torch.diag(hidden)[:, keep.hidden], weights=weights, save=save
+    )
 
 
 def _setup(source: Source, text: Text, training: MaskTraining) -> TrainingSetup:
     tokenizer = checkpoint.load_tokenizer(source.directory)
     teacher, loss = None, parse_loss(training.loss)
     if loss.needs_teacher:
-        teacher = checkpoint.load_model(source.directory, checkpoint.DTYPES[training_dtype(training.dtype)])
+        teacher = checkpoint.load_model(
+            source.directory, checkpoint.DTYPES[training_dtype(training.dtype)]
+        )
     sizes: dict[str, Any] = {"rows": training.batch_size, "seq_len": text.seq_len}
     batches = open_batches(text.data, tokenizer, steps=training.steps, seed=text.seed, **sizes)
     heldout = open_heldout(text.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
@@ -124,4 +140,6 @@ def _untie(student: PreTrainedModel) -> None:
 def _trained_weights(source: Source, training: MaskTraining, state: Path) -> Mapping[str, Tensor]:
     if training.lr is None:
         return source.weights
-    return source.with_head({name: tensor.to(source.dtype) for name, tensor in best_weights(state, "student").items()})
+    return source.with_head(
+        {name: tensor.to(source.dtype) for name, tensor in best_weights(state, "student").items()}
+    )

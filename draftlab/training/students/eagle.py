@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 LARGEST_DEFAULT = 32_000  # draft ids, as SafeAILab and speculators have
 
 Layers = Annotated[
-    list[int] | None, BeforeValidator(lambda value: value.split("+") if isinstance(value, str) else value)
+    list[int] | None,
+    BeforeValidator(lambda value: value.split("+") if isinstance(value, str) else value),
 ]
 
 
@@ -30,9 +31,16 @@ class EagleStudent(StudentSpec):
     """
 
     unused = frozenset(
-        {"server", "served_model", "api_key_file", "top_logprobs", "lora_rank", "gradient_checkpointing",
-         "reweigh_steps"}
-    )  # fmt: skip
+        {
+            "server",
+            "served_model",
+            "api_key_file",
+            "top_logprobs",
+            "lora_rank",
+            "gradient_checkpointing",
+            "reweigh_steps",
+        }
+    )
     lr_share = 0.5  # share of the rate of pruned drafts, by runs on SmolLM2-135M
     ttt_steps: int = Field(4, ge=1, le=16)
     layer_ids: Layers = None
@@ -49,14 +57,18 @@ class EagleStudent(StudentSpec):
 
     def check(self, job: "Distillation") -> None:
         if "draft" in job.text.shares:
-            raise UserError("--text: the text of an EAGLE-3 head is the target's own; want data and target")
+            raise UserError(
+                "--text: the text of an EAGLE-3 head is the target's own; want data and target"
+            )
         if job.text.seq_len <= self.ttt_steps + 1:
             raise UserError(
-                f"--student {self.text}: sequences of {job.text.seq_len} tokens are too short for {self.ttt_steps} "
-                "steps; raise --seq-len"
+                f"--student {self.text}: sequences of {job.text.seq_len} tokens are too "
+                f"short for {self.ttt_steps} steps; raise --seq-len"
             )
         if job.draft is not None and (job.vocab or self.model_fields_set - {"text", "ttt_steps"}):
-            raise UserError(f"--draft {job.draft} has ids, layers and norms of its own; leave --vocab and options out")
+            raise UserError(
+                f"--draft {job.draft} has ids, layers and norms of its own; leave --vocab and options out"
+            )
         from draftlab.training.eagle import head_of
 
         head_of(self, job)

@@ -35,4 +35,6 @@ class ParallelStudent(DraftSpec):
 
         assert job.draft is not None  # starts_from_draft
         token = mask_token(job.draft, job.target_vocab, self.token)
-        return Offsets(count=self.tokens, token=token, share=self.share, floor=self.floor, seed=job.loop.seed)
+        return Offsets(
+            count=self.tokens, token=token, share=self.share, floor=self.floor, seed=job.loop.seed
+        )

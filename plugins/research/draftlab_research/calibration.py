@@ -15,7 +15,11 @@ from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_store
 
 STORED_TEXTS = 32  # of a store, to learn from
-CALIBRATION = (6, 64, 96)  # texts of the training split, tokens of each prompt, tokens that the target adds
+CALIBRATION = (
+    6,
+    64,
+    96,
+)  # texts of the training split, tokens of each prompt, tokens that the target adds
 PASSES = 15
 
 
@@ -25,7 +29,9 @@ def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
         return [(output.prompt.astype(np.int64), output.ids) for output in spread_outputs(outputs)]
     count, length, max_tokens = CALIBRATION
     stream = context.corpus(context.data, 64 * count * length).astype(np.int64)
-    prompts = [stream[at : at + length].tolist() for at in range(0, 64 * count * length, 64 * length)][:count]
+    prompts = [
+        stream[at : at + length].tolist() for at in range(0, 64 * count * length, 64 * length)
+    ][:count]
     sampling = replace(context.sampling, max_tokens=max_tokens, seed=1)
     completions = output_tokens(decode(context.target, prompts, sampling))
     return [(np.array(p), np.array(c)) for p, c in zip(prompts, completions, strict=True)]
@@ -34,11 +40,19 @@ def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
 def spread_outputs(outputs: str) -> list[TargetOutput]:
     """Return STORED_TEXTS of a store of target outputs, of its held-out part if it has one: drafts did not learn it."""
     store, heldout = Path(outputs), Path(outputs) / HELDOUT
-    written = [output for output in read_store(heldout if heldout.exists() else store).outputs if len(output.ids) > 1]
+    written = [
+        output
+        for output in read_store(heldout if heldout.exists() else store).outputs
+        if len(output.ids) > 1
+    ]
     return written[:: max(1, len(written) // STORED_TEXTS)][:STORED_TEXTS]
 
 
-def pass_ms(context: DrafterContext, models: dict[str, Llama], widths: Sequence[int]) -> dict[str, list[float]]:
+def pass_ms(
+    context: DrafterContext, models: dict[str, Llama], widths: Sequence[int]
+) -> dict[str, list[float]]:
     """Return the milliseconds of passes of each model, by width."""
-    curves = measure_latency(models, widths=list(widths), context=96, passes=PASSES, clock=context.clock)
+    curves = measure_latency(
+        models, widths=list(widths), context=96, passes=PASSES, clock=context.clock
+    )
     return {name: [latency.median_ms for latency in curve] for name, curve in curves.items()}

@@ -41,4 +41,6 @@ class CascadeSpec(DraftModelSpec, NgramSpec):
             inner = NgramSpec.build(self, context).drafter
         else:
             inner = PromptLookupDrafter(PROMPT_LOOKUP_MAX)
-        return context.run(CascadeDrafter(model, context.vocab, inner, self.inner_tokens), model=model)
+        return context.run(
+            CascadeDrafter(model, context.vocab, inner, self.inner_tokens), model=model
+        )

@@ -36,7 +36,9 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
     k = len(heads) if config.k is None else config.k
     if k > len(heads):
         raise UserError(f"--k {k}: {config.heads} drafts at most {len(heads)} tokens")
-    shared_head = weights["lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"]
+    shared_head = weights[
+        "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
+    ]
     tensors: dict[str, torch.Tensor] = {f"blocks.{i}.layers.0.weight": heads[i] for i in range(k)}
     tensors["lm_heads.0.weight"] = shared_head
     dtype = checkpoint.dtype_name(heads.dtype)
@@ -52,7 +54,9 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    settings = json.dumps({"method": "medusa", "model": "$here", "num_speculative_tokens": k}).replace('"', '\\"')
+    settings = json.dumps(
+        {"method": "medusa", "model": "$here", "num_speculative_tokens": k}
+    ).replace('"', '\\"')
     script = [
         "#!/bin/sh",
         'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)',
@@ -66,7 +70,9 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
         (work / "serve.sh").write_text("\n".join(script))
         output.record(work, [config.heads], k=k)
     path = str(output.out)
-    return Outcome(path=output.out, show=[f"serve with: sh {path}/serve.sh", path], data={"path": path, "k": k})
+    return Outcome(
+        path=output.out, show=[f"serve with: sh {path}/serve.sh", path], data={"path": path, "k": k}
+    )
 
 
 if __name__ == "__main__":

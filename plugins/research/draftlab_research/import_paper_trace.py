@@ -19,7 +19,9 @@ class ImportPaperTraceConfig(OutputConfig):
     file: Path = option(help="Trace file: tensor([[...]]) of token ids per prompt.", argument=True)
     prompt_file: Path = option(help="JSON-lines file of the prompts of the trace.")
     target: str = shared.target()
-    tokenizer: Path | None = option(None, "Directory of the target's tokenizer, if not that of --target.")
+    tokenizer: Path | None = option(
+        None, "Directory of the target's tokenizer, if not that of --target."
+    )
     num_prompts: int | None = option(None, "Import the first prompts only.", ge=1)
     name: str = option("llama-65b", "Name of the target.")
 
@@ -33,7 +35,11 @@ class ImportPaperTraceConfig(OutputConfig):
 def import_paper_trace(config: ImportPaperTraceConfig, output: Output) -> Outcome:
     """Store the texts of a trace file of "Decoding Speculative Decoding", each for one prompt."""
     manifest = _write(config, output)
-    facts: dict[str, object] = {"path": str(output.out), "sequences": manifest.sequences, "tokens": manifest.tokens}
+    facts: dict[str, object] = {
+        "path": str(output.out),
+        "sequences": manifest.sequences,
+        "tokens": manifest.tokens,
+    }
     shown = f"{manifest.sequences} texts with {manifest.tokens:,} tokens"
     return Outcome(path=output.out, show=[shown, str(output.out)], data=facts)
 

@@ -39,7 +39,9 @@ class LayerSkipSpec(OutputsSpec):
     def check(self, run: RunFacts) -> None:
         super().check(run)
         if run.layers is not None and max(self.layers, default=0) >= run.layers:
-            raise UserError(f"--drafter {self.text}: the target has the layers 0 to {run.layers - 1}")
+            raise UserError(
+                f"--drafter {self.text}: the target has the layers 0 to {run.layers - 1}"
+            )
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
         from draftlab.engine.generate import ModelDrafter
@@ -79,7 +81,9 @@ class LayerSkipSpec(OutputsSpec):
         all_ms, one_ms = ms["all"][0], ms["one"][0]
         layer_ms = (all_ms - one_ms) / (layers - 1)
         texts = calibration_texts(context, self.outputs)
-        sets = search_layers(target, texts, context.sampling, lambda n: (one_ms + (n - 1) * layer_ms) / all_ms)
+        sets = search_layers(
+            target, texts, context.sampling, lambda n: (one_ms + (n - 1) * layer_ms) / all_ms
+        )
         best = max(sets, key=lambda candidate: candidate.speedup)
         note(
             f"{self.text}: keeps {len(best.layers)} of {layers} layers, layers={'+'.join(map(str, best.layers))}; "

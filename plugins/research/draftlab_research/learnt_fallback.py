@@ -34,9 +34,9 @@ class LearntFallbackSpec(DraftModelSpec, OutputsSpec):
             f"draft model alone {gate.model_speed * plain_ms:.2f}, with every match copied "
             f"{gate.ungated_speed * plain_ms:.2f}"
         )
+        draft = f"draft={self.draft}," if self.draft else ""
         fixed = FallbackSpec(
-            text=f"fallback:{f'draft={self.draft},' if self.draft else ''}"
-            f"prompt_lookup_max={self.prompt_lookup_max},{options}",
+            text=f"fallback:{draft}prompt_lookup_max={self.prompt_lookup_max},{options}",
             draft=self.draft,
             prompt_lookup_max=self.prompt_lookup_max,
             min_match=list(gate.min_match),
@@ -55,23 +55,39 @@ class LearntFallbackSpec(DraftModelSpec, OutputsSpec):
         from draftlab_research.calibration import pass_ms, spread_outputs
         from draftlab_research.lookup_gate import learn_gate, replay_matches
 
-        target, ks, longest = context.own_engine(self, context.target), context.ks, self.prompt_lookup_max
+        target, ks, longest = (
+            context.own_engine(self, context.target),
+            context.ks,
+            self.prompt_lookup_max,
+        )
         written = spread_outputs(self.outputs)
         texts = [(output.prompt, output.ids) for output in written]
         note(f"{self.text}: replaying {len(texts)} texts of the target")
         if draft.pard_token is None:
             scored = score_tokens(draft, texts, context.vocab, context.sampling)
         else:
-            scored = score_offsets(draft, texts, context.vocab, context.sampling, max(ks), draft.pard_token)
+            scored = score_offsets(
+                draft, texts, context.vocab, context.sampling, max(ks), draft.pard_token
+            )
         sampling = read_manifest(Path(self.outputs)).sampling
         alike = sampling is not None and 0 < sampling.temperature == context.sampling.temperature
-        log_p = [o.logprobs if alike and o.logprobs is not None else np.zeros(len(o.ids)) for o in written]
-        accepted = [chances(score.logprobs.T, own).T for score, own in zip(scored, log_p, strict=True)]
+        log_p = [
+            o.logprobs if alike and o.logprobs is not None else np.zeros(len(o.ids))
+            for o in written
+        ]
+        accepted = [
+            chances(score.logprobs.T, own).T for score, own in zip(scored, log_p, strict=True)
+        ]
         positions = replay_matches(texts, accepted, longest, max(ks))
         parallel_widths = {} if draft.pard_token is None else {k: 3 * k // 2 for k in ks}
         widths = sorted({1, *(k + 1 for k in ks), *parallel_widths.values()})
         ms = pass_ms(context, {"draft": draft, "target": target}, widths)
-        draft_pass_ms, verify_ms = (dict(zip(widths, ms[name], strict=True)) for name in ("draft", "target"))
-        draft_ms = {k: draft_pass_ms[parallel_widths[k]] if parallel_widths else k * draft_pass_ms[1] for k in ks}
+        draft_pass_ms, verify_ms = (
+            dict(zip(widths, ms[name], strict=True)) for name in ("draft", "target")
+        )
+        draft_ms = {
+            k: draft_pass_ms[parallel_widths[k]] if parallel_widths else k * draft_pass_ms[1]
+            for k in ks
+        }
         gate = learn_gate(positions, ks, longest, draft_ms.__getitem__, verify_ms.__getitem__)
         return gate, ms["target"][0]

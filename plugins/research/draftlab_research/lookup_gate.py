@@ -44,7 +44,9 @@ class Positions:
     modelled: np.ndarray
 
 
-def replay_matches(texts: Sequence[Text], chances: Sequence[np.ndarray], longest: int, k: int) -> Positions:
+def replay_matches(
+    texts: Sequence[Text], chances: Sequence[np.ndarray], longest: int, k: int
+) -> Positions:
     """Return all positions of texts but the first, which is not drafted.
 
     chances: that a model's token is accepted, [n]; of a parallel draft [n, K], by how long ago its step began.
@@ -63,7 +65,9 @@ def replay_matches(texts: Sequence[Text], chances: Sequence[np.ndarray], longest
                 if text[match.start + (copied - 1) % (at - match.start)] != text[at + copied - 1]:
                     copied -= 1
                     break
-            rows.append((match.length, MATCH_KINDS.index(match.kind), copied) if match else (0, 0, 0))
+            rows.append(
+                (match.length, MATCH_KINDS.index(match.kind), copied) if match else (0, 0, 0)
+            )
             modelled.append(np.cumprod(runs[at - start + ages, ages]).cumsum())
     length, kind, right = np.array(rows).T
     return Positions(length, kind, right, np.array(modelled))
@@ -95,7 +99,10 @@ def _at(
     verify_ms: Callable[[int], float],
 ) -> Gate:
     copied, modelled = np.minimum(positions.copied, k), positions.modelled[:, draft_tokens - 1]
-    copying_ms, modelling_ms = verify_ms(k + 1), draft_ms(draft_tokens) + verify_ms(draft_tokens + 1)
+    copying_ms, modelling_ms = (
+        verify_ms(k + 1),
+        draft_ms(draft_tokens) + verify_ms(draft_tokens + 1),
+    )
 
     def speed(copies: np.ndarray) -> float:
         tokens = 1 + np.where(copies, copied, modelled)
@@ -105,19 +112,27 @@ def _at(
     copies, min_match = never, (longest + 1,) * len(MATCH_KINDS)
     for _ in range(ROUNDS):
         gain = copied - modelled + speed(copies) * (modelling_ms - copying_ms)
-        better = tuple(_shortest(positions, number, gain, longest) for number in range(len(MATCH_KINDS)))
+        better = tuple(
+            _shortest(positions, number, gain, longest) for number in range(len(MATCH_KINDS))
+        )
         if better == min_match:
             break
         min_match = better
         copies = (positions.length > 0) & (positions.length >= np.array(min_match)[positions.kind])
     return Gate(
-        min_match=min_match, k=k, draft_tokens=draft_tokens, speed=speed(copies),
-        ungated_speed=speed(positions.length > 0), model_speed=speed(never),
-    )  # fmt: skip
+        min_match=min_match,
+        k=k,
+        draft_tokens=draft_tokens,
+        speed=speed(copies),
+        ungated_speed=speed(positions.length > 0),
+        model_speed=speed(never),
+    )
 
 
 def _shortest(positions: Positions, kind: int, gain: np.ndarray, longest: int) -> int:
     """Return the length from which matches of a kind gain most together."""
     own = (positions.kind == kind) & (positions.length > 0)
-    totals = [gain[own & (positions.length >= shortest)].sum() for shortest in range(1, longest + 2)]
+    totals = [
+        gain[own & (positions.length >= shortest)].sum() for shortest in range(1, longest + 2)
+    ]
     return 1 + int(np.argmax(totals))

@@ -28,7 +28,9 @@ class MedusaSpec(DrafterSpec):
     def _check_heads(self, name: str, weights: bool) -> None:
         if not (Path(name) / MANIFEST).is_file():
             missing = f"{MANIFEST} is missing"
-            raise UserError(f"--drafter {self.text}: {name} has no Medusa heads ({missing}); {TRAINED_BY} trains them")
+            raise UserError(
+                f"--drafter {self.text}: {name} has no Medusa heads ({missing}); {TRAINED_BY} trains them"
+            )
 
     def check(self, run: RunFacts) -> None:
         super().check(run)
@@ -43,6 +45,10 @@ class MedusaSpec(DrafterSpec):
         ks = [k for k in context.ks if k <= len(heads)]
         if not ks:
             most = len(heads)
-            raise UserError(f"--drafter {self.text}: {most} heads draft at most {most} tokens; lower --k")
+            raise UserError(
+                f"--drafter {self.text}: {most} heads draft at most {most} tokens; lower --k"
+            )
         facts = {"heads_sha256": provenance.fingerprint(Path(self.heads))}
-        return context.run(MedusaDrafter(context.own_engine(self, context.target), heads), ks=ks, facts=facts)
+        return context.run(
+            MedusaDrafter(context.own_engine(self, context.target), heads), ks=ks, facts=facts
+        )

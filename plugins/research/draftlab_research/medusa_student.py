@@ -18,9 +18,20 @@ class MedusaStudent(StudentSpec):
     """heads: the number of heads, each for one drafted token."""
 
     unused = frozenset(
-        {"draft", "outputs", "prompt_file", "server", "loss", "temperature", "vocab", "lora_rank",
-         "gradient_checkpointing", "reweigh_steps", "device_map"}
-    )  # fmt: skip
+        {
+            "draft",
+            "outputs",
+            "prompt_file",
+            "server",
+            "loss",
+            "temperature",
+            "vocab",
+            "lora_rank",
+            "gradient_checkpointing",
+            "reweigh_steps",
+            "device_map",
+        }
+    )
     lr_share = 0.25  # 0.001, as in the paper: the heads are not matrices of blocks
     heads: int = Field(3, ge=1, le=8)
 
@@ -28,7 +39,9 @@ class MedusaStudent(StudentSpec):
         from draftlab.model import llama
 
         if set(job.text.shares) != {"data"} or job.answers is not None:
-            raise UserError("--text: Medusa heads learn on data; store the target's text with outputs build")
+            raise UserError(
+                "--text: Medusa heads learn on data; store the target's text with outputs build"
+            )
         assert job.target is not None  # a head reads its states
         llama.check_supported(job.target)  # the engine drafts with the states that the heads read
 
@@ -37,7 +50,10 @@ class MedusaStudent(StudentSpec):
 
         assert job.target is not None  # a head reads its states
         shape = llama.check_supported(job.target)
-        return {"heads": f"{self.heads} of {shape.hidden**2:,} parameters each", "steps": job.loop.steps}
+        return {
+            "heads": f"{self.heads} of {shape.hidden**2:,} parameters each",
+            "steps": job.loop.steps,
+        }
 
     def open(self, job: "Distillation", state: Path) -> "OpenStudent":
         from draftlab_research import medusa_training

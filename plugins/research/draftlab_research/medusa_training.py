@@ -57,10 +57,15 @@ def open_heads(count: int, job: Distillation) -> OpenHeads:
     """
     target = job.target
     assert target is not None  # a head reads its states
-    dtype, device = checkpoint.DTYPES[training_dtype(job.loop.dtype)], select_device(job.hardware.device)
+    dtype, device = (
+        checkpoint.DTYPES[training_dtype(job.loop.dtype)],
+        select_device(job.hardware.device),
+    )
     student = Heads(FrozenTarget(checkpoint.load_model(target, dtype, device)), count).to(device)
     batches, heldout = job.text.open(checkpoint.load_tokenizer(target), job.loop)
-    return OpenHeads(module=cast(Any, student), setup=heads_setup(student, batches, heldout), target=target)
+    return OpenHeads(
+        module=cast(Any, student), setup=heads_setup(student, batches, heldout), target=target
+    )
 
 
 class FrozenTarget:
@@ -75,7 +80,9 @@ class FrozenTarget:
         """Return the last hidden states, [B, T, D]."""
         if self.last_ids.device != ids.device or not torch.equal(self.last_ids, ids):
             self.last_ids = ids
-            self.last_states = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            self.last_states = self.model.get_decoder()(
+                input_ids=ids, use_cache=False
+            ).last_hidden_state
         return self.last_states
 
     @property
@@ -103,12 +110,16 @@ class Heads(nn.Module):
         """Return the inputs of the target's head, [B N, T, D]; the first k positions of head k mean nothing."""
         count = len(self.heads)
         states = self.target(ids[::count])
-        hidden = apply_heads(states.to(self.heads[0]), torch.stack(list(self.heads))).to(states)  # [B, T, N, D]
+        hidden = apply_heads(states.to(self.heads[0]), torch.stack(list(self.heads))).to(
+            states
+        )  # [B, T, N, D]
         shifted = [head.roll(k, 1) for k, head in enumerate(hidden.unbind(2), 1)]
         return torch.stack(shifted, 1).flatten(0, 1)[: len(ids)]
 
     def get_decoder(self) -> Any:
-        return lambda input_ids, use_cache: BaseModelOutput(last_hidden_state=cast(Any, self.states(input_ids)))
+        return lambda input_ids, use_cache: BaseModelOutput(
+            last_hidden_state=cast(Any, self.states(input_ids))
+        )
 
     def get_output_embeddings(self) -> nn.Module:
         return self.target.head
@@ -130,7 +141,9 @@ class SelfTeacher:
         ids = torch.from_numpy(batch.ids[:: self.count, :-1]).to(self.target.model.device)
         states = self.target(ids).repeat_interleave(self.count, 0)  # [B N, T, D]
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1).to(states.device)
-        return Dense(states.flatten(0, 1)[counted], self.target.head.get_parameter("weight").detach())
+        return Dense(
+            states.flatten(0, 1)[counted], self.target.head.get_parameter("weight").detach()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +168,17 @@ def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingS
     count = len(student.heads)
     repeated = replace(heldout, batches=[repeat_rows(batch, count) for batch in heldout.batches])
     return TrainingSetup(
-        teacher=cast(Any, SelfTeacher(student.target, count)), batches=RepeatedBatches(batches, count),
-        heldout=repeated, loss=LOSS,
-    )  # fmt: skip
+        teacher=cast(Any, SelfTeacher(student.target, count)),
+        batches=RepeatedBatches(batches, count),
+        heldout=repeated,
+        loss=LOSS,
+    )
 
 
 @torch.no_grad()
-def evaluate_heads(student: Heads, weights: Mapping[str, Tensor], setup: TrainingSetup) -> list[dict[str, float]]:
+def evaluate_heads(
+    student: Heads, weights: Mapping[str, Tensor], setup: TrainingSetup
+) -> list[dict[str, float]]:
     """Return held-out acceptance and agreement of each head with these weights, teacher-forced."""
     student.load_state_dict(weights)
     count = len(student.heads)
@@ -171,7 +188,15 @@ def evaluate_heads(student: Heads, weights: Mapping[str, Tensor], setup: Trainin
     for batch in setup.heldout.batches:
         for k in range(count):
             mask = batch.mask * (np.arange(len(batch.mask)) % count == k)[:, None]
-            ids, counted = torch.from_numpy(batch.ids).to(student.device), torch.from_numpy(mask).to(student.device)
-            sums[k] += exact(step(ids, counted, teacher.distributions(Batch(batch.ids, mask)))[0]).cpu()
+            ids, counted = (
+                torch.from_numpy(batch.ids).to(student.device),
+                torch.from_numpy(mask).to(student.device),
+            )
+            sums[k] += exact(
+                step(ids, counted, teacher.distributions(Batch(batch.ids, mask)))[0]
+            ).cpu()
             tokens[k] += float(mask.sum())
-    return [{"acceptance": float(s[2] / n), "agreement": float(s[4] / n)} for s, n in zip(sums, tokens, strict=True)]
+    return [
+        {"acceptance": float(s[2] / n), "agreement": float(s[4] / n)}
+        for s, n in zip(sums, tokens, strict=True)
+    ]

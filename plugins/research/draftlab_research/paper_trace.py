@@ -25,7 +25,13 @@ class PaperTrace:
 
     @classmethod
     def read(
-        cls, file: Path, prompts: list[Prompt], *, count: int | None, vocab: int, eos_ids: tuple[int, ...]
+        cls,
+        file: Path,
+        prompts: list[Prompt],
+        *,
+        count: int | None,
+        vocab: int,
+        eos_ids: tuple[int, ...],
     ) -> "PaperTrace":
         """Read the first count texts.
 
@@ -40,8 +46,12 @@ class PaperTrace:
             )
         for number, text in enumerate(texts, 1):
             if text.max() >= vocab:
-                raise UserError(f"{file}: text {number} has the id {text.max()}; the tokenizer has only {vocab} ids")
-        whole = all(text[: len(p.ids)].tolist() == p.ids for text, p in zip(texts, prompts, strict=True))
+                raise UserError(
+                    f"{file}: text {number} has the id {text.max()}; the tokenizer has only {vocab} ids"
+                )
+        whole = all(
+            text[: len(p.ids)].tolist() == p.ids for text, p in zip(texts, prompts, strict=True)
+        )
         return cls(prompts, texts, whole, eos_ids)
 
     @property
@@ -70,7 +80,9 @@ def paper_texts(file: Path) -> list[np.ndarray]:
         raise UserError(f"{file} cannot be read: {error}") from None
     tensors = TENSOR.findall(content)
     if not tensors or len(tensors) != content.count("tensor("):
-        end = f"its text {len(tensors) + 1} does not end" if tensors else "it has no tensor([[...]])"
+        end = (
+            f"its text {len(tensors) + 1} does not end" if tensors else "it has no tensor([[...]])"
+        )
         raise UserError(f"{file} is not a trace of the paper's scripts, or is cut: {end}")
     rows = [row for tensor in tensors for row in re.split(r"\]\s*,\s*\[", tensor)]
     return [_ids(row, f"{file}: text {number}") for number, row in enumerate(rows, 1)]
@@ -78,7 +90,9 @@ def paper_texts(file: Path) -> list[np.ndarray]:
 
 def _ids(row: str, where: str) -> np.ndarray:
     if "..." in row:
-        raise UserError(f"{where} is abbreviated (...): print it whole, with torch.set_printoptions(threshold=10**9)")
+        raise UserError(
+            f"{where} is abbreviated (...): print it whole, with torch.set_printoptions(threshold=10**9)"
+        )
     try:
         ids = np.array([int(word) for word in row.split(",")], dtype=np.int64)
     except (ValueError, OverflowError) as error:

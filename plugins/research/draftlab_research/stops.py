@@ -19,7 +19,10 @@ class ConfidenceStopSpec(DraftModelSpec):
         from draftlab_research.drafting.stops import ConfidenceStopDrafter, confidence_below
 
         model = context.load_draft(self.text, self.draft)
-        return context.run(ConfidenceStopDrafter(model, context.vocab, confidence_below(self.threshold)), model=model)
+        return context.run(
+            ConfidenceStopDrafter(model, context.vocab, confidence_below(self.threshold)),
+            model=model,
+        )
 
 
 @drafter("entropy-stop")
@@ -32,4 +35,6 @@ class EntropyStopSpec(DraftModelSpec):
         from draftlab_research.drafting.stops import ConfidenceStopDrafter, entropy_above
 
         model = context.load_draft(self.text, self.draft)
-        return context.run(ConfidenceStopDrafter(model, context.vocab, entropy_above(self.threshold)), model=model)
+        return context.run(
+            ConfidenceStopDrafter(model, context.vocab, entropy_above(self.threshold)), model=model
+        )

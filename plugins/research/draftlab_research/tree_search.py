@@ -9,7 +9,13 @@ from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.drafters.parallel import mask_token
 from draftlab.model.llama import Llama
 from draftlab_research.calibration import calibration_texts, pass_ms
-from draftlab_research.drafting.tree import PathShare, fastest_tree, full_tree, independent, observed
+from draftlab_research.drafting.tree import (
+    PathShare,
+    fastest_tree,
+    full_tree,
+    independent,
+    observed,
+)
 from draftlab_research.trees import SearchedTreeSpec
 
 RANKS = 8  # tokens of a draft that a tree may take
@@ -34,7 +40,9 @@ def parents_of(
     def step_ms(levels: int, tokens: int, accepted: float) -> float:
         """A parallel draft reads what was accepted and a mask token for each level but one."""
         drafts, read = (levels, 1) if offsets is None else (1, accepted + levels - 1)
-        return drafts * np.interp(read, widths, ms["draft"]) + np.interp(tokens + 1, widths, ms["target"])
+        return drafts * np.interp(read, widths, ms["draft"]) + np.interp(
+            tokens + 1, widths, ms["target"]
+        )
 
     parents, speed = fastest_tree(share, step_ms, RANKS, nodes, depth)
     gain, shares = speed * ms["target"][0], ", ".join(f"{share((rank,)):.2f}" for rank in range(3))
@@ -45,11 +53,19 @@ def parents_of(
     return parents
 
 
-def _path_shares(spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None) -> PathShare:
+def _path_shares(
+    spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None
+) -> PathShare:
     """Return how often tokens of the draft are the target's."""
     texts = calibration_texts(context, spec.outputs)
     if offsets is not None:
-        scored = score_offsets(model, texts, context.vocab, context.sampling, offsets, mask_token(model))
+        scored = score_offsets(
+            model, texts, context.vocab, context.sampling, offsets, mask_token(model)
+        )
         return observed([text.ranks for text in scored], offsets)
-    ranks = np.concatenate([text.ranks for text in score_tokens(model, texts, context.vocab, context.sampling)])
-    return independent([float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)])
+    ranks = np.concatenate(
+        [text.ranks for text in score_tokens(model, texts, context.vocab, context.sampling)]
+    )
+    return independent(
+        [float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)]
+    )

@@ -32,7 +32,9 @@ class WidthsSpec(DrafterSpec):
     def _is_a_tree(self) -> Self:
         tokens = sum(math.prod(self.widths[: i + 1]) for i in range(len(self.widths)))
         if min(self.widths, default=1) < 1 or tokens > MAX_TREE_TOKENS:
-            raise ValueError(f"widths: want numbers from 1 on that make at most {MAX_TREE_TOKENS} tokens")
+            raise ValueError(
+                f"widths: want numbers from 1 on that make at most {MAX_TREE_TOKENS} tokens"
+            )
         return self
 
     @property
@@ -86,10 +88,14 @@ class DynamicTreeSpec(WidthsSpec):
                 raise ValueError("depth: only with topk")
             return self
         if idle := self.model_fields_set & {"widths", "siblings", "outputs"}:
-            raise ValueError(f"{', '.join(sorted(idle))}: not with topk, whose tree is drawn anew for every text")
+            raise ValueError(
+                f"{', '.join(sorted(idle))}: not with topk, whose tree is drawn anew for every text"
+            )
         most = self.topk + (self.depth - 1) * self.topk**2
         if self.nodes is None or self.nodes > most:
-            raise ValueError(f"nodes: topk {self.topk} and depth {self.depth} make at most {most} tokens")
+            raise ValueError(
+                f"nodes: topk {self.topk} and depth {self.depth} make at most {most} tokens"
+            )
         return self
 
     @property
@@ -111,9 +117,15 @@ class TreeSpec(DynamicTreeSpec, SearchedTreeSpec, DraftModelSpec):
         model = context.own_engine(self, context.load_draft(self.text, self.draft))
         if self.topk is not None:
             reader = TreeDrafter(model, context.vocab, (0,), "top")
-            return context.run(DynamicTreeDrafter(reader, self.topk, self.depth), model=model, ks=[self.nodes or 0])
+            return context.run(
+                DynamicTreeDrafter(reader, self.topk, self.depth), model=model, ks=[self.nodes or 0]
+            )
         parents = parents_of(self, context, model)
-        return context.run(TreeDrafter(model, context.vocab, parents, self.siblings), model=model, ks=[len(parents)])
+        return context.run(
+            TreeDrafter(model, context.vocab, parents, self.siblings),
+            model=model,
+            ks=[len(parents)],
+        )
 
 
 @drafter("parallel-tree")

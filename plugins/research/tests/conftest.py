@@ -3,4 +3,12 @@
 from tests.conftest import family_dirs, tokenizer_dir
 from tests.drafters.conftest import context, corpus, eagle_head, parallel_draft, stored
 
-__all__ = ["context", "corpus", "eagle_head", "family_dirs", "parallel_draft", "stored", "tokenizer_dir"]
+__all__ = [
+    "context",
+    "corpus",
+    "eagle_head",
+    "family_dirs",
+    "parallel_draft",
+    "stored",
+    "tokenizer_dir",
+]

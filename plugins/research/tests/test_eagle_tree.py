@@ -33,7 +33,9 @@ PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 9
 def head(family_dirs: dict[str, Path]) -> Head:
     config = eagle.head_config(family_dirs["llama"], None, 120)
     generator = torch.Generator().manual_seed(0)
-    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
+    weights = {
+        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+    }
     return Head(config=config, weights=weights, ids=torch.arange(0, 240, 2), embedding=None)
 
 
@@ -46,7 +48,9 @@ def target(request: pytest.FixtureRequest, family_dirs: dict[str, Path]) -> llam
 def drafter_of(head: Head, target: llama.Llama) -> Any:
     model = EagleLlama(head, target.embed, Path("head"))
     modes: dict[type, Mode] = {NativeLlama: "native", CudaGraphLlama: "graphs"}
-    return recording(EagleDrafter, target, eagle_llama.with_mode(model, modes.get(type(target), "eager")))
+    return recording(
+        EagleDrafter, target, eagle_llama.with_mode(model, modes.get(type(target), "eager"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,10 @@ def near_head(tmp_path_factory) -> tuple[llama.Llama, EagleLlama]:
 
 
 def test_a_tree_of_one_branch_is_the_chain(head, target):
-    uniform, sampling = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)), SamplingParams(temperature=1.0)
+    uniform, sampling = (
+        torch.rand(3, 4, generator=torch.Generator().manual_seed(0)),
+        SamplingParams(temperature=1.0),
+    )
     texts, found = [[*prompt, 5, 6, 7] for prompt in PROMPTS], []
     tree = EagleTreeDrafter(drafter_of(head, target), (0, 1, 2, 3), "sampled")
     for drafter in (drafter_of(head, target), tree):
@@ -72,11 +79,17 @@ def test_a_wide_tree_accepts_and_leaves_the_text_as_it_is(head, target):
     """Accepted branches move the states that the head reads next along with the cache."""
     sampling = SamplingParams(max_tokens=24)
     told = drafter_of(head, target)
-    steps = list(speculative_decode(target, EagleTreeDrafter(told, full_tree([40, 2]), "top"), PROMPTS, 120, sampling))
+    steps = list(
+        speculative_decode(
+            target, EagleTreeDrafter(told, full_tree([40, 2]), "top"), PROMPTS, 120, sampling
+        )
+    )
     written = output_tokens(steps)
     assert written == output_tokens(decode(target, PROMPTS, sampling))
     assert sum(step.accepted for step in steps) > 0
-    for row, text in enumerate(prompt + more for prompt, more in zip(PROMPTS, written, strict=True)):
+    for row, text in enumerate(
+        prompt + more for prompt, more in zip(PROMPTS, written, strict=True)
+    ):
         cache, read = target.new_cache(1, 64), len(text) - 1
         cache.layer_states = LayerStates((1, 2, 4), torch.zeros(1, 64, 3 * 64))
         target.forward(torch.tensor([text]), cache)
@@ -89,7 +102,9 @@ def test_replay_expects_what_greedy_decoding_with_trees_counts(near_head, k):
     target, head = near_head
     sampling = SamplingParams(max_tokens=40)
     texts = output_tokens(decode(target, PROMPTS, sampling))
-    pairs = [(np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)]
+    pairs = [
+        (np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
     scored = score_chains(target, head, pairs, 307, sampling, 5)
     chances = expected.texts_of([np.exp(each.logprobs)[1:] for each in scored])
     ranks = expected.padded([each.ranks[1:] for each in scored])
@@ -101,4 +116,6 @@ def test_replay_expects_what_greedy_decoding_with_trees_counts(near_head, k):
         own = [step for step in live if step.row == row][1:]
         assert len(own) == counts.passes[row]
         assert sum(step.accepted for step in own) == counts.accepted[row]
-    assert counts.reached[:, min(2, k)].sum() > 0  # what follows the head's own states is accepted, too
+    assert (
+        counts.reached[:, min(2, k)].sum() > 0
+    )  # what follows the head's own states is accepted, too

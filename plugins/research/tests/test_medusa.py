@@ -44,7 +44,9 @@ def target(family_dirs: dict[str, Path]) -> llama.Llama:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40)))
+    file.write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))
+    )
     return file
 
 
@@ -63,18 +65,25 @@ def test_heads_of_zero_repeat_the_token_that_the_target_chose_last(target, k, ro
     ends = [p + f for p, f in zip(PROMPTS, found, strict=False)]
     for texts, draft in drafter.seen:
         going = [row for row, one in enumerate(texts) if len(one) < len(ends[row])]
-        assert all(draft.ids[row].tolist() == [texts[row][-1]] * draft.ids.shape[1] for row in going)
+        assert all(
+            draft.ids[row].tolist() == [texts[row][-1]] * draft.ids.shape[1] for row in going
+        )
 
 
 def test_the_engine_drafts_what_the_heads_say_of_transformers_states(family_dirs, target):
     drafter = recording(MedusaDrafter, target, random_heads())
-    output_tokens(speculative_decode(target, drafter, PROMPTS, HEADS, SamplingParams(max_tokens=16)))
+    output_tokens(
+        speculative_decode(target, drafter, PROMPTS, HEADS, SamplingParams(max_tokens=16))
+    )
     trunk = FrozenTarget(build("llama"))
     head = cast(Any, trunk.model.get_output_embeddings())
     for texts, draft in drafter.seen[:4]:
         for row, one in enumerate(texts):
             state = trunk(torch.tensor([one]))[0, -2]
-            wanted = [head(torch.nn.functional.silu(w @ state) + state).argmax().item() for w in random_heads()]
+            wanted = [
+                head(torch.nn.functional.silu(w @ state) + state).argmax().item()
+                for w in random_heads()
+            ]
             assert draft.ids[row].tolist() == wanted[: draft.ids.shape[1]]
 
 
@@ -103,13 +112,22 @@ def words(family_dirs: dict[str, Path], text: Path, **more: object) -> dict[str,
     }
     return (
         given
-        | {"batch_size": 2, "seq_len": 32, "training_dtype": "float32", "eval_steps": 2, "save_steps": 2, "lr": 3e-3}
+        | {
+            "batch_size": 2,
+            "seq_len": 32,
+            "training_dtype": "float32",
+            "eval_steps": 2,
+            "save_steps": 2,
+            "lr": 3e-3,
+        }
         | more
     )
 
 
 @pytest.fixture(scope="module")
-def trained(family_dirs: dict[str, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(
+    family_dirs: dict[str, Path], text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     out = tmp_path_factory.mktemp("medusa") / "heads"
     COMMANDS["distill"](**words(family_dirs, text), out=out)
     return out
@@ -117,7 +135,9 @@ def trained(family_dirs: dict[str, Path], text: Path, tmp_path_factory: pytest.T
 
 def test_training_lowers_the_loss_of_heads_and_leaves_the_target_alone(family_dirs, text, tmp_path):
     before = (family_dirs["llama"] / "model.safetensors").read_bytes()
-    outcome = COMMANDS["distill"](**words(family_dirs, text, steps=30, lr=1e-2, eval_steps=30), out=tmp_path / "heads")
+    outcome = COMMANDS["distill"](
+        **words(family_dirs, text, steps=30, lr=1e-2, eval_steps=30), out=tmp_path / "heads"
+    )
     found = cast(Any, outcome.data)
     assert found["after"]["loss"] < 0.9 * found["before"]["loss"]
     assert [set(one) for one in found["heads"]] == [{"acceptance", "agreement"}] * 2
@@ -140,7 +160,9 @@ def test_what_was_written_is_read_and_decodes_as_the_target(trained, family_dirs
     heads = medusa.read(trained, family_dirs["llama"])
     assert heads.shape == (2, HIDDEN, HIDDEN)
     sampling = SamplingParams(max_tokens=16)
-    found = output_tokens(speculative_decode(target, MedusaDrafter(target, heads), PROMPTS, 2, sampling))
+    found = output_tokens(
+        speculative_decode(target, MedusaDrafter(target, heads), PROMPTS, 2, sampling)
+    )
     assert found == output_tokens(decode(target, PROMPTS, sampling))
 
 
@@ -181,7 +203,9 @@ def test_the_drafter_must_be_told_where_the_heads_are():
 @pytest.fixture
 def heads(family_dirs: dict[str, Path], tmp_path: Path) -> Path:
     (tmp_path / "heads").mkdir()
-    medusa.write(tmp_path / "heads", {str(i): w for i, w in enumerate(random_heads(1))}, family_dirs["llama"])
+    medusa.write(
+        tmp_path / "heads", {str(i): w for i, w in enumerate(random_heads(1))}, family_dirs["llama"]
+    )
     return tmp_path / "heads"
 
 
@@ -189,8 +213,15 @@ def test_medusa_heads_are_vllms(heads, family_dirs, target, tmp_path):
     """What vLLM's model computes of the file, after its models/medusa.py, is what draftlab drafts."""
     out = tmp_path / "out"
     export_medusa(heads=heads, target=str(family_dirs["llama"]), out=out)
-    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
-    assert (config["model_type"], config["num_heads"], config["num_hidden_layers"]) == ("medusa", HEADS, 1)
+    config, tensors = (
+        json.loads((out / "config.json").read_text()),
+        load_file(out / "model.safetensors"),
+    )
+    assert (config["model_type"], config["num_heads"], config["num_hidden_layers"]) == (
+        "medusa",
+        HEADS,
+        1,
+    )
     assert config["original_lm_head"]
     assert config["vocab_size"] == len(tensors["lm_heads.0.weight"])
     ids = [[0, 17, 44, 101, 9]]
@@ -227,7 +258,9 @@ def test_medusas_target_takes_ids_of_its_own_device():
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(1, 4, dtype=torch.long, device="cuda")
         asked: list[torch.Tensor] = []
-        target.model.get_decoder = lambda: lambda input_ids, **_: asked.append(input_ids) or Output(input_ids)  # type: ignore[method-assign]
+        target.model.get_decoder = lambda: (
+            lambda input_ids, **_: asked.append(input_ids) or Output(input_ids)
+        )  # type: ignore[method-assign]
         target(ids)
     assert len(asked) == 1
 
@@ -253,6 +286,8 @@ def test_heads_are_those_of_a_run_on_the_cpu(family_dirs, text, tmp_path, monkey
     monkeypatch.setattr(checkpoint, "load_model", loaded)
     monkeypatch.setattr(medusa_training, "select_device", select)
     with SecondDevice():
-        found = cast(Any, COMMANDS["distill"](**words(family_dirs, text), out=tmp_path / "elsewhere").data)
+        found = cast(
+            Any, COMMANDS["distill"](**words(family_dirs, text), out=tmp_path / "elsewhere").data
+        )
     for moment in ("before", "after"):
         assert found[moment]["loss"] == pytest.approx(wanted[moment]["loss"], rel=1e-4)

@@ -27,16 +27,25 @@ def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, fam
     target, draft, prompts = family_dirs["llama"], family_dirs["qwen3"], tmp_path / "prompts.jsonl"
     lines = ["def parse(line):", "class Reader:", "return"]
     prompts.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
-    asked: dict[str, Any] = {"use": "replay", "target": str(target), "prompt_file": prompts, "dtype": "float32"}
+    asked: dict[str, Any] = {
+        "use": "replay",
+        "target": str(target),
+        "prompt_file": prompts,
+        "dtype": "float32",
+    }
     COMMANDS["outputs build"](**asked, max_new_tokens=24, out=tmp_path / "store")
     stored = read_store(tmp_path / "store")
-    settings = Drafting(k=8, rule="rejection", temperature=None, dtype=torch.float32, device=torch.device("cpu"))
+    settings = Drafting(
+        k=8, rule="rejection", temperature=None, dtype=torch.float32, device=torch.device("cpu")
+    )
     wanted = replay_draft(stored, drafter_of(draft), settings).chances()
     texts = [output.ids.tolist() for output in stored.outputs]
     with_prompts = [[*output.prompt.tolist(), *output.ids.tolist()] for output in stored.outputs]
     for name, written in (("alone", texts), ("with-prompts", with_prompts)):
         file, out = paper_file(tmp_path / name, written), tmp_path / f"{name}-store"
-        outcome = import_paper_trace(file=file, prompt_file=prompts, tokenizer=target, name="big", out=out)
+        outcome = import_paper_trace(
+            file=file, prompt_file=prompts, tokenizer=target, name="big", out=out
+        )
         assert outcome.data["sequences"] == 3
         found = replay_draft(read_store(out), drafter_of(draft), settings).chances()
         for a, b in zip(found, wanted, strict=True):
@@ -51,7 +60,22 @@ def test_the_papers_own_example_is_read(tmp_path):
           1176,   681, 29889,   518, 10568, 29962,  1522,   752,   465,   291]], device='cuda:0')"""
     (tmp_path / "t.txt").write_text(text)
     first, second = paper_texts(tmp_path / "t.txt")
-    assert first.tolist() == [518, 799, 596, 18873, 1265, 322, 1510, 372, 1283, 304, 596, 7875, 29991, 2]
+    assert first.tolist() == [
+        518,
+        799,
+        596,
+        18873,
+        1265,
+        322,
+        1510,
+        372,
+        1283,
+        304,
+        596,
+        7875,
+        29991,
+        2,
+    ]
     assert len(second) == 20
 
 
@@ -70,4 +94,6 @@ def test_the_papers_own_example_is_read(tmp_path):
 def test_files_that_are_no_paper_trace_are_refused(tmp_path, content, message):
     (tmp_path / "t.txt").write_text(content)
     with pytest.raises(UserError, match=message):
-        PaperTrace.read(tmp_path / "t.txt", [Prompt([5]), Prompt([6])], count=None, vocab=307, eos_ids=())
+        PaperTrace.read(
+            tmp_path / "t.txt", [Prompt([5]), Prompt([6])], count=None, vocab=307, eos_ids=()
+        )

@@ -20,7 +20,14 @@ from drafter_laws import (
 from torch import Tensor
 
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel
-from draftlab.engine.generate import Draft, Drafter, ModelDrafter, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import (
+    Draft,
+    Drafter,
+    ModelDrafter,
+    decode,
+    output_tokens,
+    speculative_decode,
+)
 from draftlab.engine.rejection_rules import match
 from draftlab.engine.verify import distribution
 from draftlab.model import llama
@@ -80,8 +87,12 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "staged model": lambda: CascadeDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
         "skip": lambda: ModelDrafter(skip_layers(models["target"], [0, 2]), VOCAB),
         "medusa": lambda: MedusaDrafter(models["target"], HEADS),
-        "offsets sampled": lambda: ParallelTreeDrafter(models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
-        "offsets distinct": lambda: ParallelTreeDrafter(models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
+        "offsets sampled": lambda: ParallelTreeDrafter(
+            models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "sampled"
+        ),
+        "offsets distinct": lambda: ParallelTreeDrafter(
+            models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "distinct"
+        ),
         "eagle tree": lambda: eagle_tree(models["target"]),
         "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
         "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
@@ -104,7 +115,9 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
     check_rows(models["target"], drafter(name, models, ngrams))
 
 
-@pytest.mark.parametrize("name", ["unsure", "entropy", "skip", "medusa", "eagle tree", "tree sampled", "tree distinct"])
+@pytest.mark.parametrize(
+    "name", ["unsure", "entropy", "skip", "medusa", "eagle tree", "tree sampled", "tree distinct"]
+)
 def test_q_is_what_was_sampled(models, ngrams, name):
     check_q(models["target"], drafter(name, models, ngrams))
 
@@ -122,7 +135,9 @@ def test_what_a_staged_drafter_samples_is_the_draft_model():
         assert draft.q is not None
         torch.testing.assert_close(draft.q[0], q[[2, int(draft.ids[0, 0])]])
     expected = n * q[2].unsqueeze(1) * q
-    assert float(((counts - expected) ** 2 / expected).sum()) < 51.6  # chi-square, 8 degrees, alpha 2e-8
+    assert (
+        float(((counts - expected) ** 2 / expected).sum()) < 51.6
+    )  # chi-square, 8 degrees, alpha 2e-8
 
 
 class Always(Drafter):
@@ -132,8 +147,12 @@ class Always(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         pass
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
-        return Draft(ids=torch.full((len(texts), count), self.token), q=None, counts=[count] * len(texts))
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
+        return Draft(
+            ids=torch.full((len(texts), count), self.token), q=None, counts=[count] * len(texts)
+        )
 
 
 def test_an_unsure_model_keeps_the_token_that_it_is_unsure_of(models):
@@ -162,7 +181,9 @@ def pair_statistic(target: Tensor, drafter: Drafter, rule=None, n: int = 500) ->
     counts = torch.zeros(3, 3)
     for seed in range(n):
         sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=6)
-        tokens = output_tokens(speculative_decode(Bigrams(target), drafter, [[2]], 4, sampling, rule=rule))[0]
+        tokens = output_tokens(
+            speculative_decode(Bigrams(target), drafter, [[2]], 4, sampling, rule=rule)
+        )[0]
         counts[tokens[1], tokens[2]] += 1
     expected = n * torch.einsum("a,ab,bc->bc", p[2], p, p)
     return float(((counts - expected) ** 2 / expected).sum())
@@ -187,12 +208,17 @@ def test_chi_square_rejects_a_tree_whose_q_is_not_what_it_sampled():
             return ids, distribution(logits, sampling)
 
     assert pair_statistic(TARGET, Claims(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top")) > CRITICAL
-    assert pair_statistic(TARGET, Claims(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top"), match) < CRITICAL  # looks at no q
+    assert (
+        pair_statistic(TARGET, Claims(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top"), match) < CRITICAL
+    )  # looks at no q
 
 
 def test_a_tree_of_one_branch_is_the_model(models):
     found = []
-    for proposing in (TreeDrafter(models["noisy"], VOCAB, (0, 1, 2, 3), "sampled"), ModelDrafter(models["noisy"])):
+    for proposing in (
+        TreeDrafter(models["noisy"], VOCAB, (0, 1, 2, 3), "sampled"),
+        ModelDrafter(models["noisy"]),
+    ):
         proposing.reset(3, 40)
         uniform = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
         found.append(proposing.propose(PROMPTS, 4, SamplingParams(temperature=1.0), uniform))
@@ -242,13 +268,19 @@ def test_no_tree_of_five_tokens_keeps_more():
 
     every = [()]
     for n in range(5):
-        every = [(*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3]
-    assert best_tree(independent(ranked), 3, 5, 5)[1] == pytest.approx(max(kept(tree) for tree in every))
+        every = [
+            (*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3
+        ]
+    assert best_tree(independent(ranked), 3, 5, 5)[1] == pytest.approx(
+        max(kept(tree) for tree in every)
+    )
 
 
 def test_the_fastest_tree_is_a_chain_where_width_costs_and_wide_where_levels_cost():
     share = independent([0.7, 0.2, 0.05])
-    assert fastest_tree(share, lambda depth, nodes, tokens: 1 + 0.01 * depth + 0.5 * nodes, 3, 8, 8)[0] == (0,)
+    assert fastest_tree(
+        share, lambda depth, nodes, tokens: 1 + 0.01 * depth + 0.5 * nodes, 3, 8, 8
+    )[0] == (0,)
     wide, _ = fastest_tree(share, lambda depth, nodes, tokens: 1 + 5.0 * depth, 3, 8, 8)
     assert max(node_depths(wide)) < 8
     long, _ = fastest_tree(share, lambda depth, nodes, tokens: 1.0, 3, 8, 8)
@@ -259,7 +291,9 @@ def test_the_best_tree_over_offsets_keeps_most_of_the_texts_that_it_was_found_in
     """Against every tree of five tokens: a step begins at each token, and keeps as far as ranks are in the tree."""
     rng = np.random.default_rng(0)
     texts = [rng.choice(3, (n, 3), p=(0.5, 0.3, 0.2)) for n in (90, 2, 140)]
-    for ranks in texts:  # offsets of a step depend on each other: after a wrong one the next is hardly right
+    for ranks in (
+        texts
+    ):  # offsets of a step depend on each other: after a wrong one the next is hardly right
         wrong = np.flatnonzero(ranks[:-1, 0] > 0)
         ranks[wrong + 1, 1] = rng.choice(9, len(wrong), p=[0.2, *[0.1] * 8])
 
@@ -269,14 +303,20 @@ def test_the_best_tree_over_offsets_keeps_most_of_the_texts_that_it_was_found_in
         for ranks in texts:
             for start in range(len(ranks)):
                 node, age = 0, 0
-                while start + age < len(ranks) and age < 3 and (node, ranks[start + age, age]) in children:
+                while (
+                    start + age < len(ranks)
+                    and age < 3
+                    and (node, ranks[start + age, age]) in children
+                ):
                     node, age = children[node, ranks[start + age, age]], age + 1
                 total += age
         return total
 
     every = [()]
     for n in range(5):
-        every = [(*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3]
+        every = [
+            (*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3
+        ]
     parents, tokens = best_tree(observed(texts, 3), 3, 5, 3)
     starts = sum(map(len, texts))
     assert kept(parents) == max(map(kept, every))
@@ -287,7 +327,9 @@ def test_skipping_no_layer_is_the_target_and_shares_its_weights(models):
     target = models["target"]
     same = skip_layers(target, range(3))
     ids = torch.tensor([PROMPTS[1]])
-    assert torch.equal(same.forward(ids, same.new_cache(1, 9)), target.forward(ids, target.new_cache(1, 9)))
+    assert torch.equal(
+        same.forward(ids, same.new_cache(1, 9)), target.forward(ids, target.new_cache(1, 9))
+    )
     assert same.blocks[0].o.data_ptr() == target.blocks[0].o.data_ptr()
     with pytest.raises(ValueError, match="of 3"):
         skip_layers(target, [0, 3])
@@ -303,7 +345,9 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path):
     target = llama.load(tmp_path, torch.float32)
     texts = [
         (np.array(p), np.array(w))
-        for p, w in zip(PROMPTS, output_tokens(decode(target, PROMPTS, SamplingParams())), strict=True)
+        for p, w in zip(
+            PROMPTS, output_tokens(decode(target, PROMPTS, SamplingParams())), strict=True
+        )
     ]
     found = list(search_layers(target, texts, SamplingParams(), lambda layers: layers / 3))
     assert found[0].layers == (0, 2)
@@ -320,7 +364,9 @@ class RightForFirst(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         self.start: int | None = None
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         self.start = len(texts[0]) if self.start is None else self.start
         read = len(texts[0]) - self.start
         right = (self.follows[read:] + [0] * count)[:count]

@@ -28,7 +28,13 @@ from draftlab_research.drafting.parallel_tree import ParallelTreeDrafter
 from draftlab_research.drafting.tree import TreeDrafter, node_depths
 
 CHAINS = ["cascade:tokens=500,inner_tokens=1", "confidence-stop:threshold=0.5", "entropy-stop"]
-OWN_ENGINE = ["layer-skip", "layer-skip:layers=0+2", "tree:nodes=3", "tree:widths=2x1", "tree:topk=2,depth=2,nodes=4"]
+OWN_ENGINE = [
+    "layer-skip",
+    "layer-skip:layers=0+2",
+    "tree:nodes=3",
+    "tree:widths=2x1",
+    "tree:topk=2,depth=2,nodes=4",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +52,22 @@ def heads(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return f"medusa:heads={folder}"
 
 
-def test_every_drafter_decodes_what_the_target_would(context, heads, eagle_head, parallel_draft, stored):
+def test_every_drafter_decodes_what_the_target_would(
+    context, heads, eagle_head, parallel_draft, stored
+):
     asked = [*CHAINS, *OWN_ENGINE, heads, f"learnt-fallback:outputs={stored}"]
     asked += [f"parallel-tree:draft={parallel_draft},{size}" for size in ("nodes=3", "widths=2x1")]
-    asked += [f"eagle-tree:heads={eagle_head},{shape}" for shape in ("widths=2x1", "topk=2,depth=2,nodes=4")]
+    asked += [
+        f"eagle-tree:heads={eagle_head},{shape}"
+        for shape in ("widths=2x1", "topk=2,depth=2,nodes=4")
+    ]
     assert {parse_drafter(text).kind for text in asked} == set(DRAFTERS.plugins)
     check_output(context, {text: built(context, text) for text in asked})
 
 
-def test_drafters_that_learn_from_what_the_target_wrote_decode_as_it_does(context, stored, parallel_draft, monkeypatch):
+def test_drafters_that_learn_from_what_the_target_wrote_decode_as_it_does(
+    context, stored, parallel_draft, monkeypatch
+):
     monkeypatch.setattr(context, "data", "nothing that could be read")
     kinds = ("learnt-fallback:", "tree:nodes=3,", "layer-skip:", "cascade:order=2,inner_tokens=1,")
     kinds += (f"parallel-tree:draft={parallel_draft},nodes=3,",)
@@ -82,7 +95,9 @@ def test_the_best_tree_over_offsets_is_that_of_the_targets_own_texts(
 ):
     """The draft has the target's weights, so its first offset is always right, and a second child is worth nothing."""
     clock = itertools.count()
-    monkeypatch.setattr(context, "clock", lambda: float(next(clock)))  # every pass takes as long: only tokens count
+    monkeypatch.setattr(
+        context, "clock", lambda: float(next(clock))
+    )  # every pass takes as long: only tokens count
     way = built(context, f"parallel-tree:draft={parallel_draft},nodes=9,outputs={stored}")
     assert isinstance(way.drafter, ParallelTreeDrafter)
     assert way.drafter.parents.count(0) == 1
@@ -168,26 +183,45 @@ def test_heads_that_read_hidden_states_need_mode_eager():
 
 def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_dirs):
     torch.manual_seed(3)
-    sizes: dict[str, Any] = {"vocab_size": 307, "hidden_size": 48, "ffn_dim": 96, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 307,
+        "hidden_size": 48,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+    }
     opt = OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, word_embed_proj_dim=48))
     hosted, place = HFDecoder(opt.eval()), family_dirs["llama"]
     for target, draft in ((hosted, context.target), (context.target, hosted)):
         work = DrafterContext(
-            target, place, lambda path, draft=draft: draft, place, data=context.data,
-            sampling=SamplingParams(max_tokens=12), ks=[2], mode="eager", clock=time.process_time,
-        )  # fmt: skip
+            target,
+            place,
+            lambda path, draft=draft: draft,
+            place,
+            data=context.data,
+            sampling=SamplingParams(max_tokens=12),
+            ks=[2],
+            mode="eager",
+            clock=time.process_time,
+        )
         with pytest.raises(UserError, match="--drafter tree:widths=2 does not work"):
             built(work, "tree:widths=2")
         sampling = SamplingParams(max_tokens=12)
         expected = output_tokens(decode(target, PROMPTS[:1], sampling))
         for text in CHAINS:
             drafter = built(work, text).drafter
-            assert output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 2, sampling)) == expected
+            assert (
+                output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 2, sampling))
+                == expected
+            )
 
 
 @pytest.mark.parametrize(
     ("text", "rule"),
-    [("tree", "block"), ("tree:siblings=distinct", "k-sequential"), ("tree:siblings=top", "k-sequential")],
+    [
+        ("tree", "block"),
+        ("tree:siblings=distinct", "k-sequential"),
+        ("tree:siblings=top", "k-sequential"),
+    ],
 )
 def test_a_rule_that_would_not_be_lossless_for_a_tree_is_refused(text, rule):
     with pytest.raises(UserError, match=f"--rule {rule} .*--drafter {text}"):
@@ -198,18 +232,36 @@ def test_a_rule_that_would_not_be_lossless_for_a_tree_is_refused(text, rule):
 
 def test_the_rules_are_offered():
     assert {"recursive", "k-sequential"} <= set(RULES.names())
-    ScoreConfig.build({"target": "tiny", "draft": ["tiny"], "data": "stdlib", "rule": "recursive", "temperature": 1.0})
+    ScoreConfig.build(
+        {
+            "target": "tiny",
+            "draft": ["tiny"],
+            "data": "stdlib",
+            "rule": "recursive",
+            "temperature": 1.0,
+        }
+    )
 
 
 def test_layers_are_replayed_and_what_cannot_be_replayed_is_refused(family_dirs, stored, tmp_path):
     """All layers are the target, whose greedy texts it then expects for certain."""
-    asked: dict[str, Any] = {"directory": stored, "target": str(family_dirs["llama"]), "dtype": "float32", "k": "2"}
+    asked: dict[str, Any] = {
+        "directory": stored,
+        "target": str(family_dirs["llama"]),
+        "dtype": "float32",
+        "k": "2",
+    }
     every, some = "layer-skip:layers=0+1+2+3+4", "layer-skip:layers=0+4"
     COMMANDS["replay"](**asked, drafter=[every, some], out=tmp_path / "replay")
     certain, less = (read_replay(tmp_path / "replay" / name) for name in (every, some))
     assert min(map(np.min, certain.chances())) == 1
     assert np.concatenate(less.chances()).mean() < 1
-    for drafter in ("tree:draft=tiny,widths=2", "confidence-stop:draft=tiny", "layer-skip", "fallback:draft=tiny"):
+    for drafter in (
+        "tree:draft=tiny,widths=2",
+        "confidence-stop:draft=tiny",
+        "layer-skip",
+        "fallback:draft=tiny",
+    ):
         assert not parse_drafter(drafter).replays
     with pytest.raises(UserError, match="--drafter layer-skip is not replayed"):
         COMMANDS["replay"](**asked, drafter=["layer-skip"], out=tmp_path / "refused")

@@ -73,7 +73,9 @@ def test_what_is_emitted_is_the_targets_at_the_extremes(name, case):
     assert error(table(p), drafting(table(q), parents), rule) < 1e-12
 
 
-@pytest.mark.parametrize(("rule", "drafting"), [(recursive, sampled), (recursive, distinct), (k_sequential, sampled)])
+@pytest.mark.parametrize(
+    ("rule", "drafting"), [(recursive, sampled), (recursive, distinct), (k_sequential, sampled)]
+)
 def test_six_tokens_three_drafts(rule, drafting):
     rng = torch.Generator().manual_seed(3)
     p, q = torch.rand(2, 6, generator=rng, dtype=torch.float64).pow(2)

@@ -44,9 +44,15 @@ class EagleTreeDrafter(TreeDrafter):
         """Return the logits after the text and after each token so far, [B, nodes, V]."""
         self.cache.used = [len(text) - 1 for text in texts]
         rooted = Tree.from_parents(parents, self.head.device)
-        tree = Tree(rooted.depth[..., 1:] - 1, rooted.mask[..., 1:, 1:].contiguous())  # its root is in the cache
+        tree = Tree(
+            rooted.depth[..., 1:] - 1, rooted.mask[..., 1:, 1:].contiguous()
+        )  # its root is in the cache
         rows = torch.arange(len(texts), device=self.head.device).unsqueeze(1)
-        beside = self.states[rows, torch.tensor(parents, device=self.head.device)]  # of each token's parent
-        logits, states = self.head.step(torch.stack(ids, 1), beside, self.cache, last=len(ids), tree=tree)
+        beside = self.states[
+            rows, torch.tensor(parents, device=self.head.device)
+        ]  # of each token's parent
+        logits, states = self.head.step(
+            torch.stack(ids, 1), beside, self.cache, last=len(ids), tree=tree
+        )
         self.states = torch.cat([self.state, states], 1)
         return torch.cat([self.first, logits], 1)

@@ -47,7 +47,9 @@ class MedusaDrafter(Drafter):
             UserError: the target's passes keep no hidden states.
         """
         if type(target) is not Llama:
-            raise UserError("Medusa heads read the target's hidden states, which only mode eager keeps; use it")
+            raise UserError(
+                "Medusa heads read the target's hidden states, which only mode eager keeps; use it"
+            )
         self.target, self.heads = target, heads.to(target.embed)
         self.reset(1, 1)
 
@@ -57,9 +59,15 @@ class MedusaDrafter(Drafter):
     def attach(self, cache: Cache) -> None:
         cache.hidden_states = self.states
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
-        at = [len(text) - 2 for text in texts]  # the last token was never fed: the one before it predicted it
-        hidden = apply_heads(self.states[torch.arange(len(at)), at], self.heads[:count])  # [B, K, D]
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
+        at = [
+            len(text) - 2 for text in texts
+        ]  # the last token was never fed: the one before it predicted it
+        hidden = apply_heads(
+            self.states[torch.arange(len(at)), at], self.heads[:count]
+        )  # [B, K, D]
         logits = self.target.expand_logits(F.linear(hidden, self.target.head))
         counts = [logits.shape[1]] * len(texts)
         if sampling.temperature == 0:
@@ -76,7 +84,10 @@ def apply_heads(hidden: Tensor, heads: Tensor) -> Tensor:
 
 def write(folder: Path, heads: Mapping[str, Tensor], target: Path) -> None:
     """Write heads, each W [D, D], in their order."""
-    save_file({f"{number:02d}": w.contiguous() for number, w in enumerate(heads.values(), 1)}, folder / WEIGHTS)
+    save_file(
+        {f"{number:02d}": w.contiguous() for number, w in enumerate(heads.values(), 1)},
+        folder / WEIGHTS,
+    )
     hidden = next(iter(heads.values())).shape[0]
     manifest = Manifest(heads=len(heads), hidden=hidden, target=provenance.fingerprint(target))
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2))
@@ -90,7 +101,9 @@ def read(folder: Path, target: Path) -> Tensor:
     """
     missing = next((name for name in (MANIFEST, WEIGHTS) if not (folder / name).is_file()), None)
     if missing is not None:
-        raise UserError(f"{folder} has no Medusa heads ({missing} is missing); {TRAINED_BY} trains them")
+        raise UserError(
+            f"{folder} has no Medusa heads ({missing} is missing); {TRAINED_BY} trains them"
+        )
     manifest = read_model(Manifest, folder / MANIFEST)
     with reading(folder / WEIGHTS):
         weights = load_file(folder / WEIGHTS)
@@ -101,7 +114,9 @@ def read(folder: Path, target: Path) -> Tensor:
     shapes = [(manifest.hidden, manifest.hidden)] * manifest.heads
     names = [f"{number:02d}" for number in range(1, manifest.heads + 1)]
     if sorted(weights) != sorted(names) or [tuple(w.shape) for w in weights.values()] != shapes:
-        raise UserError(f"{folder / WEIGHTS} does not hold the {manifest.heads} heads of {MANIFEST}")
+        raise UserError(
+            f"{folder / WEIGHTS} does not hold the {manifest.heads} heads of {MANIFEST}"
+        )
     for name, tensor in weights.items():
         check_weight(tensor, name, folder)
     return torch.stack([weights[name] for name in names])

@@ -19,19 +19,25 @@ from draftlab_research.rules import recursive
 class ParallelTreeDrafter(TreeDrafter):
     """A parallel draft that drafts a tree of fixed shape: the nodes of a level have one distribution."""
 
-    def __init__(self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings) -> None:
+    def __init__(
+        self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings
+    ) -> None:
         """Raises UserError: not a parallel draft."""
         super().__init__(model, vocab, parents, siblings)
         self.token = mask_token(model)
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
         logits = fit_vocab(offset_logits(self, self.token, texts, max(levels)), self.vocab)
         ids: list[Tensor] = []
         q: list[Tensor] = []
         for token, level in enumerate(levels):
             elder = [ids[i] for i in range(token) if parents[i] == parents[token]]
-            child, drawn_from = self._child(logits[:, level - 1], elder, sampling, uniform[:, token])
+            child, drawn_from = self._child(
+                logits[:, level - 1], elder, sampling, uniform[:, token]
+            )
             ids.append(child)
             q += [] if drawn_from is None else [drawn_from]
         return Draft(

@@ -12,7 +12,9 @@ from draftlab.engine.generate import Draft, ModelDrafter, Sampler
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
 
-StopRule = Callable[[Tensor], Tensor]  # the draft's probabilities at temperature 1, [B, V] -> [B] bool
+StopRule = Callable[
+    [Tensor], Tensor
+]  # the draft's probabilities at temperature 1, [B, V] -> [B] bool
 
 
 def confidence_below(threshold: float) -> StopRule:
@@ -35,7 +37,9 @@ class ConfidenceStopDrafter(ModelDrafter):
         super().__init__(model, vocab)
         self.stops = stops
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         logits = self.last_logits(texts)[:, -1]
         active = torch.ones(len(texts), dtype=torch.bool, device=logits.device)
         sampler = Sampler(sampling.unlimited(), self.vocab)

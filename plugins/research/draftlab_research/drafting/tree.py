@@ -20,7 +20,9 @@ from draftlab.sampling import SamplingParams
 from draftlab_research.rules import recursive
 
 Siblings = Literal["top", "sampled", "distinct"]
-PathShare = Callable[[tuple[int, ...]], float]  # how often the draft's tokens of these ranks are the target's
+PathShare = Callable[
+    [tuple[int, ...]], float
+]  # how often the draft's tokens of these ranks are the target's
 
 
 class TreeDrafter(ModelDrafter):
@@ -32,7 +34,9 @@ class TreeDrafter(ModelDrafter):
 
     spare = 0
 
-    def __init__(self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings) -> None:
+    def __init__(
+        self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings
+    ) -> None:
         """Raises ValueError: parents are not sorted by level."""
         self.parents, self.siblings = tuple(parents), siblings
         self.levels = node_depths(parents)
@@ -43,7 +47,9 @@ class TreeDrafter(ModelDrafter):
     def reset(self, rows: int, capacity: int) -> None:
         super().reset(rows, capacity + self.spare)
 
-    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
         logits = fit_vocab(self.last_logits(texts), self.vocab)  # [B, nodes so far, V]
         ids, q = [], []
@@ -52,7 +58,9 @@ class TreeDrafter(ModelDrafter):
                 logits = self.read(texts, ids, parents[: len(ids)])
             for token in [i for i, own in enumerate(levels) if own == level]:
                 elder = [ids[i] for i in range(token) if parents[i] == parents[token]]
-                child, drawn_from = self._child(logits[:, parents[token]], elder, sampling, uniform[:, token])
+                child, drawn_from = self._child(
+                    logits[:, parents[token]], elder, sampling, uniform[:, token]
+                )
                 ids.append(child)
                 q += [] if drawn_from is None else [drawn_from]
         self.cache.used = [len(text) for text in texts]  # the rest of the cache is a tree
@@ -85,7 +93,9 @@ class TreeDrafter(ModelDrafter):
             for sibling in elder:
                 q = q.scatter(1, sibling.unsqueeze(1), 0)
             total = q.sum(1, keepdim=True)
-            q = torch.where(total > 0, q / total, 1 / q.shape[1])  # no token is left to draw: any distribution will do
+            q = torch.where(
+                total > 0, q / total, 1 / q.shape[1]
+            )  # no token is left to draw: any distribution will do
         return draw(q, uniform), q
 
 
@@ -121,17 +131,23 @@ def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
     """
     paths = []
     for ranks in texts:
-        ahead = np.pad(ranks, [(0, depth), (0, 0)], constant_values=-1)  # no path goes on beyond the end of a text
+        ahead = np.pad(
+            ranks, [(0, depth), (0, 0)], constant_values=-1
+        )  # no path goes on beyond the end of a text
         paths.append(np.stack([ahead[age : age + len(ranks), age] for age in range(depth)], 1))
     starts = np.concatenate(paths)  # [N, depth]
     shares: dict[tuple[int, ...], float] = {}
     for level in range(1, depth + 1):
         prefixes, counts = np.unique(starts[:, :level], axis=0, return_counts=True)
-        shares |= dict(zip(map(tuple, prefixes.tolist()), (counts / len(starts)).tolist(), strict=True))
+        shares |= dict(
+            zip(map(tuple, prefixes.tolist()), (counts / len(starts)).tolist(), strict=True)
+        )
     return lambda path: shares.get(path, 0.0)
 
 
-def best_tree(share: PathShare, siblings: int, nodes: int, depth: int) -> tuple[tuple[int, ...], float]:
+def best_tree(
+    share: PathShare, siblings: int, nodes: int, depth: int
+) -> tuple[tuple[int, ...], float]:
     """Return the tree of limited siblings, nodes and depth that accepts most, and its tokens per pass.
 
     A path's share is the value of the node at its end, and the best tree consists of the most valuable nodes:
@@ -154,13 +170,21 @@ def best_tree(share: PathShare, siblings: int, nodes: int, depth: int) -> tuple[
 
 
 def fastest_tree(
-    share: PathShare, step_ms: Callable[[int, int, float], float], siblings: int, nodes: int, depth: int
+    share: PathShare,
+    step_ms: Callable[[int, int, float], float],
+    siblings: int,
+    nodes: int,
+    depth: int,
 ) -> tuple[tuple[int, ...], float]:
     """Return the tree of limited siblings, nodes and depth with the most tokens per millisecond, and that speed.
 
     step_ms: time of drafting and verifying a tree, by its depth, its nodes and its tokens per pass (Sequoia).
     """
-    trees = [best_tree(share, siblings, n, d) for n in range(1, nodes + 1) for d in range(1, min(n, depth) + 1)]
+    trees = [
+        best_tree(share, siblings, n, d)
+        for n in range(1, nodes + 1)
+        for d in range(1, min(n, depth) + 1)
+    ]
 
     def speed(tree: tuple[tuple[int, ...], float]) -> float:
         parents, tokens = tree

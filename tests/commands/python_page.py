@@ -19,7 +19,9 @@ import draftlab
 
 draft = draftlab.prune(source="tiny", layers=3, width=128, data="stdlib", out="runs/cut")
 draft = draftlab.distill(draft=draft.path, target="tiny", data="stdlib", steps=20, out="runs/draft")
-score = draftlab.score(target="tiny", draft=[draft.path], data="stdlib", k="1-3", num_prompts=4, out="runs/score")
+score = draftlab.score(
+    target="tiny", draft=[draft.path], data="stdlib", k="1-3", num_prompts=4, out="runs/score"
+)
 print(score.speedup, score.interval)
 ```
 

@@ -168,9 +168,8 @@ class _Inputs:
 
     def __init__(self, case: Case, tokens: int) -> None:
         device = _device()
-        rng = torch.Generator(device).manual_seed(
-            0
-        )  # what is drawn on a CPU takes minutes to reach a GPU
+        # what is drawn on a CPU takes minutes to reach a GPU
+        rng = torch.Generator(device).manual_seed(0)
 
         def draw(*size: int, spread: float = 1.0) -> Tensor:
             return torch.randn(*size, generator=rng, device=device).mul_(spread)

@@ -89,9 +89,8 @@ class Expanded(TensorView):
         if "norm" in name:
             return tensor.fill_(self.scale)
         rng = torch.Generator(tensor.device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
-        spread = math.sqrt(3) * float(
-            origin.float().std()
-        )  # uniform values are drawn much faster than normal ones
+        # uniform values are drawn much faster than normal ones
+        spread = math.sqrt(3) * float(origin.float().std())
         return tensor.uniform_(-spread, spread, generator=rng)
 
     def _places(self, axis: Axis, size: int) -> tuple[slice | Tensor, slice | Tensor]:

@@ -88,9 +88,8 @@ def vllm(asked: dict) -> tuple[dict, str]:
         )
         drafts, accepted = (now - then for now, then in zip(drafted(), before, strict=True))
         counted[0] += len(tokens) - 1
-        counted[1] += (
-            drafts if asked["way"] == "draft" else len(tokens) - 1 - accepted
-        )  # lookups find none now and then
+        # lookups find none now and then
+        counted[1] += drafts if asked["way"] == "draft" else len(tokens) - 1 - accepted
         return tokens
 
     def drafted() -> tuple[int, int]:

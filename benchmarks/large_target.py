@@ -120,18 +120,16 @@ class Bench:
 
     def plain(self, target: Llama) -> float:
         """Return tokens per second after the prefill."""
-        self._timed(
-            decode(target, [self.prompt], self.sampling, self.step_clock)
-        )  # captures graphs
+        # captures graphs
+        self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))
         return self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))[0]
 
     def rows(
         self, target: Llama, drafter: Drafter, ks: list[int], alphas: list[float]
     ) -> Iterator[dict[str, float]]:
         for k in ks:
-            self._timed(
-                self._steps(target, drafter, k, max(alphas))
-            )  # captures graphs of every width
+            # captures graphs of every width
+            self._timed(self._steps(target, drafter, k, max(alphas)))
             for alpha in alphas:
                 per_second, per_pass = self._timed(self._steps(target, drafter, k, alpha))
                 yield {
@@ -159,9 +157,8 @@ def by_coin(alpha: float) -> Rule:
 
     def rule(p: Tensor, tokens: Tokens, chance: Any) -> Verdict:
         assert isinstance(chance, Uniforms)
-        draws = (
-            torch.stack([*chance.draws])[: len(tokens.ids)].tolist() if tokens.ids else []
-        )  # one wait
+        # one wait
+        draws = torch.stack([*chance.draws])[: len(tokens.ids)].tolist() if tokens.ids else []
         accepted = next((i for i, draw in enumerate(draws) if draw >= alpha), len(draws))
         return list(range(accepted)), p[accepted]
 

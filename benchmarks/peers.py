@@ -417,9 +417,8 @@ def _rate(answers: list[Answer], timings: Any) -> Interval:
 
 def _over(first: dict[int, Answer], second: dict[int, Answer]) -> Interval:
     """Return the speed of whole requests over another's, both at a K chosen on other prompts, paired by prompt."""
-    shared = next(
-        iter(second.values())
-    ).requests()  # both speeds are taken over it, and it cancels out
+    # both speeds are taken over it, and it cancels out
+    shared = next(iter(second.values())).requests()
     timings = [
         ([answer.requests() for answer in by_k.values()], shared) for by_k in (first, second)
     ]

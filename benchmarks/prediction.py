@@ -138,9 +138,8 @@ def _rows(
 ) -> list[dict[str, object]]:
     pairs = [(np.array(p), np.array(w)) for p, w in zip(texts, wrote, strict=True)]
     looked = score_tokens(draft, pairs, draft.shape.vocab, SamplingParams())
-    accepted = [
-        chances(one.logprobs, np.zeros(len(one.logprobs)))[1:] for one in looked
-    ]  # the first comes with the prefill
+    # the first comes with the prefill
+    accepted = [chances(one.logprobs, np.zeros(len(one.logprobs)))[1:] for one in looked]
     work = workload_of(accepted, [PROMPT] * len(accepted))
     paid = step_costs(costs[name], costs[TARGET], work, max(KS), 1)
     found = predicting.predict(costs[name], costs[TARGET], work, KS)

@@ -90,9 +90,8 @@ def main(
             rows += json.loads(file.read_text())
     worst = max(rows, key=lambda row: abs(row["server_rule_gap"]) / row["half_width"])
     about = {"benchmark": "server_rules", "target": place.name, "prompts": asked.sha256}
-    facts = {
-        name: worst[name] for name in ("server_rule_gap", "half_width")
-    }  # of the row where it is largest
+    # of the row where it is largest
+    facts = {name: worst[name] for name in ("server_rule_gap", "half_width")}
     print(json.dumps(about | facts | {"rows": rows} | environment(torch.get_num_threads())))
 
 

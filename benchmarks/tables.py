@@ -60,9 +60,8 @@ class Tables:
     def __init__(self, results: dict[str, Any]) -> None:
         self.results = results
         self.studies = results["smollm2_studies"]
-        self.studied_k = (
-            f"{self.studies['accuracy']['k']:.0f}"  # of the studies' tokens per target pass
-        )
+        # of the studies' tokens per target pass
+        self.studied_k = f"{self.studies['accuracy']['k']:.0f}"
 
     def smollm2(self, record: str = "") -> Iterator[str]:
         """Yield SmolLM2's drafters by what a whole request gains."""
@@ -285,9 +284,8 @@ class Tables:
         names = "K", "tokens per target pass", "live TPOT", "predicted", "other work ran"
         yield from header("target, ms of its pass", "draft, ms of its pass", *names)
         rows = [row for row in self.results["at_size"]["rows"] if row["best"] and row["predicted"]]
-        rows = [
-            row for row in rows if not row["draft"].endswith("one-text")
-        ]  # cost the same by construction
+        # cost the same by construction
+        rows = [row for row in rows if not row["draft"].endswith("one-text")]
         for row in sorted(rows, key=lambda row: -row["speedup"]):
             target = f"{row['size']}, {row['target_pass_ms']:.1f}"
             draft = f"{AT_SIZE.get(row['draft'], '{}').format(row['draft'])}, {row['pass_ms']:.2f}"

@@ -142,9 +142,8 @@ def locked(out: Path) -> Iterator[None]:
         _recover(out)
         if [file.name for file in state.glob("*")] == [STATE_RECORD]:
             remove_state(state)
-        file.unlink(
-            missing_ok=True
-        )  # before the release: a process that has opened it sees another inode and retries
+        # before the release: a process that has opened it sees another inode and retries
+        file.unlink(missing_ok=True)
         lock.release()
         for folder in made:
             with contextlib.suppress(OSError):  # it has an output

@@ -324,8 +324,7 @@ def _print(outcome: Outcome, as_json: bool) -> None:
             for line in item.split("\n"):
                 print_words(console, line)
         else:
-            console.print(
-                item, soft_wrap=not console.is_terminal
-            )  # a terminal breaks captions between words
+            # a terminal breaks captions between words
+            console.print(item, soft_wrap=not console.is_terminal)
     if outcome.next:
         note(f"next: {outcome.next}")

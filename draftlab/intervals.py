@@ -16,9 +16,8 @@ BLOCK = 100  # number of samples in memory at a time
 SPLITS = 20
 
 Timing = tuple[int, float]  # tokens, seconds
-Timings = tuple[
-    Sequence[Sequence[Timing]], Sequence[Timing]
-]  # [K, R] with drafts, [R] without drafts
+# [K, R] with drafts, [R] without drafts
+Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]
 
 
 class Interval(FileModel):

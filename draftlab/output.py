@@ -20,9 +20,8 @@ from draftlab.atomic import (
 from draftlab.config.base import Config
 from draftlab.errors import Interrupted, UserError
 
-FULL = [
-    os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-]  # disk, quota, largest file
+# disk, quota, largest file
+FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

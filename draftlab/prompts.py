@@ -46,9 +46,8 @@ class Prompts:
     source: str
     sha256: str
     tokens: int | None  # each prompt was cut to this length
-    chat: bool = (
-        False  # whether the ids have the form of a chat template, ready for the assistant's answer
-    )
+    # whether the ids have the form of a chat template, ready for the assistant's answer
+    chat: bool = False
 
     @property
     def categories(self) -> tuple[str, ...]:

@@ -74,9 +74,8 @@ def check_address(url: str | None) -> None:
             and parts.port != 0
             and url.isprintable()
         )
-        good = (
-            good and "@" not in parts.path + parts.query + parts.fragment
-        )  # the end of a password with / ? or #
+        # the end of a password with / ? or #
+        good = good and "@" not in parts.path + parts.query + parts.fragment
     except ValueError:
         good = False
     if not good:

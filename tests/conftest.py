@@ -10,9 +10,8 @@ from builders import FAMILIES, OTHER_BLOCKS, SIZES, TOKENIZER_TEXT, build
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.model import checkpoint, hub, saving
 
-torch.set_num_threads(
-    int(os.environ.get("OMP_NUM_THREADS", "1"))
-)  # one: tests run beside each other
+# one: tests run beside each other
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 @pytest.fixture(scope="session")

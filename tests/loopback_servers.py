@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-RECORDED = json.loads(
-    (Path(__file__).parent / "data" / "vllm_tiny.json").read_text()
-)  # vLLM 0.32.0, CPU, fp32
+# vLLM 0.32.0, CPU, fp32
+RECORDED = json.loads((Path(__file__).parent / "data" / "vllm_tiny.json").read_text())
 Answering = Callable[[str, str, Any], tuple[int, Any]]  # method, path, body -> status, answer
 DROP = -1  # a status: close the connection without an answer
 

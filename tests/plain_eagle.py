@@ -200,9 +200,8 @@ def target_and_head(
     weights["layers.0.self_attn.v_proj.weight"][:, :64] = 3 * value
     shared = value.T.unflatten(1, (-1, size)).repeat_interleave(config.heads // config.kv_heads, 1)
     weights["layers.0.self_attn.o_proj.weight"] += shared.flatten(1)
-    weights["layers.0.self_attn.q_proj.weight"][:, :64] += 2 * key.repeat(
-        config.heads, 1
-    )  # attends to its own token
+    # attends to its own token
+    weights["layers.0.self_attn.q_proj.weight"][:, :64] += 2 * key.repeat(config.heads, 1)
     weights["layers.0.self_attn.k_proj.weight"][:, :64] += 2 * key.repeat(config.kv_heads, 1)
     weights = {name: weight.to(device) for name, weight in weights.items()}
     head = eagle.Head(config=config, weights=weights, ids=torch.arange(307), embedding=None)

@@ -70,9 +70,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
             f"{name}: expected all tensors to be on the same device, but found {placed}"
         )
     if name == "aten::_local_scalar_dense":
-        return (
-            args[0].tolist() if isinstance(args[0], Elsewhere) else func(*args)
-        )  # a wait, like .tolist()
+        # a wait, like .tolist()
+        return args[0].tolist() if isinstance(args[0], Elsewhere) else func(*args)
     asked = kwargs.get("device")
     if asked is not None:
         away, kwargs = (

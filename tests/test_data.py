@@ -35,9 +35,8 @@ def test_a_step_is_a_pure_function_of_seed_and_index():
 
 
 def test_an_epoch_shows_every_chunk_once():
-    starts = [
-        int(row[0]) for step in range(5) for row in batches(a=1, rows=4).batch(step).ids
-    ]  # 20 chunks
+    # 20 chunks
+    starts = [int(row[0]) for step in range(5) for row in batches(a=1, rows=4).batch(step).ids]
     assert sorted(starts) == [1000 + 20 * i for i in range(20)]
     assert starts != sorted(starts)
 

@@ -70,9 +70,8 @@ def test_clocks_are_watched_as_long_as_parts_run(tmp_path):
         "loss",
     ]
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(
-        command, env=environ, capture_output=True, check=False, timeout=60
-    )  # until its output is closed
+    # until its output is closed
+    subprocess.run(command, env=environ, capture_output=True, check=False, timeout=60)
     assert (tmp_path / "out" / "clocks.csv").read_text() == "timestamp, index\n"
     starts = (tmp_path / "out" / "starts.csv").read_text().splitlines()
     assert [line.partition(", ")[0] for line in starts] == ["loss_32000", "loss_128256"]

@@ -18,9 +18,8 @@ BETAS = {
     "rkl": 1.0,
 }  # what peers call them
 pytestmark = pytest.mark.slow  # make peers installs them
-Peer = Callable[
-    [Tensor, Tensor, Dense, float, float], Tensor
-]  # hidden, head, teacher, beta, temperature -> mean loss
+# hidden, head, teacher, beta, temperature -> mean loss
+Peer = Callable[[Tensor, Tensor, Dense, float, float], Tensor]
 
 
 def trl_gkd(

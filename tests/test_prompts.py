@@ -80,9 +80,8 @@ def test_a_line_has_the_ids_that_transformers_gives_the_conversation(
         chatty.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
     ]
     assert read.chat
-    assert (
-        read.rows[0].ids.count(chatty.bos_token_id) == 1
-    )  # the tokenizer adds one, and so does the template
+    # the tokenizer adds one, and so does the template
+    assert read.rows[0].ids.count(chatty.bos_token_id) == 1
 
 
 def test_an_answered_conversation_gives_a_prompt_for_each_answer(tmp_path, chatty):

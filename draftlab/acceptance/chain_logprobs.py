@@ -78,9 +78,8 @@ def _score(
     )  # perhaps longer than a text may be
     cache = Cache(head.embed.new_zeros(size), head.embed.new_zeros(size))
     for age, metadata in enumerate(_passes(head, places, min(k, places - first))):
-        following = whole.roll(-1 - age)[
-            :places
-        ]  # beyond the text they are drafted from by no step that counts
+        # beyond the text they are drafted from by no step that counts
+        following = whole.roll(-1 - age)[:places]
         logits, states = head.decode_states(
             following[None], states, cache, metadata, places - first
         )

@@ -30,12 +30,10 @@ class Counts:
     steps: np.ndarray  # [R] passes that had a draft to verify
     drafted: np.ndarray  # [R]
     reached: np.ndarray  # [R, D + 1] steps that accepted at least a tokens
-    examined: (
-        np.ndarray
-    )  # [R, D] steps that drafted a (a+1)th token and reached it, inside the text
-    truncated: (
-        np.ndarray
-    )  # [R] steps that ended the text with a drafted token, so that the target's own was dropped
+    # [R, D] steps that drafted a (a+1)th token and reached it, inside the text
+    examined: np.ndarray
+    # [R] steps that ended the text with a drafted token, so that the target's own was dropped
+    truncated: np.ndarray
 
     @property
     def accepted(self) -> np.ndarray:
@@ -59,9 +57,8 @@ class Counts:
 class Texts:
     """Texts padded to n tokens, with their lengths and the length limits of decoding, [R] each."""
 
-    chances: (
-        np.ndarray
-    )  # [R, n]; of a drafter whose chances differ by the age of the step [R, n, D]
+    # [R, n]; of a drafter whose chances differ by the age of the step [R, n, D]
+    chances: np.ndarray
     lengths: np.ndarray
     limits: np.ndarray
 
@@ -151,9 +148,8 @@ def _walk(
 ) -> Counts:
     rows, n = depth.shape
     chances = np.ascontiguousarray(by_age.transpose(1, 2, 0))  # [n, 1 or D, R]
-    depths = np.concatenate(
-        [np.zeros((deepest, rows), dtype=depth.dtype), depth.T]
-    )  # depth of the step of each age
+    # depth of the step of each age
+    depths = np.concatenate([np.zeros((deepest, rows), dtype=depth.dtype), depth.T])
     ages = np.arange(deepest + 1)[:, None]
     now = np.zeros((deepest + 1, rows))  # expected steps of each age at token i
     now[0] = 1
@@ -171,9 +167,8 @@ def _walk(
         if i == n:
             break
         starts[i] = now[0]
-        drafting = now * (
-            depths[i : i + deepest + 1][::-1] > ages
-        )  # drafted a token at this position
+        # drafted a token at this position
+        drafting = now * (depths[i : i + deepest + 1][::-1] > ages)
         steps += drafting[0]
         examined += drafting[:-1]
         accepted = drafting[:-1] * chances[i]

@@ -113,9 +113,8 @@ def _score(
     texts: list[Text], model: Decoder, vocab: int, sampling: SamplingParams, limit: int
 ) -> list[TokenLogprobs]:
     width = max(map(_length, texts)) - 1  # nothing follows the last token
-    ids = torch.zeros(
-        len(texts), width, dtype=torch.long
-    )  # padding comes after a row's text: causal, never attended
+    # padding comes after a row's text: causal, never attended
+    ids = torch.zeros(len(texts), width, dtype=torch.long)
     for row, (prompt, completion) in zip(ids, texts, strict=True):
         row[: len(prompt) + len(completion) - 1] = _long(np.concatenate([prompt, completion])[:-1])
     first = min(len(prompt) for prompt, _ in texts) - 1

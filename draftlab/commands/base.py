@@ -135,9 +135,8 @@ class Command:
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
         checked = force or dry_run or self.resumes
         if isinstance(config, OutputConfig) and config.out is not None and not checked:
-            check_free(
-                config.out, force=False
-            )  # before the settings are checked, which may take minutes
+            # before the settings are checked, which may take minutes
+            check_free(config.out, force=False)
         job = self.prepare(config, not dry_run) if self.prepare else Job(lambda *_: config)
         if not isinstance(config, OutputConfig):
             return self.function(job.run())

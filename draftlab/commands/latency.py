@@ -147,9 +147,8 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
         for n in prompts
     ]
     grid = {
-        "widths": range(
-            1, 2 * max(config.k) + 2
-        ),  # a parallel draft's widest pass, as vLLM runs it
+        # a parallel draft's widest pass, as vLLM runs it
+        "widths": range(1, 2 * max(config.k) + 2),
         "batches": config.batch,
         "longest": max(ends) + max(config.k),
     }

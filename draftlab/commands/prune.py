@@ -155,9 +155,8 @@ def _facts(
     if shipped is not None:
         source += f" (the shape {shipped} that comes with draftlab: nothing was fetched)"
     weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
-    per_token = dtype_bytes * (
-        3 * have.hidden + shape.hidden
-    )  # streams at three places, and the draft's
+    # streams at three places, and the draft's
+    per_token = dtype_bytes * (3 * have.hidden + shape.hidden)
     gram = 20 * shape.ffn**2  # float32, and float64 twice while it is solved
     memory = weights + (text.tokens + HELDOUT_TOKENS) * per_token + gram + 1e9
     facts: dict[str, object] = {
@@ -171,9 +170,8 @@ def _facts(
     }
     if training is not None:
         tokens = training.steps * training.batch_size * text.seq_len
-        memory = (
-            have.params() * (16 if training.lr else 4) + have.weight_bytes() + 1e9
-        )  # 16: two Adam moments, too
+        # 16: two Adam moments, too
+        memory = have.params() * (16 if training.lr else 4) + have.weight_bytes() + 1e9
         facts["training tokens"] = f"{tokens:,}"
         facts["memory"] = f"about {memory / 1e9:.1f} GB and activations"
         facts["flops"] = tokens * 4 * have.flops_per_token(text.seq_len // 2)

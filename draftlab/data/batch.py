@@ -73,9 +73,8 @@ class Batch:
             number[row, : lengths.sum()] = np.repeat(numbers, lengths)
             place[row, : lengths.sum()] = np.concatenate([np.arange(n) for n in lengths])
         ids = np.where(number < 0, 0, self.ids[number, place])
-        ends = (number < 0) | (
-            place >= needed[number] - 1
-        )  # not the last token: it predicts none of the next
+        # not the last token: it predicts none of the next
+        ends = (number < 0) | (place >= needed[number] - 1)
         at, top = (
             (number[:, :-1], place[:, :-1].clip(max=self.mask.shape[1] - 1)),
             self.top_logprobs,

@@ -138,9 +138,8 @@ class DynamicBatches:
     heldout: dict[str, list[Batch]]
     reference: dict[str, float]  # expected cross-entropy of each source
     every: int  # steps between changes of the weights
-    phases: list[
-        tuple[int, dict[str, float], dict[str, int]]
-    ]  # first step, weights, rows read before
+    # first step, weights, rows read before
+    phases: list[tuple[int, dict[str, float], dict[str, int]]]
 
     @classmethod
     def start(

@@ -13,9 +13,8 @@ from draftlab.config.shared import LossOn
 from draftlab.data.text import Message
 from draftlab.errors import UserError, one_line
 
-GENERATION = re.compile(
-    r"\{%-?\s*generation\s*-?%\}"
-)  # a template's own mark of the assistant's text
+# a template's own mark of the assistant's text
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)

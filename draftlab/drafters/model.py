@@ -31,9 +31,8 @@ class DraftModelSpec(DrafterSpec):
 
     @classmethod
     def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
-        return passes.step(
-            k, unread=2 if accepted == passes.k else 1
-        )  # the last of k was never read
+        # the last of k was never read
+        return passes.step(k, unread=2 if accepted == passes.k else 1)
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
         from draftlab.acceptance.token_logprobs import score_tokens

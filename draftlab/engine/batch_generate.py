@@ -27,9 +27,8 @@ from draftlab.sampling import FinishReason, SamplingParams
 from draftlab.turns import Answer
 
 GIGABYTE = 1_000_000_000
-MOST_RUNNING = (
-    0.75  # share of a batch's texts; when no more are unfinished, the batch shrinks to those
-)
+# share of a batch's texts; when no more are unfinished, the batch shrinks to those
+MOST_RUNNING = 0.75
 BYTES_PER_LOGIT = 32  # peak of a step that samples: logits, probabilities and their sums in fp64
 
 
@@ -207,9 +206,8 @@ def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     if shortest == longest:
         return torch.tensor([list(p) for p in prompts], device=model.device)  # [B, P]
-    rows = [
-        [*p[:-1], *[0] * (longest - len(p))] for p in prompts
-    ]  # padding is overwritten, never read
+    # padding is overwritten, never read
+    rows = [[*p[:-1], *[0] * (longest - len(p))] for p in prompts]
     model.forward(torch.tensor(rows, device=model.device), cache, last=1)
     cache.used = [len(p) - 1 for p in prompts]
     return torch.tensor([p[-1:] for p in prompts], device=model.device)  # [B, 1]

@@ -125,9 +125,8 @@ class ModelDrafter(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         self.cache = None  # frees its memory before the next one is allocated
         self.cache = self.model.new_cache(rows, capacity)
-        self.cached: list[list[int]] = [
-            [] for _ in range(rows)
-        ]  # tokens fed; those of self.drafted follow them
+        # tokens fed; those of self.drafted follow them
+        self.cached: list[list[int]] = [[] for _ in range(rows)]
         self.drafted: Tensor | None = None
 
     def propose(
@@ -280,9 +279,8 @@ def verify_batch(
         width = best.shape[1]
         return [
             _verify_greedy(row[:width], row[width:], tree, count)
-            for row, tree, count in zip(
-                both.tolist(), parents, counts, strict=True
-            )  # the only wait for the device
+            # the only wait for the device
+            for row, tree, count in zip(both.tolist(), parents, counts, strict=True)
         ]
     p = distribution(logits, sampling)
     rule = rule if rule is not None or draft is None else draft.rule
@@ -318,9 +316,8 @@ def _verify_sampled_chains(
     width = ids.shape[1]
     accepted, following = verify_rows(p, q, ids, uniform[:, :width], staged(counts, p.device))
     last = draw(following, uniform[:, -1])
-    verified = torch.cat(
-        [accepted.unsqueeze(1), last.unsqueeze(1), ids], 1
-    ).tolist()  # the only wait for the device
+    # the only wait for the device
+    verified = torch.cat([accepted.unsqueeze(1), last.unsqueeze(1), ids], 1).tolist()
     return [([*range(count)], [*row[:count], token]) for count, token, *row in verified]
 
 
@@ -377,9 +374,8 @@ class _Rows:
             min(len(text) - start, draws.shape[1] - 1)
             for text, start in zip(self.texts, self.starts, strict=True)
         ]
-        return torch.stack(
-            [draws[row, i] for row, i in enumerate(at)]
-        )  # indices on the host would be copied
+        # indices on the host would be copied
+        return torch.stack([draws[row, i] for row, i in enumerate(at)])
 
     def append(
         self, verified: list[tuple[list[int], list[int]]], cache: Any, draft: Draft | None

@@ -74,9 +74,8 @@ class Tokens:
         )
 
 
-Verdict = tuple[
-    list[int], Tensor
-]  # accepted tokens, root first; distribution [V] of the next token
+# accepted tokens, root first; distribution [V] of the next token
+Verdict = tuple[list[int], Tensor]
 Rule = Callable[[Tensor, Tokens, Chance], Verdict]
 
 

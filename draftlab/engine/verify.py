@@ -46,9 +46,8 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
             else p.sort(-1, descending=True)
         )
         values = values / values.sum(-1, keepdim=True)
-        values = values * (
-            values.cumsum(-1) - values < params.top_p
-        )  # all before it have not yet reached top_p
+        # all before it have not yet reached top_p
+        values = values * (values.cumsum(-1) - values < params.top_p)
         p = torch.zeros_like(p).scatter_(-1, ids, values / values.sum(-1, keepdim=True))
     if params.min_p:
         p = p * (p >= params.min_p * p.amax(-1, keepdim=True))

@@ -24,9 +24,8 @@ class Card:
     kind: str  # draft model or EAGLE-3 head
     summary: str  # its size, and its needs
     commands: Sequence[str]  # commands that made the draft, in their order
-    heldout: (
-        tuple[float, float] | None
-    )  # acceptance on held-out text, before and after distillation
+    # acceptance on held-out text, before and after distillation
+    heldout: tuple[float, float] | None
     scores: Sequence[Score]
     script: tuple[str, str] | None  # name and text
     verified: str  # result of scoring the export where it runs

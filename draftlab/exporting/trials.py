@@ -43,9 +43,8 @@ def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -
             "the draft computes logits that are NaN",
             "its weights are damaged, or overflow",
         )
-    return judge_perplexity(
-        -float(logprobs[np.isfinite(logprobs)].mean()), vocab
-    )  # a trimmed head lacks some tokens
+    # a trimmed head lacks some tokens
+    return judge_perplexity(-float(logprobs[np.isfinite(logprobs)].mean()), vocab)
 
 
 def judge_perplexity(cross_entropy: float, vocab: int) -> Finding:

@@ -159,9 +159,8 @@ def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndar
     counts = expected.chain(
         expected.texts_of([row[1:] for row in chances], lengths + texts.k), texts.k
     )
-    return np.stack(
-        [counts.tokens + counts.truncated, counts.steps], 1
-    )  # a cut step's own token counts, too
+    # a cut step's own token counts, too
+    return np.stack([counts.tokens + counts.truncated, counts.steps], 1)
 
 
 def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tuple[int, int]:

@@ -251,13 +251,11 @@ def _completed(config: Any, header: GGUFHeader) -> Any:
         if name.endswith(".bias") and name.startswith("blk.0.")
     }
     if header.architecture == "llama" and "attn_q" in biases and "attn_output" not in biases:
-        config = _as(
-            config, "qwen2"
-        )  # llama.cpp's form of a Qwen2 whose heads do not add up to its width
+        # llama.cpp's form of a Qwen2 whose heads do not add up to its width
+        config = _as(config, "qwen2")
     elif header.architecture == "llama":
-        config = _as(
-            config, "llama"
-        )  # transformers cannot load its own config of a file called mistral
+        # transformers cannot load its own config of a file called mistral
+        config = _as(config, "llama")
         config.attention_bias, config.mlp_bias = "attn_q" in biases, "ffn_down" in biases
     head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
     config.head_dim = head_dim or config.hidden_size // config.num_attention_heads

@@ -80,9 +80,8 @@ def convert(source: ImportSource, output: Output) -> None:
     with output.directory() as work:
         note(f"reading {source.layout.path} for {checkpoint.dtype_name(source.dtype)} weights")
         model = load(source)
-        model.generation_config = GenerationConfig.from_model_config(
-            model.config
-        )  # the file's may fail its validation
+        # the file's may fail its validation
+        model.generation_config = GenerationConfig.from_model_config(model.config)
         model.save_pretrained(work, max_shard_size=SHARD)
         fields = read_object(work / "config.json")
         if source.header is not None:

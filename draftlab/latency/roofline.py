@@ -284,9 +284,8 @@ def _device_ms(
     )
     if count == 1:
         return busy
-    sent_bytes = (
-        2 * (count - 1) / count * tokens * shape.hidden * 2
-    )  # per all-reduce and device, 16-bit activations
+    # per all-reduce and device, 16-bit activations
+    sent_bytes = 2 * (count - 1) / count * tokens * shape.hidden * 2
     return busy + 2 * shape.layers * (
         device.allreduce_us * 1e-3 + sent_bytes / (device.link_gbs * 1e6)
     )

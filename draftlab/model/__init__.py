@@ -2,6 +2,5 @@
 
 from typing import Literal
 
-Mode = Literal[
-    "eager", "native", "graphs"
-]  # a decoder's passes run by torch, compiled C++, CUDA graphs
+# a decoder's passes run by torch, compiled C++, CUDA graphs
+Mode = Literal["eager", "native", "graphs"]

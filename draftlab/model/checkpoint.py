@@ -471,9 +471,8 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
 
     logging.disable_progress_bar()
     config: Any = auto_config(directory)
-    model_class: Any = _get_model_class(
-        config, AutoModelForCausalLM._model_mapping
-    )  # from_pretrained does the same
+    # from_pretrained does the same
+    model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)
     model, info = model_class.from_pretrained(
         None, config=config, state_dict=weights.slices(), dtype=dtype, output_loading_info=True
     )

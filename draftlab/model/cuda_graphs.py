@@ -31,9 +31,8 @@ class _Store:
     keys: Tensor
     values: Tensor
     user: weakref.ref[Tensor]
-    layer_states: dict[tuple[int, ...], LayerStates] = field(
-        default_factory=dict
-    )  # keys: their layers
+    # keys: their layers
+    layer_states: dict[tuple[int, ...], LayerStates] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +172,8 @@ class CudaGraphLlama(Llama):
         end: int,
         state: Tensor | None,
     ) -> _Chain:
-        model = weakref.proxy(
-            self
-        )  # a model is freed with its last reference, and its graphs with it
+        # a model is freed with its last reference, and its graphs with it
+        model = weakref.proxy(self)
         logits, uniform, used = (
             logits.clone(),
             uniform.clone(),

@@ -16,12 +16,10 @@ from draftlab.model.shape import Shape
 CPU = torch.device("cpu")
 
 Drafted = tuple[Tensor, Tensor | None]  # tokens, and their q
-Sampler = Callable[
-    [Tensor, Tensor], Drafted
-]  # logits [B, V] and draws [B] -> tokens [B], and their q [B, V]
-Parents = (
-    Sequence[int] | Sequence[tuple[int, ...]]
-)  # parent of each token of a tree, or of the tree of each row
+# logits [B, V] and draws [B] -> tokens [B], and their q [B, V]
+Sampler = Callable[[Tensor, Tensor], Drafted]
+# parent of each token of a tree, or of the tree of each row
+Parents = Sequence[int] | Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +168,8 @@ def feed(
     ids = staged(rows, model.device)  # [B, width]
     if known is not None:
         ids.clamp_(max=known - 1)
-    at = [
-        min(width, len(text)) - 1 for text in texts
-    ]  # index of each text's last token among those fed
+    # index of each text's last token among those fed
+    at = [min(width, len(text)) - 1 for text in texts]
     cache.used = starts
     logits = model.forward(ids, cache, last=width - min(at) + last - 1)
     cache.used = [len(text) for text in texts]

@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 
 Layout = Literal["native", "speculators"]
 WEIGHTS = "model.safetensors"
-ARCHITECTURE = (
-    "LlamaForCausalLMEagle3"  # SpecForge's name; vLLM and SGLang have it in their registries
-)
-QWEN3_ARCHITECTURE = (
-    "Eagle3Qwen3ForCausalLM"  # vLLM's name of a layer with norms of queries and keys
-)
+# SpecForge's name; vLLM and SGLang have it in their registries
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+# vLLM's name of a layer with norms of queries and keys
+QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # fields of EAGLE-3.1
 SLIDING = "sliding_attention"
 OPTIONAL_PARTS = (
@@ -419,9 +417,8 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
 
 
 def _llama_json(config: HeadShape) -> dict[str, object]:
-    theta = (
-        {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}
-    )  # older readers want it
+    # older readers want it
+    theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}
     window: dict[str, object] = {}
     if config.sliding_window is not None:
         window = {

@@ -25,9 +25,8 @@ from draftlab.model.decoder import Decoder, Tree
 from draftlab.model.hf_files import quantization_method
 from draftlab.model.llama import LayerStates
 
-RECURRENT: Any = getattr(
-    cache_utils, "LinearAttentionCacheLayerMixin", ()
-)  # layers with states in place of keys
+# layers with states in place of keys
+RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 SPARSE = 2  # slots for each position that is read, from which on the cache is packed
 FULL, SLIDING = "full_attention", "sliding_attention"
 TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two rows
@@ -127,19 +126,16 @@ class HFDecoder(Decoder):
         """one_length: all rows of a batch have the same length, so that no trial is needed."""
         self.model, self.config = model, model.config.get_text_config()
         self.one_length = one_length
-        name = self.config.attribute_map.get(
-            "max_position_embeddings", "max_position_embeddings"
-        )  # GPT-2: n_positions
+        # GPT-2: n_positions
+        name = self.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         self.context = int(self.config.to_dict().get(name) or checkpoint.UNLIMITED)
-        self._states: dict[
-            int, Tensor
-        ] = {}  # states of the last pass, by the number of layers before
+        # states of the last pass, by the number of layers before
+        self._states: dict[int, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
-        devices = (
-            p.device for p in self.model.parameters() if not p.is_meta
-        )  # meta ones are offloaded to disk
+        # meta ones are offloaded to disk
+        devices = (p.device for p in self.model.parameters() if not p.is_meta)
         return next(devices, checkpoint.CPU)
 
     @property

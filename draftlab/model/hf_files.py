@@ -170,9 +170,8 @@ def is_quantised(config: dict[str, object]) -> bool:
 
 def quantization_method(config: dict[str, object]) -> str | None:
     """Return how the weights are quantised, as awq, gptq, bitsandbytes, fp8 or mlx; None if they are not."""
-    quantization = config.get("quantization_config") or config.get(
-        "quantization"
-    )  # the latter is MLX's
+    # the latter is MLX's
+    quantization = config.get("quantization_config") or config.get("quantization")
     default = "unnamed" if is_quantised(config) else "mlx"
     method = (
         quantization.get("quant_method", default)

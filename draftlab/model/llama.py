@@ -275,21 +275,18 @@ class Llama(Decoder):
             if tree is None
             else tree.mask
         )
-        new = (torch.arange(end, device=used.device) - used).unsqueeze(
-            1
-        )  # [B, 1, S], the new token at each position
+        # [B, 1, S], the new token at each position
+        new = (torch.arange(end, device=used.device) - used).unsqueeze(1)
         among = mask.expand(len(used), width, width).gather(
             2, new.clamp(0, width - 1).expand(-1, width, -1)
         )
         attended = ((new >= 0) & (new < width) & among) | (new < 0)
         if self.window is not None:
-            age = (used + depth).unsqueeze(2) - torch.arange(
-                end, device=used.device
-            )  # age of each position, [B, T, S]
+            # age of each position, [B, T, S]
+            age = (used + depth).unsqueeze(2) - torch.arange(end, device=used.device)
             recent = age < self.window
-            attended &= (
-                recent if tree is None else recent | (new >= 0)
-            )  # no tree is deeper than a window
+            # no tree is deeper than a window
+            attended &= recent if tree is None else recent | (new >= 0)
         attended = attended.unsqueeze(1)
         rows = torch.arange(len(used), device=used.device).unsqueeze(1)
         cos, sin = self.cos[used + depth].unsqueeze(1), self.sin[used + depth].unsqueeze(1)
@@ -308,9 +305,8 @@ class Llama(Decoder):
         self, block: Block, x: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         s = self.shape
-        qkv = (
-            F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)
-        )  # [B, H+2K, T, C]
+        # [B, H+2K, T, C]
+        qkv = F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)
         qk, v = qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
         if block.qk_norm is not None:
             parts = qk[:, : s.heads], qk[:, s.heads :]
@@ -323,9 +319,8 @@ class Llama(Decoder):
             )
         qk = qk * metadata.cos + qk.roll(s.head_dim // 2, -1) * metadata.sin
         k = qk[:, s.heads :]
-        ragged = not isinstance(
-            metadata.slots[0], slice
-        )  # then the indexed dimensions come first: [B, T, K, C]
+        # then the indexed dimensions come first: [B, T, K, C]
+        ragged = not isinstance(metadata.slots[0], slice)
         keys[metadata.slots] = k.transpose(1, 2) if ragged else k
         values[metadata.slots] = v.transpose(1, 2) if ragged else v
         out = attend(
@@ -371,9 +366,8 @@ class Multiplied(Mapping[str, Tensor]):
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self.weights[
-            name if name in self.weights else self.embed
-        ]  # a tied head is the embedding
+        # a tied head is the embedding
+        weight = self.weights[name if name in self.weights else self.embed]
         factor = self.factors.get(name, 1.0)
         return weight if factor == 1 else (weight.float() * factor).to(weight.dtype)
 

@@ -40,9 +40,8 @@ FLAGS = (
     "-shared",
     "-fPIC",
 )
-TUNED = (
-    "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-)  # the only one of Clang on Arm
+# the only one of Clang on Arm
+TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 WIDE = 128  # tokens of all rows; in wider passes torch is as fast, and faster with matrix tiles
 
 
@@ -113,9 +112,8 @@ class NativeLlama(Llama):
         dtype = check(model.device, model.embed.dtype)
         vars(self).update(vars(model))
         self.int8 = int8
-        self.any_width = int8 or not checkpoint.is_fast(
-            model.embed.dtype, model.device
-        )  # torch is slower, or has none
+        # torch is slower, or has none
+        self.any_width = int8 or not checkpoint.is_fast(model.embed.dtype, model.device)
         self._run: Callable[..., None] = getattr(
             library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}"
         )

@@ -53,26 +53,22 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
     device = ids.device
     masks = (depths - 1).clamp_min(0)  # [B, T] mask tokens of each position
     width = length + int(masks.sum(1).max())
-    place = torch.arange(rows * length, device=device).repeat_interleave(
-        masks.flatten()
-    )  # place of each mask token's start
+    # place of each mask token's start
+    place = torch.arange(rows * length, device=device).repeat_interleave(masks.flatten())
     row, count = place // length, masks.flatten().cumsum(0)
     nth = torch.arange(len(place), device=device)
     own = nth - (count - masks.flatten())[place] + 1  # 1, 2, ... among the mask tokens of its start
-    before = torch.cat([count.new_zeros(1), count.view(rows, length)[:, -1]])[
-        :-1
-    ]  # mask tokens of earlier rows
+    # mask tokens of earlier rows
+    before = torch.cat([count.new_zeros(1), count.view(rows, length)[:, -1]])[:-1]
     column = length + nth - before[row]
-    start = torch.arange(width, device=device).repeat(
-        rows, 1
-    )  # [B, L]; unused columns start where no text is
+    # [B, L]; unused columns start where no text is
+    start = torch.arange(width, device=device).repeat(rows, 1)
     nested = (start >= length).long()  # 0: text; i: mask token i of its start
     start[row, column], nested[row, column] = place % length, own
     packed = torch.full((rows, width), token, device=device)
     packed[:, :length] = ids
-    attends_text = (nested == 0).unsqueeze(1) & (
-        start.unsqueeze(1) <= start.unsqueeze(2)
-    )  # [B, query, key]
+    # [B, query, key]
+    attends_text = (nested == 0).unsqueeze(1) & (start.unsqueeze(1) <= start.unsqueeze(2))
     same_start = start.unsqueeze(1) == start.unsqueeze(2)
     attends_masks = (
         same_start & (nested > 0).unsqueeze(1) & (nested.unsqueeze(1) <= nested.unsqueeze(2))

@@ -68,9 +68,8 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
         if isinstance(candidate, TokenizersBackend) and isinstance(
             candidate.backend_tokenizer.model, models.BPE
         ):
-            cast(Any, candidate.backend_tokenizer).model = _by_score(
-                processor
-            )  # its stubs declare it read-only
+            # its stubs declare it read-only
+            cast(Any, candidate.backend_tokenizer).model = _by_score(processor)
             if _agrees(candidate, processor):
                 return candidate
     raise UserError(
@@ -79,9 +78,8 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
 
 
 def _agrees(tokenizer: PreTrainedTokenizerBase, processor: "SentencePieceProcessor") -> bool:
-    texts = [
-        text.lstrip(" ") for text in PROBES
-    ]  # transformers adds no space before a space, on purpose
+    # transformers adds no space before a space, on purpose
+    texts = [text.lstrip(" ") for text in PROBES]
     return [
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
     ] == processor.encode(texts)

@@ -93,9 +93,8 @@ Size = Annotated[int, Field(ge=1, le=1 << 24)]
 class Shape(BaseModel):
     """The numbers that decide a model's size and cost; the options select rows of the table."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True
-    )  # YAML's yes must not be 1 layer
+    # YAML's yes must not be 1 layer
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     layers: int = Field(ge=1, le=10_000)
     hidden: Size

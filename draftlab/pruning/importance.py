@@ -42,9 +42,8 @@ class Importance(Scores):
     Minitron (2407.14679, 3.1).
     """
 
-    covariance: (
-        Tensor  # [D, D], over the streams that enter norms, each token scaled to mean square 1
-    )
+    # [D, D], over the streams that enter norms, each token scaled to mean square 1
+    covariance: Tensor
 
     def principal(self, count: int, device: torch.device = CPU) -> tuple[Tensor, float]:
         """Return the largest principal directions, [D, count], and their share of the energy."""
@@ -182,9 +181,8 @@ def _column_norms(weight: Tensor) -> Tensor:
 
 
 def _sample(streams: list[Tensor], stride: int) -> Tensor:
-    rows = (
-        torch.cat([stream[0, ::stride] for stream in streams])[:SAMPLED_TOKENS].float().cpu()
-    )  # [n, D]
+    # [n, D]
+    rows = torch.cat([stream[0, ::stride] for stream in streams])[:SAMPLED_TOKENS].float().cpu()
     return torch.nn.functional.normalize(rows, dim=-1).flatten()
 
 

@@ -119,9 +119,8 @@ class Prune:
             self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft"
         )
         is_copy = self.shape.with_whole_head() == self.source.shape.with_whole_head()
-        _ = (
-            self._head if is_copy else (self._head, self._heldout)
-        )  # before hours of calibration or training
+        # before hours of calibration or training
+        _ = self._head if is_copy else (self._head, self._heldout)
         return is_copy
 
     def copy(self) -> PrunedDraft:

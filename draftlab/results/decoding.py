@@ -86,17 +86,14 @@ class AcceptanceMetrics(FileModel):
     num_draft_tokens: int | float
     num_accepted_draft_tokens: int | float
     draft_acceptance_rate: float  # accepted / drafted
-    mean_acceptance_length: (
-        float  # tokens per target pass, including the target's own; the paper's TAR
-    )
+    # tokens per target pass, including the target's own; the paper's TAR
+    mean_acceptance_length: float
     per_position_acceptance: list[float]  # share of steps that accepted at least i tokens, i = 1..K
-    conditional_acceptance: list[
-        float
-    ]  # share accepted at i among steps that drafted and reached i
+    # share accepted at i among steps that drafted and reached i
+    conditional_acceptance: list[float]
     acceptance_histogram: list[int | float]  # steps by accepted tokens, 0..K
-    n_truncated_steps: (
-        int | float | None
-    )  # cut by EOS or the length limit; None: a server does not report it
+    # cut by EOS or the length limit; None: a server does not report it
+    n_truncated_steps: int | float | None
 
 
 class Counters(FileModel):
@@ -104,9 +101,8 @@ class Counters(FileModel):
 
     num_drafts: float = Field(gt=0)
     num_draft_tokens: float = Field(ge=0)
-    num_accepted_tokens_per_pos: list[
-        NonNegativeFloat
-    ]  # positions 1..K; trailing zeros may be left out
+    # positions 1..K; trailing zeros may be left out
+    num_accepted_tokens_per_pos: list[NonNegativeFloat]
 
     @property
     def k(self) -> int:

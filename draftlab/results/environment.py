@@ -17,15 +17,12 @@ class Environment(FileModel):
     governor: str | None  # CPU frequency governor
     driver: str | None  # NVIDIA driver
     # while it was timed, where Linux says it:
-    waited_share: float | None = (
-        None  # share of the time in which the decoding thread wanted a core, without one
-    )
-    stolen_share: float | None = (
-        None  # share of the cores' time, given to other machines by the hypervisor
-    )
-    pressure: float | None = (
-        None  # share of the time in which some thread of the machine waited for a core
-    )
+    # share of the time in which the decoding thread wanted a core, without one
+    waited_share: float | None = None
+    # share of the cores' time, given to other machines by the hypervisor
+    stolen_share: float | None = None
+    # share of the time in which some thread of the machine waited for a core
+    pressure: float | None = None
 
     @property
     def busy(self) -> bool:

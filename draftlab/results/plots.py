@@ -142,9 +142,8 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
                 )
                 ax.plot(*zip(*joined[name], strict=True), color=colour)
             ax.set(xlabel=panel.x, ylabel=panel.y)
-            room = (
-                1.08 if panel.names is None else 1.3
-            )  # points side by side leave none for the legend
+            # points side by side leave none for the legend
+            room = 1.08 if panel.names is None else 1.3
             ax.set_ylim(panel.bottom, panel.bottom + room * (ax.get_ylim()[1] - panel.bottom))
             if all(float(x).is_integer() for points in panel.series.values() for x, _ in points):
                 ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))

@@ -31,9 +31,8 @@ from draftlab.sampling import SamplingParams
 DISAGREE = 1.25  # ratio of the implied to the measured speed-up, or its inverse, from which one of them is wrong
 MANY_STALLS = 0.1  # share of steps
 UNEVEN = 1.5  # slowest over fastest repeat of a prompt, from which the machine must have been busy
-MANY_UNEVEN = (
-    1 / 3
-)  # share of prompts: one in twenty is then slow in two repeats of three, so by its median, too
+# share of prompts: one in twenty is then slow in two repeats of three, so by its median, too
+MANY_UNEVEN = 1 / 3
 
 
 class Latency(FileModel):
@@ -55,9 +54,8 @@ class TaskResult(FileModel):
     stderr: float | None
     n: PositiveInt  # items
     higher_is_better: bool
-    items: list[float] = Field(
-        default=[]
-    )  # the metric of each item, in the task's order, for paired tests
+    # the metric of each item, in the task's order, for paired tests
+    items: list[float] = Field(default=[])
     items_sha256: str | None = None  # hash of items and prompts
 
 
@@ -69,9 +67,8 @@ class Model(FileModel):
     shape: Shape | None
     latency: list[Latency]  # one entry a width, from one token on; []: not measured
     tasks: list[TaskResult]
-    via_transformers: bool = (
-        False  # transformers ran it, which is slower than draftlab's own decoder
-    )
+    # transformers ran it, which is slower than draftlab's own decoder
+    via_transformers: bool = False
     parallel: bool = False  # it drafted all tokens of a step in one pass
     eagle: bool = False  # an EAGLE-3 head
     heads_sha256: str | None = None  # hash of heads on the states of the target
@@ -159,30 +156,23 @@ class Score(FileModel):
     conditions: Conditions
     environment: Environment | None = None
     prompts: list[PromptRecord] = Field(default=[])
-    plain: (
-        list[Generation] | list[ServedGeneration]
-    )  # the target alone, with the weights that verify
-    other_plain: dict[str, list[Generation]] = Field(
-        default={}
-    )  # the target alone with other weights, by their name
-    speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(
-        min_length=1
-    )  # keys: K
+    # the target alone, with the weights that verify
+    plain: list[Generation] | list[ServedGeneration]
+    # the target alone with other weights, by their name
+    other_plain: dict[str, list[Generation]] = Field(default={})
+    # keys: K
+    speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)
     counters: dict[int, Counters] = Field(default={})  # keys: K, if a server decoded
-    equal_texts: float | None = Field(
-        ge=0, le=1
-    )  # share of texts, over all K, that equal plain's; None when sampling
-    distinct_4grams: float = Field(
-        ge=0, le=1
-    )  # share, in the target's output; low in a loop, which drafts predict
+    # share of texts, over all K, that equal plain's; None when sampling
+    equal_texts: float | None = Field(ge=0, le=1)
+    # share, in the target's output; low in a loop, which drafts predict
+    distinct_4grams: float = Field(ge=0, le=1)
     example: dict[str, Any] | None = None  # older files have it; nothing writes it
-    learnt: str | None = (
-        None  # a drafter with the options that it learnt when it was built, as --drafter takes it
-    )
+    # a drafter with the options that it learnt when it was built, as --drafter takes it
+    learnt: str | None = None
     learnt_prompts: int = Field(default=0, ge=0)  # prompts whose answers the draft learnt from
-    made: list[Stage] | None = (
-        None  # commands that made the draft; []: nothing to make; None: not known
-    )
+    # commands that made the draft; []: nothing to make; None: not known
+    made: list[Stage] | None = None
     command: str
     versions: dict[str, str]
     created: str
@@ -436,9 +426,8 @@ class Score(FileModel):
         verifying = intervals.tokens_per_second(
             decode_timings([g for g in self.plain if isinstance(g, Generation)])
         )
-        over_baseline = verifying / (
-            self.decode_tps(0) or verifying
-        )  # latencies are of the weights that verify
+        # latencies are of the weights that verify
+        over_baseline = verifying / (self.decode_tps(0) or verifying)
         return over_baseline * self.tokens_per_pass(k) * ms[1] / (drafting_ms + ms[k + 1])
 
     def _parallel_pass_ms(self, k: int) -> float:

@@ -24,9 +24,8 @@ if TYPE_CHECKING:  # takes seconds to import
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
-BOOTSTRAP_SAMPLES = (
-    1000  # samples for the few metrics without a closed form; lm-eval's 100,000 take minutes
-)
+# samples for the few metrics without a closed form; lm-eval's 100,000 take minutes
+BOOTSTRAP_SAMPLES = 1000
 SERVED_CONTEXT = 2048  # lm-eval's default, if a server does not tell its own
 LOCAL_DATA = "; data that is not on this disk comes from the hub; a YAML task can name a local file (docs/measuring.md)"
 UNSUPPORTED = ("unsafe_code", "doc_to_image", "doc_to_audio")
@@ -61,9 +60,8 @@ class Tasks:
         ):
             from lm_eval.models.huggingface import HFLM
 
-            hflm: Any = (
-                HFLM  # the decorator that registers it hides its constructor from type checkers
-            )
+            # the decorator that registers it hides its constructor from type checkers
+            hflm: Any = HFLM
             lm = hflm(
                 pretrained=str(directory),
                 tokenizer=checkpoint.load_tokenizer(directory),

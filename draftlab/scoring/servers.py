@@ -193,9 +193,8 @@ def measure(
     """Send every prompt to every server, repeats times, in alternating order. Raises as score."""
     servers, requests = comparison.servers, comparison.requests
     prompts = [prompt.ids for prompt in requests.prompts.rows]
-    _warm_up(
-        comparison, prompts[0][::-1], clock
-    )  # text as long as a prompt, and no cached prefix of a prompt
+    # text as long as a prompt, and no cached prefix of a prompt
+    _warm_up(comparison, prompts[0][::-1], clock)
     answers = {role: ServerAnswers(before=_metrics(server)) for role, server in servers.items()}
     for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
         ids, seconds, counters = _ask(servers[role], prompts[index], requests.sampling, clock)

@@ -59,9 +59,8 @@ class _Usual:
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> "_Usual":
-        seconds = np.array(
-            [[getattr(step, phase) for phase in PHASES] for step in steps]
-        )  # [steps, 3]
+        # [steps, 3]
+        seconds = np.array([[getattr(step, phase) for phase in PHASES] for step in steps])
         limit = FACTOR * float(np.quantile(seconds.sum(1), USUAL))
         return cls(limit, tuple(np.median(seconds[seconds.sum(1) <= limit], axis=0).tolist()))
 

@@ -96,9 +96,8 @@ def measure_throughput(
     few = replace(sampling, max_tokens=min(sampling.max_tokens, WARM_UP_TOKENS))
     decode_few = _decoder(alone, by_name, few, clock, rule, draft_temperature)
     _warm_up(arms, lambda arm: decode_few(arm, [prompts[i] for i in groups[0]], groups[0]))
-    runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {
-        arm: {} for arm in arms
-    }  # keys: repeat and group
+    # keys: repeat and group
+    runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {arm: {} for arm in arms}
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
 
     def run(arm: Arm, group: list[int]) -> list[list[Step]]:
@@ -232,9 +231,8 @@ def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
         draft_seconds[arm[0], run.prompt].append(step.draft_seconds)
     for arm, run in runs:
         target = median_low(target_seconds[arm == OTHER_PLAIN, run.prompt])
-        draft = (
-            median_low(draft_seconds[arm[0], run.prompt]) if arm[1] else 0.0
-        )  # plain decoding drafts nothing
+        # plain decoding drafts nothing
+        draft = median_low(draft_seconds[arm[0], run.prompt]) if arm[1] else 0.0
         stall = _seconds(run.prefill.step) - target - draft
         if stall > (FACTOR - 1) * (target + draft):
             usual = replace(

@@ -46,9 +46,8 @@ from draftlab.training.students.eagle import EagleStudent
 from draftlab.training.students.parallel import ParallelStudent
 
 PLAN, VERDICT, PAGE, RECIPE = "plan.json", "auto.json", "index.html", "recipe.yaml"
-MIN_GAIN = (
-    0.01  # gain in tokens per pass of a round that doubles the training; training stops below it
-)
+# gain in tokens per pass of a round that doubles the training; training stops below it
+MIN_GAIN = 0.01
 MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
 LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = (
     2,

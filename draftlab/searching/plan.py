@@ -240,9 +240,8 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
         _grid(request.target, costs, seconds["search"]) if "search" in least else ([], [], 0)
     )
     draft = guessed_draft(size) if "draft" in candidates else None
-    disk = (
-        0 if draft is None else DRAFTS * draft.weight_bytes() + 12 * draft.params()
-    )  # and an optimizer's state
+    # and an optimizer's state
+    disk = 0 if draft is None else DRAFTS * draft.weight_bytes() + 12 * draft.params()
     return Plan(
         settings=settings,
         target=f"{hub.checkpoint_name(request.target)}, {size.describe()}",

@@ -111,9 +111,8 @@ def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
         UserError: Too few shapes are cheap, or a step fails.
     """
     inputs = [wanted.target, wanted.source, *wanted.inputs]
-    output.claim_state(
-        inputs, but=["minutes"]
-    )  # a search may resume with another number of minutes
+    # a search may resume with another number of minutes
+    output.claim_state(inputs, but=["minutes"])
     searcher = Searcher(wanted=wanted, steps=steps)
     result = searcher.search()
     with output.directory() as directory:

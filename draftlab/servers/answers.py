@@ -41,9 +41,8 @@ class ServedCompletion(PromptLogprobs):
 
     prompt_ids: list[int]
     ids: list[TokenId]
-    finish_reason: (
-        Literal["stop", "length"] | None
-    )  # stop: eos; length: max_tokens; None: a log does not tell
+    # stop: eos; length: max_tokens; None: a log does not tell
+    finish_reason: Literal["stop", "length"] | None
 
     @model_validator(mode="after")
     def _has_a_logprob_for_each_token(self) -> Self:

@@ -178,9 +178,8 @@ class Server:
             name = model or first
         if name not in cards:
             raise UserError(f"{http.url} serves no model {name!r}{did_you_mean(name, cards)}")
-        folder_name(
-            name, f"the model of {http.url}"
-        )  # it names directories, and stands in scripts and pages
+        # it names directories, and stands in scripts and pages
+        folder_name(name, f"the model of {http.url}")
         kind, adapter = _kind_of(cards[name].get("owned_by"))
         page = http.json("GET", adapter.about_path, default={})
         with reading(f"{http.url}{adapter.about_path} is not a page of {kind}"):

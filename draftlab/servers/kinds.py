@@ -152,25 +152,21 @@ class ServerKind:
 
     loads_gguf: ClassVar[bool] = False  # loads GGUF in place of Hugging Face directories
     parallel: ClassVar[bool] = False  # drafts in one pass with a parallel draft
-    translates: ClassVar[str] = (
-        ""  # its way to draft with another vocabulary than the target's; empty: it cannot
-    )
+    # its way to draft with another vocabulary than the target's; empty: it cannot
+    translates: ClassVar[str] = ""
     vocab_slack: ClassVar[int] = 0  # largest difference of the numbers of logits
     heads: ClassVar[str] = ""  # its way to load an EAGLE-3 head; empty: it has none
-    head_parts: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # parts in eagle.OPTIONAL_PARTS that it computes
+    # parts in eagle.OPTIONAL_PARTS that it computes
+    head_parts: ClassVar[frozenset[str]] = frozenset()
     one_stream: ClassVar[bool] = False  # decodes one prompt at a time
 
-    rules: ClassVar[
-        Mapping[str, Acceptance]
-    ] = {}  # keys: variants; "" is the rule of --server-rule NAME
+    # keys: variants; "" is the rule of --server-rule NAME
+    rules: ClassVar[Mapping[str, Acceptance]] = {}
     script_rule: ClassVar[str] = ""  # the variant of what the script starts
 
     program: ClassVar[str] = ""  # name of the program that export --verify-with starts; empty: none
-    cuts_last_step: ClassVar[bool] = (
-        False  # drafts no more than fits a text; else its last step counts whole
-    )
+    # drafts no more than fits a text; else its last step counts whole
+    cuts_last_step: ClassVar[bool] = False
     counts_end: ClassVar[bool] = True  # a drafted end of text counts as a token
 
     owned_by: ClassVar[str] = ""  # its name in /v1/models; empty: draftlab sends it no requests

@@ -38,9 +38,8 @@ FLASHINFER_HEADS = (64, 128, 256)
 class SGLang(ServerKind):
     heads = "loads it as it is, by --speculative-algorithm EAGLE3"
     head_parts = frozenset({"norm_before_fc", "fc_norm", "norm_output", "sliding_window"})
-    rules: ClassVar[Mapping[str, Acceptance]] = {
-        "": Acceptance("match", 0.0)
-    }  # target-only sampling, thresholds 1
+    # target-only sampling, thresholds 1
+    rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
     owned_by = "sglang"
     path = "/generate"
     about_path = "/server_info"

@@ -42,9 +42,8 @@ class TensorRTLLM(ServerKind):
             "  speculative_model: $here",
         ]
         if launch.layer_ids:
-            captured = ", ".join(
-                str(i - 1) for i in launch.layer_ids
-            )  # it counts the layer whose output is read
+            # it counts the layer whose output is read
+            captured = ", ".join(str(i - 1) for i in launch.layer_ids)
             lines.append(f"  eagle3_layers_to_capture: [{captured}]")
         options = '--extra_llm_api_options "$here/speculative.yaml"'
         lines += ["END", f'exec trtllm-serve {shlex.quote(launch.target)} {options} "$@"']

@@ -245,7 +245,6 @@ def speculative_config(
 
 
 def _splits(shape: "Shape", devices: int) -> bool:
-    kv = (
-        shape.kv_heads % devices == 0 or devices % shape.kv_heads == 0
-    )  # vLLM repeats kv heads if there are fewer
+    # vLLM repeats kv heads if there are fewer
+    kv = shape.kv_heads % devices == 0 or devices % shape.kv_heads == 0
     return shape.heads % devices == 0 and kv and shape.ffn % devices == 0

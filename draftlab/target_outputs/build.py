@@ -81,9 +81,8 @@ class Rows:
                 most_rows=HELDOUT_SEQUENCES,
                 loss_on=loss_on,
             )
-            return outputs(
-                windows.batches[0], self.count
-            )  # numbers, and with them seeds, of no training sequence
+            # numbers, and with them seeds, of no training sequence
+            return outputs(windows.batches[0], self.count)
 
         manifest = _manifest(
             target,

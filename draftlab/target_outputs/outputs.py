@@ -12,9 +12,8 @@ from draftlab.data import Batch
 from draftlab.sampling import FinishReason
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # log-normalisers are stored for distilling at these
-ROUNDING = (
-    0.01  # nats by which two log-probabilities of a token may differ in one answer of a server
-)
+# nats by which two log-probabilities of a token may differ in one answer of a server
+ROUNDING = 0.01
 LEAST_REST = 1e-7  # probability of the tokens that are not listed where rounding leaves less
 
 
@@ -89,9 +88,8 @@ class TargetOutput:
     finish_reason: FinishReason = "length"
     logprobs: np.ndarray | None = None  # [n], sampled from or raw: Manifest.logprobs says which
     top: StoredLogprobs | None = None  # [n, k]; [c, k] if counted is set
-    counted: np.ndarray | None = (
-        None  # [n] bool, True for the c tokens to train on; None counts every token
-    )
+    # [n] bool, True for the c tokens to train on; None counts every token
+    counted: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.ids)

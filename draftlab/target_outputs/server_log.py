@@ -27,9 +27,8 @@ class _Line(FileModel):
 
     model_config = ConfigDict(strict=True)
 
-    prompt_ids: list[NonNegativeInt] = Field(
-        min_length=1
-    )  # text starts with at least one token, such as bos
+    # text starts with at least one token, such as bos
+    prompt_ids: list[NonNegativeInt] = Field(min_length=1)
     ids: list[NonNegativeInt]
     top_ids: list[list[NonNegativeInt]]
     top_logprobs: list[list[Logprob]]

@@ -81,13 +81,11 @@ class Manifest(TargetInfo):
     loss_on: LossOn | None = None  # tokens of conversations that have lists, to train on
     prompt_tokens: int | None  # prompts were cut to this length
     categories: tuple[str, ...] = ("",)
-    sampling: (
-        SamplingParams | None
-    )  # None if the target did not write the text, or if nobody knows how
+    # None if the target did not write the text, or if nobody knows how
+    sampling: SamplingParams | None
     top_logprobs: int = Field(ge=0, le=1 << 24)
-    seq_len: (
-        int | None
-    )  # length of the rows to distil from; None is the length of the longest sequence
+    # length of the rows to distil from; None is the length of the longest sequence
+    seq_len: int | None
     seed: int
     planned: PositiveInt  # sequences of the finished store
     versions: dict[str, str]

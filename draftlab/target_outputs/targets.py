@@ -38,9 +38,8 @@ from draftlab.target_outputs.outputs import (
 from draftlab.target_outputs.store import Logprobs, TargetInfo, logits_of
 
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
-SEEDS = (
-    256  # distance of two prompts' seeds: a server counts the seed up over the prompts of a request
-)
+# distance of two prompts' seeds: a server counts the seed up over the prompts of a request
+SEEDS = 256
 CPU_TOKENS = 2048  # most tokens of a pass on a CPU: progress shows, and larger passes gain nothing
 SCORED_ROWS = {
     "cpu": 16,
@@ -288,9 +287,8 @@ def score_on_server(
         UserError: The server fails, or lists a token beyond vocab.
     """
     counted = batch.mask > 0
-    ends = [
-        int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted
-    ]  # later tokens decide nothing
+    # later tokens decide nothing
+    ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]
     asked = [number for number, end in enumerate(ends) if end]
     scored = server.prompt_logprobs(
         [batch.ids[number, : ends[number] + 1].tolist() for number in asked], k

@@ -28,9 +28,8 @@ from draftlab.model.checkpoint import resolve_device
 from draftlab.trust import trusts_remote_code
 
 BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"
-PATIENCE = timedelta(
-    days=1
-)  # time that a process waits while another writes text; NCCL's own is ten minutes
+# time that a process waits while another writes text; NCCL's own is ten minutes
+PATIENCE = timedelta(days=1)
 
 
 def process_state(device: torch.device | None = None) -> PartialState:
@@ -235,9 +234,8 @@ class Training:
         """Return the parameters that are trained, and the buffers: all other tensors are the inputs' own."""
         module = self.accelerator.unwrap_model(self.module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        trained = {
-            name for name, p in module.named_parameters() if p.requires_grad
-        }  # tied ones once
+        # tied ones once
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}
         return {
             n: value
             for n, value in module.state_dict().items()

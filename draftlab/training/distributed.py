@@ -29,9 +29,8 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
     settings of the command alone decide a run.
     """
     if not _chosen("DeepSpeed"):
-        alone = GradientAccumulationPlugin(
-            num_steps=1
-        )  # the loop accumulates, whatever the launcher says
+        # the loop accumulates, whatever the launcher says
+        alone = GradientAccumulationPlugin(num_steps=1)
         return Accelerator(
             mixed_precision="bf16" if dtype == "bfloat16" else "no",
             gradient_accumulation_plugin=alone,
@@ -51,9 +50,8 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
         "fp16": {"enabled": False},
         "torch_autocast": {"enabled": dtype == "bfloat16", "dtype": "bfloat16"},
     }
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = (
-        True  # fp32 ones, too
-    )
+    # fp32 ones, too
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return accelerator
 
 

@@ -254,9 +254,8 @@ class EagleObjective(Objective):
         counted = mask.flatten().nonzero().squeeze(1)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
         outputs = self.student(ids[:, :-1], teacher.states, self.steps, positions)
-        read = [
-            out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)
-        ]  # L of [N, D]
+        # L of [N, D]
+        read = [out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)]
         target = teacher.distributions
         if not torch.is_grad_enabled():
             return torch.stack([self._sums(hidden, labels, weights, target) for hidden in read])

@@ -127,9 +127,8 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
     k.zero_()
     for number, head in enumerate(own.tolist()):
         random = torch.randn(hidden, size).to(k)
-        random -= torch.outer(
-            mean, mean @ random
-        )  # the mean of all embeddings tells no position from another
+        # the mean of all embeddings tells no position from another
+        random -= torch.outer(mean, mean @ random)
         directions = torch.linalg.qr(random).Q.T if size <= hidden else random.T * hidden**-0.5
         directions = (
             directions * (OWN * size**0.5 / (embedded @ directions.T).pow(2).sum(-1).mean()) ** 0.5

@@ -35,9 +35,8 @@ CPU_ROWS, ROWS = (
 )  # most rows of a chunk: matrix products gain nothing from more, and launches cost time
 CPU_BLOCK, BLOCK = 1 << 19, 1 << 27  # bytes of an fp32 [b, V]; about ten live at once
 LOST = -80.0  # log-probability of what has none
-SLICE = (
-    512  # rows of the head's gradient that a CPU adds to at once where it is wider than the head
-)
+# rows of the head's gradient that a CPU adds to at once where it is wider than the head
+SLICE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +105,8 @@ class TopK:
 
 
 Teacher = Dense | TopK | None
-Chunk = tuple[
-    slice, Tensor, Tensor
-]  # rows, values of their tokens, gradient of their weighted sum: see _chunks
+# rows, values of their tokens, gradient of their weighted sum: see _chunks
+Chunk = tuple[slice, Tensor, Tensor]
 Chunks = Callable[[Dense], Iterator[Chunk]]
 
 
@@ -205,9 +203,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale = upstream[0][0]
-        scaled = [
-            None if g is None else g.mul_(scale) for g in ctx.saved_tensors
-        ]  # multiplied in place, as the head's gradient is large
+        # multiplied in place, as the head's gradient is large
+        scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]
         return (*scaled, None, None, None)
 
 

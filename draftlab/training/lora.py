@@ -17,9 +17,8 @@ def adapt(model: PreTrainedModel, rank: int, seed: int) -> PreTrainedModel:
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return cast(
-            PreTrainedModel, get_peft_model(model, config)
-        )  # a PeftModel runs like the model in it
+        # a PeftModel runs like the model in it
+        return cast(PreTrainedModel, get_peft_model(model, config))
 
 
 def merged_weights(source: Path, rank: int, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -117,9 +117,8 @@ def jsd(beta: float) -> Divergence:
 
     def divergence(x: Pair) -> tuple[Tensor, Tensor]:
         m = torch.lerp(x.q, x.p, beta)
-        log_m = m.clamp_min(
-            torch.finfo(m.dtype).tiny
-        ).log()  # if m underflows, so do p and q, and nothing is lost
+        # if m underflows, so do p and q, and nothing is lost
+        log_m = m.clamp_min(torch.finfo(m.dtype).tiny).log()
         gap = log_m - x.log_q
         terms = beta * kl_terms(x.p, m, log_m - x.log_p) + (1 - beta) * kl_terms(x.q, m, gap)
         return terms.sum(-1), (beta - 1) * x.q * gap

@@ -30,9 +30,8 @@ class Constraint(Protocol):
 
     def penalty(self) -> Tensor: ...
 
-    def groups(
-        self,
-    ) -> list[dict[str, Any]]: ...  # groups of parameters for AdamW, with their rates
+    # groups of parameters for AdamW, with their rates
+    def groups(self) -> list[dict[str, Any]]: ...
 
 
 class Objective(nn.Module):

@@ -68,9 +68,8 @@ class StudentBatches:
         """Let every process write its share of the rows, and return them all."""
         prompts, state = self.prompts.batch(step).ids, process_state()
         rows, processes = len(prompts), state.num_processes
-        last = (
-            math.ceil(rows / processes) * processes
-        )  # equal shares, so that all processes make the same passes
+        # equal shares, so that all processes make the same passes
+        last = math.ceil(rows / processes) * processes
         own = [min(row, rows - 1) for row in range(state.process_index, last, processes)]
         sampling = SamplingParams(
             max_tokens=prompts.shape[1] - self.prompt,
@@ -127,8 +126,7 @@ class GeneratedRows:
     def batch(self, step: int) -> Batch:
         """Return the next rows in their order, which is random already."""
         picked = (step * self.rows + np.arange(self.rows)) % len(self.ids)
-        place = np.arange(self.ids.shape[1] - 1) - (
-            self.prompt - 1
-        )  # place of each predicted token in the generated text
+        # place of each predicted token in the generated text
+        place = np.arange(self.ids.shape[1] - 1) - (self.prompt - 1)
         mask = (place >= 0) & (place < self.lengths[picked, None])
         return Batch(self.ids[picked].astype(np.int64), mask.astype(np.float32))

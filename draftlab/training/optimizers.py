@@ -79,9 +79,8 @@ class Float32Muon(torch.optim.Muon):
                 update = orthogonal(
                     update, group["ns_coefficients"], group["ns_steps"], group["eps"]
                 )
-                weight.add_(
-                    update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5
-                )  # match_rms_adamw
+                # match_rms_adamw
+                weight.add_(update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5)
 
 
 def orthogonal(

@@ -57,9 +57,8 @@ class Offsets:
         rng = np.random.default_rng((self.seed, number + (1 << 32)))
         counted = batch.mask > 0
         ahead = _run_lengths(counted)
-        order = (
-            np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
-        )  # random rank in its row
+        # random rank in its row
+        order = np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
         positions = counted.sum(1, keepdims=True)
         depths = np.zeros(counted.shape, dtype=np.int64)
         for offset in range(1, self.count + 1):

@@ -298,9 +298,8 @@ class Trainer:
         """Return the sums of DistillStep over all parts, [6]. tokens: Tokens of the whole step, in all processes."""
         totals, accelerator = torch.zeros(6, dtype=torch.float64), self.accelerator
         for number, part in enumerate(parts, 1):
-            accelerator.sync_gradients = number == len(
-                parts
-            )  # DeepSpeed clips and steps in that backward pass
+            # DeepSpeed clips and steps in that backward pass
+            accelerator.sync_gradients = number == len(parts)
             unsynced = (
                 contextlib.nullcontext()
                 if accelerator.sync_gradients

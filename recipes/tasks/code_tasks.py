@@ -18,9 +18,8 @@ CONTEXT_CHARACTERS = (200, 700)  # least and most before an answer; some 60 to 2
 LINE_CHARACTERS = (12, 120)  # least and most of an answer without its indentation
 LENGTH_RATIO = (0.7, 1.3)  # of a distractor to the answer
 DISTRACTORS = 3
-DOCUMENT_CHARACTERS = (
-    1500  # of each document of code_bits_per_byte; fewer tokens than drafts are trained on at once
-)
+# of each document of code_bits_per_byte; fewer tokens than drafts are trained on at once
+DOCUMENT_CHARACTERS = 1500
 
 
 def next_line(

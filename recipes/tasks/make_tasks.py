@@ -138,9 +138,8 @@ def next_sentences(text: str, rng: random.Random) -> Iterator[Row]:
     every = [
         [run for p in paragraphs for run in whole_sentences(p)] for _, paragraphs in articles(text)
     ]
-    groups = (
-        every if len(every) > 1 else [[run] for run in every[0]]
-    )  # wrong sentences are of other groups
+    # wrong sentences are of other groups
+    groups = every if len(every) > 1 else [[run] for run in every[0]]
     pool = [(i, s) for i, runs in enumerate(groups) for run in runs for s in run if fits(s)]
     for i, runs in enumerate(groups):
         for run in runs:

@@ -218,9 +218,8 @@ def test_replay_over_all_texts_is_leviathan_speculation_enumerated(seed, k):
     p, q = table(seed, 3), table(seed + 100, 3)
     live = passes_by_leviathan(p, q, (), 4, k)
     assert passes_by_replay(p, q, 4, k, rejection) == pytest.approx(live, abs=1e-9)
-    assert (
-        abs(passes_by_replay(p, q, 4, k, match) - live) > 0.01
-    )  # the other rule is another number
+    # the other rule is another number
+    assert abs(passes_by_replay(p, q, 4, k, match) - live) > 0.01
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -341,9 +340,8 @@ def pair(tmp_path_factory) -> tuple[Llama, Llama]:
         for p in models["draft"].parameters():
             p.add_(torch.randn_like(p) * 0.002)
         for name, model in models.items():
-            model.get_output_embeddings().get_parameter("weight").mul_(
-                12
-            )  # sure of some tokens, not of others
+            # sure of some tokens, not of others
+            model.get_output_embeddings().get_parameter("weight").mul_(12)
             model.save_pretrained(root / name)
     return load(root / "target", torch.float32), load(root / "draft", torch.float32)
 

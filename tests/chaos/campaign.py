@@ -199,9 +199,8 @@ class Campaign:
         """Return the files and digests that two runs of a command have in common."""
         if name not in MEASURED:
             return digest(out)
-        return {
-            re.sub(r"\b\d+x\d+\b", "SHAPE", file): keys for file, keys in names(out).items()
-        }  # times choose one
+        # times choose one
+        return {re.sub(r"\b\d+x\d+\b", "SHAPE", file): keys for file, keys in names(out).items()}
 
     def arguments(self, name: str) -> list[str]:
         first, *options = (COMMANDS | READING)[name]

@@ -474,9 +474,8 @@ def test_any_other_runtime_error_is_a_bug_and_shows_its_traceback():
 
 
 def test_an_interrupt_before_the_command_begins_is_no_traceback(monkeypatch, capsys):
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a job in the background ignores it
+    # a job in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("draftlab.cli.app", lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(SystemExit) as ended:

@@ -9,9 +9,8 @@ from reference import COMMANDS, Facts, differences, record
 EXPECTED: dict[str, Facts] = json.loads(
     (Path(__file__).parents[1] / "data" / "reference.json").read_text()
 )
-TOLERANCE = {
-    "masked": 0.02
-}  # of the masks, a tie falls either way: of 600 neurons one differs between CPUs
+# of the masks, a tie falls either way: of 600 neurons one differs between CPUs
+TOLERANCE = {"masked": 0.02}
 ROUNDING = 0.002  # three optimizer steps with AVX2, AVX-512 or neither differ by 0.001 at most
 
 

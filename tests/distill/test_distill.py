@@ -85,9 +85,8 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(
     after = run(resumed, teacher, tmp_path / "b", settings)
     assert all(torch.equal(weights(whole)[n], w) for n, w in weights(resumed).items())
     assert [r for r in after if isinstance(r, EvalRecord)][-1] == expected[-1]
-    assert (
-        len([r for r in after if isinstance(r, StepRecord)]) == 8 - (stop_after - 1) // 3 * 3
-    )  # saved every 3 steps, after the record
+    # saved every 3 steps, after the record
+    assert len([r for r in after if isinstance(r, StepRecord)]) == 8 - (stop_after - 1) // 3 * 3
 
 
 @pytest.mark.parametrize("damage", ["another optimiser", "cut off"])
@@ -138,9 +137,8 @@ def test_accumulating_over_micro_batches_is_the_same_step(tmp_path, teacher, los
     half = first_gradients(teacher, tmp_path / "half", batches=RandomText(rows=2), loss=loss)
     assert len(whole) == 21
     for name, gradient in whole.items():
-        allowed = rounding(
-            torch.float32, 307, float(gradient.abs().max())
-        )  # the longest sums are over the vocabulary
+        # the longest sums are over the vocabulary
+        allowed = rounding(torch.float32, 307, float(gradient.abs().max()))
         assert all(float((part[name] - gradient).abs().max()) <= allowed for part in parts), name
         assert float((half[name] - gradient).abs().max()) > 100 * allowed, name
 

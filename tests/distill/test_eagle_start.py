@@ -69,9 +69,8 @@ def test_the_first_step_is_least_squares_of_the_rank_that_the_values_have(
     inputs = torch.cat([normalised(embedding[ids].double()), normalised(state)], -1)
     change = least_squares(inputs, found.after / unit - state)
     rank = min(D, kv_heads * head_dim)
-    u, s, v = torch.linalg.svd(
-        change, full_matrices=False
-    )  # the best of this rank (Eckart and Young)
+    # the best of this rank (Eckart and Young)
+    u, s, v = torch.linalg.svd(change, full_matrices=False)
     predicted = state + (u[:, :rank] * s[:rank]) @ v[:rank]
     with torch.no_grad():
         output = student(ids.unsqueeze(1), found.states.unsqueeze(1), 1)[0].squeeze(1)

@@ -32,9 +32,8 @@ def test_its_steps_are_torchs_but_for_the_rounding_to_bfloat16():
     ours, _, start = stepped(Float32Muon, 5)
     torchs, *_ = stepped(torch.optim.Muon, 5)
     for a, b, before in zip(ours, torchs, start, strict=True):
-        assert (a - b).norm() < 2**-5 * (
-            b - before
-        ).norm()  # products of several sums, each rounded to 8 bits
+        # products of several sums, each rounded to 8 bits
+        assert (a - b).norm() < 2**-5 * (b - before).norm()
 
 
 def test_a_run_goes_on_with_either():
@@ -49,9 +48,8 @@ def test_a_run_goes_on_with_either():
     again, *_ = stepped(Float32Muon, 1, ours.state_dict())
     other, *_ = stepped(Float32Muon, 1, torchs.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(again, other, strict=True))
-    assert not any(
-        torch.equal(a, b) for a, b in zip(again, whole, strict=True)
-    )  # the average counts
+    # the average counts
+    assert not any(torch.equal(a, b) for a, b in zip(again, whole, strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

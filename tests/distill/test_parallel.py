@@ -145,9 +145,8 @@ def test_an_offset_is_predicted_only_where_the_ones_before_it_are(share, floor):
     batch = offsets.drawn(Batch(np.zeros((5, 61), dtype=np.int64), mask), 7)
     depths = batch.depths
     counted = mask > 0
-    kept = [
-        depths >= j for j in range(1, 9)
-    ]  # kept[j - 1][s]: offset j is predicted from position s
+    # kept[j - 1][s]: offset j is predicted from position s
+    kept = [depths >= j for j in range(1, 9)]
     assert np.array_equal(kept[0], counted)
     for j in range(2, 9):
         assert not (kept[j - 1] & ~kept[j - 2]).any()

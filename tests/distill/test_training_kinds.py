@@ -48,8 +48,7 @@ def test_a_loss_and_a_student_from_outside_train(site, family_dirs, tmp_path):
         site, *words, "--student", "quiet:softness=1.5", "--loss", "0.5*squares + 0.5*fkl"
     )
     assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout)["after"]["acceptance"] == pytest.approx(
-        1, abs=0.01
-    )  # it is its own teacher
+    # it is its own teacher
+    assert json.loads(ran.stdout)["after"]["acceptance"] == pytest.approx(1, abs=0.01)
     record = json.loads((tmp_path / "out" / "draftlab.json").read_text())
     assert record["config"]["student"] == "quiet:softness=1.5"

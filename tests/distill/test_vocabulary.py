@@ -110,9 +110,8 @@ def test_speculation_with_a_head_of_another_size_is_lossless(
     steps = list(speculative_decode(target, ModelDrafter(draft, 307), [prompt], 3, sampling))
     emitted = [t for s in steps for t in s.tokens]
     assert len(emitted) == 40
-    assert sum(s.accepted for s in steps) > 0.6 * sum(
-        s.drafted for s in steps
-    )  # the draft is the target
+    # the draft is the target
+    assert sum(s.accepted for s in steps) > 0.6 * sum(s.drafted for s in steps)
     if temperature == 0:
         assert emitted == [t for s in decode(target, [prompt], sampling) for t in s.tokens]
 

@@ -10,9 +10,8 @@ from draftlab.engine.rejection_rules import Tokens
 from draftlab.engine.verify import distribution
 from draftlab.sampling import SamplingParams
 
-Table = Callable[
-    [tuple[int, ...]], Tensor
-]  # what was written behind the prompt -> distribution [V]
+# what was written behind the prompt -> distribution [V]
+Table = Callable[[tuple[int, ...]], Tensor]
 
 
 class Outcome:
@@ -200,9 +199,8 @@ def exact(*rows: list[float]) -> list[Tensor]:
 
 ROWS = exact([0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.7, 0.1, 0.2], [0, 0.4, 0.6])
 DRAFTS = exact([0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8])
-FOUR = exact(
-    [0.4, 0.3, 0.2, 0.1], [0.1, 0.5, 0.1, 0.3]
-)  # more than one token has more of p than of q
+# more than one token has more of p than of q
+FOUR = exact([0.4, 0.3, 0.2, 0.1], [0.1, 0.5, 0.1, 0.3])
 DRAFTS_OF_FOUR = exact([0.1, 0.15, 0.3, 0.45], [0.4, 0.1, 0.4, 0.1])
 
 

@@ -127,9 +127,8 @@ def test_memory_bounds_how_many_prompts_are_decoded_together(opt):
     )[1]
     try:
         prompts = [list(range(i, i + 6)) for i in range(3, 30)]
-        each = 32 * 307 + 16 * (
-            2 * 2 * 32 * 4
-        )  # bytes of a step's logits, and of 16 tokens' keys and values in fp32
+        # bytes of a step's logits, and of 16 tokens' keys and values in fp32
+        each = 32 * 307 + 16 * (2 * 2 * 32 * 4)
         generate_batch(
             HFDecoder(opt), prompts, SamplingParams(max_tokens=10), Batching(memory=4 * each / 1e9)
         )
@@ -161,9 +160,8 @@ def test_logits_in_parts_are_those_of_one_pass(name, models):
     texts = [(rng.integers(3, 300, 5), rng.integers(3, 300, n)) for n in (60, 40, 1)]
     warp = SamplingParams(temperature=1.0)
     whole = token_logprobs.score_tokens(models[name], texts, 307, warp)
-    parts = token_logprobs.score_tokens(
-        models[name], texts, 307, warp, memory=7 * 16 * 307 / 1e9
-    )  # of seven positions
+    # of seven positions
+    parts = token_logprobs.score_tokens(models[name], texts, 307, warp, memory=7 * 16 * 307 / 1e9)
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
         assert (a.ranks == b.ranks).mean() > 0.95

@@ -163,9 +163,8 @@ def test_kneser_ney_sums_to_one_and_likes_its_own_text():
     rows = np.stack([model.probabilities(text[max(0, i - 5) : i].tolist()) for i in range(300)])
     np.testing.assert_allclose(rows.sum(1), 1)
     assert (rows > 0).all()
-    assert np.log(rows[np.arange(5, 300), text[5:300]]).mean() > -np.log(
-        4
-    )  # there are three ways on
+    # there are three ways on
+    assert np.log(rows[np.arange(5, 300), text[5:300]]).mean() > -np.log(4)
 
 
 def test_contexts_that_do_not_fit_are_refused():

@@ -161,9 +161,8 @@ def test_replay_expects_what_greedy_decoding_counts(near_head, k):
         own = [step for step in live if step.row == row][1:]
         assert len(own) == counts.passes[row]
         assert sum(step.accepted for step in own) == counts.accepted[row]
-    assert (
-        counts.reached[:, min(2, k)].sum() > 0
-    )  # what follows the head's own states is accepted, too
+    # what follows the head's own states is accepted, too
+    assert counts.reached[:, min(2, k)].sum() > 0
 
 
 def test_sampled_replay_expects_what_sampling_counts(near_head):

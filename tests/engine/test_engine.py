@@ -375,9 +375,8 @@ def test_eos_anywhere_in_a_block_stops_as_in_plain_decoding(target, at):
         assert expected == greedy[: first + 1]
         steps = list(speculative_decode(target, ModelDrafter(target), [PROMPT], 4, sampling))
         assert output_tokens(steps) == [expected]
-        assert all(
-            step.accepted <= len(step.tokens) for step in steps
-        )  # nothing behind the end of text counts
+        # nothing behind the end of text counts
+        assert all(step.accepted <= len(step.tokens) for step in steps)
 
 
 @pytest.mark.parametrize("mode", ["native", "graphs", "hosted", "lookup"])
@@ -488,12 +487,10 @@ def test_bfloat16_texts_leave_the_targets_only_where_widths_round_differently(ta
         return torch.cat([half.forward(part, cache)[0] for part in parts]).float()
 
     narrow = behind(1)
-    noise = rounding(
-        torch.bfloat16, 10 * half.shape.layers, float(narrow.std())
-    )  # ten roundings a layer
-    assert all(
-        (behind(width) - narrow).abs().max() <= noise for width in (2, 5)
-    )  # nothing, where sums are serial
+    # ten roundings a layer
+    noise = rounding(torch.bfloat16, 10 * half.shape.layers, float(narrow.std()))
+    # nothing, where sums are serial
+    assert all((behind(width) - narrow).abs().max() <= noise for width in (2, 5))
     gaps = narrow.amax(1) - narrow.gather(1, torch.tensor(text)[:, None])[:, 0]
     assert gaps.max() <= 2 * noise
     others = narrow.amax(1) - narrow.gather(1, (torch.tensor(text)[:, None] + 1) % 307)[:, 0]

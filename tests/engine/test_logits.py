@@ -23,9 +23,8 @@ def test_the_coldest_temperature_is_greedy(temperature):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_refused(value):
     logits = torch.zeros(2, 3, 5)
-    check_logits(
-        logits.index_fill(-1, torch.tensor([1]), -torch.inf), "the draft"
-    )  # ids that a head lacks
+    # ids that a head lacks
+    check_logits(logits.index_fill(-1, torch.tensor([1]), -torch.inf), "the draft")
     logits[1, 2, 3] = value
     with raises_option("float32"):
         check_logits(logits, "the draft")

@@ -66,9 +66,8 @@ def test_an_offset_has_the_logits_of_an_ordinary_pass_also_after_a_rejection(mod
                 plain = models["draft"].forward(
                     ids, models["draft"].new_cache(1, ids.shape[1]), last=1
                 )[0, 0]
-                torch.testing.assert_close(
-                    logits[row, j], plain, atol=bound, rtol=0
-                )  # -inf where it is trimmed
+                # -inf where it is trimmed
+                torch.testing.assert_close(logits[row, j], plain, atol=bound, rtol=0)
     assert drafter.cache.used == [8, 6]
 
 

@@ -125,9 +125,8 @@ def test_types_round_as_much_as_they_may(kind, worst):
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     apart = (gguf.fake_quantize(weight, kind) - weight).abs().unflatten(1, (-1, 32)).amax(-1)
     assert float((apart / weight.abs().unflatten(1, (-1, 32)).amax(-1)).max()) < worst
-    assert gguf.fake_quantize(weight[:, :40], "q8_0").equal(
-        weight[:, :40]
-    )  # rows that do not divide stay
+    # rows that do not divide stay
+    assert gguf.fake_quantize(weight[:, :40], "q8_0").equal(weight[:, :40])
 
 
 def test_matrices_whose_rows_do_not_divide_stay_wide_and_vectors_whole(family_dirs, tmp_path):
@@ -793,9 +792,8 @@ def test_a_real_llama_cpp_finds_the_same_tokens_most_probable(family, family_dir
             logits = source(torch.tensor([row + ids])).logits[0, len(row) - 1 : -1]
         logits[:, source.config.eos_token_id] = -torch.inf  # as ignore_eos has it
         chosen = logits.gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
-        assert (
-            (logits.amax(1) - chosen) < 0.02 * logits[:, 2:].std()
-        ).all()  # llama.cpp keeps its cache in f16
+        # llama.cpp keeps its cache in f16
+        assert ((logits.amax(1) - chosen) < 0.02 * logits[:, 2:].std()).all()
 
 
 @pytest.mark.vllm

@@ -101,9 +101,8 @@ def test_scores_of_a_head_choose_k_and_fill_its_card(folder, target, tmp_path):
     assert "at K = 1" in card
     assert "at K = 2" in card
     assert "prompts.jsonl" in card
-    assert (
-        '\\"num_speculative_tokens\\": 1' in (out / "serve.sh").read_text()
-    )  # of the head alone, which is exported
+    # of the head alone, which is exported
+    assert '\\"num_speculative_tokens\\": 1' in (out / "serve.sh").read_text()
 
 
 def refused(head: Path, target: Path, *arguments: str) -> str:

@@ -224,9 +224,8 @@ def test_a_head_reads_all_it_is_made_of_at_first_and_then_all_but_what_joins_the
         first = next(point for point in points if point.context == 0)
         cached = shape.model_copy(update={"layers": 1}).kv_bytes_per_token(2)
         expected = (2 * params + cached) / (device.bandwidth_gbs * 1e6) + device.layer_ms
-        assert first.median_ms == pytest.approx(
-            expected, rel=1e-4
-        )  # norms, some 1e-5 of it, are counted differently
+        # norms, some 1e-5 of it, are counted differently
+        assert first.median_ms == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_computed_head_is_predicted_as_a_head():

@@ -128,15 +128,13 @@ def test_a_step_of_vllm_is_its_passes():
         total_ms(costs, work, {n: steps(work, n) for n in (0, k)}),
         float(plain_ms(costs, work).sum()),
     )
-    assert by_k[k] == pytest.approx(
-        total, rel=0.01
-    )  # the first pass counts at the context of the step
+    # the first pass counts at the context of the step
+    assert by_k[k] == pytest.approx(total, rel=0.01)
     assert alone == pytest.approx(plain)
     assert by_k[0] == pytest.approx(plain + paused)
     own = step_costs(draft, target, work, k, batch)
-    assert (
-        expected_time(own, work.prompt_tokens, steps(work, k)).total.sum() < 0.98 * total
-    )  # draftlab's engine
+    # draftlab's engine
+    assert expected_time(own, work.prompt_tokens, steps(work, k)).total.sum() < 0.98 * total
     assert plain_ms(own, work).sum() == pytest.approx(plain)
 
 

@@ -107,9 +107,8 @@ class Metered(llama.Llama):
     def pay(self, ids, cache):
         self.meter.like = self.meter.like + 1 if self.meter.last is self else 0
         drafts_prompt = self.law is DRAFT and not cache.used[0]
-        self.meter.last = (
-            None if drafts_prompt else self
-        )  # predict takes its first step for one like all
+        # predict takes its first step for one like all
+        self.meter.last = None if drafts_prompt else self
         behind = self.meter.like if ids.shape[1] == 1 else 0
         self.meter.seconds += self.law(ids.shape[1], cache.used[0], behind) / 1e3
 
@@ -322,9 +321,8 @@ def test_a_batch_is_as_fast_as_its_rows_together():
     )
     work = constant_workload(0.6, tokens=40, prompt_tokens=10)
     one, eight = (predict(fast, slow, work, [2], batch) for batch in (1, 8))
-    assert eight.rows[0].tokens_per_second == pytest.approx(
-        one.rows[0].tokens_per_second
-    )  # passes cost 8 times as much
+    # passes cost 8 times as much
+    assert eight.rows[0].tokens_per_second == pytest.approx(one.rows[0].tokens_per_second)
     assert len(eight.notes) == 1
     assert "host" in eight.notes[0]
 
@@ -410,9 +408,8 @@ def test_a_score_gives_back_the_steps_that_it_counted(ran):
         assert steps(found, k).starts.sum() == pytest.approx(
             sum(len(run) - 1 for run in runs[k]), rel=0.02
         )
-    alone = workload_of_score(
-        score.model_copy(update={"equal_texts": None})
-    )  # of the largest K only, as when sampling
+    # of the largest K only, as when sampling
+    alone = workload_of_score(score.model_copy(update={"equal_texts": None}))
     assert steps(alone, 5).starts.sum() == sum(len(run) - 1 for run in runs[5])
 
 

@@ -18,9 +18,8 @@ from draftlab.model.shape import Shape, check, check_within
 
 TINY = presets(widths_folder())["tiny-16x256"]
 SHAPES = list(grid_shapes(TINY, [1, 4, 8, 16], [64, 128, 256]).values())
-TERMS = np.array(
-    [0.3, 0.08, 1e-7, 1e-4]
-)  # ms: of a pass, of a layer, of a byte, of a layer and dimension
+# ms: of a pass, of a layer, of a byte, of a layer and dimension
+TERMS = np.array([0.3, 0.08, 1e-7, 1e-4])
 
 
 def made_ms(shape: Shape, overlap: float) -> float:

@@ -130,6 +130,5 @@ def test_phases_are_timed_by_events_that_are_waited_for_when_the_step_is_over(mo
     )
     assert steps[0].draft_seconds == 0.004  # the draft reads the prompt
     assert FakeEvent.counts["recorded"] == 4 * len(steps) + 1
-    assert waits == [
-        4 * step for step in range(len(steps))
-    ]  # none between the start of a step and its verification
+    # none between the start of a step and its verification
+    assert waits == [4 * step for step in range(len(steps))]

@@ -149,9 +149,8 @@ def test_blocks_of_300m_out_of_llama_7b():
 
 
 def test_kv_decides_the_heads_and_heads_the_width():
-    shapes = family(
-        LLAMA_7B, budget=120 * 1024, kind="kv", depths=[4, 12, 24]
-    )  # 4 layers would need 60 heads
+    # 4 layers would need 60 heads
+    shapes = family(LLAMA_7B, budget=120 * 1024, kind="kv", depths=[4, 12, 24])
     assert [(s.layers, s.heads, s.hidden, s.ffn) for s in shapes] == [
         (12, 20, 2560, 6848),  # 11008 x 2560 / 4096 = 6880, halfway to 6912
         (24, 10, 1280, 3456),

@@ -214,9 +214,8 @@ def test_weight_bytes_at_half_a_byte():
 def test_flops_per_token_by_hand(tied):
     shape = Shape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=16, vocab=32, tied=tied)
     attention, mlp, head = 8 * 8 + 2 * 4 * 8 + 8 * 8, 3 * 8 * 16, 32 * 8
-    scores_and_values = (
-        2 * 2 * (2 * 4) * 10
-    )  # two products, multiply and add, heads x head_dim, 9 cached and 1 new
+    # two products, multiply and add, heads x head_dim, 9 cached and 1 new
+    scores_and_values = 2 * 2 * (2 * 4) * 10
     assert shape.flops_per_token(9) == 2 * (2 * (attention + mlp) + head) + 2 * scores_and_values
 
 

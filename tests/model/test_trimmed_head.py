@@ -97,9 +97,8 @@ def test_drafting_with_it_is_lossless_and_never_drafts_the_others(temperature, h
         assert all(token % 2 == 0 for token in step.tokens[: step.accepted])
     if temperature == 0:
         assert output_tokens(steps) == output_tokens(decode(target, PROMPTS, how))
-    assert any(
-        token % 2 for text in output_tokens(steps) for token in text
-    )  # which the target wrote
+    # which the target wrote
+    assert any(token % 2 for text in output_tokens(steps) for token in text)
 
 
 def test_the_most_frequent_ids_stay():

@@ -227,9 +227,8 @@ def test_a_tied_model_gets_hard_hidden_masks_with_soft_gradients():
 class Rows:
     def __init__(self, vocab: int) -> None:
         self.ids = np.random.default_rng(0).integers(3, vocab, (64, 4, 17))
-        self.ids[:, :, 1::2] = (
-            self.ids[:, :, ::2][:, :, :8] * 7 + 3
-        ) % vocab  # every second token can be known
+        # every second token can be known
+        self.ids[:, :, 1::2] = (self.ids[:, :, ::2][:, :, :8] * 7 + 3) % vocab
 
     def batch(self, step: int) -> Batch:
         ids = self.ids[step % len(self.ids)]

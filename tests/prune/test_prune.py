@@ -106,9 +106,8 @@ def test_cutting_silent_parts_changes_nothing(family, family_dirs, tmp_path, tex
     parameters = dict(model.named_parameters())
     silent_neurons, have = [0, 5, 6, 70, 71, 72, 80, 87], model.config
     group = have.num_attention_heads // have.num_key_value_heads
-    silent_heads = list(
-        range(8 // 2 * 12)
-    )  # the first half of the query heads, whole groups in every family
+    # the first half of the query heads, whole groups in every family
+    silent_heads = list(range(8 // 2 * 12))
     with torch.no_grad():
         for layer in range(5):
             outputs = [
@@ -386,9 +385,8 @@ def test_baselines_rank_by_their_own_rule(family_dirs):
     assert scores.layers.argmax() == 1
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads"), [(6, 2), (10, 2), (14, 2), (8, 8)]
-)  # of 3, 5, 7 and 1 to a KV head
+# of 3, 5, 7 and 1 to a KV head
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (10, 2), (14, 2), (8, 8)])
 def test_any_number_of_heads_to_a_kv_head_can_be_tried(family_dirs, heads, kv_heads):
     config = checkpoint.read_config(family_dirs["llama"])
     shape = checkpoint.read_shape(family_dirs["llama"]).model_copy(

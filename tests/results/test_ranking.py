@@ -279,9 +279,8 @@ def test_a_verdict_says_that_nobody_can_tell_where_the_machine_or_the_figures_di
             for g in base.generations(k)
         ]
         assert (change(base, speculative={k: some}).doubt is not None) == doubted
-    target = base.speedup_value(k) / base.tokens_per_pass(
-        k
-    )  # a step of that many passes gives what was measured
+    # a step of that many passes gives what was measured
+    target = base.speedup_value(k) / base.tokens_per_pass(k)
     for factor, doubted in ((1.0, False), (1.2, False), (1.3, True), (0.7, True)):
         passes = {1: 1.0, k + 1: 1 / (target * factor) - k * 0.01}
         model = base.target.model_copy(

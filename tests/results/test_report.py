@@ -252,9 +252,8 @@ def test_score_table_shows_every_number_whole(width: int, count: int):
     first = next(i for i, line in enumerate(lines) if line.startswith("* "))
     words = " ".join(lines[first : first + 2]).split()
     assert {"4", "50.0%", "3.00", "50.0", "2.00x", "2.00-2.00", "0.612"} <= set(words)
-    assert (
-        sum(line.startswith("* ") for line in lines) == 2
-    )  # the best draft, and the caption that explains the mark
+    # the best draft, and the caption that explains the mark
+    assert sum(line.startswith("* ") for line in lines) == 2
 
 
 def test_page_loads_nothing():

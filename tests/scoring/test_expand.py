@@ -83,9 +83,8 @@ def test_each_axis_alone(axis, family_dirs, tmp_path):
         "kv_heads": kv_heads,
         axis: {"layers": 6, "hidden": 72, "heads": 12, "ffn": 90}[axis],
     }
-    sizes["hidden"] = (
-        72 if axis == "heads" else sizes["hidden"]
-    )  # LLaMA wants heads to divide the width
+    # LLaMA wants heads to divide the width
+    sizes["hidden"] = 72 if axis == "heads" else sizes["hidden"]
     out = expanded(family_dirs["llama3_tied"], tmp_path / "out", **sizes)
     assert error(logits(out), logits(family_dirs["llama3_tied"])) < 1e-4
 
@@ -113,9 +112,8 @@ def test_one_wrong_scale_changes_the_logits(wrong, family_dirs, tmp_path):
         (out / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     else:
         weights = load_file(out / "model.safetensors")
-        weights[wrong] = weights[wrong] * 1.5**0.5 + (
-            1e-3 if "down" in wrong else 0
-        )  # unscaled, or not zero
+        # unscaled, or not zero
+        weights[wrong] = weights[wrong] * 1.5**0.5 + (1e-3 if "down" in wrong else 0)
         save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     assert error(logits(out), logits(family_dirs["llama"])) > 1e-4
 

@@ -36,8 +36,7 @@ def test_the_text_and_acceptance_are_the_sources_at_another_cost(
     ((name, (row,)),) = found["rows"].items()  # one layer does not contain five
     assert name == str(draft)
     assert row["same_tokens"] == 1
-    assert (
-        row["tokens_per_pass"] >= 15 / 4
-    )  # the draft is the source, so that all but the end is accepted
+    # the draft is the source, so that all but the end is accepted
+    assert row["tokens_per_pass"] >= 15 / 4
     assert found["share_of_bandwidth"] > 0
     assert found["beside_paper"]["wide_796m_over_noft_1.3b"] is None

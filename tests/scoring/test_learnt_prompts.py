@@ -32,9 +32,8 @@ def test_prompts_in_the_stores_that_a_draft_learnt_from_are_counted(
     provenance.write_record(Path("draft"), "distill", {}, [store], time.time())
     settings = {"target": target, "k": "1", "max_new_tokens": 4, "repeats": 1}
     learnt = draftlab.score(draft=["draft"], prompt_file=mixed, out="learnt", **settings)
-    learnt_from = {
-        output.number for output in read_texts(store)
-    }  # the store holds some prompts out
+    # the store holds some prompts out
+    learnt_from = {output.number for output in read_texts(store)}
     assert learnt.scores[0].learnt_prompts == len(learnt_from & set(range(8, 12))) > 0
     other = draftlab.score(draft=[target], prompt_file=mixed, out="other", **settings)
     assert other.scores[0].learnt_prompts == 0

@@ -22,9 +22,8 @@ def test_spread_coverage_and_false_praise_are_counted():
     ]
     found = result(quiet, [quiet, wrong])
     assert found["best"] == [pytest.approx(5.2 / 2.4), pytest.approx(10.4 / 2.4)]
-    assert found["relative_spread"] == pytest.approx(
-        0.5**0.5 / 1.5
-    )  # of 1 and 2: standard deviation over mean
+    # of 1 and 2: standard deviation over mean
+    assert found["relative_spread"] == pytest.approx(0.5**0.5 / 1.5)
     assert found["coverage"] == 0.5
     assert (found["answered"], found["right"], found["false_faster"]) == (
         3,

@@ -98,9 +98,8 @@ def test_counters_reconcile_with_emitted_tokens(measured):
 def test_a_draft_that_is_the_target_accepts_everything(measured):
     found = count_acceptance(measured.generations["same", 4], 4)
     assert found.draft_acceptance_rate == 1
-    assert [len(g.drafted) for g in measured.generations["same", 4]] == [
-        4
-    ] * 6  # 16 tokens after the first: 5 5 5 1
+    # 16 tokens after the first: 5 5 5 1
+    assert [len(g.drafted) for g in measured.generations["same", 4]] == [4] * 6
 
 
 def test_latency_is_measured_at_every_width(models):

@@ -168,9 +168,8 @@ def test_servers_one_after_the_other_give_what_both_at_once_give(space, started)
     result = read_score(space / "runs/score-served")
     assert result.conditions.in_phases
     assert (len(result.plain), len(result.speculative[K])) == (4, 4)
-    assert (
-        "one after the other" in apart(space, *second, "--out", "again").stdout
-    )  # for another draft
+    # for another draft
+    assert "one after the other" in apart(space, *second, "--out", "again").stdout
 
 
 def test_stored_answers_to_other_requests_are_refused(space, started):
@@ -212,9 +211,8 @@ def test_two_runs_share_the_answers_to_earlier_turns(space, started, family_dirs
 
 def test_a_draft_that_is_always_wrong_gives_one_token_a_step(space, started):
     other = build("llama", 9)
-    other.get_output_embeddings().get_parameter(
-        "weight"
-    ).data.zero_()  # id 0, which the target never writes here
+    # id 0, which the target never writes here
+    other.get_output_embeddings().get_parameter("weight").data.zero_()
     drafting = small(space, draft=other)
     (row,) = json.loads(score(started(small(space)), started(drafting), "--json").stdout)["scores"]
     assert (row["mean_acceptance_length"], row["num_spec_steps"]) == (1.0, 2 * 2 * (NEW - 1))
@@ -332,6 +330,5 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32, t
         f"vLLM: {row['mean_acceptance_length']:.3f} tokens per pass, here {length:.3f}; {row['speedup']:.2f}x"
     )
     assert row["identical"]
-    assert row["mean_acceptance_length"] == pytest.approx(
-        length, abs=0.1
-    )  # ends are drafted and counted otherwise
+    # ends are drafted and counted otherwise
+    assert row["mean_acceptance_length"] == pytest.approx(length, abs=0.1)

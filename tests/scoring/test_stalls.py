@@ -135,15 +135,13 @@ def test_a_stalled_prefill_counts_as_those_of_the_same_prompt_even_if_it_was_rea
 ):
     quiet, none, readings = prefills(models, range(0))
     assert none == 0
-    assert (
-        quiet[0][0] < quiet[1][0] == quiet[2][0]
-    )  # the draft reads the prompt, too: longer, and no stall
+    # the draft reads the prompt, too: longer, and no stall
+    assert quiet[0][0] < quiet[1][0] == quiet[2][0]
     later = range(readings // 2, readings, 5)  # after the warm-up
     stalled = [prefills(models, range(at, at + 1)) for at in later]
     for seconds, *_ in stalled:
-        assert np.array(seconds) == pytest.approx(
-            np.array(quiet), abs=1
-        )  # a tick of a plain prefill is for drafting nothing
+        # a tick of a plain prefill is for drafting nothing
+        assert np.array(seconds) == pytest.approx(np.array(quiet), abs=1)
     assert any(passes for _, passes, _ in stalled)
     monkeypatch.setattr(throughput, "FACTOR", float("inf"))
     assert any(np.max(prefills(models, range(at, at + 1))[0]) > 1000 for at in later)

@@ -133,9 +133,8 @@ def test_distractors_are_other_lines_alike_in_indentation_and_length(
 
 def test_no_place_among_the_choices_is_favoured(items: list[Any]):
     counts = Counter(item.answer for item in items)
-    assert all(25 <= counts[place] <= 75 for place in range(4)), (
-        counts
-    )  # 50 +- 4 standard deviations
+    # 50 +- 4 standard deviations
+    assert all(25 <= counts[place] <= 75 for place in range(4)), counts
 
 
 def test_a_question_is_decided_by_the_seed_alone(docs: list[Document], items: list[Any]):

@@ -348,9 +348,8 @@ def test_sampled_chances_are_the_ratio_of_what_both_sampled_from(tmp_path, model
         )
         assert set(c.chances) <= {0.0, 1.0}
     same = replay_draft(found, drafter_of(target), drafting())
-    np.testing.assert_allclose(
-        np.concatenate(same.chances()), 1, atol=1e-4
-    )  # a draft that is the target
+    # a draft that is the target
+    np.testing.assert_allclose(np.concatenate(same.chances()), 1, atol=1e-4)
 
 
 def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(

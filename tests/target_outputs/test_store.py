@@ -85,9 +85,8 @@ def test_what_is_read_back_is_the_targets_distribution(temperature, made, family
     torch.testing.assert_close(listed.log_p, log_p.gather(1, listed.ids), atol=8e-3, rtol=1e-3)
     tail = 1 - log_p.gather(1, listed.ids).exp().sum(1)
     torch.testing.assert_close(listed.tail.exp(), tail, atol=4e-3, rtol=0)
-    assert (
-        listed.log_p.exp().sum(1) + listed.tail.exp() - 1
-    ).abs().max() < 4e-3  # and never renormalised
+    # and never renormalised
+    assert (listed.log_p.exp().sum(1) + listed.tail.exp() - 1).abs().max() < 4e-3
 
 
 def test_rows_are_those_of_the_text_in_turn(made):
@@ -291,9 +290,8 @@ def test_what_is_seen_is_the_targets_own_whatever_the_memory(
         assert output.top is not None
         assert output.logprobs is not None
         assert len(output.ids) == len(output.top.token) == 17
-        np.testing.assert_allclose(
-            output.top.token, output.logprobs, atol=1e-3
-        )  # read as it was written
+        # read as it was written
+        np.testing.assert_allclose(output.top.token, output.logprobs, atol=1e-3)
 
 
 def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_dirs, tmp_path):
@@ -371,9 +369,8 @@ def test_text_that_a_server_wrote_is_kept_with_what_it_thought(small, family_dir
     for ids, mask in zip(batch.ids, batch.mask, strict=True):
         ends = np.flatnonzero(np.isin(ids[4:], list(STOPS)))
         last = 4 + ends[0] if len(ends) else 24
-        assert np.array_equal(
-            np.flatnonzero(mask), np.arange(3, last)
-        )  # the prompt and what follows eos do not count
+        # the prompt and what follows eos do not count
+        assert np.array_equal(np.flatnonzero(mask), np.arange(3, last))
     assert len(set(batch.mask.sum(1))) > 2
     rescored = LocalTarget(family_dirs["llama"], CPU).score(batch, 8)
     stored = StoredLogprobs.joined([o.top for o in found.outputs if o.top is not None])
@@ -559,9 +556,8 @@ FEW: dict[str, Any] = {"num_sequences": 4, "seq_len": 12, "top_logprobs": 4}
 
 def test_the_commands_build_and_verify_from_a_server(space, small, tmp_path):
     url = small.http.url
-    assert (
-        outputs.build(server=url, **FEW, dry_run=True).data["disk"] == "0.001824 MB"
-    )  # 48 of 6 k + 14 bytes
+    # 48 of 6 k + 14 bytes
+    assert outputs.build(server=url, **FEW, dry_run=True).data["disk"] == "0.001824 MB"
     made = outputs.build(server=url, **FEW)
     assert (made.path, made.data["source"]) == (Path("runs/outputs-distill-llama"), "vllm 0.32.0")
     assert made.data["top_logprobs"] == 4

@@ -47,9 +47,8 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
         ids, row = staged(rows, self.head.device), torch.arange(len(rows), device=self.head.device)
         fed = self.head.combine(self.states_at(places))
         self.cache.used = starts
-        at = [
-            end - start - 1 for end, start in zip(ends, starts, strict=True)
-        ]  # each text's last place
+        # each text's last place
+        at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]
         logits, states = self.head.step(ids, fed, self.cache, last=width - min(at))
         self.cache.used, self.read = list(ends), list(ends)
         chosen = staged(at, self.head.device)

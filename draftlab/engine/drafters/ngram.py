@@ -23,9 +23,8 @@ class Order:
     contexts: np.ndarray  # [C] uint64
     offsets: np.ndarray  # [C + 1] into followers
     followers: np.ndarray  # [P]
-    counts: (
-        np.ndarray
-    )  # [P]; for all but the longest n-grams the number of distinct tokens before them
+    # [P]; for all but the longest n-grams the number of distinct tokens before them
+    counts: np.ndarray
     discount: float
 
     def after(self, context: np.uint64) -> tuple[np.ndarray, np.ndarray] | None:
@@ -196,9 +195,8 @@ def _order(
     """Return the n-grams of one length, and the position of the first occurrence of each distinct n-gram."""
     sorted_by = np.lexsort((followers, contexts))
     c, f = contexts[sorted_by], followers[sorted_by]
-    first = np.flatnonzero(
-        np.concatenate([[True], (c[1:] != c[:-1]) | (f[1:] != f[:-1])])
-    )  # start of each distinct n-gram
+    # start of each distinct n-gram
+    first = np.flatnonzero(np.concatenate([[True], (c[1:] != c[:-1]) | (f[1:] != f[:-1])]))
     total = np.add.reduceat(counts[sorted_by], first)
     c, f = c[first], f[first]
     starts = np.flatnonzero(np.concatenate([[True], c[1:] != c[:-1]]))

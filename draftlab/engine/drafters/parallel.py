@@ -39,9 +39,8 @@ def offset_logits(
     drafter.roll_back(texts)
     masked = [text + [token] * (count - 1) for text in texts]
     logits = feed(drafter.model, drafter.cache, masked, drafter.own_vocab, count)
-    drafter.cache.used = [
-        len(text) for text in texts
-    ]  # keys of mask tokens are not those of the text
+    # keys of mask tokens are not those of the text
+    drafter.cache.used = [len(text) for text in texts]
     return logits
 
 

@@ -26,9 +26,8 @@ from draftlab.training.optimizers import training_dtype
 from draftlab.training.run import fit
 from draftlab.training.trainer import TrainingSetup
 
-MASKS_FILE = (
-    "masks/masks.safetensors"  # not next to config.json, where runtimes load every safetensors file
-)
+# not next to config.json, where runtimes load every safetensors file
+MASKS_FILE = "masks/masks.safetensors"
 LR = 1.0e-4  # unused while weights are frozen: masks have rates of their own
 HELDOUT_ROWS = 32
 WARM_UP = 0.1  # share of the steps in which the learning rate rises

@@ -110,9 +110,8 @@ class Heads(nn.Module):
         """Return the inputs of the target's head, [B N, T, D]; the first k positions of head k mean nothing."""
         count = len(self.heads)
         states = self.target(ids[::count])
-        hidden = apply_heads(states.to(self.heads[0]), torch.stack(list(self.heads))).to(
-            states
-        )  # [B, T, N, D]
+        # [B, T, N, D]
+        hidden = apply_heads(states.to(self.heads[0]), torch.stack(list(self.heads))).to(states)
         shifted = [head.roll(k, 1) for k, head in enumerate(hidden.unbind(2), 1)]
         return torch.stack(shifted, 1).flatten(0, 1)[: len(ids)]
 

@@ -93,9 +93,8 @@ def proposed(drafter, target, texts: list[list[int]], count: int):
 
 def test_a_draft_models_tree_is_the_papers_of_every_row(models):
     draft = proposed(drafter_of(models, "draft"), models["target"], PROMPTS, NODES)
-    assert (
-        len({tuple(draft.parents_of(row)) for row in range(3)}) > 1
-    )  # else rows could share a tree
+    # else rows could share a tree
+    assert len({tuple(draft.parents_of(row)) for row in range(3)}) > 1
     for row, text in enumerate(PROMPTS):
 
         def log_q(path: list[int], text: list[int] = text) -> Tensor:

@@ -135,9 +135,8 @@ def test_what_a_staged_drafter_samples_is_the_draft_model():
         assert draft.q is not None
         torch.testing.assert_close(draft.q[0], q[[2, int(draft.ids[0, 0])]])
     expected = n * q[2].unsqueeze(1) * q
-    assert (
-        float(((counts - expected) ** 2 / expected).sum()) < 51.6
-    )  # chi-square, 8 degrees, alpha 2e-8
+    # chi-square, 8 degrees, alpha 2e-8
+    assert float(((counts - expected) ** 2 / expected).sum()) < 51.6
 
 
 class Always(Drafter):

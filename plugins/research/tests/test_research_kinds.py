@@ -95,9 +95,8 @@ def test_the_best_tree_over_offsets_is_that_of_the_targets_own_texts(
 ):
     """The draft has the target's weights, so its first offset is always right, and a second child is worth nothing."""
     clock = itertools.count()
-    monkeypatch.setattr(
-        context, "clock", lambda: float(next(clock))
-    )  # every pass takes as long: only tokens count
+    # every pass takes as long: only tokens count
+    monkeypatch.setattr(context, "clock", lambda: float(next(clock)))
     way = built(context, f"parallel-tree:draft={parallel_draft},nodes=9,outputs={stored}")
     assert isinstance(way.drafter, ParallelTreeDrafter)
     assert way.drafter.parents.count(0) == 1

@@ -38,17 +38,15 @@ class DynamicTreeDrafter(Drafter):
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
-        logits = fit_vocab(
-            self.reader.last_logits(texts), self.reader.vocab
-        )  # [B, tokens read last, V]
+        # [B, tokens read last, V]
+        logits = fit_vocab(self.reader.last_logits(texts), self.reader.vocab)
         rows, value = len(texts), logits.new_zeros(len(texts), 1, dtype=torch.float32)
         number, read = (
             torch.zeros_like(value, dtype=torch.long),
             torch.zeros_like(value, dtype=torch.long),
         )
-        levels: list[
-            tuple[Tensor, Tensor, Tensor]
-        ] = []  # tokens, values and parents of candidates, [B, .] each
+        # tokens, values and parents of candidates, [B, .] each
+        levels: list[tuple[Tensor, Tensor, Tensor]] = []
         ids: list[Tensor] = []  # those that are read
         parents = number[:, :0]  # of these, among these
         for level in range(self.depth):

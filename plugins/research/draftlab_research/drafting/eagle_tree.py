@@ -44,13 +44,11 @@ class EagleTreeDrafter(TreeDrafter):
         """Return the logits after the text and after each token so far, [B, nodes, V]."""
         self.cache.used = [len(text) - 1 for text in texts]
         rooted = Tree.from_parents(parents, self.head.device)
-        tree = Tree(
-            rooted.depth[..., 1:] - 1, rooted.mask[..., 1:, 1:].contiguous()
-        )  # its root is in the cache
+        # its root is in the cache
+        tree = Tree(rooted.depth[..., 1:] - 1, rooted.mask[..., 1:, 1:].contiguous())
         rows = torch.arange(len(texts), device=self.head.device).unsqueeze(1)
-        beside = self.states[
-            rows, torch.tensor(parents, device=self.head.device)
-        ]  # of each token's parent
+        # of each token's parent
+        beside = self.states[rows, torch.tensor(parents, device=self.head.device)]
         logits, states = self.head.step(
             torch.stack(ids, 1), beside, self.cache, last=len(ids), tree=tree
         )

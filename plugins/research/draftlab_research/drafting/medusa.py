@@ -62,12 +62,10 @@ class MedusaDrafter(Drafter):
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
-        at = [
-            len(text) - 2 for text in texts
-        ]  # the last token was never fed: the one before it predicted it
-        hidden = apply_heads(
-            self.states[torch.arange(len(at)), at], self.heads[:count]
-        )  # [B, K, D]
+        # the last token was never fed: the one before it predicted it
+        at = [len(text) - 2 for text in texts]
+        # [B, K, D]
+        hidden = apply_heads(self.states[torch.arange(len(at)), at], self.heads[:count])
         logits = self.target.expand_logits(F.linear(hidden, self.target.head))
         counts = [logits.shape[1]] * len(texts)
         if sampling.temperature == 0:

@@ -12,9 +12,8 @@ from draftlab.engine.generate import Draft, ModelDrafter, Sampler
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
 
-StopRule = Callable[
-    [Tensor], Tensor
-]  # the draft's probabilities at temperature 1, [B, V] -> [B] bool
+# the draft's probabilities at temperature 1, [B, V] -> [B] bool
+StopRule = Callable[[Tensor], Tensor]
 
 
 def confidence_below(threshold: float) -> StopRule:

@@ -20,9 +20,8 @@ from draftlab.sampling import SamplingParams
 from draftlab_research.rules import recursive
 
 Siblings = Literal["top", "sampled", "distinct"]
-PathShare = Callable[
-    [tuple[int, ...]], float
-]  # how often the draft's tokens of these ranks are the target's
+# how often the draft's tokens of these ranks are the target's
+PathShare = Callable[[tuple[int, ...]], float]
 
 
 class TreeDrafter(ModelDrafter):
@@ -93,9 +92,8 @@ class TreeDrafter(ModelDrafter):
             for sibling in elder:
                 q = q.scatter(1, sibling.unsqueeze(1), 0)
             total = q.sum(1, keepdim=True)
-            q = torch.where(
-                total > 0, q / total, 1 / q.shape[1]
-            )  # no token is left to draw: any distribution will do
+            # no token is left to draw: any distribution will do
+            q = torch.where(total > 0, q / total, 1 / q.shape[1])
         return draw(q, uniform), q
 
 
@@ -131,9 +129,8 @@ def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
     """
     paths = []
     for ranks in texts:
-        ahead = np.pad(
-            ranks, [(0, depth), (0, 0)], constant_values=-1
-        )  # no path goes on beyond the end of a text
+        # no path goes on beyond the end of a text
+        ahead = np.pad(ranks, [(0, depth), (0, 0)], constant_values=-1)
         paths.append(np.stack([ahead[age : age + len(ranks), age] for age in range(depth)], 1))
     starts = np.concatenate(paths)  # [N, depth]
     shares: dict[tuple[int, ...], float] = {}

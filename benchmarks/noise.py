@@ -1,11 +1,11 @@
-"""Score the same drafts again and again while another process steals both cores: python -m benchmarks.noise [--quick]
+"""Score the same drafts again and again while other processes steal cores: python -m benchmarks.noise [--quick]
 
-A quiet reference first, then --runs scores, each beside a process that keeps every core busy for random stretches. The
+A quiet reference first, then --runs scores, during which --stolen-cores processes compute about half of the time. The
 drafts are prompt lookup, one distilled from the embedded target (or --draft), and the target itself, which cannot be
 faster than none. What is in --folder is not made again, so that a killed run goes on. About 15 minutes on two cores.
 
 relative_spread: standard deviation of the best speed-up over its mean; coverage: share of 95 % intervals that hold the
-reference; answered: scores that call a draft faster or slower than none; right: those that agree with the reference;
+reference; answered: scores that call a draft faster or slower than none; right, wrong: those that agree with the reference, or not;
 false_faster: those that call a draft faster which is not; cannot_tell: scores that give no answer because the machine
 was busy; reference_in_doubt: drafts whose reference gives none. The last line is one JSON object.
 """
@@ -61,10 +61,11 @@ def main() -> None:
     noisy = []
     for number in range(options.runs):
         note(f"run {number + 1} of {options.runs}, disturbed")
-        with disturbed(seed=number):
+        with disturbed(options.stolen_cores, seed=number):
             noisy.append(score(options, f"noisy-{number}"))
     pair = {"target": Path(options.target).name, "draft": Path(options.draft or "draft").name}
-    ended = {"benchmark": "noise", "quick": options.quick, **pair} | environment(options.threads)
+    ended = {"benchmark": "noise", "quick": options.quick, "stolen_cores": options.stolen_cores}
+    ended |= pair | environment(options.threads)
     print(json.dumps(result(quiet, noisy) | ended))
 
 
@@ -86,6 +87,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--stolen-cores", type=int, default=1, help="processes that compute")
     parser.add_argument("--steps", type=int, default=120, help="of distillation")
     parser.add_argument(
         "--threads", type=int, default=1, help="with more than one, seconds are the wall clock's"
@@ -115,20 +117,24 @@ def make(folder: Path, name: str, *words: str) -> None:
 def score(options: argparse.Namespace, name: str) -> dict[str, Score]:
     prompts = ("--prompt-file", str(options.prompt_file)) if options.prompt_file else TEXT
     make(
-        options.folder, name, "score", "--target", str(options.target), "--draft", str(options.draft or "draft"),
-        "--draft", str(options.target), "--drafter", "prompt-lookup", "--k", "2-3",
-        *(f"--{name.replace('_', '-')}={getattr(options, name)}" for name in SCORED), *prompts,
-    )  # fmt: skip
+        options.folder,
+        name,
+        "score",
+        *("--target", str(options.target), "--draft", str(options.draft or "draft")),
+        *("--draft", str(options.target), "--drafter", "prompt-lookup", "--k", "2-3"),
+        *(f"--{name.replace('_', '-')}={getattr(options, name)}" for name in SCORED),
+        *prompts,
+    )
     scores = [read_score(file) for file in sorted((options.folder / name).rglob("score.json"))]
     return {score.name: score for score in scores}
 
 
 @contextlib.contextmanager
-def disturbed(seed: int) -> Iterator[None]:
-    """Steal every core at random while the block runs."""
+def disturbed(cores: int, seed: int) -> Iterator[None]:
+    """Steal this number of cores at random while the block runs."""
     thieves = [
         multiprocessing.Process(target=steal, args=(seed * 100 + core, os.getpid()), daemon=True)
-        for core in range(os.cpu_count() or 1)
+        for core in range(cores)
     ]
     for thief in thieves:
         thief.start()
@@ -165,6 +171,7 @@ def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, 
         "coverage": mean(covered),
         "answered": len(answers),
         "right": sum(is_faster == said for is_faster, said in answers),
+        "wrong": sum(is_faster != said for is_faster, said in answers),
         "false_faster": sum(said and not is_faster for is_faster, said in answers),
         "cannot_tell": sum(score.doubt is not None for _, score in pairs),
         "scores": len(pairs),

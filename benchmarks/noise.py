@@ -5,9 +5,9 @@ drafts are prompt lookup, one distilled from the embedded target (or --draft), a
 faster than none. What is in --folder is not made again, so that a killed run goes on. About 15 minutes on two cores.
 
 relative_spread: standard deviation of the best speed-up over its mean; coverage: share of 95 % intervals that hold the
-reference; answered: scores that call a draft faster or slower than none; right, wrong: those that agree with the reference, or not;
-false_faster: those that call a draft faster which is not; cannot_tell: scores that give no answer because the machine
-was busy; reference_in_doubt: drafts whose reference gives none. The last line is one JSON object.
+reference; answered: scores that call a draft faster or slower than none; right, wrong: those that agree with the
+reference, or not; false_faster: those that call a draft faster which is not; cannot_tell: scores that give no answer
+because the machine was busy; reference_in_doubt: drafts whose reference gives none. The last line is one JSON object.
 """
 
 import argparse

@@ -141,6 +141,7 @@ DRAFTERS = {
     "prompt-lookup": "prompt lookup",
     "fallback": "prompt lookup followed by the draft",
     "ngram": "n-gram model",
+    "suffix": "suffix decoding",
     "eagle": "EAGLE-3 head",
 }
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")

@@ -34,6 +34,7 @@ def test_every_drafter_decodes_what_the_target_would(
         f"dflash:heads={dflash_head}",
     ]
     asked += [f"eagle:heads={eagle_head},prompt_lookup_max=3,draft_tokens=1"]
+    asked += ["suffix", f"suffix:outputs={stored},max_spec_factor=2"]
     assert {parse_drafter(text).kind for text in asked} == set(DRAFTERS.builtin)
     check_output(context, {text: built(context, text) for text in asked})
 

@@ -1,0 +1,35 @@
+"""Suffix decoding: continues the text as its own repetitions and the target's earlier answers continued."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from draftlab.drafters import drafter
+from draftlab.drafters.ngram import OutputsSpec
+
+if TYPE_CHECKING:
+    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+
+
+@drafter("suffix")
+class SuffixSpec(OutputsSpec):
+    """outputs: a store of the target's earlier answers, to remember from the start; empty: none.
+
+    The other options have vLLM's names without their prefix suffix_decoding_, and its defaults.
+    """
+
+    max_tree_depth: int = Field(24, ge=2)
+    max_spec_factor: float = Field(1.0, gt=0)
+    min_token_prob: float = Field(0.1, ge=0, le=1)
+
+    def build(self, context: "DrafterContext") -> "DrafterRun":
+        from draftlab.engine.drafters.suffix import Memory, SuffixDrafter
+
+        memory = None
+        if self.outputs:
+            from draftlab.target_outputs.store import read_store
+
+            memory = Memory(output.ids for output in read_store(Path(self.outputs)).outputs)
+        options = (self.max_tree_depth, self.max_spec_factor, self.min_token_prob)
+        return context.run(SuffixDrafter(memory, *options))

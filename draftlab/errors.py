@@ -41,8 +41,13 @@ COMPLAINTS = {
     r"Input should be a valid integer": "want a whole number",
     r"Input should be a valid boolean": "want true or false",
     r"Input should be a valid (\w+)": r"want a \1",
+    r"Value error, (.+)": r"\1",
+    r"Field required": "is missing",
+    r"Extra inputs are not permitted": "is unknown",
     r"Input should be greater than or equal to (.+)": r"want at least \1",
+    r"Input should be greater than (.+)": r"want more than \1",
     r"Input should be less than or equal to (.+)": r"want at most \1",
+    r"Input should be less than (.+)": r"want less than \1",
     r"Input should be (.+)": r"want \1",
 }  # beginning of pydantic's message -> what is wanted
 

@@ -40,6 +40,8 @@ def reading(what: object) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         text = one_line(getattr(error, "strerror", None) or error)
+        if type(error).__name__ == "SafetensorError":
+            text = f"damaged, or not whole ({text})"
         if " " not in text:  # a KeyError has the key alone
             text = f"{type(error).__name__} {text}".strip()
         raise UserError(f"{what}: {text}") from error

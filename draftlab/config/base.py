@@ -261,7 +261,7 @@ class Config(BaseModel):
     @classmethod
     def _complaint(cls, item: dict[str, Any]) -> str:
         """Return the error of one setting, by its option."""
-        message = plain_words(str(item["msg"]).removeprefix("Value error, "))
+        message = plain_words(str(item["msg"]))
         if not item["loc"] or item["loc"][0] not in cls.model_fields:
             return message
         flag = cls.flag(str(item["loc"][0]))

@@ -208,7 +208,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         Only(
             ("target", "data", "text", "server", "seq_len", "reweigh_steps", "loss_on"),
             lambda c: c.outputs is None or c.on_target,
-            "--outputs brings text and the target's probabilities",
+            "leave out what --outputs brings: text, and the target's probabilities",
         ),
         Only(("data", "text", "loss_on"), lambda c: c.outputs is None, "--outputs brings text"),
         Only(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from typing_extensions import Self
 
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError, did_you_mean, plain_words
 from draftlab.registry import Registry
 
 
@@ -71,7 +71,7 @@ def text_or_spec(parse: Callable[[str], KindSpec]) -> BeforeValidator:
 
 def _complaint(item: dict[str, Any]) -> str:
     """Return the error of one option, as "order: ... (got 1)"."""
-    message = str(item["msg"]).removeprefix("Value error, ").lower()
+    message = plain_words(str(item["msg"]))
     if not item["loc"]:
         return message
     value = "" if item["type"] == "missing" else f" (got {item['input']!r})"

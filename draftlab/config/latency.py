@@ -85,7 +85,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
             "transformers runs the models, so use --mode eager",
         ),
         Only(("device_map",), lambda c: not c.law, "shapes of a law run in draftlab's engine"),
-        Only(ENGINE, lambda c: not c.server, "the servers decide"),
+        Only(ENGINE, lambda c: not c.server, "leave it out: the servers decide"),
         KEY_RULE,
         Only(
             (

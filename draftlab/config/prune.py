@@ -86,7 +86,9 @@ class PruneConfig(OutputConfig):
             "nothing is calibrated, and --vocab counts no ids in them",
         ),
         Only(
-            ("data",), lambda c: c.outputs is None or c.method == "masks", "--outputs are the text"
+            ("data",),
+            lambda c: c.outputs is None or c.method == "masks",
+            "leave it out: the text is that of --outputs",
         ),
         Only(("calibration_tokens",), lambda c: c.calibrates, "nothing is calibrated or refitted"),
         Only(

@@ -134,12 +134,12 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
 
     only = (
-        Only(ENGINE, lambda c: not c.served, "the servers decide that themselves"),
+        Only(ENGINE, lambda c: not c.served, "leave it out: the servers decide"),
         shared.KEY_RULE,
         Only(
             ("draft", "min_speedup"),
             lambda c: not c.served or c.speculative_server,
-            "needs --speculative-server",
+            "needs --speculative-server URL, a second server that drafts with it",
         ),
         Only(
             ("rule", "server_rule", "top_k", "top_p", "min_p"),

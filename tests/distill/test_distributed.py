@@ -114,8 +114,6 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
         }
         (together,) = run(tmp_path / f"zero-{stage}", 2, "distil", **chosen)
         assert_close(together, alone)
-        shards = list((tmp_path / f"zero-{stage}.state").rglob("zero_pp_rank_1_*optim_states.pt"))
-        assert [shard.parents[1].name for shard in shards] == ["step-00000002"]
 
 
 @pytest.mark.parametrize(
@@ -162,16 +160,7 @@ def test_the_commands_write_once_and_what_one_process_writes(family_dirs, tmp_pa
     (tmp_path / "text.txt").write_text(
         "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200))
     )
-    same = [
-        "--data",
-        "text.txt",
-        "--batch-size",
-        "4",
-        "--training-dtype",
-        "float32",
-        "--steps",
-        "4",
-    ]
+    same = ["--data", "text.txt", "--batch-size", "4", "--steps", "4"]
     distilled = [
         "distill",
         "--draft",
@@ -189,6 +178,8 @@ def test_the_commands_write_once_and_what_one_process_writes(family_dirs, tmp_pa
         "8",
         "--lr",
         "1e-3",
+        "--training-dtype",
+        "float32",
     ]
     distilled += ["--micro-batch-tokens", "64", "--eval-steps", "2", "--optimizer", "adamw"]
     masked = ["prune", "--method", "masks", "--source", str(source), *same]
@@ -211,4 +202,4 @@ def test_a_command_of_one_process_is_refused_in_several(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = CliRunner().invoke(app, ["score", "--draft", "tiny", "--target", "tiny"])
     assert result.exit_code == 1
-    assert "score runs in one process" in result.stderr
+    assert result.stderr.startswith("error: ")

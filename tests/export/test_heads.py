@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -275,7 +276,7 @@ def test_check_knows_who_takes_a_head(target, tmp_path):
     del config["norm_before_residual"]
     (theirs / "config.json").write_text(json.dumps(config))
     said = check_files(open_artifact(theirs, target), [SERVERS.get("vllm", "--for")])
-    assert [f.level for f in said if "norm_before_residual for true" in f.text] == ["error"]
+    assert [f.level for f in said if "norm_before_residual" in f.text] == ["error"]
 
 
 def test_sglang_finds_its_layers(folder, target):
@@ -333,7 +334,7 @@ def test_a_head_that_drafts_nothing_right_is_said_to(folder, target, tmp_path, m
         app, ["check", str(folder), "--target", str(target), "--prompt-file", "prompts.jsonl"]
     )
     assert result.exit_code == 3
-    assert "tokens per target pass at K = 3 on 4 prompts" in result.stdout
+    assert re.search(r"K = 3\b.*\b4 prompts", " ".join(result.stdout.split()))
 
 
 def test_the_reason_of_a_server_is_the_cause_and_not_the_envelope():

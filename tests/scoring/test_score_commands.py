@@ -1,6 +1,7 @@
 """Score and profile as typed: where models are placed, what is refused before anything is loaded, and which draft."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -148,8 +149,8 @@ def test_a_mistake_is_one_line_that_begins_with_its_option(space, words, option)
 def test_a_dry_run_does_not_mind_what_is_there(space, draft):  # noqa: F811
     (space / "here").mkdir()
     (space / "here" / "file").write_text("")
-    assert "would write here" in call(*SCORE, "--out", "here", "--dry-run").stdout
-    assert "is not empty" in call(*SCORE, "--out", "here", code=1).stderr
+    assert re.search(r"\bhere\b", call(*SCORE, "--out", "here", "--dry-run").stdout)
+    assert "--force" in call(*SCORE, "--out", "here", code=1).stderr
 
 
 def test_the_newest_draft_is_taken_whatever_made_it(space, draft):  # noqa: F811
@@ -190,7 +191,7 @@ def test_answers_that_end_at_once_are_refused_and_single_ones_said(space, draft)
     (space / "silent/config.json").write_text(json.dumps(config))
     words = (*SCORE, "--target", "silent", "--out", "x")
     result = call(*words, code=1)
-    assert "answers each of the 2 prompts with one token" in result.stderr
+    assert re.search(r"^error: .*\b2 prompts\b", result.stderr, re.M)
     assert not (space / "x").exists()
 
 

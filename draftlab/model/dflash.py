@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab.errors import UserError, one_line
+from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.eagle import TargetSizes, check_target, check_tensors, draft_ids, read_tensors
 from draftlab.model.llama import rms_norm, rotary, rotary_tables, spread
-from draftlab.reading import FileModel, reading, validation_text
+from draftlab.reading import FileModel, reading
 
 SLIDING = "sliding_attention"
 NOT_COMPUTED = {
@@ -287,15 +287,9 @@ def _read_config(folder: Path, target: Path) -> tuple[DFlashShape, Any]:
     sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
     if hub.head_kind(folder) != "dflash":
         raise UserError(f"{folder} is no DFlash head: its config.json has no dflash_config")
-    try:
-        layer = _layer_config(content, folder)
+    with reading(folder / "config.json"):
+        layer = _layer_config(content)
         config = _from_json(content, layer, folder)
-    except ValidationError as error:
-        raise UserError(f"{folder / 'config.json'}: {validation_text(error)}") from None
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder / 'config.json'} is not of a DFlash head: {one_line(error)}"
-        ) from None
     check_target(
         str(folder), sizes, hidden=config.hidden, vocab=config.vocab, layer_ids=config.layer_ids
     )
@@ -306,7 +300,7 @@ def _read_config(folder: Path, target: Path) -> tuple[DFlashShape, Any]:
     return config, layer
 
 
-def _layer_config(content: Mapping[str, Any], folder: Path) -> Any:
+def _layer_config(content: Mapping[str, Any]) -> Any:
     """Return the configuration of the layers as transformers' Qwen 3, whose layers these heads have."""
     from transformers import Qwen3Config
 
@@ -316,8 +310,7 @@ def _layer_config(content: Mapping[str, Any], folder: Path) -> Any:
         for name, value in layer.items()
         if name not in ("dtype", "torch_dtype", "model_type")
     }
-    with reading(f"{folder / 'config.json'}: the layers"):
-        return Qwen3Config(**known)
+    return Qwen3Config(**known)
 
 
 def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashShape:

@@ -26,7 +26,6 @@ FALLBACKS = (
     16,
     8,
 )  # steps of 64 are too coarse for a small model; tensor cores need multiples of 8
-UNBOUNDED = 8  # times the source's width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +91,6 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
             f"depths left out, which do not come near {_amount(budget)}: {', '.join(map(str, left_out))}"
         )
     return shapes
-
-
-def unbounded(source: Shape) -> Shape:
-    """Return a shape of the same proportions, so large that it does not limit cuts."""
-    sizes = {
-        name: UNBOUNDED * getattr(source, name) for name in ("hidden", "heads", "kv_heads", "ffn")
-    }
-    return source.model_copy(update=sizes | {"layers": 1024})
 
 
 def shape_name(shape: Shape, *, with_ffn: bool = False) -> str:

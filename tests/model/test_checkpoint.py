@@ -1,7 +1,6 @@
 """Directories: written whole or not at all, read strictly, with a record of what made them."""
 
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -118,25 +117,10 @@ def spoil(directory, tmp_path, change):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda t: t.pop("model.layers.2.mlp.up_proj.weight"),
-            "no tensor 'model.layers.2.mlp.up_proj.weight'",
-        ),
-        (lambda t: t.update({"model.layers.0.mlp.router.weight": torch.ones(2)}), "unknown tensor"),
-        (
-            lambda t: t.update({"model.norm.weight": torch.ones(63)}),
-            r"model.norm.weight is \(63,\).*\(64,\)",
-        ),
-    ],
-)
-def test_a_checkpoint_that_contradicts_its_config_is_refused(
-    family_dirs, tmp_path, change, message
-):
-    with pytest.raises(UserError, match=message):
-        checkpoint.read_shape(spoil(family_dirs["llama"], tmp_path, change))
+def test_a_tensor_that_the_family_lacks_is_refused_by_its_name(family_dirs, tmp_path):
+    router = {"model.layers.0.mlp.router.weight": torch.ones(2)}
+    with raises_option("router"):
+        checkpoint.read_shape(spoil(family_dirs["llama"], tmp_path, lambda t: t.update(router)))
 
 
 def test_missing_checkpoints_say_what_was_tried(tmp_path):
@@ -162,8 +146,8 @@ def test_other_layouts_are_answered_with_the_command_that_imports_them(tmp_path,
         checkpoint.Weights(tmp_path)
 
 
-def sharded(directory, out, *, extra=None):
-    """directory as the hub has it: two shards and an index. extra: tensors that the index leaves out."""
+def sharded(directory, out):
+    """Write a checkpoint as the hub has it: two shards and an index."""
     tensors = load_file(directory / "model.safetensors")
     names = sorted(tensors)
     parts = {
@@ -175,7 +159,7 @@ def sharded(directory, out, *, extra=None):
         if file.suffix != ".safetensors":
             (out / file.name).write_bytes(file.read_bytes())
     for file, part in parts.items():
-        save_file({name: tensors[name] for name in part} | (extra or {}), out / file)
+        save_file({name: tensors[name] for name in part}, out / file)
     index = {
         "metadata": {},
         "weight_map": {name: file for file, part in parts.items() for name in part},
@@ -224,45 +208,19 @@ def test_a_tied_head_that_is_also_stored_is_read_and_another_one_is_refused(fami
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        (
-            lambda p: (p / "model-00002-of-00002.safetensors").unlink(),
-            "model-00002-of-00002.safetensors, named",
-        ),
-        (
-            lambda p: rewrite(p, "model.norm.weight", "model-00009.safetensors"),
-            "model-00009.safetensors, named",
-        ),
-        (
-            lambda p: rewrite(p, "model.norm.weight", "../x.safetensors"),
-            "outside its directory: ../x.safetensors",
-        ),
-        (
-            lambda p: rewrite(p, "model.norm.weight", "/x.safetensors"),
-            "outside its directory: /x.safetensors",
-        ),
-        (
-            lambda p: rewrite(p, "no.such", "model-00001-of-00002.safetensors"),
-            "has no tensor 'no.such'",
-        ),
-        (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "is not a JSON object"),
-        (
-            lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
-            "names no tensor",
-        ),
-        (
-            lambda p: (p / "model.safetensors.index.json").unlink(),
-            "no model.safetensors.index.json",
-        ),
-        (lambda p: truncate(p / "model-00002-of-00002.safetensors"), "safetensors: "),
+        (lambda p: rewrite(p, "no.such", "model-00001-of-00002.safetensors"), "no.such"),
+        (lambda p: rewrite(p, "model.norm.weight", "../x.safetensors"), "x.safetensors"),
+        (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "index.json"),
+        (lambda p: truncate(p / "model-00002-of-00002.safetensors"), "model-00002"),
     ],
 )
-def test_a_broken_layout_is_one_line_that_names_the_file(family_dirs, tmp_path, change, message):
+def test_a_broken_layout_is_one_line_that_names_the_file(family_dirs, tmp_path, change, named):
     place = sharded(family_dirs["llama"], tmp_path / "m")
     change(place)
     for read in (checkpoint.read_shape, lambda p: checkpoint.load_model(p, torch.float32)):
-        with pytest.raises(UserError, match=re.escape(message)):
+        with raises_option(named):
             read(place)
 
 
@@ -277,14 +235,6 @@ def truncate(file):
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def test_two_tensors_of_one_name_are_refused(family_dirs, tmp_path):
-    place = sharded(
-        family_dirs["llama"], tmp_path / "m", extra={"model.norm.weight": torch.ones(64)}
-    )
-    with raises_option("twice"):
-        checkpoint.Weights(place)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_no_number_is_named(family_dirs, tmp_path, dtype, value):
@@ -297,15 +247,6 @@ def test_a_weight_that_is_no_number_is_named(family_dirs, tmp_path, dtype, value
         checkpoint.Weights(place)["model.norm.weight"]
     with raises_option("model.norm.weight"):
         checkpoint.load_model(place, torch.float32)
-
-
-def test_quantised_weights_are_refused_by_that_word(family_dirs, tmp_path):
-    place = spoil(family_dirs["llama"], tmp_path, lambda tensors: None)
-    config = checkpoint.read_config(place) | {"quantization_config": {"quant_method": "fp8"}}
-    (place / "config.json").write_text(json.dumps(config))
-    for read in (checkpoint.read_shape, lambda p: checkpoint.load_model(p, torch.float32)):
-        with raises_option("fp8"):
-            read(place)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import torch
 from errors import raises_option
 from transformers import OPTConfig, OPTForCausalLM
 
-from draftlab.errors import UserError
 from draftlab.model import modes, native_cpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -62,15 +61,11 @@ def test_graphs_need_cuda():
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("model.safetensors", b"\x00" * 100, "safetensors: "),
-        ("head_ids.json", b"[1, 1]", "each once"),
-        ("config.json", b"{", "cannot be read"),
-    ],
+    ("file", "content"),
+    [("model.safetensors", b"\x00" * 100), ("head_ids.json", b"[1, 1]"), ("config.json", b"{")],
 )
-def test_what_is_broken_is_not_left_to_transformers(family_dirs, tmp_path, file, content, message):
+def test_what_is_broken_is_not_left_to_transformers(family_dirs, tmp_path, file, content):
     shutil.copytree(family_dirs["llama"], tmp_path / "m")
     (tmp_path / "m" / file).write_bytes(content)
-    with pytest.raises(UserError, match=message):
+    with raises_option(file):
         modes.load(tmp_path / "m", torch.float32, CPU)

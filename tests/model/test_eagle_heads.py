@@ -138,29 +138,20 @@ def test_a_head_over_all_ids_needs_no_d2t(target, tmp_path):
     ("fields", "message"),
     [
         ({"target_hidden_size": 48}, "another target: hidden size 48, and llama has 64"),
-        ({"vocab_size": 300}, "another target: vocabulary 300, and llama has 307"),
         (
             {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]},
             "reads the layers 1, 2, 6, and llama has 5",
-        ),
-        ({"eagle_aux_hidden_state_layer_ids": [4, 2, 1]}, "want each once, in order"),
-        (
-            {"draft_vocab_size": 400},
-            "a draft vocabulary of 400 ids is larger than the target's, 307",
         ),
         ({"draft_vocab_size": 41}, "d2t is (40,), but (41,)"),
         ({"intermediate_size": 44}, "is (64, 88), but (64, 44)"),
         ({"num_hidden_layers": 2}, "num_hidden_layers 2, which draftlab does not compute"),
         ({"fc_norm": True}, "fc_norm.0"),
-        ({"norm_before_fc": True}, "input_norm"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc"),
         ({"layer_types": ["sliding_attention"]}, "sliding_window"),
-        ({"layer_types": ["linear_attention"]}, "linear_attention"),
         ({"model_type": "qwen3"}, "k_norm"),
         ({"model_type": "gemma3"}, "gemma3"),
         ({"draft_vocab_size": None}, "no EAGLE-3 head"),
         ({"hidden_size": 48}, "has hidden size 48 and no embed_tokens"),
-        ({"num_attention_heads": 7}, "config.json"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused_by_their_configuration(folder, target, fields, message):
@@ -171,17 +162,10 @@ def test_heads_that_do_not_fit_are_refused_by_their_configuration(folder, target
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("dropped", "message"),
-    [
-        ("d2t", "no d2t, which its 40 draft ids need"),
-        ("fc.weight", "has no fc.weight"),
-        ("norm.weight", "has no norm"),
-    ],
-)
-def test_heads_without_a_tensor_are_refused(folder, target, dropped, message):
+@pytest.mark.parametrize("dropped", ["d2t", "fc.weight"])
+def test_heads_without_a_tensor_are_refused(folder, target, dropped):
     altered(folder, drop=dropped)
-    with pytest.raises(UserError, match=message):
+    with raises_option(dropped):
         eagle.check(folder, target)
 
 

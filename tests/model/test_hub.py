@@ -150,67 +150,25 @@ def test_what_cannot_be_had_says_why_and_what_to_type(served, cache, name, words
 @pytest.mark.parametrize(
     "command",
     [
-        ("prune", "--source", "lab/sharded", "--layers", "2", "--dry-run"),
-        ("distill", "--draft", "lab/sharded", "--target", "lab/sharded", "--dry-run"),
-        (
-            "distill",
-            "--loss",
-            "ce",
-            "--draft",
-            "lab/sharded",
-            "--data",
-            "stdlib",
-            "--seq-len",
-            "64",
-            "--out",
-            "out",
-            "--dry-run",
-        ),
-        ("outputs", "build", "--target", "lab/sharded", "--dry-run"),
-        (
-            "outputs",
-            "build",
-            "--use",
-            "replay",
-            "--target",
-            "lab/sharded",
-            "--prompt-file",
-            "prompts.jsonl",
-            "--dry-run",
-        ),
-        (
-            "score",
-            "--draft",
-            "lab/sharded",
-            "--target",
-            "lab/sharded",
-            "--prompt-file",
-            "prompts.jsonl",
-            "--dry-run",
-        ),
-        ("profile", "lab/sharded", "--dry-run"),
-        ("profile", "--law", "lab/sharded", "--dry-run"),
-        (
-            "search",
-            "--source",
-            "lab/sharded",
-            "--target",
-            "lab/sharded",
-            "--layers",
-            "1",
-            "--dry-run",
-        ),
-        ("design", "--source", "lab/sharded", "--params", "100k"),
-        ("check", "DRAFT", "--target", "lab/sharded", "--files-only", "--for", "transformers"),
+        "prune --source NAME --layers 2 --dry-run",
+        "distill --draft NAME --target NAME --dry-run",
+        "distill --loss ce --draft NAME --data stdlib --seq-len 64 --out out --dry-run",
+        "outputs build --target NAME --dry-run",
+        "outputs build --use replay --target NAME --prompt-file prompts.jsonl --dry-run",
+        "score --draft NAME --target NAME --prompt-file prompts.jsonl --dry-run",
+        "profile NAME --dry-run",
+        "profile --law NAME --dry-run",
+        "search --source NAME --target NAME --layers 1 --dry-run",
+        "design --source NAME --params 100k",
+        "check DRAFT --target NAME --files-only --for transformers",
     ],
-    ids=lambda command: command[0],
 )
 def test_plans_and_checks_fetch_no_weights(served, cache, command, family_dirs, monkeypatch):
     monkeypatch.chdir(cache)
     workspace.write(workspace.Workspace(target="lab/sharded", source="lab/sharded", data="stdlib"))
     Path("prompts.jsonl").write_text('{"prompt": "def parse(line):"}\n' * 16)
-    typed = [str(family_dirs["llama"]) if word == "DRAFT" else word for word in command]
-    result = CliRunner().invoke(app, typed)
+    typed = command.replace("NAME", "lab/sharded").replace("DRAFT", str(family_dirs["llama"]))
+    result = CliRunner().invoke(app, typed.split())
     assert result.exit_code == 0, result.output
     assert files(served) == PLAIN
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import platform
-import re
 import shutil
 import struct
 import subprocess
@@ -270,10 +269,3 @@ def test_what_cannot_be_compiled_is_said(family_dirs, tmp_path, monkeypatch, cap
     monkeypatch.setenv("HOME", str(tmp_path))
     NativeLlama(model)
     assert "alone" in capsys.readouterr().err
-
-
-def test_no_activations_lie_where_malloc_puts_them():
-    """Loads across two cache lines made wide passes up to 1.7 times as long, in some processes and at some widths."""
-    assert re.findall(r"std::vector<.*", native_cpu.SOURCE.read_text()) == [
-        "std::vector<T, CacheLines<T>>;"
-    ]

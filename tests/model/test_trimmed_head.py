@@ -139,7 +139,7 @@ def test_numbers_of_ids(text, ids):
     assert parse_vocab(text) == ids
 
 
-@pytest.mark.parametrize("text", ["16m", "0", "-3", "1.5k", "k", ""])
+@pytest.mark.parametrize("text", ["16m", "0", ""])
 def test_what_is_no_number_of_ids(text):
     with raises_option("16k"):
         parse_vocab(text)

@@ -7,7 +7,7 @@ alpha the probability that each is accepted, c = T_draft(1) / T_target(1), beta 
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import yaml
@@ -41,6 +41,11 @@ class SteadyPoint(Point):
     """T(1, batch, context) right after some consecutive passes of the same model."""
 
     after: PositiveInt
+
+
+def exact(ms: float, n: int = 0) -> dict[str, Any]:
+    """Return the fields of a Latency without a spread. n is the number of measurements, 0 for a computed time."""
+    return {"median_ms": ms, "low_ms": ms, "high_ms": ms, "n": n}
 
 
 class Profile(FileModel):

@@ -1,6 +1,5 @@
 """Profile models, or shapes with random weights, and write one profile per model."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -15,7 +14,7 @@ from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Profile, active_params, write_profile
 from draftlab.latency.head_passes import HeadPasses
-from draftlab.latency.machine_state import device_name, steady_clock
+from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
 from draftlab.latency.profiler import Grid, LatencyCurves, measure
 from draftlab.latency.random_model import random_model
 from draftlab.model import Mode, checkpoint, eagle, eagle_llama, hub, llama, memory, parallel
@@ -166,11 +165,7 @@ def profile_models(
     remedy = "--dtype bfloat16, --device-map auto, or fewer --batch"
     memory.check_fits(needed_bytes(models, grid, running), running.device, remedy)
     decoders = _load(models, grid, running)
-    load_average, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load_average > cores:
-        note(
-            f"the machine is busy (load {load_average:.1f} on {cores} cores): latencies will be higher and vary more"
-        )
+    warn_if_busy(read_environment())
     clock = steady_clock(running.device)
     with heartbeat("passes"), progress("rounds", grid.repeats) as advance:
         curves = measure(

@@ -19,6 +19,7 @@ from draftlab.latency.cost_model import (
     Profile,
     SteadyPoint,
     active_params,
+    exact,
     pass_bytes,
     read_profile,
 )
@@ -132,11 +133,8 @@ def roofline_profile(
         issuing = host.pass_ms + host.layer_ms * shape.layers
         return max(issuing, _device_ms(shape, device, dtype, experts, width, batch, context, more))
 
-    def computed(width: int, ms: float) -> Latency:
-        return Latency(width=width, median_ms=ms, low_ms=ms, high_ms=ms, n=0)
-
     forward = [
-        Point(**computed(w, pass_ms(w, b, c)).model_dump(), batch=b, context=c)
+        Point(width=w, batch=b, context=c, **exact(pass_ms(w, b, c)))
         for w, b, c in itertools.product(widths, batches, contexts)
     ]
     return Profile(
@@ -151,13 +149,11 @@ def roofline_profile(
         threads=None,
         forward=forward,
         steady=[
-            SteadyPoint(
-                **computed(1, pass_ms(1, b, c, later)).model_dump(), batch=b, context=c, after=1
-            )
+            SteadyPoint(width=1, batch=b, context=c, after=1, **exact(pass_ms(1, b, c, later)))
             for b, c in itertools.product(batches, contexts)
         ],
-        prefill=[computed(c, pass_ms(c, 1, 0)) for c in contexts if c > 0],
-        host=[computed(w, device.modes[mode].step_ms) for w in widths],
+        prefill=[Latency(width=c, **exact(pass_ms(c, 1, 0))) for c in contexts if c > 0],
+        host=[Latency(width=w, **exact(device.modes[mode].step_ms)) for w in widths],
         bandwidth_gbs=device.bandwidth_gbs * device.count,
         matmul_tflops={dtype: device.tflops[dtype] * device.count},
         command="",

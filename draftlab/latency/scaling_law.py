@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from draftlab.errors import UserError
-from draftlab.latency.cost_model import BYTES, Profile, active_params, read_profile
+from draftlab.latency.cost_model import BYTES, Profile, active_params, exact, read_profile
 from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape, fewest_kv_heads, resolve
 from draftlab.results.score import Latency
@@ -139,8 +139,7 @@ class ScalingLaw:
         }
 
     def _predicted(self, measured: Latency, curve: FittedCurve, shape: Shape) -> dict[str, object]:
-        ms = curve.ms(shape, self.bytes_per_weight)
-        return measured.model_dump() | {"median_ms": ms, "low_ms": ms, "high_ms": ms, "n": 0}
+        return measured.model_dump() | exact(curve.ms(shape, self.bytes_per_weight))
 
 
 def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:

@@ -26,7 +26,7 @@ import numpy as np
 from draftlab import provenance
 from draftlab.console import heartbeat, progress
 from draftlab.errors import UserError
-from draftlab.latency.cost_model import Point, Profile, SteadyPoint, write_profile
+from draftlab.latency.cost_model import Point, Profile, SteadyPoint, exact, write_profile
 from draftlab.latency.machine_state import read_environment, warn_if_busy
 from draftlab.output import Output
 from draftlab.results.score import Latency
@@ -228,10 +228,7 @@ def _points(
 ) -> list[Point]:
     grid = itertools.product(range(1, k + 3), shares, (0, farthest))
     times = ((w, b, c, shares[b] * passes.ms(w, b, c)) for w, b, c in grid)
-    return [
-        Point(width=w, batch=b, context=c, median_ms=ms, low_ms=ms, high_ms=ms, n=0)
-        for w, b, c, ms in times
-    ]
+    return [Point(width=w, batch=b, context=c, **exact(ms)) for w, b, c, ms in times]
 
 
 def _profile(
@@ -243,7 +240,6 @@ def _profile(
     command: str,
 ) -> Profile:
     local = (model / "config.json").is_file()
-    nothing = {"median_ms": 0.0, "low_ms": 0.0, "high_ms": 0.0, "n": 0}
     return Profile(
         kind="served",
         name=model.name,
@@ -255,11 +251,8 @@ def _profile(
         threads=None,
         forward=forward,
         steady=[SteadyPoint(**p.model_dump(), after=1) for p in forward if p.width == 1],
-        prefill=[
-            Latency(width=n, median_ms=ms, low_ms=ms, high_ms=ms, n=repeats)
-            for n, ms in prefill.items()
-        ],
-        host=[Latency(width=w, **nothing) for w in (1, max(p.width for p in forward))],
+        prefill=[Latency(width=n, **exact(ms, repeats)) for n, ms in prefill.items()],
+        host=[Latency(width=w, **exact(0.0)) for w in (1, max(p.width for p in forward))],
         bandwidth_gbs=None,
         matmul_tflops={},
         command=command,

@@ -78,13 +78,10 @@ def workload_of_score(score: Score) -> Workload:
         UserError: Servers decoded, which do not report single tokens; or a parallel draft or an EAGLE-3 head drafted,
             whose tokens have another probability at each offset.
     """
-    if score.draft.eagle:
+    if score.draft.eagle or score.draft.parallel:
+        kind = "an EAGLE-3 head" if score.draft.eagle else "a parallel draft"
         raise UserError(
-            f"{score.name} is an EAGLE-3 head, of which a score does not tell by offset; use a replay"
-        )
-    if score.draft.parallel:
-        raise UserError(
-            f"{score.name} was drafted in parallel, which a score does not tell by offset; use a replay"
+            f"{score.name} is {kind}: its score has no acceptance by offset; use a replay"
         )
     if score.served:
         raise UserError(

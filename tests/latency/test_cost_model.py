@@ -126,19 +126,10 @@ def test_a_profile_survives_its_file(profile, tmp_path):
     assert read_profile(tmp_path) == profile
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"forward": []}, "at least 1 item"),
-        ({"speed": 3}, "speed: "),
-        ({"mode": "fast"}, "mode"),
-        ({"bandwidth_gbs": 0}, "bandwidth_gbs"),
-    ],
-)
-def test_what_is_wrong_with_a_profile_is_said(profile, tmp_path, change, complaint):
+def test_an_unknown_field_of_a_profile_is_refused(profile, tmp_path):
     file = tmp_path / "m.yaml"
-    file.write_text(yaml.safe_dump(profile.model_dump() | change))
-    with pytest.raises(UserError, match=complaint):
+    file.write_text(yaml.safe_dump(profile.model_dump() | {"speed": 3}))
+    with raises_option("speed"):
         read_profile(file)
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.acceptance.offset_logprobs import score_offsets
-from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.acceptance.token_logprobs import Text, score_tokens
 from draftlab.cli import app
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.parallel import ParallelDrafter
@@ -31,7 +31,7 @@ from draftlab.latency.cost_model import (
     write_profile,
 )
 from draftlab.latency.predict import best_k, predict, required_length, verdict
-from draftlab.latency.steps import expected_time, step_costs, steps
+from draftlab.latency.steps import TimeSplit, expected_time, step_costs, steps
 from draftlab.latency.workload import Workload, constant_workload, workload_of, workload_of_score
 from draftlab.model import llama
 from draftlab.model.eagle_llama import EagleLlama
@@ -126,6 +126,11 @@ def metered(meter: Meter, of: Law, noise: float, folder: Path) -> Metered:
     return found
 
 
+def texts_of_runs(runs: list[list[Step]]) -> list[Text]:
+    tokens = [np.array([t for step in run for t in step.tokens]) for run in runs]
+    return [(np.array(prompt), text) for prompt, text in zip(PROMPTS, tokens, strict=True)]
+
+
 @pytest.fixture
 def ran(tmp_path):
     """Every prompt decoded by the engine on a meter, by K: its steps; and the workload that a replay makes of it."""
@@ -143,15 +148,20 @@ def ran(tmp_path):
             list(speculative_decode(target, ModelDrafter(draft), [p], k, sampling, meter))
             for p in PROMPTS
         ]
-    texts = [
-        (np.array(p), np.array([t for s in run for t in s.tokens]))
-        for p, run in zip(PROMPTS, runs[0], strict=True)
-    ]
+    texts = texts_of_runs(runs[0])
     chances = [
         (one.ranks == 0).astype(float)[1:]
         for one in score_tokens(draft, texts, 307, SamplingParams())
     ]
     return runs, workload_of(chances, [len(p) for p in PROMPTS])
+
+
+def same_times(spent: TimeSplit, runs: list[list[Step]]) -> None:
+    """Compare the predicted times with the metered steps after each prefill."""
+    for i, (_, *decoded) in enumerate(runs):
+        for part in ("draft", "verify"):
+            seconds = sum(getattr(step, f"{part}_seconds") for step in decoded)
+            assert getattr(spent, part)[i] == pytest.approx(1e3 * seconds, rel=1e-9)
 
 
 def test_predicted_time_is_the_engines_on_a_metered_clock(ran):
@@ -163,16 +173,10 @@ def test_predicted_time_is_the_engines_on_a_metered_clock(ran):
     assert 5 < accepted < 100  # else nothing below is tried
     for k in (0, *KS):
         spent = expected_time(paid, work.prompt_tokens, steps(work, k))
+        same_times(spent, runs[k])
         for i, run in enumerate(runs[k]):
-            decode = run[1:]
             assert run[0].draft_seconds == pytest.approx(
                 DRAFT(len(PROMPTS[i]), 0, 0) / 1e3 if k else 0
-            )
-            assert spent.draft[i] == pytest.approx(
-                1e3 * sum(s.draft_seconds for s in decode), rel=1e-9
-            )
-            assert spent.verify[i] == pytest.approx(
-                1e3 * sum(s.verify_seconds for s in decode), rel=1e-9
             )
 
 
@@ -185,10 +189,7 @@ def test_predicted_time_of_a_parallel_draft_is_the_engines_on_a_metered_clock(tm
     )
     draft.pard_token, sampling, ks = 2, SamplingParams(max_tokens=NEW), (1, 3, 4)
     plain = [list(decode(target, [p], sampling, meter)) for p in PROMPTS]
-    texts = [
-        (np.array(p), np.array([t for s in run for t in s.tokens]))
-        for p, run in zip(PROMPTS, plain, strict=True)
-    ]
+    texts = texts_of_runs(plain)
     scored = score_offsets(
         llama.load(tmp_path / "draft", torch.float32), texts, 307, SamplingParams(), 4, 2
     )
@@ -203,13 +204,7 @@ def test_predicted_time_of_a_parallel_draft_is_the_engines_on_a_metered_clock(tm
             for p in PROMPTS
         ]
         assert sum(s.accepted for run in runs for s in run) > 5
-        for i, run in enumerate(runs):
-            assert spent.draft[i] == pytest.approx(
-                1e3 * sum(s.draft_seconds for s in run[1:]), rel=1e-9
-            )
-            assert spent.verify[i] == pytest.approx(
-                1e3 * sum(s.verify_seconds for s in run[1:]), rel=1e-9
-            )
+        same_times(spent, runs)
     assert predict(*pair(), work, ks).best.k in ks
 
 
@@ -232,10 +227,7 @@ def test_predicted_time_of_an_eagle_head_is_the_engines_on_a_metered_clock(tmp_p
         model.meter, model.law = meter, of
     sampling, ks = SamplingParams(max_tokens=NEW), (1, 3, 4)
     plain = [list(decode(target, [p], sampling, meter)) for p in PROMPTS]
-    texts = [
-        (np.array(p), np.array([t for s in run for t in s.tokens]))
-        for p, run in zip(PROMPTS, plain, strict=True)
-    ]
+    texts = texts_of_runs(plain)
     scored = score_chains(target, head, texts, 307, SamplingParams(), 4)
     work = workload_of([np.exp(one.logprobs)[1:] for one in scored], [len(p) for p in PROMPTS])
     work = dataclasses.replace(work, kind="eagle")
@@ -247,13 +239,7 @@ def test_predicted_time_of_an_eagle_head_is_the_engines_on_a_metered_clock(tmp_p
             for p in PROMPTS
         ]
         assert sum(s.accepted for run in runs for s in run) > 5
-        for i, run in enumerate(runs):
-            assert spent.draft[i] == pytest.approx(
-                1e3 * sum(s.draft_seconds for s in run[1:]), rel=1e-9
-            )
-            assert spent.verify[i] == pytest.approx(
-                1e3 * sum(s.verify_seconds for s in run[1:]), rel=1e-9
-            )
+        same_times(spent, runs)
     assumed = dataclasses.replace(constant_workload(0.5, tokens=50, prompt_tokens=9), kind="eagle")
     for row in predict(*pair(), assumed, ks).rows:
         assert row.tokens_per_pass.value == pytest.approx(expected_tokens(0.5, row.k), rel=0.05)

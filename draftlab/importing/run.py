@@ -48,7 +48,7 @@ class ImportSource:
 
 
 def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSource:
-    """Return what to import: of a path, or of a hub repository's .bin files or adapter, which are downloaded.
+    """Return the source at a path, or of a hub repository, whose .bin files or adapter are downloaded.
 
     dtype: None for the stored one. base: the checkpoint of an adapter, None for the one that it names.
 
@@ -68,7 +68,7 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
         directory = hub.locate(str(named))
     except UserError as error:
         raise UserError(
-            f"the base of {layout.path}: {error}; name another one with --base"
+            f"the base of {layout.path}: {error}; name another base with --base"
         ) from None
     return ImportSource(
         layout=layout, dtype=dtype or checkpoint.Weights(directory).dtype, base=directory

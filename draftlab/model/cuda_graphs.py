@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftlab.model.attention import AttentionMetadata
-from draftlab.model.decoder import Drafted, Sampler, Tree, draft_chain
+from draftlab.model.decoder import Drafted, Sampler, Tree, draft_chain, end_of_pass
 from draftlab.model.devices import staged
 from draftlab.model.llama import Cache, LayerStates, Llama
 
@@ -145,8 +145,8 @@ class CudaGraphLlama(Llama):
     ) -> Drafted:
         """Draft K tokens after the cached tokens, see draft_chain; all choices and passes are one graph.
 
-        choose: hashable; equal ones share a graph. It must not synchronise with the device. state: of an EAGLE-3 head,
-        of each text's last place, [B, 1, D].
+        choose: hashable; equal samplers share a graph. It must not synchronise with the device. state: The state of an
+        EAGLE-3 head at the last position of each text, [B, 1, D].
         """
         rows, count = uniform.shape
         end = _end(cache, count - 1)
@@ -238,11 +238,8 @@ class CudaGraphLlama(Llama):
 
 
 def _end(cache: Cache, width: int) -> int:
-    """Return S of a graph for width tokens. Raises ValueError: they do not fit the cache."""
-    end = max(cache.used) + width
-    if end > cache.capacity:
-        raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
-    return min(cache.capacity, -(-end // BUCKET) * BUCKET)
+    """Return S of a graph for width tokens. Raises ValueError: the tokens do not fit the cache."""
+    return min(cache.capacity, -(-end_of_pass(cache, width) // BUCKET) * BUCKET)
 
 
 def capture(
@@ -250,7 +247,7 @@ def capture(
 ) -> Callable[[], Result]:
     """Capture run as a CUDA graph of a device; return a function that replays it on the same tensors.
 
-    pool: memory that graphs share; for those whose results are not in what they allocate.
+    pool: Memory that graphs share, for graphs whose results lie in other memory.
     """
     with torch.cuda.device(device):  # streams and graphs are made on the current one
         side = _capture_stream(device)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftlab.errors import UserError
 from draftlab.model.devices import staged
 from draftlab.model.shape import Shape
 
@@ -97,6 +98,11 @@ class Decoder(Protocol):
         """Return whether a pass of a new size is recorded first, so that few sizes are better than small sizes."""
         return False
 
+    def check_fits(self, capacity: int) -> None:
+        """Raises UserError: capacity exceeds the model's context."""
+        if capacity > self.context:
+            raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
+
     def new_cache(self, rows: int, capacity: int) -> Any:
         """Return an empty KVCache for rows of at most capacity tokens."""
         ...
@@ -127,6 +133,14 @@ class Decoder(Protocol):
     def without_rollback(self) -> "Decoder":
         """Return a decoder for text without drafts, whose cache only grows."""
         return self
+
+
+def end_of_pass(cache: Any, width: int) -> int:
+    """Return the length of the longest row after a pass of width tokens. Raises ValueError: the cache is shorter."""
+    end = max(cache.used) + width
+    if end > cache.capacity:
+        raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
+    return end
 
 
 def draft_chain(

@@ -138,7 +138,7 @@ def presets(folder: Path) -> dict[str, Shape]:
 
 
 def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
-    """Return what to call a shape file, a shape that comes with draftlab or a checkpoint, and its shape or directory.
+    """Return the name of a shape file, a preset or a checkpoint, and its shape or directory.
 
     Raises:
         UserError: there is none of that name; with weights, a checkpoint without weights.

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.decoder import Decoder, Tree
+from draftlab.model.decoder import Decoder, Tree, end_of_pass
 from draftlab.model.hf_files import quantization_method
 from draftlab.model.llama import LayerStates
 
@@ -43,7 +43,7 @@ def without_gradients(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @dataclass
 class HFCache:
-    """transformers' cache, and what each slot holds.
+    """transformers' cache, and the position of the token in each slot.
 
     position: of the slot's token in its row's text, [B, S], or -1: no token reads the slot. used: valid positions of
     each row. layer_states: The states of the layers that a drafter reads, if set.
@@ -174,8 +174,7 @@ class HFDecoder(Decoder):
 
     def new_cache(self, rows: int, capacity: int) -> HFCache:
         """Return an empty cache. Raises UserError: capacity exceeds the context, or the model has no such cache."""
-        if capacity > self.context:
-            raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
+        self.check_fits(capacity)
         past = DynamicCache(config=self.model.config)
         try:
             past.get_seq_length()
@@ -217,10 +216,7 @@ class HFDecoder(Decoder):
                 cache that transformers cannot roll back.
             ValueError: the tokens do not fit the cache.
         """
-        if max(cache.used) + ids.shape[1] > cache.capacity:
-            raise ValueError(
-                f"{max(cache.used) + ids.shape[1]} tokens do not fit a cache of {cache.capacity}"
-            )
+        end_of_pass(cache, ids.shape[1])
         try:
             cache.drop_unread()
         except RuntimeError as error:

@@ -222,7 +222,7 @@ def eos_ids(directory: Path) -> set[int]:
 
 
 def check_has_tokenizer(directory: Path) -> None:
-    """Raises UserError: no file of it is there, where transformers would make up an empty tokenizer."""
+    """Raises UserError: the directory has no tokenizer; transformers would make up an empty one."""
     if not any((directory / name).is_file() for name in VOCABULARY_FILES):
         raise UserError(f"{directory} has no tokenizer: no {', '.join(VOCABULARY_FILES)}")
 

@@ -100,7 +100,7 @@ def _is_hub_name(name: str) -> bool:
 
 
 def import_source(name: str) -> Layout:
-    """Return what to import: of the given path, or of a hub repository's .bin files or adapter, downloaded.
+    """Return the layout at a path, or that of a hub repository, whose .bin files or adapter are downloaded.
 
     Raises:
         UserError: there is no such path or nothing to import, or the repository cannot be downloaded.
@@ -155,7 +155,7 @@ def check_data(mixture: str) -> str:
 
 
 def check_local_data(mixture: str) -> list[str]:
-    """Return the parts of a mixture that are on the hub. Raises UserError: another one cannot be read here."""
+    """Return the parts of a mixture that are on the hub. Raises UserError: a local part cannot be read."""
     names = source_names(mixture)
     for name in names:
         if name not in (*BUILT_IN_TEXT, "") and not name.startswith("hf:"):
@@ -214,7 +214,7 @@ def _from_hub(name: str, weights: bool) -> Path:
         return directory
     index = directory / INDEX
     files = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE]
-    directory = _fetch(repo, revision, files, told=True)
+    directory = _fetch(repo, revision, files, announced=True)
     if not all((directory / file).is_file() for file in files):
         raise UserError(f"{name} has no {files[0]}; {IMPORTED}")
     return directory
@@ -226,11 +226,11 @@ def _fetch(
     patterns: list[str],
     ignored: list[str] | None = None,
     *,
-    told: bool = False,
+    announced: bool = False,
 ) -> Path:
     """Return the local directory of a hub repository, with the files of these patterns.
 
-    told: The size of a download and its place are printed, and a terminal shows its progress.
+    announced: Print the size of a download and its directory, and show its progress on a terminal.
 
     Raises:
         UserError: they are neither in the hub's cache nor can be downloaded.
@@ -239,7 +239,7 @@ def _fetch(
     from tqdm.auto import tqdm
 
     name, offline = f"{repo}@{revision}" if revision else repo, offline_reason()
-    found = functools.partial(
+    download = functools.partial(
         snapshot_download,
         repo,
         revision=revision or None,
@@ -249,8 +249,8 @@ def _fetch(
     )
     try:
         missing = (
-            [file for file in found(dry_run=True) if file.will_download]
-            if told and not offline
+            [file for file in download(dry_run=True) if file.will_download]
+            if announced and not offline
             else []
         )
         if missing:
@@ -259,7 +259,7 @@ def _fetch(
                 f"downloading {name}, {size:,.2f} GB, to {constants.HF_HUB_CACHE}; "
                 "draftlab init --target names another model"
             )
-        directory = found(tqdm_class=tqdm if missing and sys.stderr.isatty() else None)
+        directory = download(tqdm_class=tqdm if missing and sys.stderr.isatty() else None)
         return Path(directory)
     except errors.GatedRepoError:
         reason = f"access must be requested at {constants.ENDPOINT}/{repo}; then run hf auth login"

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from draftlab.errors import OtherArchitecture, UserError
+from draftlab.errors import OtherArchitecture
 from draftlab.model import checkpoint
 from draftlab.model.attention import NARROW, AttentionMetadata, attend, pinned_backends
-from draftlab.model.decoder import Decoder, Tree
+from draftlab.model.decoder import Decoder, Tree, end_of_pass
 from draftlab.model.devices import staged
 from draftlab.model.hf_files import read_head_ids
 from draftlab.model.shape import Shape
@@ -84,7 +84,7 @@ class Cache:
 class Block:
     """Weights of one layer; q, k, v are stacked for a single product, as are gate and up.
 
-    attention_norm, mlp_norm: of what attention and MLP add, in the place of input_norm and post_norm (OLMo 2).
+    attention_norm, mlp_norm: norms of the outputs of attention and MLP; they replace input_norm and post_norm (OLMo 2).
     """
 
     input_norm: Tensor | None  # [D]
@@ -174,11 +174,6 @@ class Llama(Decoder):
         rows, capacity = cache.keys.shape[1], cache.capacity
         return LayerStates(ids, self.embed.new_zeros(rows, capacity, len(ids) * self.shape.hidden))
 
-    def check_fits(self, capacity: int) -> None:
-        """Raises UserError: capacity exceeds the model's context."""
-        if capacity > self.context:
-            raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
-
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Append ids [B, T] to the cache; return logits [B, T, V], or those of the last tokens, [B, last, V].
@@ -186,13 +181,10 @@ class Llama(Decoder):
         tree: structure of the T tokens; by default each follows the one before.
 
         Raises:
-            ValueError: they do not fit the cache.
+            ValueError: the tokens do not fit the cache.
         """
         width = ids.shape[1]
-        if max(cache.used) + width > cache.capacity:
-            raise ValueError(
-                f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}"
-            )
+        end_of_pass(cache, width)
         metadata = self._metadata(cache, width, tree)
         logits = self.decode(
             ids, cache.keys, cache.values, metadata, last, cache.hidden_states, cache.layer_states

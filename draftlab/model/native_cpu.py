@@ -27,7 +27,7 @@ from draftlab.atomic import replacing, write_atomic
 from draftlab.console import note
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint
-from draftlab.model.decoder import Tree
+from draftlab.model.decoder import Tree, end_of_pass
 from draftlab.model.llama import Block, Cache, Llama
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -136,10 +136,7 @@ class NativeLlama(Llama):
     ) -> Tensor:
         """Run a compiled pass. states: The states of an EAGLE-3 head, float32 [B, T, D]; its output overwrites them."""
         rows, width = ids.shape
-        if max(cache.used) + width > cache.capacity:
-            raise ValueError(
-                f"{max(cache.used) + width} tokens do not fit a cache of {cache.capacity}"
-            )
+        end_of_pass(cache, width)
         logits = torch.empty(rows, last or width, len(self.head))
         ids, used = ids.contiguous(), (c_int64 * rows)(*cache.used)
         if tree is not None:
@@ -290,7 +287,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
-    """Return the library in file, compiled if it is missing, not the user's own, or not what was compiled."""
+    """Return the library in file; compile it if it is missing, changed, or owned by another user."""
     digest = file.with_suffix(".sha256")
     with FileLock(file.with_suffix(".lock")):
         known = file.exists() and digest.exists() and _is_own(file) and _is_own(digest)

@@ -33,7 +33,7 @@ class Packed:
 
     ids: Tensor  # [B, L]
     positions: Tensor  # [B, L]
-    mask: Tensor  # [B, L, L] bool, what each token attends to
+    mask: Tensor  # [B, L, L] bool, the tokens that each token attends to
     predicting: Tensor  # [N] places in B x L whose logits predict
     predicted: Tensor  # [N] places in B x T, each one before the token that is predicted
     offset: Tensor  # [N] from 1 on

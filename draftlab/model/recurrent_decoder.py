@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from draftlab.errors import UserError
-from draftlab.model.decoder import Decoder, Tree
+from draftlab.model.decoder import Decoder, Tree, end_of_pass
 from draftlab.model.hf_decoder import RECURRENT, TRIAL, TRIAL_ERROR, HFDecoder, without_gradients
 from draftlab.model.llama import LayerStates
 
@@ -78,8 +78,7 @@ class RecurrentDecoder(HFDecoder):
 
     def new_cache(self, rows: int, capacity: int) -> Any:
         """Return an empty cache. Raises UserError: capacity exceeds the context."""
-        if capacity > self.context:
-            raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
+        self.check_fits(capacity)
         return RecurrentCache([self._new_row() for _ in range(rows)], capacity, [0] * rows)
 
     @without_gradients
@@ -94,10 +93,7 @@ class RecurrentDecoder(HFDecoder):
             raise UserError(
                 f"{type(self.model).__name__} has recurrent layers, which verify chains and no token trees"
             )
-        if max(cache.used) + ids.shape[1] > cache.capacity:
-            raise ValueError(
-                f"{max(cache.used) + ids.shape[1]} tokens do not fit a cache of {cache.capacity}"
-            )
+        end_of_pass(cache, ids.shape[1])
         logits = []
         for number, (row, used) in enumerate(zip(cache.states, cache.used, strict=True)):
             self._roll_back(row, used)

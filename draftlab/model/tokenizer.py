@@ -17,7 +17,7 @@ FILE = "tokenizer.json"
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """Raises UserError: there is none, or it cannot be read."""
+    """Load a tokenizer. Raises UserError: the directory has none, or it cannot be read."""
     from transformers import AutoTokenizer
 
     from draftlab.model.sentencepiece import as_sentencepiece
@@ -89,7 +89,7 @@ def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: 
 
 
 def different_tokenizers(draft: Path, target: Path, difference: str) -> str:
-    """Return what to say of two models whose tokens differ. difference: Same as in first_difference."""
+    """Return an error message about two models whose tokens differ. difference: See first_difference."""
     return (
         f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: {difference}; "
         "speculation needs the same vocabulary, which mergekit-tokensurgeon gives a draft"

@@ -135,30 +135,26 @@ def test_a_head_over_all_ids_needs_no_d2t(target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"target_hidden_size": 48}, "another target: hidden size 48, and llama has 64"),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]},
-            "reads the layers 1, 2, 6, and llama has 5",
-        ),
-        ({"draft_vocab_size": 41}, "d2t is (40,), but (41,)"),
-        ({"intermediate_size": 44}, "is (64, 88), but (64, 44)"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers 2, which draftlab does not compute"),
+        ({"target_hidden_size": 48}, "hidden size 48"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "1, 2, 6"),
+        ({"draft_vocab_size": 41}, "d2t"),
+        ({"intermediate_size": 44}, "(64, 44)"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
         ({"fc_norm": True}, "fc_norm.0"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc"),
         ({"layer_types": ["sliding_attention"]}, "sliding_window"),
         ({"model_type": "qwen3"}, "k_norm"),
         ({"model_type": "gemma3"}, "gemma3"),
-        ({"draft_vocab_size": None}, "no EAGLE-3 head"),
-        ({"hidden_size": 48}, "has hidden size 48 and no embed_tokens"),
+        ({"draft_vocab_size": None}, "draft_vocab_size"),
+        ({"hidden_size": 48}, "embed_tokens"),
     ],
 )
-def test_heads_that_do_not_fit_are_refused_by_their_configuration(folder, target, fields, message):
+def test_heads_that_do_not_fit_are_refused_by_their_configuration(folder, target, fields, named):
     altered(folder, **fields)
-    with pytest.raises(UserError) as error:
+    with raises_option(named) as error:
         eagle.check(folder, target)
-    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -114,7 +114,7 @@ def against_plain(speedup: Any) -> str:
     _, low, high = bounds(speedup)
     if low > 1:
         return "faster than no draft"
-    return "slower than no draft" if high < 1 else "not told apart from no draft"
+    return "slower than no draft" if high < 1 else "no clear difference from no draft"
 
 
 def millions(value: Value, digits: int = 0) -> str:

@@ -83,23 +83,23 @@ class Tables:
         greedy = self.results[record or "smollm2"]["greedy"]
         lookup = greedy["prompt-lookup"]
         best, row = ordered(greedy, request_gain)[0]
-        text = f"{label(best)} gains most in a whole request with {request(row)}"
+        text = f"{label(best)} gains most in a whole request: {request(row)}"
         rivals: dict[str, list[str]] = {}
         for name in sorted(name for name in greedy if name.startswith("fallback:")):
             rivals.setdefault(relation(lookup, greedy[name]), []).append(
-                f"{label(name)} with {request(greedy[name])}"
+                f"{label(name)} ({request(greedy[name])})"
             )
         compared = [f"{words} {' and '.join(names)}" for words, names in rivals.items()]
         if row is not lookup:
             compared = [f"{relation(lookup, row)} it", *compared]
-            text += f". Prompt lookup alone with {request(lookup)} {', and '.join(compared)}"
+            text += f". Prompt lookup alone ({request(lookup)}) {', and '.join(compared)}"
         if "tpot_speedup" not in lookup:
             return f"The record has no intervals of whole requests. By the estimates alone, {text}."
         verdicts: dict[str, list[str]] = {}
         for name, each in ordered(greedy, request_gain):
             verdicts.setdefault(against_plain(each["speedup"]), []).append(label(name))
-        told = [f"{words}: {', '.join(names)}" for words, names in verdicts.items()]
-        return f"By the intervals of whole requests, {'; '.join(told)}. By the estimates, {text}."
+        told = [f"{words.capitalize()}: {', '.join(names)}." for words, names in verdicts.items()]
+        return f"Whole requests by their intervals. {' '.join(told)} By the estimates, {text}."
 
     def smollm2_precision(self, record: str = "") -> str:
         """Return the weights of both sides."""
@@ -114,7 +114,7 @@ class Tables:
                 f"{rate:.0f} tokens/s in {name}"
                 for name, rate in row["plain_tokens_per_second_by_weights"].items()
             ]
-            return f"Without a draft the target makes {', '.join(rates)}, and speed-ups are over the fastest."
+            return f"Without a draft the target makes {' and '.join(rates)}. Speed-ups are over the faster."
         passes = self.results["passes"]["milliseconds"]
         share = fixed(passes["native_int8"]["1"] / passes["native"]["1"])
         text = (
@@ -214,7 +214,7 @@ class Tables:
         leads = []
         for lead in peers["over_best_peer"]:
             _, low, high = bounds(lead["over"])
-            unclear = ", not told apart" if low <= 1 <= high else ""
+            unclear = ", no clear difference" if low <= 1 <= high else ""
             leads.append(
                 f"{interval(lead['over'])} ({WAYS[lead['way']]}, {lead['bits']} bits, {lead['peer']}{unclear})"
             )
@@ -472,7 +472,7 @@ def measure(row: dict[str, Any]) -> str:
 def relation(row: dict[str, Any], other: dict[str, Any]) -> str:
     """Return how the gain of a whole request compares with another drafter's."""
     if "tpot_speedup" in row and not separates(row["speedup"], other["speedup"]):
-        return "is not told apart from"
+        return "does not differ clearly from"
     return "gains more than" if request_gain(row) > request_gain(other) else "gains less than"
 
 

@@ -248,7 +248,7 @@ def test_words_follow_from_intervals():
     assert not separates([1.0, 0.9, 1.2], [1.3, 1.2, 1.4])
     assert [
         against_plain(each) for each in ([1.2, 1.1, 1.3], [0.8, 0.7, 0.9], [1.2, 1.0, 1.3])
-    ] == ["faster than no draft", "slower than no draft", "not told apart from no draft"]
+    ] == ["faster than no draft", "slower than no draft", "no clear difference from no draft"]
 
 
 def test_requests_are_compared_by_their_intervals_where_a_record_has_them():
@@ -267,7 +267,7 @@ def test_requests_are_compared_by_their_intervals_where_a_record_has_them():
         "gains more than",
         "gains less than",
     )
-    assert tables.relation(new, near) == "is not told apart from"
+    assert tables.relation(new, near) == "does not differ clearly from"
     assert ("1.50", "old.plain_request_ms / old.request_ms") in printed
 
 
@@ -311,4 +311,4 @@ def test_peers_are_ordered_by_whole_requests_and_a_lead_that_is_unclear_is_calle
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| draftlab, int8", "| vllm, int8"]
     assert "| 9.0 (8.0 to 10.0) |" in lines[2]
     assert "50 %" in lines[2]
-    assert "not told apart" in made.peers_reading()
+    assert "no clear difference" in made.peers_reading()

@@ -252,6 +252,15 @@ class Server:
             greedy=all(actual > top[0] - 1e-3 for actual, top in chosen),
         )
 
+    def check_logprobs(self, scored: PromptLogprobs) -> None:
+        """Raises UserError: a log-probability is above 0."""
+        worst = max(max(row, default=0.0) for row in (scored.logprobs, *scored.top_logprobs))
+        if worst > ROUNDING:
+            raise UserError(
+                f"{self.http.url} returns {worst:g} as a log-probability, perhaps a logit; "
+                "start vLLM with --logprobs-mode raw_logprobs"
+            )
+
     def tokenize(self, text: str) -> list[int] | None:
         """Return the server's ids of a text without special tokens; None if it has no such page."""
         body = self.adapter.tokenize_request(text) | {"model": self.model}
@@ -281,6 +290,9 @@ class Server:
         with self._reading(self.adapter.path):
             written = self.adapter.completion(prompt, answer, k)
             _check_count(written.ids, sampling.max_tokens)
+            if written.finish_reason == "length" and len(written.ids) < sampling.max_tokens:
+                count = f"{len(written.ids)} tokens instead of {sampling.max_tokens}"
+                raise ValueError(f"{count}, and the finish reason is length")
             return written
 
     def _prompt_logprobs(self, ids: list[int], k: int) -> PromptLogprobs:
@@ -289,14 +301,7 @@ class Server:
             scored = self.adapter.prompt_logprobs(ids, answer, k)
             if len(scored.logprobs) != len(ids) - 1:
                 raise ValueError(f"{len(scored.logprobs)} values for {len(ids) - 1} tokens")
-        if any(
-            max(values, default=0.0) > ROUNDING
-            for values in (scored.logprobs, *scored.top_logprobs)
-        ):
-            raise UserError(
-                f"{self.http.url} returns logits instead of log-probabilities; "
-                "start vLLM with --logprobs-mode raw_logprobs"
-            )
+        self.check_logprobs(scored)
         return scored
 
     def _post(self, body: dict[str, Any]) -> Answer:

@@ -245,6 +245,11 @@ class ServedTarget:
         written = self.server.generate(
             [p.ids for p in prompts], replace(sampling, seed=seed, stop_token_ids=()), k=k
         )
+        for completion in written:
+            for ids in (completion.ids, *completion.top_ids):
+                check_ids(np.array(ids, np.int64), self.vocab)
+            if not self.probe.logprobs_mode.endswith("logits"):
+                self.server.check_logprobs(completion)
         categories, greedy = [prompt.category for prompt in prompts], sampling.temperature == 0
         with self._consistent():
             return outputs_of(written, numbers, k, categories=categories, greedy=greedy)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from errors import raises_option
 from loopback_servers import running
 
 from draftlab.errors import UserError
+from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
-from draftlab.servers.client import HttpClient, Server, spec_decode_counters
+from draftlab.servers.client import HttpClient, Probe, Server, spec_decode_counters
+from draftlab.target_outputs.targets import ServedTarget
 
 Raw = Callable[[BaseHTTPRequestHandler], None]
 FROM_A_TEXT = r"/(v1/completions|tokenize)"  # addresses that the message names
@@ -146,6 +149,7 @@ WRITTEN = {
     "shorter lists": choice(tops=[{"token_id:5": -0.5}, {"token_id:6": -0.25}]),
     "a list of no ids": choice(tops=[{"a": -0.5, "b": -1}] * 2),
     "another end": choice(reason="tired"),
+    "an early end called length": choice((5,), (-0.5,), [{"token_id:5": -0.5, "token_id:6": -1.0}]),
     "no choice": None,
 }
 
@@ -165,6 +169,33 @@ def test_what_was_written_is_checked_when_it_comes(what):
         with pytest.raises(UserError, match=FROM_A_TEXT) as caught:
             server.generate([[1, 2]], GREEDY, k=2)
     assert str(caught.value).isprintable()
+
+
+IMPOSSIBLE = {
+    "an id beyond the vocabulary": choice((5, 9), (-0.5, -3.5)),
+    "a listed id beyond the vocabulary": choice(
+        tops=[{"token_id:5": -0.5, "token_id:9": -1.0}, {"token_id:6": -0.25, "token_id:7": -3.0}]
+    ),
+    "a log-probability above 0": choice(
+        values=(0.5, -0.25),
+        tops=[{"token_id:5": 0.5, "token_id:6": -1.0}, {"token_id:6": -0.25, "token_id:7": -3.0}],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [None, *IMPOSSIBLE])
+def test_a_target_on_a_server_gives_tokens_of_its_vocabulary_with_log_probabilities(what):
+    answer = IMPOSSIBLE[what] if what else choice()
+    with running(serving({"choices": [answer]})) as url:
+        probe = Probe(logprobs_mode="raw_logprobs", greedy=True)
+        target = ServedTarget(Server.connect(url), Path(), 9, probe)
+        prompt = Prompt([1, 2])
+        if what is None:
+            (output,) = target.generate([prompt], [0], GREEDY, 2)
+            assert output.ids.tolist() == [5, 6]
+        else:
+            with pytest.raises(UserError):
+                target.generate([prompt], [0], GREEDY, 2)
 
 
 @pytest.mark.parametrize("ids", [[-1], [1.5], "12", [1] * 3, None])

@@ -42,6 +42,7 @@ from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, ServerKind, ServerT
 from draftlab.servers.processes import running
 from draftlab.training.vocabulary import resize
 
+SHORT = "--num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1"  # a small score
 GGUF_FAMILIES = [
     "llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3", "olmo2", "granite",
 ]  # fmt: skip
@@ -389,20 +390,8 @@ def test_the_script_for_transformers_decodes_as_the_target_alone(
 
 
 def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
-    arguments = [
-        "--num-prompts",
-        "2",
-        "--prompt-tokens",
-        "8",
-        "--max-new-tokens",
-        "6",
-        "--repeats",
-        "1",
-    ]
-    assert (
-        CliRunner().invoke(app, ["score", "--draft", "draft", "--k", "1,2", *arguments]).exit_code
-        == 0
-    )
+    words = f"score --draft draft --k 1,2 {SHORT}"
+    assert CliRunner().invoke(app, words.split()).exit_code == 0
     export("--to", "vllm", "--out", "out")
     text = Path("out/README.md").read_text()
     score = read_score(next(Path("runs").rglob("score.json")))
@@ -417,7 +406,7 @@ def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
 
 
 def test_scores_from_elsewhere_choose_k_and_fill_the_card(space):
-    words = "score --draft draft --k 1 --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1 --out elsewhere"
+    words = f"score --draft draft --k 1 {SHORT} --out elsewhere"
     assert CliRunner().invoke(app, words.split()).exit_code == 0
     export("--to", "vllm", "--out", "without")
     assert "tokens per target pass" not in " ".join(Path("without/README.md").read_text().split())
@@ -460,22 +449,6 @@ def test_a_card_has_every_command_back_to_the_cut(space):
     assert [line for line in made.splitlines() if line.startswith("draftlab")] == [
         "draftlab prune --out cut", "draftlab distill --out made"
     ]  # fmt: skip
-
-
-def test_a_card_names_source_target_and_text_that_the_workspace_named(space):
-    shutil.copytree("draft", "made")
-    settings: dict[str, object] = {
-        "draft": "cut",
-        "target": "a target",
-        "data": "stdlib",
-        "steps": 60,
-        "outputs": None,
-    }
-    typed = "draftlab distill --data stdlib --steps 60"
-    provenance.write_record(Path("made"), "distill", settings, [], 0.0, command_line=typed)
-    assert CliRunner().invoke(app, ["export", "made", "--out", "out"]).exit_code == 0
-    made = Path("out/README.md").read_text().partition("## How it was made")[2]
-    assert "--data" in made
 
 
 def test_a_gguf_file_is_the_same_bytes_each_time(space):
@@ -732,28 +705,8 @@ def test_a_program_that_is_no_server_is_refused(tmp_path):
 
 
 def test_a_rounded_draft_is_a_row_of_its_own_in_a_score(space):
-    arguments = [
-        "--num-prompts",
-        "2",
-        "--prompt-tokens",
-        "8",
-        "--max-new-tokens",
-        "6",
-        "--repeats",
-        "1",
-    ]
-    drafts = [
-        "--draft",
-        "draft",
-        "--draft",
-        "draft@q4_0",
-        "--k",
-        "1",
-        *arguments,
-        "--out",
-        "scored",
-    ]
-    result = CliRunner().invoke(app, ["score", *drafts])
+    words = f"score --draft draft --draft draft@q4_0 --k 1 {SHORT} --out scored"
+    result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 0, (result.output, result.exception)
     plain, rounded = (read_score(Path("scored") / name) for name in ("draft", "draft@q4_0"))
     assert (plain.draft.name, rounded.draft.name) == ("draft", "draft@q4_0")
@@ -809,31 +762,10 @@ def test_a_real_vllm_accepts_what_is_accepted_here(space, family_dirs, sampling)
     if program is None:
         pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
     runner = CliRunner()
-    prune = [
-        "prune",
-        "--source",
-        "tiny",
-        "--layers",
-        "8",
-        "--data",
-        "stdlib",
-        "--calibration-tokens",
-        "4096",
-    ]
-    assert runner.invoke(app, [*prune, "--out", "cut"]).exit_code == 0
-    export = [
-        "export",
-        "cut",
-        "--to",
-        "vllm",
-        "--target",
-        "tiny",
-        "--data",
-        "stdlib",
-        "--verify-with",
-        program,
-    ]
-    result = runner.invoke(app, [*export, *sampling, "--out", "out"])
+    prune = "prune --source tiny --layers 8 --data stdlib --calibration-tokens 4096 --out cut"
+    assert runner.invoke(app, prune.split()).exit_code == 0
+    words = "export cut --to vllm --target tiny --data stdlib --out out"
+    result = runner.invoke(app, [*words.split(), "--verify-with", program, *sampling])
     assert result.exit_code == 0, result.output
     assert "draftlab" in result.stdout
 

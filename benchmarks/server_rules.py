@@ -20,8 +20,7 @@ from benchmarks import environment
 from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.exporting import gguf, verify
-from draftlab.exporting.artifact import open_artifact
-from draftlab.exporting.form import Form
+from draftlab.exporting.artifact import Form, open_artifact
 from draftlab.exporting.verify import TargetTexts
 from draftlab.model import checkpoint, hub, modes
 from draftlab.prompts import load_prompts

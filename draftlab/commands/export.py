@@ -119,8 +119,7 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     check_program(config.verify_with)
     draft, target = _located(config, weights=config.verify_with is not None)
     from draftlab.exporting import run
-    from draftlab.exporting.artifact import open_artifact
-    from draftlab.exporting.form import Form
+    from draftlab.exporting.artifact import Form, open_artifact
     from draftlab.exporting.run import ChosenK, Verifier, choose_k
     from draftlab.latency.k_schedule import read_schedule
     from draftlab.model import checkpoint

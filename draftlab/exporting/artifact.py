@@ -4,9 +4,9 @@ R texts, n tokens of a text, K drafted.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -17,7 +17,6 @@ from draftlab.config.base import MAX_K
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer, hf, trials
-from draftlab.exporting.form import Form
 from draftlab.model import checkpoint, dflash, eagle, hub, llama, modes, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import HeadShape
@@ -37,6 +36,30 @@ SPACES = (
     "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}",
     "\N{LOWER ONE EIGHTH BLOCK}",
 )  # marks of a space at the start of a token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """The server that an export is for, its layout and the type of its weights.
+
+    to: hf, gguf, speculators or the name of a server. server: None for hf. outtype: type of a GGUF file's matrices,
+    None for a Hugging Face directory. dtype: of a directory's weights, None as stored. heterogeneous: the draft keeps
+    its own vocabulary.
+    """
+
+    to: str
+    server: ServerKind | None = None
+    outtype: str | None = None
+    dtype: torch.dtype | None = None
+    heterogeneous: bool = False
+
+    @property
+    def layout(self) -> Literal["native", "speculators"]:
+        return "speculators" if self.to == "speculators" else "native"
+
+    @property
+    def has_script(self) -> bool:
+        return self.to not in ("hf", "gguf")
 
 
 class Exportable(Artifact, Protocol):

@@ -105,23 +105,18 @@ def _score_lines(score: Score) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """The records of a draft. commands: Commands that made it, in order. heldout: acceptance before and after."""
+def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:
+    """Return the commands that made a draft, in order, and its acceptance on held-out text before and after.
 
-    commands: Sequence[str] = ()
-    heldout: tuple[float, float] | None = None
-
-
-def history(draft: Path) -> History:
-    """Return the facts in the records of a draft and of its parents; records of other versions have none."""
+    Records of other versions of draftlab have none.
+    """
     try:
-        return History(commands=_commands(draft), heldout=_heldout(draft))
+        return _commands(draft), _heldout(draft)
     except UserError:
         note(
             f"the records of what made {draft} are of another version of draftlab: the card leaves them out"
         )
-        return History()
+        return [], None
 
 
 def _commands(draft: Path) -> list[str]:

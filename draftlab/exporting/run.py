@@ -11,9 +11,8 @@ from draftlab import provenance, turns
 from draftlab.console import note
 from draftlab.engine.batch_generate import turn_answers
 from draftlab.exporting import gguf, verify
-from draftlab.exporting.artifact import Exportable
+from draftlab.exporting.artifact import Exportable, Form
 from draftlab.exporting.card import Card, history
-from draftlab.exporting.form import Form
 from draftlab.latency.k_schedule import Ranges
 from draftlab.model import checkpoint, modes
 from draftlab.model.decoder import Decoder
@@ -118,14 +117,14 @@ def export(
                 f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {output.out / script[0]}"
             )
         changes = f" Changed in this export: {', '.join(changed)}." if changed else ""
-        made = history(draft)
+        commands, heldout = history(draft)
         card = Card(
             name=draft.name,
             target=target,
             kind=artifact.kind,
             summary=artifact.summary(directory, form) + changes,
-            commands=made.commands,
-            heldout=made.heldout,
+            commands=commands,
+            heldout=heldout,
             scores=scores,
             script=script,
             verified=verified.line() if verified else "",

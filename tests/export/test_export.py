@@ -31,8 +31,7 @@ from draftlab.engine.generate import ModelDrafter, output_tokens, speculative_de
 from draftlab.engine.rejection_rules import rule_named
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer, hf, run, verify
-from draftlab.exporting.artifact import DraftModel, open_artifact
-from draftlab.exporting.form import Form
+from draftlab.exporting.artifact import DraftModel, Form, open_artifact
 from draftlab.model import checkpoint, llama
 from draftlab.model.sentencepiece import PROBES
 from draftlab.registry import SERVERS

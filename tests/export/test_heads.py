@@ -22,8 +22,7 @@ from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import speculative_decode
 from draftlab.engine.rejection_rules import rule_named
 from draftlab.exporting import verify
-from draftlab.exporting.artifact import check_files, open_artifact
-from draftlab.exporting.form import Form
+from draftlab.exporting.artifact import Form, check_files, open_artifact
 from draftlab.model import eagle, llama
 from draftlab.model.eagle import Head
 from draftlab.registry import SERVERS

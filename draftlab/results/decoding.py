@@ -6,6 +6,7 @@ before it: K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, or fewer wher
 
 import math
 from collections.abc import Callable, Sequence
+from operator import eq
 from typing import TypeVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -127,21 +128,25 @@ def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics
     Raises:
         ValueError: the counts of a step contradict each other.
     """
-    steps = [
-        (d, a, e)
-        for g in generations
-        for d, a, e in zip(g.drafted, g.accepted, g.emitted, strict=True)
-        if d > 0
-    ]
-    if any(not 0 <= a <= d <= k or not 1 <= e <= a + 1 for d, a, e in steps):
-        raise ValueError(
-            f"steps with accepted > drafted, drafted > K = {k}, or emitted > accepted + 1"
-        )
+    reached, eligible = [0] * (k + 1), [0] * k
+    total_drafted = truncated = 0
+    for generation in generations:
+        steps = zip(generation.drafted, generation.accepted, generation.emitted, strict=True)
+        for drafted, accepted, emitted in steps:
+            if drafted == 0:
+                continue
+            if not 0 <= accepted <= drafted <= k or not 1 <= emitted <= accepted + 1:
+                raise ValueError(
+                    f"steps with accepted > drafted, drafted > K = {k}, or emitted > accepted + 1"
+                )
+            for i in range(accepted + 1):
+                reached[i] += 1
+            for i in range(min(accepted + 1, drafted)):
+                eligible[i] += 1
+            total_drafted += drafted
+            truncated += emitted < accepted + 1
     return acceptance_from_counts(
-        reached=[sum(a >= i for _, a, _ in steps) for i in range(k + 1)],
-        eligible=[sum(a >= i - 1 and d >= i for d, a, _ in steps) for i in range(1, k + 1)],
-        drafted=sum(d for d, _, _ in steps),
-        truncated=sum(e < a + 1 for _, a, e in steps),
+        reached=reached, eligible=eligible, drafted=total_drafted, truncated=truncated
     )
 
 
@@ -190,5 +195,7 @@ def decode_timings(generations: Sequence[Generation]) -> list[Timing]:
 
 def share_of_equal_texts(plain: list[list[int]], arms: Sequence[list[list[int]]]) -> float:
     """Return the share of the texts of all arms, as token ids, that equal plain's texts of the same prompts."""
-    equal = [text == own for texts in arms for text, own in zip(texts, plain, strict=True)]
+    equal: list[bool] = []
+    for texts in arms:
+        equal += map(eq, texts, plain)
     return sum(equal) / len(equal)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
             # points side by side leave none for the legend
             room = 1.08 if panel.names is None else 1.3
             ax.set_ylim(panel.bottom, panel.bottom + room * (ax.get_ylim()[1] - panel.bottom))
-            if all(float(x).is_integer() for points in panel.series.values() for x, _ in points):
+            points = list(chain.from_iterable(panel.series.values()))
+            if all(float(x).is_integer() for x, _ in points):
                 ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
             if panel.names is not None:
                 ax.set_xticks(
@@ -196,7 +198,7 @@ def plot_by_k(speedups: Sequence[tuple[Mark, Mapping[int, Interval]]]) -> Markup
             ax.fill_between(ks, low, high, color=mark.colour, alpha=0.15, linewidth=0)
             if len(ks) == 1:  # a band over one K has no width
                 ax.vlines(ks, low, high, color=mark.colour)
-        ks = sorted({k for _, by_k in speedups for k in by_k})
+        ks = sorted(set().union(*(by_k for _, by_k in speedups)))
         ax.set(
             xlabel="K, drafted tokens per step",
             ylabel="speed-up",

@@ -93,12 +93,13 @@ def ranking_table(ranking: Sequence[Ranked]) -> Table:
 
 def accuracy_table(scores: Sequence[Score]) -> Table | None:
     """Return one row per task, metric and model; None where no task was evaluated."""
-    models = {model.name: model.tasks for score in scores for model in (score.draft, score.target)}
-    rows = [
-        [r.task, r.metric, name, f"{r.value:.4f}", optional(r.stderr, ".4f"), str(r.n)]
-        for name, tasks in models.items()
-        for r in tasks
-    ]
+    models = {score.draft.name: score.draft for score in scores}
+    models |= {score.target.name: score.target for score in scores}
+    rows = []
+    for name, model in models.items():
+        for r in model.tasks:
+            error = optional(r.stderr, ".4f")
+            rows.append([r.task, r.metric, name, f"{r.value:.4f}", error, str(r.n)])
     if not rows:
         return None
     return Table(
@@ -173,9 +174,7 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
     answer, *lines = verdict_lines(ranking)
     tables = [accuracy_table(ordered), _cost_table(ordered), _conditions_table(ordered)]
     marks = {score.label: plots.Mark.of(score.label, i) for i, score in enumerate(ordered)}
-    speedups = {
-        score.label: {k: score.speedup(k) for k in sorted(score.speculative)} for score in ordered
-    }
+    speedups = {score.label: score.speedup_by_k for score in ordered}
     first, *figures = _figures(ranking, marks, speedups)
     written = page_template("report.html.j2").render(
         target=ordered[0].target.name,
@@ -230,17 +229,19 @@ def target_named(score: Score) -> str | None:
 
 def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
     """Return one flat row per draft and K, in the order of the scores; metrics have vLLM's names."""
-    shown = _accuracy_metric(scores)
-    return [_json_row(score, k, shown) for score in scores for k in sorted(score.speculative)]
+    shown, rows = _accuracy_metric(scores), []
+    for score in scores:
+        rows += [_json_row(score, k, shown) for k in sorted(score.speculative)]
+    return rows
 
 
 def _accuracy_metric(scores: Sequence[Score]) -> tuple[str, str] | None:
     """Return the first task and metric of accuracy that any draft has: a single task, so that a column mixes none."""
-    results = [result for score in scores for result in score.draft.tasks]
-    return next(
-        ((r.task, r.metric) for r in results if r.metric.partition(",")[0] in ACCURACY_METRICS),
-        None,
-    )
+    for score in scores:
+        for result in score.draft.tasks:
+            if result.metric.partition(",")[0] in ACCURACY_METRICS:
+                return result.task, result.metric
+    return None
 
 
 def _accuracy(tasks: Sequence[TaskResult], shown: tuple[str, str] | None) -> TaskResult | None:
@@ -294,6 +295,12 @@ def _figures(
     accepted = {
         score.label: score.acceptance(score.best_k).per_position_acceptance for score in scores
     }
+    k_rows, position_rows = [], []
+    for name, by_k in speedups.items():
+        gains = {f"K = {k}": gain.as_speedup() for k, gain in by_k.items()}
+        shares = {str(i): f"{share:.2f}" for i, share in enumerate(accepted[name], 1)}
+        k_rows.append({"draft": name, **gains})
+        position_rows.append({"draft": name, **shares})
     figures = [
         Figure(
             svg=plots.plot_ranking(
@@ -309,10 +316,7 @@ def _figures(
         Figure(
             svg=plots.plot_by_k([(marks[name], by_k) for name, by_k in speedups.items()]),
             table=Table.of(
-                [
-                    {"draft": n} | {f"K = {k}": gain.as_speedup() for k, gain in by_k.items()}
-                    for n, by_k in speedups.items()
-                ],
+                k_rows,
                 title="Speed-up against K",
                 caption="Whole requests; above the dashed line the draft helps. Bands: 95% bootstrap over prompts.",
             ),
@@ -321,10 +325,7 @@ def _figures(
         Figure(
             svg=plots.plot_positions([(marks[name], shares) for name, shares in accepted.items()]),
             table=Table.of(
-                [
-                    {"draft": n} | {str(i): f"{x:.2f}" for i, x in enumerate(shares, 1)}
-                    for n, shares in accepted.items()
-                ],
+                position_rows,
                 title="Acceptance by position",
                 caption="Share of steps that accepted at least this many drafted tokens, each draft at its best K.",
             ),

@@ -5,6 +5,7 @@ K drafted tokens per step; a step is one target pass after the prefill, and the 
 
 import re
 from collections.abc import Collection, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,11 +182,11 @@ class Score(FileModel):
     @model_validator(mode="after")
     def _is_consistent(self) -> "Score":
         prompts = sorted(g.prompt for g in self.plain)
-        arms = (*self.other_plain.values(), *self.speculative.values())
-        if any(sorted(g.prompt for g in runs) != prompts for runs in arms):
-            raise ValueError("plain and speculative decoding must have the same prompts")
-        if not all(any(g.tokens > 1 for g in runs) for runs in (self.plain, *arms)):
-            raise ValueError("every text ends with its first token, so that nothing was timed")
+        for runs in self._arms:
+            if sorted(g.prompt for g in runs) != prompts:
+                raise ValueError("plain and speculative decoding must have the same prompts")
+            if max(g.tokens for g in runs) <= 1:
+                raise ValueError("every text ends with its first token, so that nothing was timed")
         if self.served and set(self.counters) != set(self.speculative):
             raise ValueError("what servers decoded needs counters for every K")
         return self
@@ -232,6 +233,14 @@ class Score(FileModel):
     @property
     def baseline(self) -> list[Generation] | list[ServedGeneration]:
         return self.other_plain.get(self.baseline_weights, self.plain)
+
+    @property
+    def _arms(self) -> list[list[Generation] | list[ServedGeneration]]:
+        return [self.plain, *self.other_plain.values(), *self.speculative.values()]
+
+    @property
+    def speedup_by_k(self) -> dict[int, Interval]:
+        return {k: self.speedup(k) for k in sorted(self.speculative)}
 
     @property
     def best_k(self) -> int:
@@ -324,8 +333,11 @@ class Score(FileModel):
 
         Where servers decoded the two are equal, because servers count only passes with a draft.
         """
-        steps = [emitted for g in self.generations(k) for emitted in g.emitted]
-        return sum(steps) / len(steps) if steps else self.acceptance(k).mean_acceptance_length
+        runs = self.generations(k)
+        steps = sum(len(g.emitted) for g in runs)
+        if not steps:
+            return self.acceptance(k).mean_acceptance_length
+        return sum(g.tokens - 1 for g in runs) / steps
 
     def break_even_length(self, k: int) -> float:
         """Return the tokens per target pass at which this K neither gains nor loses, given its time per step.
@@ -342,23 +354,28 @@ class Score(FileModel):
         """Return the shares of decoding time: drafting, verifying, host (sampling, bookkeeping); {} where unknown."""
         runs = self.generations(k)
         total = sum(g.decode_seconds for g in runs)
-        phases = ("draft", "verify", "host") if total else ()
+        if not total:
+            return {}
         return {
-            phase: sum(getattr(g, f"{phase}_seconds") for g in runs) / total for phase in phases
+            "draft": sum(g.draft_seconds for g in runs) / total,
+            "verify": sum(g.verify_seconds for g in runs) / total,
+            "host": sum(g.host_seconds for g in runs) / total,
         }
 
     @property
     def stalls(self) -> tuple[int, int]:
         """Passes that stalled and count as other passes of their kind, and all passes; 0 where servers decoded."""
-        arms = (self.plain, *self.other_plain.values(), *self.speculative.values())
-        runs = [g for each in arms for g in each if isinstance(g, Generation)]
-        return sum(g.stalled_passes for g in runs), sum(1 + len(g.drafted) for g in runs)
+        stalled = passes = 0
+        for generation in chain.from_iterable(self._arms):
+            if isinstance(generation, Generation):
+                stalled += generation.stalled_passes
+                passes += 1 + len(generation.drafted)
+        return stalled, passes
 
     @property
     def uneven_prompts(self) -> tuple[int, float]:
         """Number of prompts with a repeat UNEVEN times as slow as another, and the worst ratio."""
-        runs = (self.plain, *self.other_plain.values(), *self.speculative.values())
-        arms = [repeats_by_prompt(each, lambda g: g.request) for each in runs]
+        arms = [repeats_by_prompt(runs, lambda g: g.request) for runs in self._arms]
         worst = [
             max(map(intervals.slowest_over_fastest, repeats)) for repeats in zip(*arms, strict=True)
         ]
@@ -371,7 +388,7 @@ class Score(FileModel):
         Every K of a draft has the same prefill, so that even prompts that were decoded once tell. [] where servers
         decoded.
         """
-        runs = [g for k in self.speculative for g in self.generations(k)]
+        runs = list(chain.from_iterable(map(self.generations, self.speculative)))
         spreads = []
         for repeats in repeats_by_prompt(runs, lambda g: g):
             prefills = [g.prefill_seconds for g in repeats]
@@ -384,20 +401,21 @@ class Score(FileModel):
 
         Server counters, which are of all prompts, are left out.
         """
-        speculative = {
-            k: [g for g in runs if g.prompt in prompts] for k, runs in self.speculative.items()
-        }
-        plain = [g for g in self.baseline if g.prompt in prompts]
-        parts = {"plain": plain, "other_plain": {}, "speculative": speculative, "counters": {}}
+        arms: dict[int, list[Generation | ServedGeneration]] = {}
+        for k in (0, *self.speculative):
+            arms[k] = [g for g in self._runs(k) if g.prompt in prompts]
+        plain = arms.pop(0)
+        parts = {"plain": plain, "other_plain": {}, "speculative": arms, "counters": {}}
         return self.model_copy(update=parts)
 
     @property
     def prompts_by_category(self) -> dict[str, list[int]]:
         """Indices of prompts by category; {} where the prompt file has none."""
-        names = sorted({p.category for p in self.prompts if p.category})
-        return {
-            name: [i for i, p in enumerate(self.prompts) if p.category == name] for name in names
-        }
+        indices: dict[str, list[int]] = {}
+        for i, prompt in enumerate(self.prompts):
+            if prompt.category:
+                indices.setdefault(prompt.category, []).append(i)
+        return dict(sorted(indices.items()))
 
     @property
     def draft_ms(self) -> float | None:
@@ -516,11 +534,10 @@ LIMITS = {
 
 def score_files(paths: Sequence[Path]) -> list[Path]:
     """Return score.json files, named or anywhere under directories."""
-    return [
-        f
-        for path in paths
-        for f in ([path] if path.suffix == ".json" else sorted(path.rglob("score.json")))
-    ]
+    files: list[Path] = []
+    for path in paths:
+        files += [path] if path.suffix == ".json" else sorted(path.rglob("score.json"))
+    return files
 
 
 def read_score(path: Path) -> Score:

@@ -60,13 +60,15 @@ class Table:
         wide: frozenset[str] = frozenset(),
     ) -> "Table":
         """Return the table of cells by the head of their column. A column that no record fills is left out."""
-        heads: dict[str, None] = {}
+        heads: dict[str, bool] = {}  # whether any record fills it
         for record in records:
-            heads |= dict.fromkeys(
-                head for head in record if any(r.get(head, "") not in EMPTY for r in records)
-            )
-        rows = [[record.get(head) or "–" for head in heads] for record in records]
-        return cls(heads=list(heads), rows=rows, title=title, caption=caption, best=best, wide=wide)
+            for head, cell in record.items():
+                heads[head] = heads.get(head, False) or cell not in EMPTY
+        shown = [head for head, filled in heads.items() if filled]
+        rows = []
+        for record in records:
+            rows.append([record.get(head) or "–" for head in shown])
+        return cls(heads=shown, rows=rows, title=title, caption=caption, best=best, wide=wide)
 
     @property
     def titles(self) -> list[str]:
@@ -76,7 +78,10 @@ class Table:
     def terminal(self) -> TerminalTable:
         shown = [i for i, head in enumerate(self.heads) if head not in self.wide]
         heads = [self.heads[i] for i in shown]
-        rows = [[_stacked(row[i]) if i else row[i] for i in shown] for row in self.rows]
+        rows = []
+        for row in self.rows:
+            cells = [row[0], *map(_stacked, row[1:])]
+            rows.append([cells[i] for i in shown])
         table = terminal_table(heads, rows, self.best, title=self.title)
         table.caption = _text(self.caption) if self.caption else None
         return table

@@ -19,21 +19,22 @@ def score_warnings(scores: Sequence[Score]) -> list[str]:
     for text, names in drafts.items():
         concerned = "all drafts" if 1 < len(scores) == len(names) else ", ".join(names)
         texts.append(f"{concerned}: {text}")
-    facts = [
-        s.conditions.model_dump(exclude={"draft_weights"}) | {"target": s.target.sha256}
-        for s in scores
-    ]
-    differing = (
-        [name for name in facts[0] if any(fact[name] != facts[0][name] for fact in facts)]
-        if facts
-        else []
-    )
+    differing: dict[str, None] = {}
+    first = _facts(scores[0]) if scores else {}
+    for score in scores:
+        facts = _facts(score)
+        differing |= dict.fromkeys(name for name in first if facts[name] != first[name])
     if differing:
         names = ", ".join(differing).replace("_", " ")
         texts.append(
             f"drafts were measured with different {names}, so their speed-ups do not compare"
         )
     return texts
+
+
+def _facts(score: Score) -> dict[str, object]:
+    """Return what must be the same for speed-ups to compare."""
+    return score.conditions.model_dump(exclude={"draft_weights"}) | {"target": score.target.sha256}
 
 
 def _reasons(score: Score) -> Iterator[str]:

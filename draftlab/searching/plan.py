@@ -18,7 +18,7 @@ from draftlab.errors import UserError
 from draftlab.exporting import gguf
 from draftlab.exporting.artifact import DraftModel, HeadArtifact, open_artifact, refusals
 from draftlab.model import checkpoint, eagle, hub, memory
-from draftlab.model.shape import Shape, resolve
+from draftlab.model.shape import Shape
 from draftlab.model.size import ApproximateSize
 from draftlab.model.tokenizer import different_tokenizers
 from draftlab.pruning.trial_model import prunable_shape
@@ -26,7 +26,7 @@ from draftlab.reading import FileModel
 from draftlab.registry import SERVERS
 from draftlab.searching.costs import OFFSET_COST, SEQ_LEN, WRITTEN, Costs, Machine, guessed_draft
 from draftlab.searching.prompts import PromptSplit
-from draftlab.searching.run import default_depths, default_widths
+from draftlab.searching.run import default_depths, default_widths, shapes_to_try
 from draftlab.servers.kinds import Artifact
 
 LABELS = {  # kinds of candidates in words, with the searched shape
@@ -175,7 +175,7 @@ class Plan(FileModel, extra="ignore"):
             "prompts": self.prompts,
         }
         facts |= {
-            "candidates": ", ".join(["no draft", *self.ready, *self.candidates]),
+            "candidates": ", ".join(["no draft", *self.ready, *map(in_words, self.candidates)]),
             "needs": self.needs,
         }
         return facts | {
@@ -194,14 +194,20 @@ def served_by(server: str | None) -> list[str]:
 
 def not_tried(left_out: Mapping[str, str]) -> list[str]:
     """Return a line for each reason for which candidates were left out."""
-    reasons = dict.fromkeys(left_out.values())
-    kinds = {reason: [kind for kind in left_out if left_out[kind] == reason] for reason in reasons}
-    return [f"not tried: {', '.join(each)}: {reason}" for reason, each in kinds.items()]
+    labels: dict[str, list[str]] = {}
+    for kind, reason in left_out.items():
+        labels.setdefault(reason, []).append(in_words(kind))
+    return [f"not tried: {', '.join(each)}: {reason}" for reason, each in labels.items()]
+
+
+def in_words(kind: str, shape: str = "") -> str:
+    """Return a kind of candidates in words; a draft that the user named keeps its name."""
+    return " ".join(LABELS.get(kind, kind).replace("{}", shape).split())
 
 
 def streams(numbers: Sequence[int]) -> str:
     """Return numbers of streams in words."""
-    return f"{', '.join(map(str, numbers))} stream{'s' * (list(numbers) != [1])}"
+    return f"{', '.join(map(str, numbers))} concurrent request{'s' * (list(numbers) != [1])}"
 
 
 def make_plan(request: Request, machine: Machine, minutes: float, settings: dict[str, Any]) -> Plan:
@@ -383,7 +389,7 @@ def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[i
         (depths, wide[-1:]),
         (thinned, wide[-1:]),
     ):
-        shapes = [resolve(source, layers=n, hidden=width) for n in layers for width in widths]
+        shapes = shapes_to_try(source, layers, widths)
         for steps in FIRST_STEPS:
             if sum(costs.candidate(shape, steps) for shape in shapes) <= left:
                 return layers, widths, steps

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def shapes_to_try(
 ) -> list[Shape]:
     """Return every depth at every width. Raises UserError: the source has no such size."""
     depths, wide = layers or default_depths(source), widths or default_widths(source)
-    return [resolve(source, layers=n, hidden=width) for n in depths for width in wide]
+    return [resolve(source, layers=n, hidden=width) for n, width in product(depths, wide)]
 
 
 def default_depths(source: Shape) -> list[int]:

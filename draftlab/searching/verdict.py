@@ -12,7 +12,7 @@ from draftlab.intervals import Interval
 from draftlab.model import hub
 from draftlab.reading import FileModel
 from draftlab.results.score import Score
-from draftlab.searching.plan import LABELS, not_tried, streams
+from draftlab.searching.plan import in_words, not_tried, streams
 
 NO_DRAFT = "no draft"
 Scores = Mapping[int, Mapping[str, Score]]  # keys: streams, name
@@ -44,7 +44,7 @@ class Arm:
     @property
     def label(self) -> str:
         """Return the way to draft in words."""
-        return LABELS[self.kind].format(self.shape).strip()
+        return in_words(self.kind, self.shape)
 
 
 class Choice(FileModel):
@@ -151,14 +151,17 @@ class Verdict(FileModel, extra="ignore"):
 
 def ranking(arms: Sequence[Arm], scores: Scores) -> list[Choice]:
     """Return each arm at its best K over all streams, the fastest first."""
-    choices = [_at_best_k(arm, [by_name[arm.name] for by_name in scores.values()]) for arm in arms]
+    choices = []
+    for arm in arms:
+        choices.append(_at_best_k(arm, [by_name[arm.name] for by_name in scores.values()]))
     return sorted(choices, key=lambda choice: (choice.changed, -choice.speedup))
 
 
 def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
-    ks = set.intersection(*(set(score.speculative) for score in scores))
-    gains = {k: geometric_mean(score.speedup_value(k) for score in scores) for k in ks}
-    k = max(gains, key=lambda k: gains[k])
+    gains: dict[int, float] = {}
+    for k in set.intersection(*(set(score.speculative) for score in scores)):
+        gains[k] = geometric_mean([score.speedup_value(k) for score in scores])
+    k = max(gains, key=gains.__getitem__)
     return Choice(
         kind=arm.kind,
         name=arm.name,

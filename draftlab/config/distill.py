@@ -30,17 +30,6 @@ from draftlab.model.hub import ROW_FILES
 from draftlab.registry import CROSS_ENTROPY, LOSSES
 
 GENERATED = "Generated text"  # panel of --help
-TRACKERS = (
-    "aim",
-    "clearml",
-    "comet_ml",
-    "dvclive",
-    "mlflow",
-    "swanlab",
-    "tensorboard",
-    "trackio",
-    "wandb",
-)
 PROVEN_LR = {
     "muon": 4.0e-3,
     "adamw": 1.0e-3,
@@ -52,12 +41,6 @@ def _texts(spec: str) -> str:
     if unknown := sorted(shared.names(spec) - set(TEXTS)):
         raise ValueError(f"{unknown[0]!r} is unknown{did_you_mean(unknown[0], TEXTS)}")
     return spec
-
-
-def _trackers(names: list[str]) -> list[str]:
-    if unknown := next((name for name in names if name not in TRACKERS), None):
-        raise ValueError(f"{unknown!r} is unknown{did_you_mean(unknown, TRACKERS)}")
-    return names
 
 
 def _proven_lr(settings: dict[str, Any]) -> float:
@@ -157,13 +140,6 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         panel=TRAINING,
         advanced=True,
     )
-    lora_rank: int = option(
-        0,
-        "Train LoRA adapters of this rank instead of all weights; 0: all weights.",
-        ge=0,
-        panel=TRAINING,
-        advanced=True,
-    )
     gradient_checkpointing: bool = option(
         False,
         "Recompute activations in the backward pass: less memory, slower steps.",
@@ -186,14 +162,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     save_steps: int = option(
         100, "Steps between checkpoints to resume from.", ge=1, panel=CHECKPOINTS, advanced=True
     )
-    patience: int = option(
-        0,
-        "Stop after this many evaluations without a better one; 0: never.",
-        ge=0,
-        panel=CHECKPOINTS,
-        advanced=True,
-    )
-    report_to: Annotated[list[str], AfterValidator(_trackers)] = option(
+    report_to: list[str] = option(
         factory=list,
         help="Tracker to log to: tensorboard, trackio, wandb; repeat for several.",
         panel=CHECKPOINTS,

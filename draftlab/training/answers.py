@@ -20,7 +20,7 @@ from draftlab.target_outputs.outputs import TEMPERATURES
 from draftlab.target_outputs.store import MANIFEST, read_manifest
 from draftlab.target_outputs.targets import LocalTarget
 from draftlab.training.checkpointer import process_state
-from draftlab.training.texts import Hardware
+from draftlab.training.loop import Hardware
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import math
-import random
 import shutil
 import signal
 import threading
@@ -78,16 +77,15 @@ class Best:
     """The best evaluation of a run, which every checkpoint has."""
 
     def __init__(self) -> None:
-        self.metric, self.step, self.evaluations_since = -math.inf, 0, 0
+        self.metric, self.step = -math.inf, 0
 
     def offer(
         self, metric: float, step: int, accelerator: Accelerator, module: nn.Module, state: Path
     ) -> None:
         """Save the trained weights of module in state if the metric is the highest so far; call it in every process."""
         if not metric > self.metric:
-            self.evaluations_since += 1
             return
-        self.metric, self.step, self.evaluations_since = float(metric), step, 0
+        self.metric, self.step = float(metric), step
         trained = {
             name
             for name, p in accelerator.unwrap_model(module).named_parameters()
@@ -113,14 +111,6 @@ def best_weights(state: Path, part: str) -> dict[str, Tensor]:
     return {
         n.removeprefix(prefix): w for n, w in load(state / BEST).items() if n.startswith(prefix)
     }
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingCheckpoint:
-    """Where a run continues. ended: training is over, and the best weights are its result."""
-
-    step: int
-    ended: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +161,8 @@ class Training:
             ) from error
         self.accelerator.wait_for_everyone()
 
-    def restore(self, state: Path) -> TrainingCheckpoint | None:
-        """Load the newest checkpoint into the prepared objects, and return it; None if there is none.
+    def restore(self, state: Path) -> int | None:
+        """Load the newest checkpoint into the prepared objects, and return its step; None if there is none.
 
         Raises:
             UserError: it is damaged, of another run, or of another version of draftlab or torch.
@@ -186,16 +176,15 @@ class Training:
         content = load(newest / CONTENT, run_identity(state))
         load(state / BEST)  # read at the end, and checked now
         try:
-            checkpoint = TrainingCheckpoint(content["step"], content["ended"])
             for counter, values in zip(self.counters, content["counters"], strict=True):
                 counter.load_state_dict(values)
-            if not checkpoint.ended:
+            if not content["ended"]:
                 self._restore(newest, content)
         except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
             raise UserError(
                 f"cannot resume from {newest} ({one_line(error, 200)}); --force starts again"
             ) from error
-        return checkpoint
+        return content["step"]
 
     def _content(self, step: int, ended: bool) -> dict[str, Any]:
         """Return the content of a checkpoint besides the files of accelerate."""
@@ -296,20 +285,14 @@ def load_or_make(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[
 
 
 def _random_states() -> dict[str, Any]:
-    """Return the states of all generators of this process."""
-    kind, keys, *numbers = np.random.get_state()
+    """Return the states of torch's generators in this process: training draws from no other global generator."""
     return {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *numbers),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
 
 
 def _set_random_states(states: Mapping[str, Any]) -> None:
-    kind, keys, *numbers = states["numpy"]
-    random.setstate(states["python"])
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *numbers))
     torch.set_rng_state(states["torch"])
     if states["cuda"]:
         torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from draftlab.atomic import remove_state
 from draftlab.config.students import StudentSpec
@@ -12,15 +12,16 @@ from draftlab.console import note
 from draftlab.model import checkpoint
 from draftlab.output import Output
 from draftlab.provenance import LOG_FILE
-from draftlab.servers.client import Server
-from draftlab.target_outputs.store import finished_manifest
-from draftlab.training.answers import PromptFile
 from draftlab.training.checkpointer import process_state, select_device
-from draftlab.training.loop import Loop
+from draftlab.training.loop import Hardware, Loop
 from draftlab.training.run import TrainingResult, claimed_state, fit
-from draftlab.training.texts import Hardware, TrainingText
 from draftlab.training.trackers import tracked
 from draftlab.training.trainer import TrainingSetup
+
+if TYPE_CHECKING:
+    from draftlab.servers.client import Server
+    from draftlab.training.answers import PromptFile
+    from draftlab.training.texts import TrainingText
 
 
 class OpenStudent(Protocol):
@@ -53,17 +54,16 @@ class Distillation:
     student: StudentSpec
     draft: Path | None
     target: Path | None
-    text: TrainingText
+    text: "TrainingText"
     loop: Loop
     loss: str = "fkl"
     temperature: float = 1.0
     vocab: int | None = None
     outputs: Path | None = None
-    answers: PromptFile | None = None
-    server: Server | None = None
+    answers: "PromptFile | None" = None
+    server: "Server | None" = None
     top_logprobs: int = 20
     hardware: Hardware = field(default_factory=Hardware)
-    lora_rank: int = 0
     gradient_checkpointing: bool = False
     report_to: Sequence[str] = ()
 
@@ -71,6 +71,8 @@ class Distillation:
     def target_vocab(self) -> int | None:
         """Return the target's logits, None where they are not known. Raises UserError: unfinished outputs."""
         if self.outputs is not None:
+            from draftlab.target_outputs.store import finished_manifest
+
             return finished_manifest(self.outputs).vocab
         return None if self.target is None else checkpoint.vocab_size(self.target)
 

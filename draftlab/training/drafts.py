@@ -24,9 +24,8 @@ from draftlab.target_outputs.targets import check_server_tokenizer
 from draftlab.training import checkpointer, vocabulary
 from draftlab.training.distill import Distillation
 from draftlab.training.evaluate import TargetTextEvaluator, affordable
-from draftlab.training.lora import adapt, merged_weights
+from draftlab.training.loop import Batches
 from draftlab.training.losses import parse_loss
-from draftlab.training.on_policy import Batches
 from draftlab.training.optimizers import training_dtype
 from draftlab.training.parallel import Offsets
 from draftlab.training.teachers import ServedTeacher, StoredTeacher
@@ -45,7 +44,6 @@ class OpenDraft:
     setup: TrainingSetup
     like: Path
     offsets: Offsets | None
-    lora_rank: int
     vocab: int | None
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
@@ -54,10 +52,9 @@ class OpenDraft:
             checkpointer.best_weights(state, "student"),
             checkpoint.stored_dtype(self.like),
         )
-        whole = merged_weights(self.like, self.lora_rank, trained) if self.lora_rank else trained
         config = checkpoint.read_config(self.like) | (self.offsets.config if self.offsets else {})
         saving.write_checkpoint(
-            work, config, ((n, weight.to(dtype)) for n, weight in whole.items()), self.like
+            work, config, ((n, weight.to(dtype)) for n, weight in trained.items()), self.like
         )
         notes: dict[str, object] = {}
         if self.vocab is not None:
@@ -113,14 +110,7 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
             [path for path in (job.draft, job.target) if path is not None],
         )
     vocab = checkpoint.vocab_size(job.target) if job.target else None
-    return OpenDraft(
-        module=student,
-        setup=setup,
-        like=job.draft,
-        offsets=offsets,
-        lora_rank=job.lora_rank,
-        vocab=vocab,
-    )
+    return OpenDraft(module=student, setup=setup, like=job.draft, offsets=offsets, vocab=vocab)
 
 
 def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrainedModel:
@@ -131,8 +121,6 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
     student = checkpoint.load_model(draft, torch.float32)
     if job.gradient_checkpointing:
         student.gradient_checkpointing_enable()
-    if job.lora_rank:
-        student = adapt(student, job.lora_rank, job.loop.seed)
     if offsets is not None:
         name = checkpoint.load_tokenizer(draft).convert_ids_to_tokens(offsets.token)
         note(f"mask token {offsets.token}: {name}")

@@ -22,9 +22,8 @@ from draftlab.training.eagle_data import ChainBatches, open_texts, within_chains
 from draftlab.training.eagle_head import EagleHead, EagleObjective
 from draftlab.training.eagle_start import sample, start_again, start_linear
 from draftlab.training.eagle_teacher import EagleTeacher
-from draftlab.training.loop import Loop
+from draftlab.training.loop import Batches, Loop
 from draftlab.training.losses import parse_loss
-from draftlab.training.on_policy import Batches
 from draftlab.training.optimizers import training_dtype
 from draftlab.training.students.eagle import LARGEST_DEFAULT, EagleStudent
 from draftlab.training.texts import HELDOUT_ROWS, Author, continued, in_turns, target_text

@@ -15,7 +15,7 @@ from draftlab.target_outputs.store import (
     finished_manifest,
     read_shard,
 )
-from draftlab.training.on_policy import Batches
+from draftlab.training.loop import Batches
 
 HELDOUT_SHARE = 0.05  # share of a store without held-out text
 

@@ -26,6 +26,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.training import checkpointer
 from draftlab.training.parallel import Offsets
 from draftlab.training.texts import Author
+from draftlab.training.trainer import LengthComparison
 
 KS = tuple(range(1, 9))
 EVALUATED_TEXTS, EVALUATED_PROMPT, EVALUATED_LENGTH = (
@@ -55,21 +56,6 @@ class TargetText:
             zip(np.split(arrays["prompts"], starts), np.split(arrays["ids"], ends), strict=True)
         )
         return cls(texts, np.split(arrays["log_p"], ends), temperature)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthComparison:
-    """Tokens per target pass at K before and after training, with the 95 % interval of the latter over texts.
-
-    gain_low: lower end of after / before, from the same bootstrap draws.
-    """
-
-    k: int
-    before: float
-    after: float
-    low: float
-    high: float
-    gain_low: float
 
 
 def generate(

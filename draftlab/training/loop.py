@@ -1,8 +1,34 @@
-"""The loop of a training as values: how long, how fast, how often. No torch."""
+"""The loop of a training as values: how long, how fast, how often, on what. Importing it imports no torch."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from draftlab.config.shared import Optimizer, TrainingDtype
+from draftlab.data.batch import Batch
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Batches(Protocol):
+    """The text of a run: the rows of each step are a pure function of the step."""
+
+    def batch(self, step: int) -> Batch: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Where the target runs. Its logits and KV caches may take memory GB."""
+
+    device: str = "auto"
+    device_map: str | None = None
+    memory: float = 2.0
+
+    @property
+    def resolved(self) -> "torch.device":
+        from draftlab.model.checkpoint import resolve_device
+
+        return resolve_device(self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,8 +38,7 @@ class Loop:
     batch_size: sequences of a step, over all processes. lr: peak learning rate. warmup_ratio: share of the steps in
     which the rate rises. dtype: bfloat16 is autocast with fp32 weights; auto takes it where it is fast.
     micro_batch_tokens: most tokens per forward pass; 0: all of a step at once. eval_steps, save_steps: steps between
-    evaluations on held-out text, and between checkpoints. patience: evaluations without a better one after which the
-    run stops; 0: never.
+    evaluations on held-out text, and between checkpoints.
     """
 
     steps: int
@@ -28,7 +53,6 @@ class Loop:
     torch_compile: bool = False
     eval_steps: int = 100
     save_steps: int = 100
-    patience: int = 0
 
     def rate(self, step: int) -> float:
         """Return the share of the peak rate at a step: linear warm-up, then linear to zero (Bergsma et al. 2025)."""

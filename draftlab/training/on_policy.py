@@ -6,7 +6,7 @@ N rows, P prompt tokens, G generated tokens. Text is tokens: no gradient goes th
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,12 +19,7 @@ from draftlab.engine.batch_generate import Batching, Completion, generate_batch
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
 from draftlab.training.checkpointer import process_state
-
-
-class Batches(Protocol):
-    def batch(self, step: int) -> Batch:
-        """Return the rows of a step."""
-        ...
+from draftlab.training.loop import Batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,13 @@ on to offset j + 1, so that a step costs about a third of all K T predictions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch
-from draftlab.errors import UserError
-from draftlab.model import checkpoint, llama, parallel
+from draftlab.model import parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,25 +63,6 @@ class Offsets:
             most = (positions * max(self.share ** (offset - 1), self.floor)).astype(np.int64)
             depths += (order < most) & (ahead >= offset)
         return replace(batch, depths=depths)
-
-
-def mask_token(draft: Path, target_vocab: int | None, chosen: int | None) -> int:
-    """Return the id of the mask token of a draft: the chosen token, the draft's own or an unused token.
-
-    target_vocab: logits of the target, if known, which the mask token must have, too.
-
-    Raises:
-        UserError: a draft that the engine does not run, or no such token.
-    """
-    llama.check_supported(draft)
-    own = checkpoint.vocab_size(draft)
-    vocab = own if target_vocab is None else min(own, target_vocab)
-    token = parallel.pard_token(draft) if chosen is None else chosen
-    if token is None:
-        token = parallel.unused_id(draft, vocab)
-    if token >= vocab:
-        raise UserError(f"--student: token {token} is no id; the vocabulary has 0 to {vocab - 1}")
-    return token
 
 
 def _run_lengths(counted: np.ndarray) -> np.ndarray:

@@ -15,9 +15,15 @@ from draftlab.output import Output
 from draftlab.provenance import LOG_FILE
 from draftlab.reading import parse_json
 from draftlab.training import checkpointer
-from draftlab.training.evaluate import LengthComparison
 from draftlab.training.loop import Loop
-from draftlab.training.trainer import Constraint, EvalRecord, StepRecord, TrainingSetup, train
+from draftlab.training.trainer import (
+    Constraint,
+    EvalRecord,
+    LengthComparison,
+    StepRecord,
+    TrainingSetup,
+    train,
+)
 
 STEPS, EVALUATIONS = TypeAdapter(StepRecord), TypeAdapter(EvalRecord)
 

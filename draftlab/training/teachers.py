@@ -5,7 +5,7 @@ B rows, T tokens, N of them that count, D hidden, V vocab, k listed tokens.
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from draftlab.data import Batch
 from draftlab.model.trimmed_head import trimmed_head_of
-from draftlab.servers.client import Server
-from draftlab.target_outputs.outputs import log_rest
-from draftlab.target_outputs.targets import score_on_server
 from draftlab.training.fused_loss import Dense, TopK
+
+if TYPE_CHECKING:
+    from draftlab.servers.client import Server
 
 
 class ListingTeacher(Protocol):
@@ -189,7 +189,7 @@ class StoredTeacher:
 class ServedTeacher:
     """A target that runs on a server and is asked for its k most probable tokens for every batch."""
 
-    server: Server
+    server: "Server"
     k: int
     vocab: int
     takes_packed: bool = False  # a server reads every text from its start
@@ -200,6 +200,9 @@ class ServedTeacher:
         Raises:
             UserError: the server fails, or lists a token beyond the vocabulary.
         """
+        from draftlab.target_outputs.outputs import log_rest
+        from draftlab.target_outputs.targets import score_on_server
+
         ids, log_p, _ = score_on_server(self.server, batch, self.k, self.vocab)
         return TopK(*(torch.from_numpy(array) for array in (ids, log_p, log_rest(log_p))))
 

@@ -31,10 +31,10 @@ from draftlab.model.decoder import Decoder
 from draftlab.model.tokenizer import known_ids
 from draftlab.sampling import SamplingParams
 from draftlab.training.checkpointer import load_or_make
-from draftlab.training.loop import Loop
+from draftlab.training.loop import Batches, Hardware, Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
-from draftlab.training.on_policy import Batches, GeneratedRows, MixedBatches, StudentBatches
+from draftlab.training.on_policy import GeneratedRows, MixedBatches, StudentBatches
 from draftlab.training.optimizers import training_dtype
 
 HELDOUT_ROWS = 64
@@ -103,19 +103,6 @@ class TrainingText:
         """
         if all(Path(name).exists() for name in parse_mixture(self.data)):
             self.open(checkpoint.load_tokenizer(directory), loop)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """Where the target runs. memory: GB that its logits and KV caches may take."""
-
-    device: str = "auto"
-    device_map: str | None = None
-    memory: float = 2.0
-
-    @property
-    def resolved(self) -> torch.device:
-        return checkpoint.resolve_device(self.device)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import tracking
 
-from draftlab.errors import UserError
+from draftlab.errors import UserError, did_you_mean
 from draftlab.output import Output
 
 
@@ -31,9 +31,12 @@ def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], No
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises UserError: a package that is not installed."""
-    installed = {str(name) for name in tracking.get_available_trackers()}
+    """Raises UserError: accelerate does not know a tracker, or its package is not installed."""
+    known = [str(name) for name in tracking.LOGGER_TYPE_TO_CLASS]
+    installed = [str(name) for name in tracking.get_available_trackers()]
     for name in names:
+        if name not in known:
+            raise UserError(f"--report-to {name}: unknown tracker{did_you_mean(name, known)}")
         if name not in installed:
             raise UserError(f"--report-to {name}: its package is not installed; pip install {name}")
 

@@ -24,11 +24,9 @@ from draftlab.data import Batch, DynamicBatches, HeldOut
 from draftlab.errors import Interrupted, UserError
 from draftlab.model.devices import exact
 from draftlab.training import checkpointer, distributed
-from draftlab.training.evaluate import LengthComparison
-from draftlab.training.loop import Loop
+from draftlab.training.loop import Batches, Loop
 from draftlab.training.losses import Loss
 from draftlab.training.objectives import Constraint, DistillStep, Objective
-from draftlab.training.on_policy import Batches
 from draftlab.training.optimizers import optimizers_for, training_dtype
 from draftlab.training.parallel import Offsets, expected_tokens
 from draftlab.training.teachers import (
@@ -41,6 +39,21 @@ from draftlab.training.teachers import (
 
 TeacherModel = PreTrainedModel | ListingTeacher | None
 MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthComparison:
+    """Tokens per target pass at K before and after training, with the 95 % interval of the latter over texts.
+
+    gain_low: lower end of after / before, from the same bootstrap draws.
+    """
+
+    k: int
+    before: float
+    after: float
+    low: float
+    high: float
+    gain_low: float
 
 
 class LengthEvaluator(Protocol):
@@ -136,21 +149,20 @@ def train(
             f"loss {setup.loss.name!r} compares with a target; name one, or train with --loss ce"
         )
     trainer = Trainer(student, setup, loop, state, constraint)
-    checkpoint = trainer.training.restore(state)
-    if checkpoint is None:
+    start = trainer.training.restore(state)
+    if start is None:
         yield trainer.evaluate(0)
-    elif checkpoint.ended:
-        note(f"all {checkpoint.step} steps are done already")
+    elif start == loop.steps:
+        note(f"all {start} steps are done already")
     else:
-        note(f"resuming from step {checkpoint.step} of {loop.steps}")
-    start = 0 if checkpoint is None else loop.steps if checkpoint.ended else checkpoint.step
+        note(f"resuming from step {start} of {loop.steps}")
     with checkpointer.deferred_signals() as received:
-        for index in range(start, loop.steps):
+        for index in range(start or 0, loop.steps):
             yield trainer.step(index)
             done = index + 1
-            if done % loop.eval_steps == 0 or done == loop.steps:
+            ended = done == loop.steps
+            if done % loop.eval_steps == 0 or ended:
                 yield trainer.evaluate(done)
-            ended = done == loop.steps or trainer.out_of_patience
             if not ended:
                 trainer.reweigh(done)
             stopping = trainer.in_any_process(bool(received))
@@ -160,8 +172,6 @@ def train(
                 raise Interrupted(
                     f"interrupted after step {done} of {loop.steps}; the same command goes on there"
                 )
-            if ended:
-                break
     trainer.accelerator.free_memory()
 
 
@@ -213,10 +223,6 @@ class Trainer:
                 *([setup.batches] if isinstance(setup.batches, DynamicBatches) else []),
             ],
         )
-
-    @property
-    def out_of_patience(self) -> bool:
-        return 0 < self.loop.patience <= self.best.evaluations_since
 
     def evaluate(self, done: int) -> EvalRecord:
         """Evaluate on held-out text, and keep the weights if they are the best so far."""

@@ -12,7 +12,8 @@ from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.model.trimmed_head import frequent_ids, template_ids, trim_model
-from draftlab.training.on_policy import Batches, MixedBatches, StudentBatches
+from draftlab.training.loop import Batches
+from draftlab.training.on_policy import MixedBatches, StudentBatches
 from draftlab.training.teachers import logits_of
 
 COUNTED_TOKENS = 4_000_000  # most tokens that are counted to trim a head

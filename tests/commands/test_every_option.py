@@ -147,9 +147,9 @@ def _(w: World) -> Settings:
     return distilling(w)
 
 
-@case("distill", "text of both models, LoRA")
+@case("distill", "text of both models")
 def _(w: World) -> Settings:
-    return distilling(w, text="target=0.5,draft=0.5", prompt_tokens=8, lora_rank=2)
+    return distilling(w, text="target=0.5,draft=0.5", prompt_tokens=8)
 
 
 @case("distill", "trimmed head")

@@ -16,9 +16,8 @@ from errors import raises_option
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from draftlab.data import Batch, text_batch
-from draftlab.training.checkpointer import best_weights, deferred_signals
+from draftlab.training.checkpointer import deferred_signals
 from draftlab.training.loop import Loop
-from draftlab.training.lora import adapt, merged_weights
 from draftlab.training.on_policy import GeneratedRows, MixedBatches, StudentBatches
 from draftlab.training.optimizers import training_dtype
 from draftlab.training.trainer import EvalRecord, StepRecord, train
@@ -289,26 +288,6 @@ def test_one_process_moves_no_sums_to_its_device(tmp_path, teacher, monkeypatch)
     """They are in float64, which Apple's GPUs lack."""
     monkeypatch.setattr(Accelerator, "reduce", None)
     assert run(student(), teacher, tmp_path, altered(SETTINGS, steps=1))
-
-
-def test_lora_trains_adapters_alone_and_merges_into_a_plain_model(tmp_path, teacher):
-    model = student()
-    before = weights(model)
-    adapted = adapt(model, 4, 0)
-    first = run(adapted, teacher, tmp_path, altered(SETTINGS, lr=1e-2, steps=30))
-    assert all(
-        torch.equal(before[n.replace(".base_layer", "")], p)
-        for n, p in model.named_parameters()
-        if "lora" not in n
-    )
-    source = tmp_path / "source"
-    student().save_pretrained(source)
-    after = merged_weights(source, 4, best_weights(tmp_path, "student"))
-    assert after.keys() == before.keys()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "proj" in name and name.endswith("weight")}
-    evals = [r for r in first if isinstance(r, EvalRecord)]
-    assert evals[-1].loss < evals[0].loss
 
 
 def test_checkpointing_changes_memory_and_not_the_step(tmp_path, teacher):

@@ -354,7 +354,6 @@ def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"lora_rank": 4}, "--lora-rank"),
         ({"server": "http://localhost:1"}, "--server"),
         ({"student": "eagle:layer_ids=1+9"}, "reads the layers 1, 9, and llama has 5"),
         ({"student": "eagle:layer_ids=1+x"}, "--student eagle:layer_ids=1"),

@@ -9,16 +9,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from accelerate import tracking
 from builders import altered, build, setup, training_killed_at, until
+from errors import raises_option
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftlab.commands import COMMANDS
 from draftlab.commands.distill import prepare
-from draftlab.config.distill import TRACKERS, DistillConfig
+from draftlab.config.distill import DistillConfig
 from draftlab.data import Batch, TopLogprobs
-from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.hf_files import read_head_ids
 from draftlab.output import Output
@@ -111,19 +110,6 @@ def test_without_a_measure_acceptance_decides(tmp_path):
     assert all(torch.equal(found[name], weight) for name, weight in seen[best.step].items())
 
 
-@pytest.mark.parametrize(("patience", "last"), [(0, 12), (1, 6), (2, 8), (3, 10), (4, 12)])
-def test_a_run_ends_after_so_many_evaluations_without_a_better_one(patience, last, tmp_path):
-    records, _ = go(tmp_path, altered(SETTINGS, patience=patience), RISE_AND_FALL)
-    assert records[-1].step == last
-
-
-def test_a_killed_run_ends_where_the_whole_one_ends(tmp_path):
-    settings = altered(SETTINGS, patience=2)
-    go(tmp_path, settings, RISE_AND_FALL, stop=7)
-    records, _ = go(tmp_path, settings, RISE_AND_FALL)
-    assert records[-1].step == 8
-
-
 def test_the_newest_checkpoint_is_kept(tmp_path):
     go(tmp_path, SETTINGS)
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000012"]
@@ -148,9 +134,7 @@ def trained(
 ) -> TrainingResult:
     """Train a copy of source, with 320 logits to write."""
     module = checkpoint.load_model(source, torch.float32)
-    opened = OpenDraft(
-        module=module, setup=given, like=source, offsets=None, lora_rank=0, vocab=320
-    )
+    opened = OpenDraft(module=module, setup=given, like=source, offsets=None, vocab=320)
     text = TrainingText(data="", shares={"data": 1.0}, seq_len=16)
     student = cast(Any, Given(opened))
     job = Distillation(
@@ -222,11 +206,9 @@ def records_of(file: Path, kind):
 
 
 def test_unknown_trackers_are_refused():
-    assert set(TRACKERS) == {str(name) for name in tracking.LOGGER_TYPE_TO_CLASS}
-    with pytest.raises(UserError):
-        DistillConfig.build({"draft": "tiny", "report_to": ["tensorbord"]})
-    with pytest.raises(UserError):
-        check(("aim",))
+    for name in ("tensorbord", "aim"):  # a typing error, and a package that is not installed
+        with raises_option("--report-to", name):
+            check((name,))
 
 
 def made(path: Path) -> Path:
@@ -325,25 +307,13 @@ def text(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("source", "lora", "vocab"),
-    [
-        ("data=0.4,target=0.3,draft=0.3", 0, None),
-        ("data", 4, None),
-        ("data", 4, 150),
-        ("cache", 0, 150),
-    ],
+    ("source", "vocab"), [("data=0.4,target=0.3,draft=0.3", None), ("data", 150), ("cache", 150)]
 )
 def test_a_killed_command_writes_the_bytes_of_one_that_was_not(
-    source, lora, vocab, text, family_dirs, tmp_path, monkeypatch
+    source, vocab, text, family_dirs, tmp_path, monkeypatch
 ):
     draft, target = family_dirs["llama"], family_dirs["llama_mha"]
-    words = {
-        "draft": str(draft),
-        "lora_rank": lora,
-        "steps": 6,
-        "batch_size": 2,
-        "training_dtype": "float32",
-    }
+    words = {"draft": str(draft), "steps": 6, "batch_size": 2, "training_dtype": "float32"}
     words |= {"eval_steps": 2, "save_steps": 2, "lr": 1e-2} | (
         {} if vocab is None else {"vocab": vocab}
     )
@@ -370,6 +340,6 @@ def test_a_killed_command_writes_the_bytes_of_one_that_was_not(
     ids = [read_head_ids(tmp_path / name, 307) for name in ("whole2", "whole")]
     assert ids[0] == ids[1]
     assert vocab is None or (ids[0] is not None and len(ids[0]) == vocab)
-    if vocab is not None and not lora:
+    if vocab is not None:
         others = [i for i in range(307) if i not in (ids[0] or ())]
         assert torch.equal(start["lm_head.weight"][others], wanted["lm_head.weight"][others])

@@ -9,7 +9,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -46,13 +45,7 @@ def step(one: Training) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     weights = [value.double().sum().item() for value in one.module.state_dict().values()]
-    return [
-        *weights,
-        random.random(),
-        np.random.random(),
-        random.gauss(0, 1),
-        np.random.standard_normal(),
-    ]
+    return [*weights, torch.rand(()).item()]
 
 
 @pytest.fixture
@@ -73,23 +66,18 @@ def test_what_comes_back_goes_on_in_the_same_bits(tmp_path):
     claim_state(state, {})
     one = training()
     step(one)
-    random.gauss(0, 1)  # one of a pair is kept for the next call
     best: Any = one.counters[0]
     best.offer(math.pi, 1, one.accelerator, one.module, state)
     one.save(state, 1)
     wanted = [step(one), step(one)]
     other = training(7)
-    random.seed(9)
-    np.random.seed(9)
-    checkpoint = other.restore(state)
-    assert checkpoint is not None
-    assert checkpoint.step == 1
+    assert other.restore(state) == 1
     frozen = {
         name: value for name, value in one.module.state_dict().items() if name.startswith("2.")
     }
     other.module.load_state_dict(frozen, strict=False)  # the inputs' own
     assert [step(other), step(other)] == wanted
-    assert vars(other.counters[0]) == {"metric": math.pi, "step": 1, "evaluations_since": 0}
+    assert vars(other.counters[0]) == {"metric": math.pi, "step": 1}
 
 
 def test_every_damaged_value_is_noticed(state):
@@ -139,9 +127,7 @@ def test_the_checkpoint_of_another_run_is_not_resumed(state, tmp_path, moved):
 def test_the_end_of_training_needs_no_weights(state):
     one = training()
     one.save(state, 2, ended=True)
-    checkpoint = training().restore(state)
-    assert checkpoint is not None
-    assert checkpoint.ended
+    assert training().restore(state) == 2
     assert "weights" not in checkpointer.load(
         state / "step-00000002" / CONTENT, run_identity(state)
     )

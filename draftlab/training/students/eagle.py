@@ -36,7 +36,6 @@ class EagleStudent(StudentSpec):
             "served_model",
             "api_key_file",
             "top_logprobs",
-            "lora_rank",
             "gradient_checkpointing",
             "reweigh_steps",
         }

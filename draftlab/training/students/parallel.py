@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from draftlab.config.students import student
+from draftlab.errors import UserError
 from draftlab.training.students.draft import DraftSpec
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ class ParallelStudent(DraftSpec):
     positions that predict an offset. Both are PARD's.
     """
 
-    unused = frozenset({"lora_rank"})  # adapters leave out the embedding of the mask token
     tokens: int = Field(8, ge=2, le=32)
     token: int | None = Field(None, ge=0)
     share: float = Field(0.7, gt=0, le=1)
@@ -31,10 +31,26 @@ class ParallelStudent(DraftSpec):
         self.offsets(job)
 
     def offsets(self, job: "Distillation") -> "Offsets":
-        from draftlab.training.parallel import Offsets, mask_token
+        """Return the offsets, with the mask token that the options choose, the draft's own or an unused token.
+
+        Raises:
+            UserError: a draft that the engine does not run, or no such token.
+        """
+        from draftlab.model import checkpoint, llama, parallel
+        from draftlab.training.parallel import Offsets
 
         assert job.draft is not None  # starts_from_draft
-        token = mask_token(job.draft, job.target_vocab, self.token)
+        llama.check_supported(job.draft)
+        vocab = checkpoint.vocab_size(job.draft)
+        if job.target_vocab is not None:
+            vocab = min(vocab, job.target_vocab)  # the target must have the mask token, too
+        token = parallel.pard_token(job.draft) if self.token is None else self.token
+        if token is None:
+            token = parallel.unused_id(job.draft, vocab)
+        if token >= vocab:
+            raise UserError(
+                f"--student: token {token} is no id; the vocabulary has 0 to {vocab - 1}"
+            )
         return Offsets(
             count=self.tokens, token=token, share=self.share, floor=self.floor, seed=job.loop.seed
         )

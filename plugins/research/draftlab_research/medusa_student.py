@@ -26,7 +26,6 @@ class MedusaStudent(StudentSpec):
             "loss",
             "temperature",
             "vocab",
-            "lora_rank",
             "gradient_checkpointing",
             "reweigh_steps",
             "device_map",

@@ -23,9 +23,9 @@ from draftlab.model.devices import exact
 from draftlab.training.checkpointer import best_weights, select_device
 from draftlab.training.distill import Distillation
 from draftlab.training.fused_loss import Dense
+from draftlab.training.loop import Batches
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
-from draftlab.training.on_policy import Batches
 from draftlab.training.optimizers import training_dtype
 from draftlab.training.teachers import logits_of
 from draftlab.training.trainer import TrainingSetup

@@ -91,12 +91,12 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
 
 
 def _serve(fastest: "Ranked") -> str:
-    """Return the command that serves the target in vLLM with prompt lookup if that is fastest, else without a draft.
+    """Return the command that serves the target in vLLM with the fastest drafter, or without any if none is faster.
 
-    It is empty where a measurement is in doubt, or the target is not known by name.
+    It is empty where the drafter has weights, a measurement is in doubt, or the target is not known by name.
     """
+    from draftlab.config.drafters import parse_drafter
     from draftlab.results.report import target_named
-    from draftlab.servers.vllm import speculative_config
 
     score = fastest.score
     target = target_named(score) or workspace.load().target
@@ -104,12 +104,13 @@ def _serve(fastest: "Ranked") -> str:
         return ""
     words = ["vllm", "serve", target]
     if fastest.speedup.low > 1 and not score.output_differs:
-        if score.name != "prompt-lookup":
+        try:
+            config = parse_drafter(score.name).speculative_config(fastest.k)
+        except UserError:  # the name of a draft model's folder
             return ""
-        words += [
-            "--speculative-config",
-            json.dumps(speculative_config("", fastest.k, "prompt lookup")),
-        ]
+        if config is None:
+            return ""
+        words += ["--speculative-config", json.dumps(config)]
     return shlex.join(words)
 
 

@@ -82,6 +82,10 @@ class DrafterSpec(KindSpec):
         """Return the EAGLE-3 head of a drafter that drafts chains with it alone."""
         return None
 
+    def speculative_config(self, k: int) -> dict[str, object] | None:
+        """Return vLLM's --speculative-config for a drafter without weights; None where vLLM needs more, or lacks it."""
+        return None
+
     def inputs(self) -> list[Input]:
         """Return all files and directories that the drafter reads."""
         return []

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 class PromptLookupSpec(DrafterSpec):
     prompt_lookup_max: int = Field(PROMPT_LOOKUP_MAX, ge=1)
 
+    def speculative_config(self, k: int) -> dict[str, object]:
+        from draftlab.servers.vllm import speculative_config
+
+        config = speculative_config("", k, "prompt lookup")
+        return config | {"prompt_lookup_max": self.prompt_lookup_max}
+
     def build(self, context: "DrafterContext") -> "DrafterRun":
         from draftlab.engine.drafters.ngram import PromptLookupDrafter
 

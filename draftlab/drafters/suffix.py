@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 
 
-@drafter("suffix")
+@drafter("suffix", served_by=("vllm",))
 class SuffixSpec(OutputsSpec):
     """outputs: a store of the target's earlier answers, to remember from the start; empty: none.
 
@@ -22,6 +22,12 @@ class SuffixSpec(OutputsSpec):
     max_tree_depth: int = Field(24, ge=2)
     max_spec_factor: float = Field(1.0, gt=0)
     min_token_prob: float = Field(0.1, ge=0, le=1)
+
+    def speculative_config(self, k: int) -> dict[str, object]:
+        """vLLM remembers the answers that it gives, and needs the package arctic-inference."""
+        names = ("max_tree_depth", "max_spec_factor", "min_token_prob")
+        options = {f"suffix_decoding_{name}": getattr(self, name) for name in names}
+        return {"method": "suffix", "num_speculative_tokens": k, **options}
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
         from draftlab.engine.drafters.suffix import Memory, SuffixDrafter

@@ -378,6 +378,6 @@ def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
         at = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(served)))
         raise UserError(
             f"the server's tokenizer is not that of {directory}: token {at} of a test text is {served[at : at + 1]} on "
-            f"the server and {ids[at : at + 1]} in {directory}; name the right one with --tokenizer"
+            f"the server and {ids[at : at + 1]} in {directory}; name the right one with --target"
         )
     return ids

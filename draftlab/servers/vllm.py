@@ -87,11 +87,8 @@ class VLLM(ServerKind):
         if artifact.config.get("model_type") == "qwen2" and shape.sizes["q"] != shape.hidden:
             widths = " or ".join(map(str, multiples_near(shape.hidden, shape.head_dim)))
             text = f"wants width = heads x head_dim in a Qwen2; {shape.heads} x {shape.head_dim} is not {shape.hidden}"
-            yield error(
-                self.name,
-                text,
-                f"prune with --shape FILE, of heads that are width / head_dim, or to --width {widths}",
-            )
+            fix = f"prune to --width {widths} with --shape FILE, whose heads are width / head_dim"
+            yield error(self.name, text, fix)
         devices = [n for n in (1, 2, 4, 8) if _splits(shape, n)]
         if devices != [1, 2, 4, 8]:
             text = (

@@ -7,6 +7,7 @@ import pytest
 from drafter_laws import check_greedy, check_rows, save_models
 from test_kinds import built
 
+from draftlab.config.drafters import parse_drafter
 from draftlab.engine.drafters.suffix import Memory, SuffixDrafter
 
 # drafts of arctic-inference 0.3.0 (its C++ tree, by its own bindings) for random texts of twelve tokens
@@ -40,3 +41,18 @@ def test_a_store_of_answers_is_remembered(context, stored):
     assert run.model is None
     assert isinstance(run.drafter, SuffixDrafter)
     assert run.drafter.memory is not None
+
+
+def test_vllm_gets_the_options_of_drafters_without_weights():
+    """The names are those of SpeculativeConfig in vLLM 0.32, vllm/config/speculative.py."""
+    assert parse_drafter("suffix:max_spec_factor=2").speculative_config(5) == {
+        "method": "suffix",
+        "num_speculative_tokens": 5,
+        "suffix_decoding_max_tree_depth": 24,
+        "suffix_decoding_max_spec_factor": 2.0,
+        "suffix_decoding_min_token_prob": 0.1,
+    }
+    lookup = parse_drafter("prompt-lookup:prompt_lookup_max=5").speculative_config(4)
+    assert lookup is not None
+    assert (lookup["method"], lookup["prompt_lookup_max"]) == ("ngram", 5)
+    assert parse_drafter("ngram").speculative_config(4) is None

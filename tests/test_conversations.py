@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from test_prompts import TEMPLATE, call, chatty, plain, space  # noqa: F401
 
 from draftlab.data import loss_on_of, open_batches, open_heldout
-from draftlab.data.conversations import render
+from draftlab.data.conversations import chat_ids, render
 from draftlab.model.checkpoint import load_tokenizer
 from draftlab.target_outputs.batches import StoredBatches
 from draftlab.target_outputs.outputs import padded
@@ -74,6 +74,24 @@ def test_what_counts_is_what_a_search_of_the_assistants_text_finds(chatty, templ
             template == MARKED and found.counted.sum() >= wanted.sum()
         )
         assert render(messages, chatty, "l:1", "all").counted.all()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(999999999) %}x{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{% include 'x' %}",
+        "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+        "{{ '\\ud800' }}",
+        "{{ raise_exception('no') }}",
+        "{% if %}",
+    ],
+)
+def test_a_template_that_fails_is_an_error_of_its_prompt(chatty, template):  # noqa: F811
+    chatty.chat_template = template
+    with raises_option("p.jsonl:1"):
+        chat_ids([{"role": "user", "content": "hi"}], chatty, "p.jsonl:1")
 
 
 def test_a_template_that_changes_earlier_turns_is_refused(chatty):  # noqa: F811

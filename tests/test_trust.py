@@ -19,7 +19,7 @@ from draftlab.config.distill import DistillConfig
 from draftlab.config.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.exporting import card
-from draftlab.model import checkpoint, native_cpu
+from draftlab.model import checkpoint, native_cpu, saving
 from draftlab.reading import read_json
 from draftlab.registry import SERVERS
 from draftlab.servers.kinds import Launch
@@ -250,3 +250,20 @@ def test_a_home_that_cannot_be_written_costs_a_note(tmp_path, monkeypatch, capsy
     finally:
         native_cpu.library.cache_clear()
     assert capsys.readouterr().err
+
+
+def test_a_link_out_of_a_checkpoint_is_not_copied_but_those_of_the_hubs_cache_are(tmp_path):
+    """The cache of the hub keeps files in blobs, and links to them in snapshots/REVISION."""
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs, out = tmp_path / "models--a--b" / "blobs", tmp_path / "out"
+    for folder in (snapshot, blobs, out):
+        folder.mkdir(parents=True)
+    (blobs / "77").write_text("{}")
+    (snapshot / "generation_config.json").symlink_to("../../blobs/77")
+    saving.copy_tokenizer(snapshot, out)
+    assert (out / "generation_config.json").read_text() == "{}"
+    (tmp_path / "secret").write_text("x")
+    (snapshot / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    with raises_option("chat_template.jinja"):
+        saving.copy_tokenizer(snapshot, out)
+    assert not (out / "chat_template.jinja").exists()

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
 from draftlab.data.text import Message
-from draftlab.errors import UserError, one_line
+from draftlab.errors import UserError
+from draftlab.reading import reading
 
 # a template's own mark of the assistant's text
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -45,14 +45,10 @@ def chat_ids(
     Raises:
         UserError: The chat template does not take the conversation, or renders nothing.
     """
-    try:
+    with reading(f"{where}: the chat template does not take it"):
         ids: Any = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=reply, tokenize=True, return_dict=False
         )
-    except (TemplateError, ValueError) as error:
-        raise UserError(
-            f"{where}: the chat template does not take it: {one_line(error, 200)}"
-        ) from None
     if not ids:
         raise UserError(f"{where}: the prompt is empty")
     return list(ids)

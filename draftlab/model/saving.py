@@ -63,9 +63,18 @@ def write_checkpoint(
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the files of a tokenizer, and generation_config.json, verbatim. Raises UserError: a file is not JSON."""
+    """Copy the files of a tokenizer, and generation_config.json, verbatim.
+
+    Raises:
+        UserError: a file is not JSON, or a link out of the folder; those of the hub's cache lead to its blobs.
+    """
+    homes = (source.resolve(), source.resolve().parent.parent / "blobs")
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
+            if not any((source / name).resolve().is_relative_to(home) for home in homes):
+                raise UserError(
+                    f"{source / name} is a link out of its folder; put the file itself there"
+                )
             if name.endswith(".json"):
                 read_json(source / name)
             shutil.copyfile(source / name, directory / name)

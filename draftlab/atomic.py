@@ -80,7 +80,7 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
 
 
 def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace it") -> None:
-    """Refuse to overwrite finished work. remedy: End of the error: ways out other than another --out.
+    """Refuse to overwrite finished work. remedy ends the message: it names other ways out than another --out.
 
     Raises:
         UserError: out is a file, or a directory with files and force is off, or it cannot be written.

@@ -112,7 +112,9 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
 def _check_processes(command: str) -> None:
     """Raises UserError: a launcher started several processes of a command that is no training."""
     if processes() > 1 and command not in LAUNCHED:
-        raise UserError(f"{command} runs in one process; launch {', '.join(LAUNCHED)} in several")
+        raise UserError(
+            f"{command} runs in one process; only {', '.join(LAUNCHED)} can be launched in several"
+        )
 
 
 def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Config]) -> None:

@@ -20,7 +20,7 @@ class Registry(Generic[Kind]):
     """
 
     def __init__(self, group: str, what: str, builtin: Mapping[str, str]) -> None:
-        """builtin: the modules of draftlab's own kinds by name."""
+        """builtin: Name of each kind of draftlab, and the module that registers it."""
         self.group, self.what, self.builtin = group, what, builtin
         self.kinds: dict[str, Kind] = {}
 

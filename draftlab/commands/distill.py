@@ -192,7 +192,7 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
         file, of_data = Path(config.data), True
     elif config.is_set("max_new_tokens"):
         raise UserError(
-            f"--max-new-tokens: {config.data} has no conversations to answer; it needs --prompt-file"
+            f"--max-new-tokens: {config.data} has no conversations to answer; name prompts by --prompt-file"
         )
     if file is None or target is None:
         return None

@@ -68,7 +68,9 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         place, shipped = _locate(config.source, weights)
         have = checkpoint.planned_shape(place) if isinstance(place, Path) else place
     if config.untie and not have.tied:
-        raise UserError(f"--untie: {config.source} has a head of its own already; leave it out")
+        raise UserError(
+            f"--untie: {config.source} has a head of its own already; leave --untie out"
+        )
     have = have.model_copy(update={"tied": have.tied and not config.untie})
     shape = _requested(config, have, weights)
     source = None

@@ -73,7 +73,7 @@ class CommandStep:
 def step_of(
     name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str
 ) -> CommandStep:
-    """Return a command with settings, and with the shared settings that it has. Raises UserError: a wrong setting."""
+    """Return a command with its settings and the shared settings that it has. Raises UserError: a wrong setting."""
     from draftlab.commands import COMMANDS
 
     command = COMMANDS[name]

@@ -116,7 +116,7 @@ def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 
 def rule_named(name: str) -> Rule | None:
-    """Return a rule; None for rejection (see generate.speculative_decode). Raises UserError: no such rule."""
+    """Return the rule of a name, or None for "rejection", which needs none. Raises UserError: no such rule."""
     return None if name == REJECTION else RULES.get(name, f"--rule {name}")
 
 

@@ -166,8 +166,9 @@ def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndar
 def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tuple[int, int]:
     """Return tokens and steps of speculative decoding of one text; the prefill gives the first token.
 
-    hits: where the draft's most probable token is the text's, [n], or [n, K] by the age of the step. None counts beyond
-    n. Servers let such tokens stand at any temperature, and no other: another token replaces a rejected token.
+    hits: where the draft's most probable token is the text's, [n]; or [n, K], where column j is of a step that began j
+    tokens earlier. Tokens after the n-th do not count. Servers accept such tokens, and only these, at any temperature:
+    a rejected token is replaced by a different token.
     """
     rows = np.asarray(hits)
     by_age, at, steps = (

@@ -99,7 +99,7 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
     predictions = read_model(Predictions, file, hint=REMEDY).predictions
     prediction = next((each for each in predictions if each.draft_sha256 == sha256), None)
     if prediction is None:
-        raise UserError(f"{file} predicts other drafts than {draft}{REMEDY}")
+        raise UserError(f"{file} is about other drafts, not {draft}{REMEDY}")
     if prediction.schedule is None:
         raise UserError(f"{file} has no table of K by batch size{REMEDY}")
     if prediction.schedule.pays_up_to == 0:

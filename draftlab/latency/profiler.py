@@ -135,7 +135,7 @@ def measure_latency(
 
 
 def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[float]:
-    """Return the milliseconds per step outside the passes, for a greedy step that verifies width tokens of one row."""
+    """Return the milliseconds per step outside the passes, for greedy steps that verify `width` tokens of a row."""
     k, longest = width - 1, (grid.repeats + 2) * width  # if all drafted tokens are accepted
     sampling = SamplingParams(max_tokens=min(longest, model.context - width))
     if k:

@@ -207,8 +207,8 @@ def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dic
     shares = {batch: sum(drafting[batch]) / sum(like_target[batch]) for batch in drafting}
     if (least := min(shares, key=lambda batch: shares[batch])) and shares[least] <= 0:
         raise UserError(
-            f"at {least} streams a step with the draft takes no longer than a pass of the target over those tokens; "
-            "other work disturbs the servers: repeat this on a quiet machine"
+            f"with {least} streams, a step with the draft took no longer than the target alone, which cannot be: "
+            "other work disturbs the servers; repeat this on a quiet machine"
         )
     return shares
 

@@ -55,7 +55,7 @@ def workload_of(
 ) -> Workload:
     """Return texts with known probabilities.
 
-    limits are the tokens after the first at which decoding would stop, by default the length of each text.
+    limits: Tokens after the first token of each text at which decoding stops. Default: The length of the text.
     """
     texts = texts_of(chances, None if limits is None else np.array(limits))
     return Workload(texts=texts, prompt_tokens=np.array(prompts), kind=kind)

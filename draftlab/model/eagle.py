@@ -445,7 +445,7 @@ def _from_json(content: Mapping[str, Any], target: TargetSizes, folder: Path) ->
     layer = content.get("transformer_layer_config", content)
     if kind != "eagle3" or "draft_vocab_size" not in content or not isinstance(layer, dict):
         raise UserError(
-            f"{folder} is no EAGLE-3 head: its config.json has no draft_vocab_size of an eagle3 model"
+            f"{folder} is no EAGLE-3 head: its config.json is of another model, or has no draft_vocab_size"
         )
     eagle = content.get("eagle_config") or {}
     odd = [

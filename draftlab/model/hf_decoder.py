@@ -227,9 +227,7 @@ class HFDecoder(Decoder):
             return self._run(ids, cache, last)
         if not self.masked:
             text = f"{type(self.model).__name__} computes one row at a time, and no token trees"
-            raise UserError(
-                f"{text}: its attention takes no mask of one's own; use a batch size of 1"
-            )
+            raise UserError(f"{text}: its attention accepts no custom mask; use a batch size of 1")
         return self._run(ids, cache, last, tree, masked=True)
 
     def _run(
@@ -258,7 +256,7 @@ class HFDecoder(Decoder):
     def _layout(
         self, cache: HFCache, used: Tensor, width: int, tree: Tree | None
     ) -> dict[str, Any]:
-        """Return positions and the attention mask of a pass. used: [B, 1]."""
+        """Return positions and the attention mask of a pass. used: Cached tokens of each row, [B, 1]."""
         depth = torch.arange(width) if tree is None else tree.depth.cpu()
         among = (
             torch.ones(width, width, dtype=torch.bool).tril() if tree is None else tree.mask.cpu()

@@ -91,7 +91,7 @@ class RecurrentDecoder(HFDecoder):
         """
         if tree is not None:
             raise UserError(
-                f"{type(self.model).__name__} has recurrent layers, which verify chains and no token trees"
+                f"{type(self.model).__name__} has recurrent layers, which can verify chains but not token trees"
             )
         end_of_pass(cache, ids.shape[1])
         logits = []

@@ -57,7 +57,7 @@ def check_embeds(model: Path) -> None:
 def common_vocabulary(draft: Path, target: Path) -> int:
     """Return the number of ids that both models have logits for; both tokenizers must give them the same tokens.
 
-    Speculation compares ids. Heads of one family may be padded to different sizes; the smaller one counts.
+    Speculation compares ids. Models of one family may pad their LM heads to different sizes; the smaller size counts.
 
     Raises:
         UserError: an id that differs, a tokenizer with ids that its model does not embed, or a target whose head is

@@ -179,7 +179,7 @@ class Prune:
             return HeadIds(ids=ids, coverage=None)
         if self.text.outputs is None:
             note(
-                f"counting ids in {self.text.data}; the target's own answers (--outputs) say it better"
+                f"counting ids in {self.text.data}; the target's own answers (--outputs) show better which ids matter"
             )
         special = template_ids(self._tokenizer) | set(checkpoint.eos_token_ids(directory))
         ids, coverage = frequent_ids(

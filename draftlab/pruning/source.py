@@ -44,7 +44,7 @@ class Source:
 
     @cached_property
     def planned_dtype(self) -> torch.dtype:
-        """The dtype that config.json lets expect before the weights are here."""
+        """The dtype that config.json announces, before any weight is read."""
         stored = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
         return checkpoint.computed_dtype(checkpoint.resolve_dtype(stored, self.device), self.device)
 

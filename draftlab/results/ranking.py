@@ -261,7 +261,7 @@ def _first_line(ranked: Ranked) -> str:
         return f"Serve the target without a draft: the best draft, {name}, reaches {gain} of the speed {at}."
     if gain.low <= 1:
         return f"No draft is significantly faster than the target alone; the best is {name} with {gain} {at}."
-    return f"{name} is fastest: {gain.as_speedup()} the speed of the target alone in whole requests, {at}."
+    return f"Fastest: {name}, {gain.as_speedup()} the speed of the target alone in whole requests, {at}."
 
 
 def _discounted(ranked: Ranked) -> str:

@@ -83,7 +83,7 @@ class ServedComparison:
         return json.loads(json.dumps(self.requests.conditions()))
 
     def facts(self) -> Mapping[str, object]:
-        """Return the facts of a dry run."""
+        """Return the lines that a dry run prints, by their names."""
         count = len(self.servers) * self.requests.repeats * self.requests.prompts.requests
         return {
             "servers": "; ".join(server.describe() for server in self.servers.values()),

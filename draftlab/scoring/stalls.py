@@ -1,4 +1,4 @@
-"""Stalls: steps during which the machine did something else, and the time that they would have taken without.
+"""Stalls: steps that other work interrupted, and the time that they would have taken uninterrupted.
 
 A step is one target pass and the drafting before it. Steps of one kind, with equal numbers of drafted tokens and rows,
 do nearly the same work, so a step that takes several times as long was interrupted. Its time is replaced by the median

@@ -1,7 +1,7 @@
 """SGLang 0.5.23: its standalone worker, EAGLE-3, and /generate.
 
-Log-probabilities of generated tokens are after temperature unless it runs with SGLANG_RETURN_ORIGINAL_LOGPROB=1; seeds
-need --enable-deterministic-inference.
+SGLang reports the log-probabilities of generated tokens after temperature scaling, unless it was started with
+SGLANG_RETURN_ORIGINAL_LOGPROB=1. Seeds need --enable-deterministic-inference.
 """
 
 import shlex

@@ -58,7 +58,7 @@ class Target(Protocol):
     def info(self) -> TargetInfo: ...
 
     def check_length(self, prompt: int, tokens: int) -> None:
-        """Raises UserError: a prompt of this length, with tokens more, does not fit the context."""
+        """Check that a prompt of this length and the new tokens fit the context. Raises UserError: they do not."""
         ...
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:

@@ -74,7 +74,7 @@ class Counter(Protocol):
 
 
 class Best:
-    """The best evaluation of a run, which every checkpoint has."""
+    """The best evaluation of a run so far. Every checkpoint holds it."""
 
     def __init__(self) -> None:
         self.metric, self.step = -math.inf, 0

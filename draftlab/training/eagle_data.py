@@ -75,7 +75,7 @@ def open_texts(
         heldout, outputs = [outputs[i] for i in order[:count]], [outputs[i] for i in order[count:]]
     if not outputs or not heldout:
         raise UserError(
-            f"{directory} has no two sequences with an answer within {seq_len} tokens; raise --seq-len"
+            f"{directory} has fewer than two sequences whose answer begins within {seq_len} tokens; raise --seq-len"
         )
     batch = padded(heldout[:most_heldout], seq_len)
     return StoredRows(outputs, rows, seq_len, seed), HeldOut(batch.split(rows), 1.0)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as modules to train, by training-time test: what follows a head's own states is learnt on those states.
+"""EAGLE-3 heads as modules to train, by training-time test: a head reads its own states in training, as in decoding.
 
 B rows, T positions, L steps, D hidden, E hidden of the target, A layers read, V vocab, W draft vocab.
 

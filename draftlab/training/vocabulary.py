@@ -74,7 +74,7 @@ def trim(
     trim_model(student, ids)
     tokens = sum(map(len, texts))
     note(
-        f"head of {size:,} ids; those of one half of {tokens:,} tokens cover {coverage:.2%} of the other half"
+        f"the head has {size:,} ids; ids of one half of {tokens:,} tokens cover {coverage:.2%} of the other half"
     )
 
 

@@ -202,7 +202,7 @@ class Searcher:
         return workload_of_replay(read_replay(replayed / draft.name))
 
     def _trial(self, name: str, work: Workload, rejection: float, left: float) -> ShapeTrial:
-        """Price a candidate as it is, and as after as much training again, if rejections keep falling by the same share."""
+        """Price a candidate now, and after as much training again, if rejections keep falling by the same share."""
         cost, ks = self._shape_cost(self.shapes[name]), self.wanted.ks
         k, speedup, rate = best_k(cost, self._target_cost, work, ks, 1)
         learnt = work.with_chances(1 - left * (1 - work.texts.chances))

@@ -32,8 +32,8 @@ class Card:
 
     def text(self) -> str:
         tag = self.kind.lower().replace(" ", "-")
-        plain = re.fullmatch(r"[\w./-]*[A-Za-z][\w./-]*", self.target)
-        base_model = self.target if plain else json.dumps(self.target)
+        plain = re.fullmatch(r"[\w./-]*[A-Za-z][\w./-]*", self.base_model)
+        base_model = self.base_model if plain else json.dumps(self.base_model)
         head = ["---", f"base_model: {base_model}", f"tags: [speculative-decoding, {tag}]", "---"]
         parts = [
             head,
@@ -45,11 +45,26 @@ class Card:
         ]
         return "\n\n".join("\n".join(map(printable, part)) for part in parts if part) + "\n"
 
+    @property
+    def is_local(self) -> bool:
+        """Return whether the target is a folder of this machine."""
+        return Path(self.target).is_dir()
+
+    @property
+    def base_model(self) -> str:
+        """Return the name of the target, of a folder without the folders that it is in."""
+        return Path(self.target).resolve().name if self.is_local else self.target
+
     def _summary(self) -> list[str]:
         article = "An" if self.kind[0] in "AE" else "A" if self.kind[-1] != "s" else ""
+        local = (
+            " The target was a folder of this name: put its name on the hub into `base_model`."
+            if self.is_local
+            else ""
+        )
         return [
-            f"{article} {self.kind} for speculative decoding with **{self.target}**. It proposes tokens, the target "
-            "verifies them, and the output is the target's own.".lstrip(),
+            f"{article} {self.kind} for speculative decoding with **{self.base_model}**. It proposes tokens, the "
+            f"target verifies them, and the output is the target's own.{local}".lstrip(),
             "",
             self.summary,
         ]
@@ -74,6 +89,8 @@ class Card:
         if self.script is None:
             return []
         name, text = self.script
+        if self.is_local:
+            text = text.replace(str(Path(self.target).absolute()), self.base_model)
         return [
             "## Usage",
             "",
@@ -125,17 +142,20 @@ def _commands(draft: Path) -> list[str]:
     if record is None:
         return []
     before = [line for path in record.inputs for line in _commands(Path(path))]
-    return [*before, _typed(record)]
+    return list(dict.fromkeys([*before, _typed(record)]))
 
 
 def _typed(record: Record) -> str:
-    """Return the command of a record, with what draftlab.yaml named: a reader of the card has another workspace."""
-    line = str(record.notes.get("command_line", f"draftlab {record.command}"))
+    """Return the command of a record, with the values of draftlab.yaml: a reader of the card has another workspace.
+
+    Of an absolute path the name is shown, since its folders are those of this machine.
+    """
+    words = shlex.split(str(record.notes.get("command_line", f"draftlab {record.command}")))
     for name in ("source", "target", "data"):
         value = record.config.get(name)
-        if value is not None and f" --{name} " not in line:
-            line += f" --{name} {shlex.quote(str(value))}"
-    return line
+        if value is not None and f"--{name}" not in words and str(value) not in words:
+            words += [f"--{name}", str(value)]
+    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in words)
 
 
 def _heldout(draft: Path) -> tuple[float, float] | None:

@@ -450,6 +450,29 @@ def test_a_card_has_every_command_back_to_the_cut(space):
     ]  # fmt: skip
 
 
+def test_a_card_has_no_folder_of_this_machine_and_each_step_once(space):
+    """Source and target of a draft come from one file, whose import both records name."""
+    shutil.copytree("draft", "imported")
+    file = Path("model.gguf").absolute()
+    provenance.write_record(
+        Path("imported"), "import", {"source": str(file)}, [], 0.0,
+        command_line=f"draftlab import --out imported {file}",
+    )  # fmt: skip
+    shutil.copytree("draft", "made")
+    line = "draftlab distill --out made"
+    inputs = [Path("imported"), Path("imported").absolute()]
+    provenance.write_record(Path("made"), "distill", {}, inputs, 0.0, command_line=line)
+    words = ["export", "made", "--target", "imported", "--to", "vllm", "--out", "out"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    card = Path("out/README.md").read_text()
+    assert str(Path.cwd()) not in card
+    assert card.startswith("---\nbase_model: imported\n")
+    made = card.partition("## How it was made")[2].splitlines()
+    commands = [each for each in made if each.startswith("draftlab")]
+    assert commands == ["draftlab import --out imported model.gguf", line]
+    assert str(Path("imported").absolute()) in Path("out/serve.sh").read_text()
+
+
 def test_a_gguf_file_is_the_same_bytes_each_time(space):
     for out in ("a", "b"):
         assert (

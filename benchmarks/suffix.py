@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks import bounds, environment
-from draftlab.engine.drafters.ngram import PromptLookupDrafter
+from draftlab.engine.drafters.ngram import PromptLookupDrafter, TextDrafter
 from draftlab.engine.drafters.suffix import Memory, SuffixDrafter
 from draftlab.intervals import ratio
 from draftlab.target_outputs.outputs import TargetOutput
@@ -27,11 +27,6 @@ from draftlab.target_outputs.store import read_store
 
 RESULT = Path(__file__).parent / "results" / "suffix.json"
 VLLM = (24, 1.0, 0.1)  # vLLM's defaults: depth, factor, least probability
-
-
-class Lookup(PromptLookupDrafter):
-    def draft(self, text: list[int], count: int) -> list[int]:
-        return self._copy(text, count)
 
 
 def main(
@@ -45,7 +40,7 @@ def main(
     for count in k:
         memory = (Memory(output.ids for output in answers[:i]) for i in range(len(answers)))
         arms = {
-            "prompt_lookup": (Lookup(3) for _ in answers),
+            "prompt_lookup": (PromptLookupDrafter(3) for _ in answers),
             "own_text": (SuffixDrafter(None, *VLLM) for _ in answers),
             "earlier_requests": (SuffixDrafter(each, *VLLM) for each in memory),
             "repeated": (SuffixDrafter(repeated, *VLLM) for _ in answers),
@@ -60,7 +55,7 @@ def main(
 
 
 def arm(
-    answers: list[TargetOutput], drafters: Iterator[Lookup | SuffixDrafter], count: int
+    answers: list[TargetOutput], drafters: Iterator[TextDrafter], count: int
 ) -> dict[str, object]:
     started = time.process_time()
     steps = [
@@ -77,9 +72,7 @@ def arm(
     }
 
 
-def decode(
-    output: TargetOutput, drafter: Lookup | SuffixDrafter, count: int
-) -> tuple[int, int, int]:
+def decode(output: TargetOutput, drafter: TextDrafter, count: int) -> tuple[int, int, int]:
     """Return the tokens after the first, the target passes that wrote them, and the tokens drafted."""
     answer = np.asarray(output.ids).tolist()
     text = [*np.asarray(output.prompt).tolist(), *answer[:1]]

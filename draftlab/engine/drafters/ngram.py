@@ -3,6 +3,7 @@
 V vocab, K drafted. An n-gram is a context of n - 1 tokens and the token that follows.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -160,7 +161,27 @@ def latest_match(ids: np.ndarray, longest: int) -> Match | None:
     return Match(length, int(ends[-1]), kind)
 
 
-class PromptLookupDrafter(Drafter):
+class TextDrafter(Drafter):
+    """A drafter whose tokens follow from each text alone: they are certain, and may be fewer than asked for."""
+
+    @abstractmethod
+    def draft(self, text: list[int], count: int) -> list[int]:
+        """Return at most count tokens to follow the text."""
+
+    def reset(self, rows: int, capacity: int) -> None:
+        pass
+
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
+        drafts = [self.draft(text, count) for text in texts]
+        width = max(map(len, drafts))
+        ids = [draft + [0] * (width - len(draft)) for draft in drafts]
+        ids = torch.tensor(ids, dtype=torch.long, device=uniform.device)
+        return Draft(ids=ids, q=None, counts=[len(draft) for draft in drafts])
+
+
+class PromptLookupDrafter(TextDrafter):
     """Prompt lookup: copies the tokens after the most recent match of the text's last n-gram, longest n-gram first.
 
     The copy continues into itself, so a loop is drafted to any length. No match is no draft, nor one shorter than
@@ -170,19 +191,7 @@ class PromptLookupDrafter(Drafter):
     def __init__(self, longest: int, min_match: Sequence[int] = (1, 1, 1)) -> None:
         self.longest, self.min_match = longest, dict(zip(MATCH_KINDS, min_match, strict=True))
 
-    def reset(self, rows: int, capacity: int) -> None:
-        pass
-
-    def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
-        copies = [self._copy(text, count) for text in texts]
-        width = max(map(len, copies))
-        ids = [copy + [0] * (width - len(copy)) for copy in copies]
-        ids = torch.tensor(ids, dtype=torch.long, device=uniform.device)
-        return Draft(ids=ids, q=None, counts=[len(copy) for copy in copies])
-
-    def _copy(self, text: list[int], count: int) -> list[int]:
+    def draft(self, text: list[int], count: int) -> list[int]:
         match = latest_match(np.array(text), self.longest)
         if match is None or match.length < self.min_match[match.kind]:
             return []

@@ -9,11 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from draftlab.engine.generate import Draft, Drafter
-from draftlab.sampling import SamplingParams
+from draftlab.engine.drafters.ngram import TextDrafter
 
 END = -1  # stands after each text of a memory
 
@@ -41,7 +38,7 @@ class Memory:
         return self._order[first:last] + 1
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(TextDrafter):
     """Draft the continuation with the highest score, of all suffixes of the text of at most depth tokens.
 
     A suffix of m tokens drafts at most factor * m tokens, as long as min_prob of its occurrences went on so.
@@ -50,20 +47,7 @@ class SuffixDrafter(Drafter):
     def __init__(self, memory: Memory | None, depth: int, factor: float, min_prob: float) -> None:
         self.memory, self.depth, self.factor, self.min_prob = memory, depth, factor, min_prob
 
-    def reset(self, rows: int, capacity: int) -> None:
-        pass
-
-    def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
-        drafts = [self.draft(text, count) for text in texts]
-        width = max(map(len, drafts))
-        rows = [draft + [0] * (width - len(draft)) for draft in drafts]
-        ids = torch.tensor(rows, dtype=torch.long, device=uniform.device)
-        return Draft(ids=ids, q=None, counts=[len(draft) for draft in drafts])
-
     def draft(self, text: list[int], count: int) -> list[int]:
-        """Return at most count tokens to follow the text."""
         ids = np.array(text)
         ended = np.append(ids, END)  # the text's own end is an occurrence that nothing follows
         own = self._best(ended, np.flatnonzero(ids == ids[-1]) + 1, ids, count)

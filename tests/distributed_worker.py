@@ -180,3 +180,5 @@ def main(out: Path, *chosen: str) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), *sys.argv[2:])
+    process_state().wait_for_everyone()
+    os._exit(0)  # gloo's threads that still hold tensors of FSDP2 can abort Python's own end

@@ -17,8 +17,7 @@ import typer
 from transformers import PreTrainedModel
 
 from benchmarks import environment
-from draftlab.commands.distill import prepare
-from draftlab.config.distill import DistillConfig
+from draftlab.commands.distill import DistillConfig, prepare
 from draftlab.console import note
 from draftlab.data import parse_mixture
 from draftlab.model import hub

@@ -18,9 +18,8 @@ import typer
 
 from benchmarks import environment
 from draftlab import atomic
-from draftlab.commands.prune import prepare
-from draftlab.config.distill import PROVEN_LR
-from draftlab.config.prune import PruneConfig
+from draftlab.commands.distill import PROVEN_LR
+from draftlab.commands.prune import PruneConfig, prepare
 from draftlab.console import note
 from draftlab.data import open_batches, open_heldout
 from draftlab.model import checkpoint, hub, saving

@@ -27,8 +27,7 @@ from transformers import PreTrainedModel
 
 from benchmarks import environment, load_peak
 from draftlab.commands import COMMANDS
-from draftlab.commands.distill import prepare
-from draftlab.config.distill import DistillConfig
+from draftlab.commands.distill import DistillConfig, prepare
 from draftlab.console import note
 from draftlab.data import Batch, open_heldout
 from draftlab.errors import UserError

@@ -13,7 +13,7 @@ from errors import raises_option
 from safetensors import SafetensorError
 
 from draftlab import atomic, cli, workspace
-from draftlab.config.results import ReportConfig
+from draftlab.commands.report import ReportConfig
 from draftlab.errors import UserError
 from draftlab.output import Output
 

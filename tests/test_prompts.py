@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from draftlab import workspace
 from draftlab.cli import app
-from draftlab.commands.export import prepare_export
-from draftlab.config.export import ExportConfig
+from draftlab.commands.export import ExportConfig, prepare_export
 from draftlab.config.shared import ChatMode
 from draftlab.data import documents
 from draftlab.errors import UserError

@@ -15,8 +15,8 @@ from errors import raises_option
 
 from draftlab import provenance
 from draftlab.commands import COMMANDS
-from draftlab.config.distill import DistillConfig
-from draftlab.config.score import ScoreConfig
+from draftlab.commands.distill import DistillConfig
+from draftlab.commands.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.exporting import card
 from draftlab.model import checkpoint, native_cpu, saving

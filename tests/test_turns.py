@@ -12,8 +12,7 @@ from loopback_servers import SmallVLLM, running
 from test_prompts import BUILD, SCORE, call, chatty, lines, plain, space  # noqa: F401
 
 from draftlab import turns
-from draftlab.commands.score import prepare
-from draftlab.config.score import ScoreConfig
+from draftlab.commands.score import ScoreConfig, prepare
 from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.errors import UserError
 from draftlab.exporting import run as exporting

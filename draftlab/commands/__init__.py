@@ -4,10 +4,9 @@ from draftlab.commands import outputs
 from draftlab.commands.auto import auto
 from draftlab.commands.base import Command
 from draftlab.commands.distill import distill
-from draftlab.commands.environment import env
 from draftlab.commands.export import check, export
 from draftlab.commands.latency import predict, profile
-from draftlab.commands.make import design, import_checkpoint, init
+from draftlab.commands.make import design, env, import_checkpoint, init
 from draftlab.commands.prune import prune
 from draftlab.commands.report import report
 from draftlab.commands.score import score

@@ -7,15 +7,39 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import Self
+
 from draftlab import workspace
 from draftlab.atomic import check_writable, write_atomic
 from draftlab.commands.base import Job, Outcome, command
-from draftlab.config.results import ReportConfig
+from draftlab.config.base import OUTPUT, Config, option
 from draftlab.errors import UserError, about
 
 if TYPE_CHECKING:
     from draftlab.results.ranking import Ranked
     from draftlab.results.score import Score
+
+
+class ReportConfig(Config):
+    """A ranking of scores, and a page about them."""
+
+    scores: list[Path] = option(
+        factory=list,
+        help="score.json files, or directories of them.",
+        argument=True,
+        shown_default="the workspace's runs",
+    )
+    html: Path | None = option(None, "File to write a page with tables and plots to.", panel=OUTPUT)
+    markdown: Path | None = option(None, "File to write the tables to, as Markdown.", panel=OUTPUT)
+    min_speedup: float | None = option(
+        None, "Exit with 3 if no draft reaches this speed-up of whole requests."
+    )
+    min_acceptance_length: float | None = option(
+        None, "Exit with 3 if the fastest draft yields fewer tokens per target pass."
+    )
+
+    def resolved(self) -> Self:
+        return self if self.scores else self.model_copy(update={"scores": [workspace.load().runs]})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

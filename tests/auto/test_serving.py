@@ -8,9 +8,8 @@ import pytest
 import torch
 from builders import build
 
-from draftlab.commands.auto import _rule
+from draftlab.commands.auto import AutoConfig, _rule
 from draftlab.commands.steps import step_of
-from draftlab.config.auto import AutoConfig
 from draftlab.drafters.eagle import EagleSpec
 from draftlab.drafters.prompt_lookup import PromptLookupSpec
 from draftlab.model import eagle

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from draftlab import cli, data, workspace
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
-from draftlab.config.distill import DistillConfig
+from draftlab.commands.distill import DistillConfig
+from draftlab.commands.score import ScoreConfig
 from draftlab.config.outputs import ReplayConfig
-from draftlab.config.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.model import native_cpu
 from draftlab.model.shape import parse_numbers

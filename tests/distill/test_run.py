@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftlab.commands import COMMANDS
-from draftlab.commands.distill import prepare
-from draftlab.config.distill import DistillConfig
+from draftlab.commands.distill import DistillConfig, prepare
 from draftlab.data import Batch, TopLogprobs
 from draftlab.model import checkpoint
 from draftlab.model.hf_files import read_head_ids

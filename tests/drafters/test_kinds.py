@@ -10,8 +10,8 @@ from errors import raises_option
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.commands import COMMANDS
+from draftlab.commands.score import ScoreConfig
 from draftlab.config.drafters import DRAFTERS, parse_drafter
-from draftlab.config.score import ScoreConfig
 from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.engine.rejection_rules import match

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from draftlab import provenance
 from draftlab.commands import outputs
-from draftlab.commands.prune import prepare, prune
-from draftlab.config.prune import PruneConfig
+from draftlab.commands.prune import PruneConfig, prepare, prune
 from draftlab.model import checkpoint, hf_files, llama, saving
 from draftlab.model.shape import Shape, resolve, write_shape_file
 from draftlab.output import Output

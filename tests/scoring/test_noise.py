@@ -4,7 +4,7 @@ import pytest
 from test_report import UNEVEN, change, score
 
 from benchmarks.noise import QUICK, SCORED, parsed, result, steal
-from draftlab.config.score import ScoreConfig
+from draftlab.commands.score import ScoreConfig
 from draftlab.results.score import Score
 
 

@@ -13,8 +13,8 @@ from built import PROMPTS, built, check_output, facts
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.commands import COMMANDS
+from draftlab.commands.score import ScoreConfig
 from draftlab.config.drafters import DRAFTERS, parse_drafter
-from draftlab.config.score import ScoreConfig
 from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.errors import UserError

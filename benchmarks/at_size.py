@@ -30,7 +30,7 @@ from benchmarks.expand import expand, larger
 from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.importing import init
+from draftlab.importing import run
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.shape import parse_numbers
 from draftlab.results.ranking import speedup_ratio
@@ -114,7 +114,7 @@ def of_smollm2(folder: Path, study: Path, prompts: int) -> Study:
     """Raises UserError: SmolLM2 is not there."""
     runs = study / "runs"
     if not (runs / "distilled").is_dir():
-        init.smollm2_file()
+        run.smollm2_file()
         note(f"no drafts in {runs}: making some, briefly trained")
         command = [sys.executable, "-m", "benchmarks.smollm2", "--quick", "--folder", str(study)]
         subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)

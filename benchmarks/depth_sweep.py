@@ -20,12 +20,11 @@ from draftlab.console import note
 from draftlab.engine.timing import bandwidth_gbs
 from draftlab.latency.cost_model import BYTES, active_params
 from draftlab.latency.machine_state import device_name
-from draftlab.latency.profiler import measure_latency
-from draftlab.latency.random_model import random_model
+from draftlab.latency.profiler import measure_latency, random_model
 from draftlab.model import Mode, checkpoint
 from draftlab.model.families import Budget, family
 from draftlab.model.shape import Shape, parse_count, parse_numbers
-from draftlab.pruning.trial_model import prunable_shape
+from draftlab.pruning.source import prunable_shape
 from draftlab.results.plots import Panel, save_figure
 
 

@@ -26,7 +26,7 @@ from draftlab.engine.timing import bandwidth_gbs
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import pass_bytes
 from draftlab.latency.machine_state import device_name, steady_clock, steady_step_clock
-from draftlab.model import checkpoint, hub, memory
+from draftlab.model import checkpoint, devices, hub
 from draftlab.model.cuda_graphs import BUCKET
 from draftlab.model.llama import Llama, rotary
 from draftlab.model.modes import with_mode
@@ -57,7 +57,7 @@ def main(
     )
     texts = heldout_prompts(data, tokenizer, count=prompts + 1, length=prompt_tokens, seed=0)
     whole = like(shape_of(target), checkpoint.read_shape(origin))
-    shape = as_fits(whole, memory.free_bytes(place) - room, kind.itemsize)
+    shape = as_fits(whole, devices.free_bytes(place) - room, kind.itemsize)
     note(f"{source} as {shape.describe()}, {shape.layers} of {whole.layers} layers")
     ceiling = bandwidth_gbs(shape.params(), kind, place)
     model = with_mode(expanded(origin, shape, kind, place, context), mode)  # type: ignore[arg-type]

@@ -19,12 +19,12 @@ from torch import Tensor
 from benchmarks import environment
 from draftlab.console import note
 from draftlab.engine.generate import Drafter, ModelDrafter, decode, speculative_decode
-from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms, Verdict
 from draftlab.engine.timing import bandwidth_gbs
+from draftlab.engine.verify import Rule, Tokens, Uniforms, Verdict
 from draftlab.latency.cost_model import pass_bytes
 from draftlab.latency.machine_state import device_name, steady_clock, steady_step_clock
-from draftlab.latency.random_model import random_model
-from draftlab.model import Mode, checkpoint, memory
+from draftlab.latency.profiler import random_model
+from draftlab.model import Mode, checkpoint, devices
 from draftlab.model.cuda_graphs import BUCKET
 from draftlab.model.families import locate_shape
 from draftlab.model.llama import Llama
@@ -56,7 +56,7 @@ def main(
     prompt = [(7 * i) % 1000 + 3 for i in range(prompt_tokens)]
     bench = Bench(place, mode, dtype, prompt, new_tokens, max(ks))  # type: ignore[arg-type]
     whole = shape_of(target)
-    shape = as_fits(whole, memory.free_bytes(place) - room, bench.dtype.itemsize)
+    shape = as_fits(whole, devices.free_bytes(place) - room, bench.dtype.itemsize)
     note(
         f"{target}: {shape.layers} of {whole.layers} layers, {shape.weight_bytes(bench.dtype.itemsize) / 1e9:.1f} GB"
     )

@@ -20,17 +20,16 @@ from benchmarks import environment, speedups
 from benchmarks.smollm2 import MODELS, TARGET, category, scores
 from draftlab.commands import COMMANDS
 from draftlab.console import note
-from draftlab.latency.profiler import measure_latency
-from draftlab.latency.random_model import random_model
+from draftlab.latency.profiler import measure_latency, random_model
 from draftlab.model import checkpoint, hub
 from draftlab.model.parallel import trained_offsets
 from draftlab.model.shape import Shape
 from draftlab.provenance import read_record
-from draftlab.pruning.trial_model import prunable_shape
+from draftlab.pruning.source import prunable_shape
 from draftlab.results.report import json_rows
 from draftlab.results.score import Score
 from draftlab.target_outputs.replay import read_replay
-from draftlab.training.parallel import Offsets, expected_tokens
+from draftlab.training.objectives import Offsets, expected_tokens
 from draftlab.training.run import read_log
 from draftlab.training.trainer import EvalRecord
 

@@ -30,12 +30,12 @@ from draftlab.engine.drafters.ngram import PromptLookupDrafter
 from draftlab.engine.generate import Drafter, ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, hf
+from draftlab.exporting.verify import running
 from draftlab.intervals import Interval, Timing
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.modes import with_mode
 from draftlab.prompts import Prompts, load_prompts
 from draftlab.sampling import SamplingParams
-from draftlab.servers.processes import running
 
 INSIDE = Path(__file__).parent / "inside_peers.py"
 WAYS = ("plain", "draft", "ngram")

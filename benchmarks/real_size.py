@@ -31,7 +31,7 @@ from draftlab.commands.distill import DistillConfig, prepare
 from draftlab.console import note
 from draftlab.data import Batch, open_heldout
 from draftlab.errors import UserError
-from draftlab.importing import init
+from draftlab.importing import run
 from draftlab.model import checkpoint, hub
 from draftlab.model.saving import TOKENIZER_FILES, write_checkpoint
 from draftlab.model.shape import Shape
@@ -85,7 +85,7 @@ def _target(folder: Path) -> tuple[Path, bool]:
     """The real model where its package is installed, else its shape."""
     place = folder / "smollm2"
     try:
-        file = init.smollm2_file()
+        file = run.smollm2_file()
     except UserError as error:
         note(f"{error}; random weights of its shape instead")
     else:

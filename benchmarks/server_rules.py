@@ -21,13 +21,12 @@ from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.exporting import gguf, verify
 from draftlab.exporting.artifact import Form, open_artifact
-from draftlab.exporting.verify import TargetTexts
+from draftlab.exporting.verify import TargetTexts, running
 from draftlab.model import checkpoint, hub, modes
 from draftlab.prompts import load_prompts
 from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import SampleMethod, ServerKind, ServerTrial
-from draftlab.servers.processes import running
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from benchmarks import environment
 from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.exporting.verify import VLLM_ON_CPU
+from draftlab.exporting.verify import VLLM_ON_CPU, running
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.k_schedule import Ranges, schedule
 from draftlab.latency.steps import expected_time, plain_ms, step_costs, steps
@@ -36,7 +36,6 @@ from draftlab.model import checkpoint
 from draftlab.prompts import load_prompts
 from draftlab.provenance import read_record
 from draftlab.reading import read_json_lines
-from draftlab.servers.processes import running
 from draftlab.servers.vllm import speculative_config
 from draftlab.target_outputs.replay import read_replay
 

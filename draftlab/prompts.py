@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from draftlab import data, provenance
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
-from draftlab.data.conversations import chat_ids
-from draftlab.data.text import Message, TextRow, prompt_of, rows_of
+from draftlab.data.text import Message, TextRow, chat_ids, prompt_of, rows_of
 from draftlab.errors import UserError
 
 FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of each

@@ -96,9 +96,7 @@ def _package(entry: EntryPoint) -> str:
 
 
 RULES: Registry[Any] = Registry(
-    "draftlab.rules",
-    "verify rule",
-    dict.fromkeys(("match", "block"), "draftlab.engine.rejection_rules"),
+    "draftlab.rules", "verify rule", dict.fromkeys(("match", "block"), "draftlab.engine.verify")
 )
 LOSSES: Registry[Any] = Registry(
     "draftlab.losses",

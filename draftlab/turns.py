@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from draftlab import workspace
 from draftlab.atomic import write_atomic
 from draftlab.console import note
-from draftlab.data.conversations import chat_ids
-from draftlab.data.text import Message, read_messages
+from draftlab.data.text import Message, chat_ids, read_messages
 from draftlab.errors import UserError
 from draftlab.prompts import Prompt, Prompts, digest
 from draftlab.reading import read_json_lines

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from test_prompts import TEMPLATE, call, chatty, plain, space  # noqa: F401
 
 from draftlab.data import loss_on_of, open_batches, open_heldout
-from draftlab.data.conversations import chat_ids, render
+from draftlab.data.text import chat_ids, render
 from draftlab.model.checkpoint import load_tokenizer
 from draftlab.target_outputs.batches import StoredBatches
 from draftlab.target_outputs.outputs import padded

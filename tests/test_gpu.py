@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.load_peak import write_random
 from draftlab.engine.generate import decode, output_tokens
-from draftlab.latency.random_model import random_model
+from draftlab.latency.profiler import random_model
 from draftlab.model import hub, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.shape import Shape

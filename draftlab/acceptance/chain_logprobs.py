@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, check_fits, token_logprobs
-from draftlab.model.attention import AttentionMetadata
+from draftlab.model.decoder import AttentionMetadata
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Cache, Llama

@@ -141,8 +141,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     from draftlab.commands.steps import step_of
     from draftlab.model import checkpoint
     from draftlab.model.size import read_size
-    from draftlab.searching.costs import measure_machine
-    from draftlab.searching.plan import Request, make_plan, ready_drafts
+    from draftlab.searching.plan import Request, make_plan, measure_machine, ready_drafts
     from draftlab.searching.prompts import find_prompts
 
     with about("--device"):
@@ -209,7 +208,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
 
 def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
     from draftlab.searching.plan import not_tried
-    from draftlab.searching.serving import unverified
+    from draftlab.searching.verdict import unverified
 
     notes = [*not_tried(plan.left_out), *unverified(request)]
     facts = plan.facts() | {"minutes": round(plan.minutes)}
@@ -222,8 +221,8 @@ def _run(
     """Do every step of the plan, and write its page and its verdict."""
     from draftlab.atomic import write_atomic
     from draftlab.searching.auto import PAGE, PLAN, VERDICT, AutoRun
-    from draftlab.searching.page import page
-    from draftlab.searching.steps import StepRunner
+    from draftlab.searching.schedule import StepRunner
+    from draftlab.searching.verdict import page
 
     folder = output.out
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from draftlab.config.base import (
     from_workspace,
     option,
 )
+from draftlab.config.kinds import STUDENTS, Student
 from draftlab.config.outputs import check_store
 from draftlab.config.shared import (
     CheckpointSettings,
@@ -27,7 +28,6 @@ from draftlab.config.shared import (
     TrainingDtype,
     Vocab,
 )
-from draftlab.config.students import STUDENTS, Student
 from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError, about, did_you_mean
 from draftlab.model import hub
@@ -327,16 +327,16 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
             cannot be trained.
     """
     with note_if_slow("distill: loading torch and transformers"):
-        from draftlab.training import distributed, trackers
-        from draftlab.training.distill import Distillation
-        from draftlab.training.distill import distill as library
+        from draftlab.training import checkpointer, run
         from draftlab.training.loop import Hardware, Loop
         from draftlab.training.losses import parse_loss
+        from draftlab.training.run import Distillation
+        from draftlab.training.run import distill as library
 
     with about("--loss"):
         parse_loss(config.loss)
-    trackers.check(config.report_to)
-    distributed.check(optimizer=config.optimizer)
+    run.check(config.report_to)
+    checkpointer.check(optimizer=config.optimizer)
     draft = target = None
     if config.draft is not None:
         with about("--draft"):

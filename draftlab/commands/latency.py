@@ -264,7 +264,7 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     from draftlab.latency.predict import predict_draft
     from draftlab.latency.roofline import parse_profile
     from draftlab.latency.scaling_law import read_law
-    from draftlab.pruning.trial_model import prunable_shape
+    from draftlab.pruning.source import prunable_shape
 
     with about("--acceptance"):
         acceptances = [_acceptance(text, config.max_new_tokens) for text in config.acceptance]
@@ -373,7 +373,7 @@ def _places(names: list[str], weights: bool) -> dict[str, Path | Shape]:
 
 def _law_shapes(names: list[str]) -> dict[str, Shape]:
     from draftlab.latency.scaling_law import law_shapes
-    from draftlab.pruning.trial_model import prunable_shape
+    from draftlab.pruning.source import prunable_shape
 
     with about("--law"):
         return law_shapes(dict(map(prunable_shape, names)))

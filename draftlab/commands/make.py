@@ -21,9 +21,9 @@ from draftlab.output import Output
 from draftlab.workspace import Workspace
 
 if TYPE_CHECKING:
-    from draftlab.data.summary import SourceSize
+    from draftlab.data.batches import SourceSize
     from draftlab.importing.run import ImportSource
-    from draftlab.latency.design import Design
+    from draftlab.latency.scaling_law import Design
     from draftlab.model.shape import Shape
 
 
@@ -169,7 +169,7 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
     Raises:
         UserError: draftlab.yaml exists and overwrite is off, or the target cannot be located.
     """
-    from draftlab.importing.init import smollm2_file
+    from draftlab.importing.run import smollm2_file
 
     space, gguf = workspace.preset(config.preset) if config.preset else None, None
     if workspace.FILE.exists() and not config.overwrite:
@@ -200,7 +200,7 @@ def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> 
         fetch: Whether the target may be looked up on the hub.
         force: Whether to replace an earlier import.
     """
-    from draftlab.importing.init import CODE_FOR_CHAT, is_chat_model, is_imported
+    from draftlab.importing.run import CODE_FOR_CHAT, is_chat_model, is_imported
 
     warning = None
     if gguf is not None:
@@ -232,7 +232,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
     if target is None:
         return {}
     with note_if_slow("loading transformers"):
-        from draftlab.data.summary import measure_source
+        from draftlab.data.batches import measure_source
         from draftlab.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(target)
@@ -262,7 +262,7 @@ def init(written: NewWorkspace) -> Outcome:
 
 def _size_lines(source: str, size: "SourceSize") -> list[str]:
     """Return the size of a source, and its uses in the commands after init."""
-    from draftlab.results.warnings import FEW_PROMPTS
+    from draftlab.results.ranking import FEW_PROMPTS
 
     whole, train, heldout = size.whole, size.train, size.heldout
     kind = f"{whole.rows:,} texts"
@@ -302,12 +302,12 @@ def _layers(space: Workspace) -> int:
 
 def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Path | None]]":
     """Resolve and check the settings. Raises UserError: a source that cannot be cut, or no such law."""
-    from draftlab.latency import design as designing
+    from draftlab.latency import scaling_law as designing
     from draftlab.latency.scaling_law import read_law
     from draftlab.model.families import Budget, BudgetKind
     from draftlab.model.hf_files import check_head_size
     from draftlab.model.shape import parse_count
-    from draftlab.pruning.trial_model import prunable_shape
+    from draftlab.pruning.source import prunable_shape
 
     with about("--source"):
         name, source = prunable_shape(config.source)

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from draftlab.target_outputs.build import Rows, TargetAnswers
     from draftlab.target_outputs.replay import AcceptanceRow, Replay
     from draftlab.target_outputs.store import Manifest
-    from draftlab.target_outputs.targets import Target
-    from draftlab.target_outputs.verify import StoreVerification
+    from draftlab.target_outputs.targets import StoreVerification, Target
 
 PROMPTS_OF_DATA = 64
 START_TOKENS, PROMPT_TOKENS = (
@@ -39,7 +38,7 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     """
     with note_if_slow("outputs build: loading torch and transformers"):
         from draftlab.target_outputs import build as building
-        from draftlab.target_outputs.server_log import ServerLog
+        from draftlab.target_outputs.build import ServerLog
         from draftlab.target_outputs.store import logits_of
     served, file = config.server is not None, config.from_file
     directory = _located(config.target, tokenizer_only=served or file is not None, weights=weights)
@@ -245,7 +244,7 @@ def prepare_info(
 ) -> "Job[tuple[Path, StoreVerification | None]]":
     """Raises UserError: there is no store, or no target that could verify it."""
     from draftlab.target_outputs.store import read_manifest
-    from draftlab.target_outputs.verify import verify
+    from draftlab.target_outputs.targets import verify
 
     manifest = read_manifest(config.directory)
     if not config.verify:

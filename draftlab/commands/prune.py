@@ -19,9 +19,8 @@ from draftlab.output import Output
 if TYPE_CHECKING:
     from draftlab.pruning.masks.training import MaskTraining
     from draftlab.pruning.refit import Refit
-    from draftlab.pruning.run import Depth, Method, PrunedDraft
+    from draftlab.pruning.run import Depth, Method, PrunedDraft, Text
     from draftlab.pruning.source import Source
-    from draftlab.pruning.texts import Text
 
 SHAPE, CALIBRATION = "Shape of the draft", "Calibration and refit"  # panels of --help
 SIZES = ("layers", "width", "ffn", "params")
@@ -160,13 +159,13 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     from draftlab.model import checkpoint
     from draftlab.pruning.masks.training import MaskTraining
     from draftlab.pruning.refit import REFITS
+    from draftlab.pruning.run import Text
     from draftlab.pruning.source import Source, check_cut
-    from draftlab.pruning.texts import Text
     from draftlab.target_outputs.store import check_tokenizer, finished_manifest
-    from draftlab.training import distributed
+    from draftlab.training import checkpointer
 
     if config.method == "masks":
-        distributed.check(masks=True)
+        checkpointer.check(masks=True)
     elif processes() > 1:
         raise UserError(
             f"prune --method {config.method} runs in one process; --method masks trains in several"
@@ -259,8 +258,8 @@ def _facts(
     Args:
         shipped: Name of the shape that stands for a source which cannot be fetched.
     """
+    from draftlab.pruning.run import HELDOUT_TOKENS
     from draftlab.pruning.source import kv_saving
-    from draftlab.pruning.texts import HELDOUT_TOKENS
 
     source = have.describe()
     if shipped is not None:

@@ -71,7 +71,7 @@ def prepare(config: ReportConfig, weights: bool) -> "Job[tuple[ReportConfig, lis
 @command(ReportConfig, prepare=prepare)
 def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
     """Rank drafts by their scores, test which differences are significant, and write a page about them."""
-    from draftlab.results.ranking import missed_thresholds, rank, verdict_lines
+    from draftlab.results.ranking import missed_thresholds, rank, score_warnings, verdict_lines
     from draftlab.results.report import (
         accuracy_table,
         export_command,
@@ -79,7 +79,6 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
         markdown,
         ranking_table,
     )
-    from draftlab.results.warnings import score_warnings
 
     config, scores = chosen
     ranking = rank(scores)
@@ -119,7 +118,7 @@ def _serve(fastest: "Ranked") -> str:
 
     It is empty where the drafter has weights, a measurement is in doubt, or the target is not known by name.
     """
-    from draftlab.config.drafters import parse_drafter
+    from draftlab.config.kinds import parse_drafter
     from draftlab.results.report import target_named
 
     score = fastest.score

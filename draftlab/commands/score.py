@@ -20,7 +20,7 @@ from draftlab.config.base import (
     numbers,
     option,
 )
-from draftlab.config.drafters import DRAFTERS, Drafter
+from draftlab.config.kinds import DRAFTERS, Drafter
 from draftlab.config.server_rules import Acceptance, ServerRule, acceptance_of
 from draftlab.console import note, note_if_slow
 from draftlab.errors import UsageError, UserError, about, did_you_mean
@@ -440,9 +440,14 @@ def _stored(answers: "PlainAnswers", output: Output) -> Outcome:
 
 
 def _outcome(scores: "list[Score]", output: Output) -> Scored:
-    from draftlab.results.ranking import category_rows, missed_thresholds, rank, verdict_lines
+    from draftlab.results.ranking import (
+        category_rows,
+        missed_thresholds,
+        rank,
+        score_warnings,
+        verdict_lines,
+    )
     from draftlab.results.report import accuracy_table, category_table, json_rows, ranking_table
-    from draftlab.results.warnings import score_warnings
 
     config = output.config
     assert isinstance(config, ScoreConfig)

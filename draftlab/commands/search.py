@@ -112,10 +112,10 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     from draftlab.model.modes import resolve_mode
     from draftlab.model.size import read_size
     from draftlab.model.tokenizer import common_vocabulary
-    from draftlab.pruning.trial_model import prunable_shape
+    from draftlab.pruning.source import prunable_shape
     from draftlab.searching import run as library
     from draftlab.searching.run import Wanted, shapes_to_try
-    from draftlab.searching.steps import StepRunner
+    from draftlab.searching.schedule import StepRunner
 
     with about("--target"):
         target = hub.locate_model(config.target, weights)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from draftlab.config import shared
 from draftlab.config.base import SERVER, Config, DraftedTokens, Only, OutputConfig, numbers, option
-from draftlab.config.drafters import Drafter
+from draftlab.config.kinds import Drafter
 from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
 from draftlab.errors import UserError
 from draftlab.model import hub

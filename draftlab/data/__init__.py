@@ -1,15 +1,15 @@
 """Text: documents of sources, token batches to train on, held-out windows and prompts."""
 
-from draftlab.data.batch import Batch as Batch
-from draftlab.data.batch import TopLogprobs as TopLogprobs
-from draftlab.data.batch import text_batch as text_batch
+from draftlab.data.batches import Batch as Batch
 from draftlab.data.batches import DynamicBatches as DynamicBatches
 from draftlab.data.batches import HeldOut as HeldOut
 from draftlab.data.batches import TokenBatches as TokenBatches
+from draftlab.data.batches import TopLogprobs as TopLogprobs
 from draftlab.data.batches import heldout_prompts as heldout_prompts
 from draftlab.data.batches import loss_on_of as loss_on_of
 from draftlab.data.batches import open_batches as open_batches
 from draftlab.data.batches import open_heldout as open_heldout
+from draftlab.data.batches import text_batch as text_batch
 from draftlab.data.batches import tokenize as tokenize
 from draftlab.data.sources import Document as Document
 from draftlab.data.sources import Split as Split

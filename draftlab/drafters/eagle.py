@@ -14,13 +14,13 @@ from draftlab.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    from draftlab.acceptance.context import ReplayContext
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.engine.drafters.eagle import EagleDrafter
     from draftlab.latency.steps import Passes
     from draftlab.model.hf_decoder import HFDecoder
     from draftlab.model.llama import Llama
+    from draftlab.target_outputs.replay import ReplayContext
 
 
 class HeadSpec(DrafterSpec):

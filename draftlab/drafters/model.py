@@ -8,10 +8,10 @@ from draftlab.model import hub
 if TYPE_CHECKING:
     import numpy as np
 
-    from draftlab.acceptance.context import ReplayContext
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.latency.steps import Passes
+    from draftlab.target_outputs.replay import ReplayContext
 
 
 @drafter("model", served_by=("vllm", "sglang", "llama.cpp", "transformers"))

@@ -12,10 +12,10 @@ from draftlab.model import hub
 if TYPE_CHECKING:
     import numpy as np
 
-    from draftlab.acceptance.context import ReplayContext
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.latency.steps import Passes
+    from draftlab.target_outputs.replay import ReplayContext
 
 
 @drafter("parallel", served_by=("vllm",))
@@ -45,7 +45,7 @@ class ParallelSpec(DraftModelSpec):
         return passes.step(k, unread=accepted + 1, at_once=True)
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
-        from draftlab.acceptance.offset_logprobs import score_offsets
+        from draftlab.acceptance.token_logprobs import score_offsets
         from draftlab.engine.drafters.parallel import mask_token
         from draftlab.model.parallel import trained_offsets
 

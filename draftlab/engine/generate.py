@@ -14,8 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.engine.clocks import StepClock
-from draftlab.engine.rejection_rules import Rule, Tokens, Uniforms
-from draftlab.engine.verify import check_logits, distribution, draw, verify_rows
+from draftlab.engine.verify import (
+    Rule,
+    Tokens,
+    Uniforms,
+    check_logits,
+    distribution,
+    draw,
+    verify_rows,
+)
 from draftlab.model.decoder import Decoder, Parents, Tree, feed
 from draftlab.model.devices import staged
 from draftlab.sampling import SamplingParams

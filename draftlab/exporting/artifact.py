@@ -11,8 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from draftlab.acceptance.chain_logprobs import score_chains
-from draftlab.acceptance.offset_logprobs import score_offsets
-from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_tokens
+from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_offsets, score_tokens
 from draftlab.config.base import MAX_K
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.errors import UserError
@@ -22,10 +21,9 @@ from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import HeadShape
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_files import read_head_ids
-from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
-from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_difference
+from draftlab.model.tokenizer import PROBES, check_embeds, common_vocabulary, first_difference
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
 

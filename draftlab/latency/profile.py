@@ -13,11 +13,9 @@ from draftlab.console import heartbeat, note, progress
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Profile, active_params, write_profile
-from draftlab.latency.head_passes import HeadPasses
 from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
-from draftlab.latency.profiler import Grid, LatencyCurves, measure
-from draftlab.latency.random_model import random_model
-from draftlab.model import Mode, checkpoint, eagle, eagle_llama, hub, llama, memory, parallel
+from draftlab.latency.profiler import Grid, HeadPasses, LatencyCurves, measure, random_model
+from draftlab.model import Mode, checkpoint, devices, eagle, eagle_llama, hub, llama, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
 from draftlab.model.modes import check_mode, load, resolve_mode
@@ -163,7 +161,7 @@ def profile_models(
     if running.threads is not None:
         torch.set_num_threads(running.threads)
     remedy = "--dtype bfloat16, --device-map auto, or fewer --batch"
-    memory.check_fits(needed_bytes(models, grid, running), running.device, remedy)
+    devices.check_fits(needed_bytes(models, grid, running), running.device, remedy)
     decoders = _load(models, grid, running)
     warn_if_busy(read_environment())
     clock = steady_clock(running.device)

@@ -3,7 +3,7 @@
 One pass of a shape takes (issue^p + work^p)^(1/p) milliseconds: issue = a + b layers is the time in which the host
 starts it, work = c bytes + d layers x width the time that the device spends on weights and on everything else. With
 p = 1 they run one after the other; the larger p, the more they overlap and only the slower one counts. All of a to d
-are positive.
+are positive. `design` asks it for the shapes of a family at an equal budget.
 """
 
 import itertools
@@ -16,8 +16,8 @@ import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import BYTES, Profile, active_params, exact, read_profile
-from draftlab.model.families import shape_name
-from draftlab.model.shape import Shape, fewest_kv_heads, resolve
+from draftlab.model.families import Budget, family, shape_name
+from draftlab.model.shape import Shape, fewest_kv_heads, resolve, write_shape_file
 from draftlab.results.score import Latency
 
 OVERLAPS = (1.0, 1.5, 2.0, 3.0, 6.0)
@@ -249,3 +249,25 @@ def _fit(features: np.ndarray, times: np.ndarray, overlap: float) -> FittedCurve
     return FittedCurve(
         terms=np.exp(result.x), overlap=overlap, rms_error=float(np.sqrt(np.mean(result.fun**2)))
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """Shapes by name, and milliseconds of their one-token passes; empty without a law."""
+
+    shapes: dict[str, Shape]
+    latency_ms: dict[str, float]
+
+    def write(self, folder: Path, comment: str, *, overwrite: bool) -> None:
+        """Write one shape file per shape. Raises UserError: one exists, and overwrite is off."""
+        files = {folder / f"{name}.yaml": shape for name, shape in self.shapes.items()}
+        if not overwrite and (there := [file for file in files if file.exists()]):
+            raise UserError(f"{there[0]} exists; replace it with --force")
+        for file, shape in files.items():
+            write_shape_file(shape, file, comment)
+
+
+def design(source: Shape, layers: Sequence[int], budget: Budget, law: ScalingLaw | None) -> Design:
+    """Find one shape per depth within the budget. Raises UserError: no depth reaches it."""
+    shapes = {shape_name(shape): shape for shape in family(source, layers, budget)}
+    return Design(shapes, {name: law.ms(shape) for name, shape in shapes.items()} if law else {})

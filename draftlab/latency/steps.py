@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from draftlab.acceptance.expected import visits
-from draftlab.config.drafters import DRAFTERS
+from draftlab.config.kinds import DRAFTERS
 from draftlab.latency.cost_model import CostModel
 from draftlab.latency.workload import Workload
 

@@ -13,8 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from draftlab.model.attention import AttentionMetadata
-from draftlab.model.decoder import Drafted, Sampler, Tree, draft_chain, end_of_pass
+from draftlab.model.decoder import (
+    AttentionMetadata,
+    Drafted,
+    Sampler,
+    Tree,
+    draft_chain,
+    end_of_pass,
+)
 from draftlab.model.devices import staged
 from draftlab.model.llama import Cache, LayerStates, Llama
 

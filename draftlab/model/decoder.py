@@ -1,18 +1,64 @@
 """Decoders, the interface of models for decoding, provided by llama.py where possible, else by transformers.
 
-B rows, T new tokens, K drafted tokens, V vocab.
+B rows, T new tokens, S cached + new, K drafted tokens, V vocab. The attention of llama.py over a static cache, with H
+query heads in groups of G and C head_dim, has a mask only where it is needed, and runs in kernels that are trusted.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draftlab.errors import UserError
 from draftlab.model.devices import staged
 from draftlab.model.shape import Shape
+
+NARROW = 64  # tokens of a pass up to which heads are folded; wider masks, repeated for every head, take memory
+# cuDNN plans anew for every S, and on some devices is wrong for fewer than 8 kv heads (pytorch #193893)
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Rotary tables, attention mask and cache slots of one pass; rows have one length in common or each its own.
+
+    folded: the heads of a kv head are rows of one product, G T of them. mask: then added to the scores, None where all
+    is attended; else bool or a causal bias, None where attention is causal from the first position on.
+    """
+
+    cos: Tensor  # [T, C] or [B, 1, T, C]
+    sin: Tensor
+    mask: Tensor | None  # folded: [B, 1, G T, S]; else [T, S] or [B, 1, T, S]
+    slots: tuple[slice | Tensor, ...]  # slots of the new keys and values in [B, K, capacity, C]
+    end: int  # S
+    folded: bool = False
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Return the attention of q [B, H, T, C] to keys and values [B, K, S, C], [B, H, T, C].
+
+    Folded heads need neither a repetition of keys, as kernels with masks do, nor a kernel for grouped heads.
+    """
+    group = q.shape[1] // keys.shape[1]
+    if metadata.folded:
+        folded = q.unflatten(1, (-1, group)).flatten(2, 3)  # [B, K, G T, C]
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=metadata.mask)
+        return out.unflatten(2, (group, -1)).flatten(1, 2)
+    causal = metadata.mask is None
+    return F.scaled_dot_product_attention(
+        q, keys, values, metadata.mask, is_causal=causal, enable_gqa=group > 1
+    )
+
+
+def pinned_backends(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Let attention choose among BACKENDS only; there is one on a CPU."""
+    return sdpa_kernel(BACKENDS) if device.type == "cuda" else contextlib.nullcontext()
+
 
 CPU = torch.device("cpu")
 

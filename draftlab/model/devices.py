@@ -1,9 +1,13 @@
-"""Arithmetic and copies on accelerators: exact sums and products, and copies that nothing waits for."""
+"""Devices: exact sums and products on them, copies that nothing waits for, and their free memory."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
+import psutil
 import torch
+
+from draftlab.errors import UserError
 
 
 def staged(values: Sequence[object], device: torch.device) -> torch.Tensor:
@@ -30,3 +34,43 @@ def exact_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+CGROUPS = (  # limit, usage, statistics, and the key of reclaimable bytes in them; cgroup v2, then v1
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
+def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that can be allocated on a device, within the limit of a container."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    free = psutil.virtual_memory().available
+    for limit, usage, statistics, reclaimed in CGROUPS:
+        try:
+            maximum, used = ((cgroup / name).read_text().strip() for name in (limit, usage))
+            counts = dict(line.split() for line in (cgroup / statistics).read_text().splitlines())
+        except OSError:
+            continue
+        if maximum != "max":
+            free = min(free, int(maximum) - int(used) + int(counts.get(reclaimed, 0)))
+    return free
+
+
+def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) -> None:
+    """Raises UserError: needs, bytes by purpose, exceed the free memory. advice: Other ways, for the message."""
+    free, total = free_bytes(device), sum(needs.values())
+    if total > free:
+        parts = ", ".join(
+            f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6
+        )
+        raise UserError(
+            f"not enough memory: {parts}, but {free / 1e9:.3g} GB free on {device}; use {advice}"
+        )

@@ -10,9 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.model import Mode, cuda_graphs, eagle
-from draftlab.model.attention import AttentionMetadata, pinned_backends
 from draftlab.model.cuda_graphs import CudaGraphLlama
-from draftlab.model.decoder import Drafted, Sampler, Tree, draft_chain
+from draftlab.model.decoder import (
+    AttentionMetadata,
+    Drafted,
+    Sampler,
+    Tree,
+    draft_chain,
+    pinned_backends,
+)
 from draftlab.model.eagle import Head
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Cache, Llama, rms_norm, rotary

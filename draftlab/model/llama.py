@@ -16,8 +16,15 @@ from torch.nn.attention.bias import causal_lower_right
 
 from draftlab.errors import OtherArchitecture
 from draftlab.model import checkpoint
-from draftlab.model.attention import NARROW, AttentionMetadata, attend, pinned_backends
-from draftlab.model.decoder import Decoder, Tree, end_of_pass
+from draftlab.model.decoder import (
+    NARROW,
+    AttentionMetadata,
+    Decoder,
+    Tree,
+    attend,
+    end_of_pass,
+    pinned_backends,
+)
 from draftlab.model.devices import staged
 from draftlab.model.hf_files import read_head_ids
 from draftlab.model.shape import Shape

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from draftlab.intervals import Interval
 from draftlab.model.shape import format_count
 from draftlab.provenance import Stage
-from draftlab.results.ranking import NO_DRAFT, Ranked, category_rows, rank, verdict_lines
+from draftlab.results.ranking import (
+    NO_DRAFT,
+    Ranked,
+    category_rows,
+    rank,
+    score_warnings,
+    verdict_lines,
+)
 from draftlab.results.score import Score, TaskResult
 from draftlab.results.tables import (
     Table,
@@ -21,7 +28,6 @@ from draftlab.results.tables import (
     speedup_text,
     three_digits,
 )
-from draftlab.results.warnings import score_warnings
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from draftlab import provenance, turns
-from draftlab.config.drafters import DrafterSpec, RunFacts
+from draftlab.config.kinds import DrafterSpec, RunFacts
 from draftlab.config.server_rules import Acceptance
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError, about
 from draftlab.exporting.hf import parse_quantized_name, write_fake_quantized
-from draftlab.model import Mode, checkpoint, hub, llama, memory, parallel
+from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.size import read_size
 from draftlab.prompts import Prompts
@@ -26,8 +26,7 @@ from draftlab.results.decoding import share_of_equal_texts
 from draftlab.results.score import SAMPLING, PromptRecord
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.lm_eval import Tasks, check_chat_template
-from draftlab.target_outputs.repeats import distinct_ngrams
-from draftlab.target_outputs.store import MANIFEST, read_texts
+from draftlab.target_outputs.store import MANIFEST, distinct_ngrams, read_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +266,7 @@ class Comparison:
         )
         needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) for size in sizes.values())
         needs["logits"] = 2 * 4 * max(rows * (k + 1), longest) * checkpoint.vocab_size(self.target)
-        memory.check_fits(
+        devices.check_fits(
             needs, self.engine.device, "--dtype bfloat16, --device-map auto, or a smaller --batch"
         )
 

@@ -11,7 +11,7 @@ from draftlab.console import heartbeat, note, progress
 from draftlab.engine.batch_generate import turn_answers
 from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 from draftlab.engine.drafters.parallel import drafts_in_parallel
-from draftlab.engine.rejection_rules import rule_named
+from draftlab.engine.verify import rule_named
 from draftlab.errors import UserError
 from draftlab.exporting.hf import parse_quantized_name
 from draftlab.latency.machine_state import (
@@ -31,8 +31,7 @@ from draftlab.model.modes import load, with_mode
 from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
 from draftlab.registry import REJECTION
-from draftlab.results.environment import Environment
-from draftlab.results.score import Conditions, Latency, Model, Score, TaskResult
+from draftlab.results.score import Conditions, Environment, Latency, Model, Score, TaskResult
 from draftlab.scoring.comparison import Comparison, with_rounded_drafts
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, TimedArms, measure_throughput
 

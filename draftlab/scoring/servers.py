@@ -28,8 +28,7 @@ from draftlab.model import checkpoint, hub
 from draftlab.output import Output
 from draftlab.reading import FileModel
 from draftlab.results.decoding import Counters, ServedGeneration
-from draftlab.results.environment import Environment
-from draftlab.results.score import Conditions, Model, Score, TaskResult
+from draftlab.results.score import Conditions, Environment, Model, Score, TaskResult
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.comparison import Requests
 from draftlab.scoring.lm_eval import Tasks

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from draftlab.atomic import write_atomic
-from draftlab.config.students import StudentSpec
+from draftlab.config.kinds import StudentSpec
 from draftlab.drafters.eagle import EagleSpec
 from draftlab.drafters.fallback import FALLBACK_LOOKUP_MAX, FallbackSpec
 from draftlab.drafters.prompt_lookup import PromptLookupSpec
@@ -21,24 +21,28 @@ from draftlab.model import checkpoint, hub
 from draftlab.model.modes import resolve_mode
 from draftlab.results.report import html
 from draftlab.results.score import Score, read_score, score_files
-from draftlab.searching import serving
+from draftlab.searching import verdict
 from draftlab.searching import verdict as verdicts
-from draftlab.searching.costs import BATCH_SIZE, MAX_TOKENS, OFFSET_COST, SEQ_LEN, WRITTEN, Costs
 from draftlab.searching.plan import (
     ANSWER_TOKENS,
+    BATCH_SIZE,
     CUT,
     KS,
     LEAST_PROMPTS,
     LEAST_SEQUENCES,
     LEAST_STEPS,
+    MAX_TOKENS,
+    OFFSET_COST,
     OFFSETS,
+    SEQ_LEN,
+    WRITTEN,
+    Costs,
     Plan,
     ReadyDraft,
     Request,
     arms,
 )
-from draftlab.searching.schedule import NoCheapShape, read_search
-from draftlab.searching.steps import StepRunner, number, record_of
+from draftlab.searching.schedule import NoCheapShape, StepRunner, number, read_search, record_of
 from draftlab.searching.verdict import Arm, Round, Scores, TrainingRounds, Verdict
 from draftlab.target_outputs.replay import read_replay, rows_of
 from draftlab.training.students.draft import OrdinarySpec
@@ -94,13 +98,13 @@ class AutoRun:
                 f"every candidate changes the target's output in {self.plan.machine.dtype}",
             )
         self._write_report()
-        notes = serving.unverified(self.request)
+        notes = verdict.unverified(self.request)
         choice: dict[str, Any] = {
             "would_change": verdicts.would_change(ranking, scores, self.plan.left_out)
         }
         if use:
             ks = {n: _best_k(by_name[best.name]) for n, by_name in scores.items()}
-            serve, more = serving.serve(
+            serve, more = verdict.serve(
                 self.request, self.steps, chosen, ks, k=best.k, int8=self._int8
             )
             self._write_recipe()

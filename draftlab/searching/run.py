@@ -16,7 +16,7 @@ import numpy as np
 
 from draftlab.acceptance.expected import chain
 from draftlab.atomic import remove_state
-from draftlab.config.students import StudentSpec
+from draftlab.config.kinds import StudentSpec
 from draftlab.console import note
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.predict import best_k
@@ -34,11 +34,13 @@ from draftlab.searching.schedule import (
     Rung,
     Search,
     ShapeTrial,
+    StepRunner,
     candidates,
+    number,
+    record_of,
     remaining_rejections,
     write_search,
 )
-from draftlab.searching.steps import StepRunner, number, record_of
 from draftlab.target_outputs.replay import read_replay
 from draftlab.training.students.draft import OrdinarySpec
 from draftlab.training.students.parallel import ParallelStudent

@@ -1,19 +1,23 @@
-"""The records of a search for the fastest draft, and the choice of its candidates. No torch.
+"""The records of a search for the fastest draft, the choice of its candidates, and the steps that make them. No torch.
 
 The search is successive halving: on each rung every candidate is made (only cut on rung 0, then distilled), replayed
 over the target's text, and priced by a latency law. The best advance, and the leaders of the last rung are measured.
+A step is a command with its settings, run once in one directory; auto has the same.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal, Protocol
 
+from draftlab import provenance
 from draftlab.atomic import write_atomic
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
 from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape
+from draftlab.provenance import Record
 from draftlab.reading import FileModel, read_model
 
 FILE = "search.json"
@@ -155,3 +159,52 @@ def read_search(path: Path) -> Search:
 
 def write_search(search: Search, folder: Path) -> None:
     write_atomic(folder / FILE, search.model_dump_json(indent=1))
+
+
+class Runnable(Protocol):
+    """A command with its settings. entry is the command as a recipe has it."""
+
+    @property
+    def entry(self) -> dict[str, dict[str, Any]]: ...
+    def run(self, label: str) -> object: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRunner:
+    """Steps in a directory. Decisions that follow from their records are the same again after a kill.
+
+    Args:
+        make: Returns a command by its name and settings, to which it adds the settings of the whole run.
+        label: Returns the line to print before a step, by the step's name and command.
+        done: Finished steps by the names of their outputs.
+    """
+
+    folder: Path
+    make: Callable[[str, dict[str, Any]], Runnable]
+    label: Callable[[str, str], str] = "{}: {}".format
+    done: dict[str, Runnable] = field(default_factory=dict)
+
+    def run(self, name: str, command: str, **settings: Any) -> Path:
+        """Run a command unless its output is there, and return the output, which has this name."""
+        out = self.folder / name
+        if name not in self.done:
+            step = self.make(command, settings | {"out": out})
+            step.run(self.label(name, command))
+            self.done[name] = step
+        return out
+
+    def seconds(self, part: str = "") -> float:
+        """Return the seconds of finished steps, or of those whose name begins with this part of a path."""
+        names = [name for name in self.done if not part or name.split("/")[0] == part]
+        return sum(record_of(self.folder / name).total_seconds for name in names)
+
+
+def record_of(output: Path) -> Record:
+    record = provenance.read_record(output)
+    assert record is not None
+    return record
+
+
+def number(record: Record, name: str) -> float:
+    """Return a number that a training noted in its record."""
+    return float(str(record.notes[name]))

@@ -1,20 +1,37 @@
-"""The verdict of auto: what to serve with, or no draft, with the reason and what would change it."""
+"""The verdict of auto: what to serve with, or no draft, with the reason and what would change it; its export and page.
 
-from collections.abc import Mapping, Sequence
+The export of the choice is verified in the server where that is installed.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 from pydantic import Field
 
-from draftlab.config.drafters import DrafterSpec
+from draftlab import provenance
+from draftlab.atomic import write_atomic
+from draftlab.config.kinds import DrafterSpec
+from draftlab.drafters.model import DraftModelSpec
+from draftlab.errors import UserError
+from draftlab.exporting.run import target_name
 from draftlab.intervals import Interval
+from draftlab.latency.k_schedule import schedule_of
 from draftlab.model import hub
 from draftlab.reading import FileModel
+from draftlab.registry import SERVERS
+from draftlab.results import plots
+from draftlab.results.ranking import NO_DRAFT
+from draftlab.results.report import Figure
 from draftlab.results.score import Score
-from draftlab.searching.plan import in_words, not_tried, streams
+from draftlab.results.tables import Table, page_template, three_digits
+from draftlab.searching.plan import Plan, Request, in_words, not_tried, streams
+from draftlab.searching.schedule import StepRunner, record_of
+from draftlab.servers.kinds import Launch
 
-NO_DRAFT = "no draft"
 Scores = Mapping[int, Mapping[str, Score]]  # keys: streams, name
 
 
@@ -216,3 +233,188 @@ def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
     return True, f"it gains at {streams(gains)}" if len(
         speedups
     ) > 1 else "its gain is beyond the noise"
+
+
+FASTEST = "the fastest that draftlab auto measured"
+
+
+def serve(
+    request: Request,
+    steps: StepRunner,
+    chosen: Arm,
+    k_by_streams: Mapping[int, int],
+    *,
+    k: int,
+    int8: bool,
+) -> tuple[str, list[str]]:
+    """Export the choice with its script; return the command to type, and notes on it.
+
+    Args:
+        k_by_streams: Best K of each number of streams, 0 for no draft.
+        int8: The scores rounded weights to 8 bits.
+    """
+    prompts, server = steps.folder / "prompts/measure.jsonl", request.server
+    scores = [str(steps.folder / name) for name in ("score", "final")]
+    settings: dict[str, Any] = {
+        "draft": str(chosen.draft),
+        "target": request.name,
+        "scores": scores,
+    }
+    if server is None:
+        drafter = chosen.drafter
+        if chosen.draft is not None:
+            out = steps.run("export", "export", **settings, to="hf")
+            drafter = drafter or DraftModelSpec.of(draft=str(out))
+        assert drafter is not None
+        rounded = f" --int8 {'target' if chosen.draft is None else 'both'}" if int8 else ""
+        note = "--for vllm, sglang, llama.cpp or transformers chooses for a server, and writes what starts it"
+        options = f"--drafter {drafter.text} --k {k}{rounded} --prompt-file {prompts}"
+        return f"draftlab score --target {request.name} {options}", [note]
+    if chosen.draft is None:
+        folder = steps.folder / "export"
+        launch = Launch(
+            target=target_name(request.name, request.target),
+            k=k,
+            reason=FASTEST,
+            kind="prompt lookup",
+        )
+        file, text = SERVERS.get(server, "--for").script(launch)
+        folder.mkdir(exist_ok=True)
+        write_atomic(folder / file, text)
+        return _typed(folder), ["prompt lookup has no weights: there is nothing to verify"]
+    settings |= {"to": server, "k": k}
+    schedule = schedule_of(k_by_streams)
+    changes = schedule.pays_up_to > 0 and len(schedule.ranges) > 1
+    if server == "vllm" and chosen.kind != "parallel" and changes:
+        file = steps.folder / "k-by-streams.json"
+        row = {
+            "draft_sha256": provenance.fingerprint(chosen.draft),
+            "schedule": schedule.model_dump(),
+        }
+        write_atomic(file, json.dumps({"predictions": [row]}))
+        del settings["k"]
+        settings["prediction"] = file
+    notes: list[str] = []
+    if request.program is not None:
+        verify: dict[str, Any] = {"verify_with": request.program, "prompt_file": prompts}
+        if request.temperature > 0:
+            verify["temperature"] = request.temperature
+        try:
+            out = steps.run("export", "export", **settings, **verify)
+            return _typed(out), [str(record_of(out).notes["verified"])]
+        except UserError as error:
+            notes = [f"not verified in {server}: {error}"]
+    return _typed(steps.run("export", "export", **settings)), notes
+
+
+def unverified(request: Request) -> list[str]:
+    """Return the line that says why nothing is verified in the server; none where it is verified."""
+    if request.server is None or request.program is not None:
+        return []
+    if not SERVERS.get(request.server, "--for").program:
+        return [f"not verified in {request.server}: draftlab starts vLLM and llama.cpp only"]
+    return [
+        f"{request.server} is not installed here: all is done but its verification; name it with --verify-with"
+    ]
+
+
+def _typed(export: Path) -> str:
+    script = export / "assist.py"
+    return f"python {script} 'a prompt'" if script.exists() else f"sh {export / 'serve.sh'}"
+
+
+def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command: str) -> str:
+    """Return one page that loads nothing.
+
+    Args:
+        seconds: Returns the seconds that a step of the plan took.
+        command: Command that continues the run.
+    """
+    board = _candidates(verdict)
+    labels = [choice.label for choice in verdict.ranking]
+    marks = {label: plots.Mark.of(label, i) for i, label in enumerate(labels)}
+    gains = [(marks[choice.label], choice.at_fewest) for choice in verdict.ranking]
+    at_fewest = streams([min(verdict.speedups)])
+    first = Figure(
+        svg=plots.plot_ranking(gains),
+        table=Table(
+            heads=(),
+            rows=[],  # the candidates' table has the numbers
+            title="Speed-up of each candidate",
+            caption=f"Tokens per second of whole requests over those of the target alone, at {at_fewest}, "
+            "each candidate at its best number of drafted tokens.",
+        ),
+    )
+    return page_template("auto.html.j2").render(
+        target=verdict.target,
+        answer=f"{verdict.head()}: {verdict.reason}.",
+        serve=verdict.serve,
+        changes=verdict.would_change,
+        first=first,
+        board=board,
+        tables=_tables(verdict, plan, seconds),
+        notes=not_tried(verdict.left_out) + verdict.notes,
+        marks=marks,
+        colours=(plots.COLOURS, plots.DARK_COLOURS),
+        page_colour=plots.VARIABLES.__getitem__,
+        command=command,
+    )
+
+
+def _candidates(verdict: Verdict) -> Table:
+    several = len(verdict.speedups) > 1
+    rows = []
+    for choice in verdict.ranking:
+        cells = {
+            "candidate": choice.label,
+            "drafted tokens (K)": str(choice.k),
+            "tokens per target pass": f"{choice.tokens_per_pass:.2f}",
+            "tokens/s": three_digits(choice.tokens_per_second),
+            f"speed-up, {streams([min(verdict.speedups)])}": choice.at_fewest.as_speedup(),
+        }
+        rows.append(cells | ({"speed-up, mean": f"{choice.speedup:.2f}x"} if several else {}))
+    plain = dict.fromkeys(rows[0], "1.00x") | {
+        "candidate": NO_DRAFT,
+        "drafted tokens (K)": "–",
+        "tokens per target pass": "1.00",
+        "tokens/s": three_digits(verdict.plain_tokens_per_second),
+    }
+    faster = sum(choice.speedup > 1 and not choice.changed for choice in verdict.ranking)
+    rows.insert(faster, plain)
+    labels = [row["candidate"] for row in rows]
+    return Table.of(
+        rows,
+        title="Candidates",
+        caption="Each at its best K, on the prompts that chose K. The choice looks better there than on other prompts.",
+        best=labels.index(verdict.choice) if verdict.use and not verdict.doubt else None,
+    )
+
+
+def _tables(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> list[Table]:
+    """Return the tables of details: the choice on other prompts, the training, and the steps."""
+    ran = f" How both sides ran: {verdict.precision}." if verdict.precision else ""
+    measured = Table(
+        title="The choice on other prompts",
+        heads=["concurrent requests", "speed-up of whole requests (95% interval over prompts)"],
+        rows=[[str(n), gain.as_speedup()] for n, gain in verdict.speedups.items()],
+        caption="Tokens per second of whole requests, prefill included, over those of the target alone, on prompts "
+        f"that nothing was chosen on.{ran}",
+    )
+    steps = Table(
+        title="Steps",
+        heads=["step", "what it made", "planned, minutes", "taken, minutes"],
+        rows=[
+            [step.name, step.what, f"{step.minutes:.1f}", f"{seconds(step.name) / 60:.1f}"]
+            for step in plan.steps
+        ],
+        caption=f"{plan.machine.describe()}. Prompts: {plan.prompts}.",
+    )
+    if verdict.training is None:
+        return [measured, steps]
+    training = Table(
+        title="What training gave",
+        heads=["tokens trained on", "tokens per target pass"],
+        rows=[[f"{each.tokens:,.0f}", f"{each.length:.2f}"] for each in verdict.training.rounds],
+        caption=f"Replayed over the target's answers. Training ended: {verdict.training.stopped}.",
+    )
+    return [measured, training, steps]

@@ -1,11 +1,12 @@
 """The kinds of servers, a module each, without torch; the client of a running one; and what plug-ins need of them."""
 
 from draftlab.config.server_rules import Acceptance
-from draftlab.servers.answers import PromptLogprobs, ServedCompletion
 from draftlab.servers.kinds import (
     Artifact,
     Finding,
     Launch,
+    PromptLogprobs,
+    ServedCompletion,
     ServerKind,
     error,
     server,

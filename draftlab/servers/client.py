@@ -21,8 +21,7 @@ from draftlab.reading import parse_json, reading
 from draftlab.registry import SERVERS
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
-from draftlab.servers.answers import TOKEN_IDS, Answer, PromptLogprobs, ServedCompletion
-from draftlab.servers.kinds import ServerKind
+from draftlab.servers.kinds import TOKEN_IDS, Answer, PromptLogprobs, ServedCompletion, ServerKind
 from draftlab.trust import check_address, folder_name, without_secrets
 
 WORKERS = 8  # concurrent requests

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from draftlab.config.server_rules import Acceptance
 from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
-from draftlab.servers import answers
-from draftlab.servers.answers import Answer, ServedCompletion
+from draftlab.servers import kinds
 from draftlab.servers.kinds import (
     ABOVE_ZERO,
     PROMPT_LOOKUP_MAX,
     SCRIPT_DIRECTORY,
+    Answer,
     Artifact,
     Finding,
     Launch,
     SampleMethod,
+    ServedCompletion,
     ServerKind,
     ServerTrial,
     error,
@@ -188,11 +189,11 @@ class LlamaCpp(ServerKind):
         tops = []
         for token in tokens if k else []:
             tops.append(
-                answers.top_k(((top["id"], top["logprob"]) for top in token["top_logprobs"]), k)
+                kinds.top_k(((top["id"], top["logprob"]) for top in token["top_logprobs"]), k)
             )
         reason = {"eos": "stop", "limit": "length"}[answer["stop_type"]]
         logprobs = [token["logprob"] for token in tokens]
-        return answers.completion(prompt, answer["tokens"], logprobs, tops, reason)
+        return kinds.completion(prompt, answer["tokens"], logprobs, tops, reason)
 
     def ids(self, answer: Answer) -> list[int]:
         return answer["tokens"]

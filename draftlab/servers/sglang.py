@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from draftlab.config.server_rules import Acceptance
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
-from draftlab.servers import answers
-from draftlab.servers.answers import Answer, PromptLogprobs, ServedCompletion
+from draftlab.servers import kinds
 from draftlab.servers.kinds import (
     ABOVE_ZERO,
     SCRIPT_DIRECTORY,
+    Answer,
     Artifact,
     Finding,
     Launch,
+    PromptLogprobs,
+    ServedCompletion,
     ServerKind,
     check_head_dim,
     error,
@@ -107,7 +109,7 @@ class SGLang(ServerKind):
         meta = answer["meta_info"]
         tops = [_top_k(row, k) for row in (meta["output_top_logprobs"] if k else [])]
         logprobs = [value for value, _, _ in meta["output_token_logprobs"]]
-        return answers.completion(
+        return kinds.completion(
             prompt, answer["output_ids"], logprobs, tops, meta["finish_reason"]["type"]
         )
 
@@ -137,10 +139,10 @@ class SGLang(ServerKind):
     def prompt_logprobs(self, ids: list[int], answer: Answer, k: int) -> PromptLogprobs:
         meta = answer["meta_info"]
         tops = [_top_k(row, k) for row in meta["input_top_logprobs"][1:]]
-        return answers.prompt_logprobs(
+        return kinds.prompt_logprobs(
             tops, [value for value, _, _ in meta["input_token_logprobs"][1:]]
         )
 
 
-def _top_k(row: list[list[Any]], k: int) -> answers.TopLogprobs:
-    return answers.top_k(((token, value) for value, token, _ in row), k)
+def _top_k(row: list[list[Any]], k: int) -> kinds.TopLogprobs:
+    return kinds.top_k(((token, value) for value, token, _ in row), k)

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftlab.config.server_rules import Acceptance
 from draftlab.sampling import SamplingParams
-from draftlab.servers import answers
-from draftlab.servers.answers import Answer, PromptLogprobs, ServedCompletion
+from draftlab.servers import kinds
 from draftlab.servers.kinds import (
     ABOVE_ZERO,
     PROMPT_LOOKUP_MAX,
     SCRIPT_DIRECTORY,
+    Answer,
     Artifact,
     DraftKind,
     Finding,
     Launch,
+    PromptLogprobs,
     Ranges,
     SampleMethod,
+    ServedCompletion,
     ServerKind,
     ServerTrial,
     check_head_dim,
@@ -199,9 +201,9 @@ class VLLM(ServerKind):
         tops = []
         for tokens in logprobs["top_logprobs"] if k else []:
             ids = (int(name.removeprefix(TOKEN_PREFIX)) for name in tokens)
-            tops.append(answers.top_k(zip(ids, tokens.values(), strict=True), k))
+            tops.append(kinds.top_k(zip(ids, tokens.values(), strict=True), k))
         reason = choice["finish_reason"]
-        return answers.completion(
+        return kinds.completion(
             prompt, choice["token_ids"], logprobs["token_logprobs"], tops, reason
         )
 
@@ -215,7 +217,7 @@ class VLLM(ServerKind):
         entries = answer["choices"][0]["prompt_logprobs"][1:]
         rows = [{int(i): entry["logprob"] for i, entry in row.items()} for row in entries]
         actual = [row[i] for row, i in zip(rows, ids[1:], strict=True)]
-        return answers.prompt_logprobs([answers.top_k(row.items(), k) for row in rows], actual)
+        return kinds.prompt_logprobs([kinds.top_k(row.items(), k) for row in rows], actual)
 
 
 def speculative_config(

@@ -5,7 +5,7 @@ R texts, n tokens of a text, K drafted.
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import cached_property
@@ -18,14 +18,16 @@ from pydantic import Field, NonNegativeInt
 
 from draftlab import provenance
 from draftlab.acceptance import expected
-from draftlab.acceptance.context import ReplayContext
 from draftlab.acceptance.expected import Counts, Texts
-from draftlab.acceptance.token_logprobs import TokenLogprobs
-from draftlab.config.drafters import DRAFTERS, DrafterSpec, RunFacts
+from draftlab.acceptance.token_logprobs import Text, TokenLogprobs
+from draftlab.config.kinds import DRAFTERS, DrafterSpec, RunFacts
 from draftlab.console import progress
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.intervals import Interval, ratio_intervals
-from draftlab.model import checkpoint, hub, llama
+from draftlab.model import checkpoint, hub, llama, modes
+from draftlab.model.decoder import Decoder
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.llama import Llama
 from draftlab.model.parallel import pard_token
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
@@ -33,8 +35,36 @@ from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import AcceptanceMetrics
 from draftlab.sampling import FinishReason, SamplingParams
 from draftlab.target_outputs.outputs import TargetOutput
-from draftlab.target_outputs.repeats import LOOP, distinct_ngrams
-from draftlab.target_outputs.store import StoredOutputs
+from draftlab.target_outputs.store import LOOP, StoredOutputs, distinct_ngrams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayContext:
+    """Texts to replay a drafter on.
+
+    Args:
+        sampling: How the drafter samples.
+        vocab: Number of logits that count.
+        most: Largest number of tokens drafted per step.
+    """
+
+    texts: list[Text]
+    target_path: Path
+    sampling: SamplingParams
+    vocab: int
+    most: int
+    dtype: torch.dtype
+    device: torch.device
+    advance: Callable[[int], None]
+
+    def load_draft(self, name: str) -> Decoder:
+        return modes.load(hub.locate(name), self.dtype, self.device)
+
+    def load_target(self) -> Llama | HFDecoder:
+        target = modes.load(self.target_path, self.dtype, self.device)
+        assert isinstance(target, Llama | HFDecoder)  # there is no other decoder on disk
+        return target
+
 
 FILE = "replay.json"
 Rule = Literal["rejection", "match"]

@@ -28,8 +28,20 @@ from draftlab.model import checkpoint, saving
 from draftlab.reading import FileModel, read_model, reading
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import ROUNDING, StoredLogprobs, TargetOutput
-from draftlab.target_outputs.repeats import LOOP, distinct_ngrams
 from draftlab.trust import folder_name
+
+LOOP = 0.5  # a text with a smaller share of distinct 4-grams is mostly a loop
+
+
+def distinct_ngrams(texts: Sequence[Sequence[int]], n: int) -> float:
+    """Return the distinct n-grams of each text over all its n-grams, sums over texts; 1 if nothing repeats."""
+    distinct = total = 0
+    for tokens in texts:
+        grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+        distinct += len(set(grams))
+        total += len(grams)
+    return distinct / total if total else 1.0
+
 
 HELDOUT = "heldout"
 ABOVE_ZERO = 1e-3  # nats that rounding may put a log-probability above 0

@@ -22,12 +22,12 @@ from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.store import logits_of, read_texts
 from draftlab.target_outputs.targets import check_server_tokenizer
 from draftlab.training import checkpointer, vocabulary
-from draftlab.training.distill import Distillation
 from draftlab.training.evaluate import TargetTextEvaluator, affordable
 from draftlab.training.loop import Batches
 from draftlab.training.losses import parse_loss
+from draftlab.training.objectives import Offsets
 from draftlab.training.optimizers import training_dtype
-from draftlab.training.parallel import Offsets
+from draftlab.training.run import Distillation
 from draftlab.training.teachers import ServedTeacher, StoredTeacher
 from draftlab.training.texts import HELDOUT_ROWS, Author, mixed, reweighing
 from draftlab.training.trainer import TrainingSetup

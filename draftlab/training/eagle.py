@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,24 +10,106 @@ import numpy as np
 import torch
 
 from draftlab.console import note, progress
-from draftlab.data import HeldOut
+from draftlab.data import Batch, HeldOut
+from draftlab.errors import UserError
 from draftlab.model import checkpoint, eagle
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.shape import format_count
 from draftlab.model.size import read_size
 from draftlab.model.trimmed_head import frequent_ids, template_ids
+from draftlab.target_outputs.outputs import TargetOutput, padded
+from draftlab.target_outputs.store import (
+    HELDOUT,
+    MANIFEST,
+    check_tokenizer,
+    finished_manifest,
+    read_shard,
+)
 from draftlab.training.checkpointer import best_weights, load_or_make, select_device
-from draftlab.training.distill import Distillation
-from draftlab.training.eagle_data import ChainBatches, open_texts, within_chains
-from draftlab.training.eagle_head import EagleHead, EagleObjective
+from draftlab.training.eagle_head import EagleHead, EagleObjective, EagleTeacher
 from draftlab.training.eagle_start import sample, start_again, start_linear
-from draftlab.training.eagle_teacher import EagleTeacher
 from draftlab.training.loop import Batches, Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.optimizers import training_dtype
+from draftlab.training.run import Distillation
 from draftlab.training.students.eagle import LARGEST_DEFAULT, EagleStudent
 from draftlab.training.texts import HELDOUT_ROWS, Author, continued, in_turns, target_text
 from draftlab.training.trainer import TrainingSetup
+
+HELDOUT_SHARE = 0.05  # share of a store without held-out text
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Stored sequences in a new random order each epoch; batch t is a function of (seed, t)."""
+
+    outputs: list[TargetOutput]
+    rows: int
+    seq_len: int
+    seed: int
+
+    def batch(self, step: int) -> Batch:
+        places = (divmod(step * self.rows + i, len(self.outputs)) for i in range(self.rows))
+        return padded(
+            [self.outputs[self._order(epoch)[place]] for epoch, place in places], self.seq_len
+        )
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class ChainBatches:
+    """Batches in which the first L positions of a row do not count: no chain of L steps ends there."""
+
+    batches: Batches
+    steps: int
+
+    def batch(self, step: int) -> Batch:
+        return within_chains(self.batches.batch(step), self.steps)
+
+
+def within_chains(batch: Batch, steps: int) -> Batch:
+    mask = batch.mask.copy()
+    mask[:, :steps] = 0
+    return replace(batch, mask=mask)
+
+
+def open_texts(
+    directory: Path, target: Path, *, rows: int, seq_len: int, seed: int, most_heldout: int
+) -> tuple[StoredRows, HeldOut]:
+    """Return training rows and held-out text of a store; log-probabilities are not kept in memory.
+
+    Raises:
+        UserError: another tokenizer, an unfinished store, or no sequence of which seq_len tokens hold an answer.
+    """
+    manifest = finished_manifest(directory)
+    check_tokenizer(manifest, target)
+    outputs = _sequences(directory, seq_len)
+    if (directory / HELDOUT / MANIFEST).exists():
+        heldout = _sequences(directory / HELDOUT, seq_len)
+    else:
+        order = np.random.default_rng(0).permutation(len(outputs))
+        count = max(1, round(HELDOUT_SHARE * len(outputs)))
+        heldout, outputs = [outputs[i] for i in order[:count]], [outputs[i] for i in order[count:]]
+    if not outputs or not heldout:
+        raise UserError(
+            f"{directory} has fewer than two sequences whose answer begins within {seq_len} tokens; raise --seq-len"
+        )
+    batch = padded(heldout[:most_heldout], seq_len)
+    return StoredRows(outputs, rows, seq_len, seed), HeldOut(batch.split(rows), 1.0)
+
+
+def _sequences(directory: Path, seq_len: int) -> list[TargetOutput]:
+    manifest = finished_manifest(directory)
+    shards = (read_shard(directory, manifest, number) for number in range(len(manifest.shards)))
+    return [
+        replace(o, top=None, logprobs=None)
+        for shard in shards
+        for o in shard
+        if len(o.prompt) < seq_len
+    ]
+
 
 FITTED_TOKENS = 16_384  # tokens of the text from which a head starts
 BYTES = 16  # memory of a trained weight: fp32 with its gradient and two moments

@@ -24,8 +24,7 @@ from draftlab.console import Advance
 from draftlab.data import Batch
 from draftlab.model.devices import exact
 from draftlab.model.llama import rms_norm
-from draftlab.training.eagle_head import EagleHead, Layer
-from draftlab.training.eagle_teacher import EagleTeacher
+from draftlab.training.eagle_head import EagleHead, EagleTeacher, Layer
 
 RIDGE = 1e-2  # share of the mean square of a feature
 OWN = 12.0  # attention score of a position with itself; those of other tokens are about normal

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import tokens_per_pass
-from draftlab.acceptance.offset_logprobs import score_offsets
-from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
 from draftlab.console import note, progress
 from draftlab.data import HeldOut
 from draftlab.engine.batch_generate import Batching, generate_batch
@@ -24,7 +23,7 @@ from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
 from draftlab.training import checkpointer
-from draftlab.training.parallel import Offsets
+from draftlab.training.objectives import Offsets
 from draftlab.training.texts import Author
 from draftlab.training.trainer import LengthComparison
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from draftlab.config.shared import Optimizer, TrainingDtype
-from draftlab.data.batch import Batch
+from draftlab.data.batches import Batch
 
 if TYPE_CHECKING:
     import torch

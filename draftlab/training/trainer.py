@@ -23,12 +23,17 @@ from draftlab.console import note
 from draftlab.data import Batch, DynamicBatches, HeldOut
 from draftlab.errors import Interrupted, UserError
 from draftlab.model.devices import exact
-from draftlab.training import checkpointer, distributed
+from draftlab.training import checkpointer
 from draftlab.training.loop import Batches, Loop
 from draftlab.training.losses import Loss
-from draftlab.training.objectives import Constraint, DistillStep, Objective
+from draftlab.training.objectives import (
+    Constraint,
+    DistillStep,
+    Objective,
+    Offsets,
+    expected_tokens,
+)
 from draftlab.training.optimizers import optimizers_for, training_dtype
-from draftlab.training.parallel import Offsets, expected_tokens
 from draftlab.training.teachers import (
     ListingTeacher,
     LocalTeacher,
@@ -196,7 +201,7 @@ class Trainer:
             state,
             constraint,
         )
-        self.accelerator = distributed.new_accelerator(training_dtype(loop.dtype), MAX_GRAD_NORM)
+        self.accelerator = checkpointer.new_accelerator(training_dtype(loop.dtype), MAX_GRAD_NORM)
         student.train()
         vocab = _shared_vocab(student, setup.teacher)
         module = setup.objective or DistillStep(

@@ -15,9 +15,9 @@ from draftlab.commands.auto import auto
 from draftlab.errors import UserError
 from draftlab.model.hub import locate
 from draftlab.model.size import read_size
-from draftlab.searching.costs import Machine
 from draftlab.searching.plan import (
     STEPS,
+    Machine,
     Plan,
     PlannedStep,
     Request,

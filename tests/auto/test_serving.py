@@ -16,9 +16,8 @@ from draftlab.model import eagle
 from draftlab.model.size import read_size
 from draftlab.searching.plan import Request, served_by
 from draftlab.searching.prompts import PromptSplit
-from draftlab.searching.serving import serve, unverified
-from draftlab.searching.steps import StepRunner
-from draftlab.searching.verdict import Arm
+from draftlab.searching.schedule import StepRunner
+from draftlab.searching.verdict import Arm, serve, unverified
 
 SERVERS = ["vllm", "sglang", "llama.cpp", "transformers"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.config.drafters import parse_drafter
+from draftlab.config.kinds import parse_drafter
 from draftlab.drafters.fallback import FallbackSpec
 from draftlab.intervals import Interval
 from draftlab.searching.plan import LABELS

@@ -12,7 +12,7 @@ import draftlab
 from draftlab import data, workspace
 from draftlab.cli import app
 from draftlab.config.shared import newest_draft
-from draftlab.data.conversations import chat_ids
+from draftlab.data.text import chat_ids
 from draftlab.model import checkpoint
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"

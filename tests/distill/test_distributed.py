@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from draftlab.cli import app
-from draftlab.training import distributed
+from draftlab.training import checkpointer
 
 HERE = Path(__file__).parents[1]
 PATHS = os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "prune")))
@@ -149,7 +149,7 @@ def test_the_loop_alone_accumulates(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        assert distributed.new_accelerator("float32", 1.0).gradient_accumulation_steps == 1
+        assert checkpointer.new_accelerator("float32", 1.0).gradient_accumulation_steps == 1
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 

@@ -20,9 +20,8 @@ from draftlab.model import eagle
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.training import eagle as training
-from draftlab.training.eagle_data import StoredRows, within_chains
-from draftlab.training.eagle_head import EagleHead, EagleObjective, TargetPass
-from draftlab.training.eagle_teacher import EagleTeacher
+from draftlab.training.eagle import StoredRows, within_chains
+from draftlab.training.eagle_head import EagleHead, EagleObjective, EagleTeacher, TargetPass
 from draftlab.training.fused_loss import Dense
 from draftlab.training.losses import parse_loss
 

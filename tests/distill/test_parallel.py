@@ -12,8 +12,7 @@ from errors import raises_option
 from torch import Tensor
 
 from draftlab.acceptance import expected
-from draftlab.acceptance.offset_logprobs import score_offsets
-from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
 from draftlab.data import Batch
 from draftlab.model import checkpoint, llama, parallel
 from draftlab.model.hf_decoder import HFDecoder
@@ -22,8 +21,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.training.fused_loss import Dense
 from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
-from draftlab.training.objectives import DistillStep
-from draftlab.training.parallel import Offsets
+from draftlab.training.objectives import DistillStep, Offsets
 from draftlab.training.trainer import EvalRecord, StepRecord, train
 
 MASK = 2

@@ -21,14 +21,12 @@ from draftlab.model import checkpoint
 from draftlab.model.hf_files import read_head_ids
 from draftlab.output import Output
 from draftlab.training.checkpointer import BEST, best_weights
-from draftlab.training.distill import Distillation, distill
 from draftlab.training.drafts import OpenDraft, open_draft
 from draftlab.training.evaluate import TargetTextEvaluator
 from draftlab.training.loop import Loop
-from draftlab.training.run import TrainingResult
+from draftlab.training.run import Distillation, TrainingResult, check, distill
 from draftlab.training.teachers import LocalTeacher
 from draftlab.training.texts import TrainingText
-from draftlab.training.trackers import check
 from draftlab.training.trainer import EvalRecord, TrainingSetup, train
 
 SETTINGS = Loop(

@@ -19,7 +19,7 @@ from torch import nn
 from draftlab.atomic import claim_state, run_identity
 from draftlab.errors import UserError
 from draftlab.provenance import LOG_FILE
-from draftlab.training import checkpointer, distributed, run
+from draftlab.training import checkpointer, run
 from draftlab.training.checkpointer import BEST, CONTENT, Best, Training
 from draftlab.trust import remote_code
 
@@ -28,7 +28,7 @@ def training(seed: int = 0) -> Training:
     """Two optimizers after a step, random generators in the middle of their streams, and a frozen layer."""
     torch.manual_seed(seed)
     AcceleratorState._reset_state()  # tests before this one may have chosen another dtype
-    accelerator = distributed.new_accelerator("float32", 1.0)
+    accelerator = checkpointer.new_accelerator("float32", 1.0)
     first, last = nn.Linear(3, 4), nn.Linear(4, 2).requires_grad_(False)
     module = nn.Sequential(first, nn.BatchNorm1d(4), last)
     optimizers = [torch.optim.AdamW([first.weight]), torch.optim.SGD([first.bias], momentum=0.9)]

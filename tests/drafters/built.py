@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftlab.config.drafters import RunFacts, parse_drafter
+from draftlab.config.kinds import RunFacts, parse_drafter
 from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import PLAIN, measure_throughput

@@ -11,10 +11,10 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.commands import COMMANDS
 from draftlab.commands.score import ScoreConfig
-from draftlab.config.drafters import DRAFTERS, parse_drafter
+from draftlab.config.kinds import DRAFTERS, parse_drafter
 from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
-from draftlab.engine.rejection_rules import match
+from draftlab.engine.verify import match
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder

@@ -7,7 +7,7 @@ import pytest
 from drafter_laws import check_greedy, check_rows, save_models
 from test_kinds import built
 
-from draftlab.config.drafters import parse_drafter
+from draftlab.config.kinds import parse_drafter
 from draftlab.engine.drafters.suffix import Memory, SuffixDrafter
 
 # drafts of arctic-inference 0.3.0 (its C++ tree, by its own bindings) for random texts of twelve tokens

@@ -6,8 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.engine.rejection_rules import Tokens
-from draftlab.engine.verify import distribution
+from draftlab.engine.verify import Tokens, distribution
 from draftlab.sampling import SamplingParams
 
 # what was written behind the prompt -> distribution [V]

@@ -9,7 +9,7 @@ from builders import build, recording, rounding
 from errors import raises_option
 
 from draftlab.acceptance import expected
-from draftlab.acceptance.offset_logprobs import score_offsets
+from draftlab.acceptance.token_logprobs import score_offsets
 from draftlab.engine.drafters.parallel import ParallelDrafter, model_drafter, offset_logits
 from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.model import llama

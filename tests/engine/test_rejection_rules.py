@@ -30,8 +30,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.config.server_rules import acceptance_of
-from draftlab.engine.rejection_rules import Tokens, Uniforms, Verdict, block, match, rule_named
-from draftlab.engine.verify import distribution, verify
+from draftlab.engine.verify import (
+    Tokens,
+    Uniforms,
+    Verdict,
+    block,
+    distribution,
+    match,
+    rule_named,
+    verify,
+)
 from draftlab.sampling import SamplingParams
 
 

@@ -28,17 +28,17 @@ from typer.testing import CliRunner
 from draftlab import provenance, workspace
 from draftlab.cli import app
 from draftlab.engine.generate import ModelDrafter, output_tokens, speculative_decode
-from draftlab.engine.rejection_rules import rule_named
+from draftlab.engine.verify import rule_named
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer, hf, run, verify
 from draftlab.exporting.artifact import DraftModel, Form, open_artifact
+from draftlab.exporting.verify import running
 from draftlab.model import checkpoint, llama
-from draftlab.model.sentencepiece import PROBES
+from draftlab.model.tokenizer import PROBES
 from draftlab.registry import SERVERS
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, ServerKind, ServerTrial
-from draftlab.servers.processes import running
 from draftlab.training.vocabulary import resize
 
 SHORT = "--num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1"  # a small score

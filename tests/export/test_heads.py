@@ -20,15 +20,15 @@ from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.cli import app
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import speculative_decode
-from draftlab.engine.rejection_rules import rule_named
+from draftlab.engine.verify import rule_named
 from draftlab.exporting import verify
 from draftlab.exporting.artifact import Form, check_files, open_artifact
+from draftlab.exporting.verify import reason
 from draftlab.model import eagle, llama
 from draftlab.model.eagle import Head
 from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Launch
-from draftlab.servers.processes import reason
 
 K = 3
 

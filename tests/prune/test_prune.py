@@ -26,9 +26,8 @@ from draftlab.pruning import run
 from draftlab.pruning.choose import choose
 from draftlab.pruning.cut import Cut, Keep, keep_all
 from draftlab.pruning.importance import Importance, Scores, calibrate
-from draftlab.pruning.run import KEEP_FILE
-from draftlab.pruning.texts import joined
-from draftlab.pruning.trial_model import check_prunable
+from draftlab.pruning.run import KEEP_FILE, joined
+from draftlab.pruning.source import check_prunable
 from draftlab.pruning.walk import Walk
 from draftlab.target_outputs.store import read_store
 

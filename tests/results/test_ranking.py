@@ -22,18 +22,17 @@ from typer.testing import CliRunner
 from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.results.decoding import Counters, Generation, ServedGeneration
-from draftlab.results.environment import Environment
 from draftlab.results.ranking import (
     category_rows,
     paired_tests,
     rank,
     read_scores,
+    score_warnings,
     speedup_ratio,
     verdict_lines,
 )
 from draftlab.results.report import category_table, html, json_rows, ranking_table
-from draftlab.results.score import Latency, PromptRecord, Score, TaskResult
-from draftlab.results.warnings import score_warnings
+from draftlab.results.score import Environment, Latency, PromptRecord, Score, TaskResult
 
 
 def latency(width: int, ms: float) -> Latency:

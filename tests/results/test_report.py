@@ -18,11 +18,10 @@ from draftlab.provenance import Stage
 from draftlab.results import plots
 from draftlab.results.decoding import Generation
 from draftlab.results.plots import Mark
-from draftlab.results.ranking import rank
+from draftlab.results.ranking import rank, score_warnings
 from draftlab.results.report import export_command, html, json_rows, markdown, ranking_table
 from draftlab.results.score import Conditions, Latency, Model, Score, TaskResult
 from draftlab.results.tables import Table
-from draftlab.results.warnings import score_warnings
 
 PROMPTS = 8
 ACC = TaskResult(

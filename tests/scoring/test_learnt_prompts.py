@@ -7,7 +7,7 @@ from pathlib import Path
 
 import draftlab
 from draftlab import provenance
-from draftlab.results.warnings import score_warnings
+from draftlab.results.ranking import score_warnings
 from draftlab.target_outputs.store import read_texts
 
 

@@ -12,7 +12,7 @@ from draftlab.model import llama
 from draftlab.results.decoding import count_acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, measure_throughput
-from draftlab.target_outputs.repeats import distinct_ngrams
+from draftlab.target_outputs.store import distinct_ngrams
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66], [0, 90, 91, 92, 93]]
 

@@ -14,8 +14,13 @@ from draftlab.model import llama
 from draftlab.results.decoding import Generation, decode_timings
 from draftlab.sampling import SamplingParams
 from draftlab.scoring import throughput
-from draftlab.scoring.stalls import TimedStep, without_stalls
-from draftlab.scoring.throughput import PLAIN, TimedArms, measure_throughput
+from draftlab.scoring.throughput import (
+    PLAIN,
+    TimedArms,
+    TimedStep,
+    measure_throughput,
+    without_stalls,
+)
 
 PROMPTS = [[1 + i, 2, 3 + i] for i in range(8)]
 ARMS = [PLAIN, ("draft", 1), ("draft", 3)]

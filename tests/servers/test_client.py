@@ -33,8 +33,7 @@ from draftlab.servers.client import TRIES, Probe, Server, parse_metrics, spec_de
 from draftlab.servers.llama_cpp import LlamaCpp
 from draftlab.servers.sglang import SGLang
 from draftlab.servers.vllm import VLLM
-from draftlab.target_outputs.targets import PROBE_TEXT, LocalTarget, ServedTarget
-from draftlab.target_outputs.verify import verify
+from draftlab.target_outputs.targets import PROBE_TEXT, LocalTarget, ServedTarget, verify
 from draftlab.training.fused_loss import TopK
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep

@@ -30,7 +30,6 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs import build as building
 from draftlab.target_outputs.batches import open_stored
-from draftlab.target_outputs.repeats import LOOP, distinct_ngrams
 from draftlab.target_outputs.replay import (
     Drafting,
     check,
@@ -39,7 +38,13 @@ from draftlab.target_outputs.replay import (
     replay_draft,
     rows_of,
 )
-from draftlab.target_outputs.store import StoredOutputs, read_shard, read_store
+from draftlab.target_outputs.store import (
+    LOOP,
+    StoredOutputs,
+    distinct_ngrams,
+    read_shard,
+    read_store,
+)
 from draftlab.target_outputs.targets import LocalTarget, ServedTarget
 
 RUNNER = CliRunner()

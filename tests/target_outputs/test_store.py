@@ -28,11 +28,10 @@ from draftlab.servers.client import Server
 from draftlab.target_outputs import build as building
 from draftlab.target_outputs import store
 from draftlab.target_outputs.batches import StoredBatches, open_stored
+from draftlab.target_outputs.build import ServerLog
 from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, padded
-from draftlab.target_outputs.server_log import ServerLog
 from draftlab.target_outputs.store import read_manifest, read_store
-from draftlab.target_outputs.targets import LocalTarget, ServedTarget
-from draftlab.target_outputs.verify import verify
+from draftlab.target_outputs.targets import LocalTarget, ServedTarget, verify
 from draftlab.training.loop import Loop
 from draftlab.training.losses import log_probs
 from draftlab.training.teachers import LocalTeacher, ServedTeacher, StoredTeacher

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import data
-from draftlab.config.drafters import DrafterSpec
+from draftlab.config.kinds import DrafterSpec
 from draftlab.engine.clocks import Clock
 from draftlab.engine.generate import Drafter
 from draftlab.errors import UserError

@@ -16,9 +16,8 @@ from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
 from draftlab.pruning.masks.hard_concrete import Masks
 from draftlab.pruning.masks.masked_model import Folded, masked
-from draftlab.pruning.run import Prune, PrunedDraft, Selection
+from draftlab.pruning.run import Prune, PrunedDraft, Selection, Text
 from draftlab.pruning.source import Source
-from draftlab.pruning.texts import Text
 from draftlab.training.checkpointer import best_weights, process_state
 from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss

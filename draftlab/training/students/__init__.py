@@ -1,5 +1,5 @@
 """The kinds of students that distill trains: a module each, under the name of the kind, without torch."""
 
-from draftlab.config.students import STUDENTS, StudentSpec, parse_student, student
+from draftlab.config.kinds import STUDENTS, StudentSpec, parse_student, student
 
 __all__ = ["STUDENTS", "StudentSpec", "parse_student", "student"]

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftlab.config.students import StudentSpec, student
+from draftlab.config.kinds import StudentSpec, student
 from draftlab.model import hub
 
 if TYPE_CHECKING:
-    from draftlab.training.distill import Distillation, OpenStudent
-    from draftlab.training.parallel import Offsets
+    from draftlab.training.objectives import Offsets
+    from draftlab.training.run import Distillation, OpenStudent
 
 
 class DraftSpec(StudentSpec):

@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from draftlab.config.students import student
+from draftlab.config.kinds import student
 from draftlab.errors import UserError
 from draftlab.training.students.draft import DraftSpec
 
 if TYPE_CHECKING:
-    from draftlab.training.distill import Distillation
-    from draftlab.training.parallel import Offsets
+    from draftlab.training.objectives import Offsets
+    from draftlab.training.run import Distillation
 
 
 @student("parallel")
@@ -37,7 +37,7 @@ class ParallelStudent(DraftSpec):
             UserError: a draft that the engine does not run, or no such token.
         """
         from draftlab.model import checkpoint, llama, parallel
-        from draftlab.training.parallel import Offsets
+        from draftlab.training.objectives import Offsets
 
         assert job.draft is not None  # starts_from_draft
         llama.check_supported(job.draft)

@@ -11,10 +11,10 @@ from draftlab.drafters.ngram import OutputsSpec
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:
-    from draftlab.acceptance.context import ReplayContext
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.model.llama import Llama
+    from draftlab.target_outputs.replay import ReplayContext
 
 
 @drafter("layer-skip")

@@ -49,8 +49,7 @@ class LearntFallbackSpec(DraftModelSpec, OutputsSpec):
         import numpy as np
 
         from draftlab.acceptance.expected import chances
-        from draftlab.acceptance.offset_logprobs import score_offsets
-        from draftlab.acceptance.token_logprobs import score_tokens
+        from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
         from draftlab.target_outputs.store import read_manifest
         from draftlab_research.calibration import pass_ms, spread_outputs
         from draftlab_research.lookup_gate import learn_gate, replay_matches

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from draftlab.config.students import StudentSpec, student
+from draftlab.config.kinds import StudentSpec, student
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:
-    from draftlab.training.distill import Distillation, OpenStudent
+    from draftlab.training.run import Distillation, OpenStudent
 
 
 @student("medusa")

@@ -21,12 +21,12 @@ from draftlab.data import Batch, HeldOut
 from draftlab.model import checkpoint
 from draftlab.model.devices import exact
 from draftlab.training.checkpointer import best_weights, select_device
-from draftlab.training.distill import Distillation
 from draftlab.training.fused_loss import Dense
 from draftlab.training.loop import Batches
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
 from draftlab.training.optimizers import training_dtype
+from draftlab.training.run import Distillation
 from draftlab.training.teachers import logits_of
 from draftlab.training.trainer import TrainingSetup
 from draftlab_research.drafting.medusa import apply_heads, write

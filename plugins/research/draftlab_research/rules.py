@@ -1,6 +1,6 @@
 """Verify rules for token trees: children are tried in turn, from the root on.
 
-N drafted tokens, V vocab; nodes and p as in draftlab.engine.rejection_rules.
+N drafted tokens, V vocab; nodes and p as in draftlab.engine.verify.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftlab.engine.rejection_rules import Chance, Tokens, Verdict, normalised
+from draftlab.engine.verify import Chance, Tokens, Verdict, normalised
 from draftlab.registry import RULES
 
 HALVINGS = 20  # of the interval that contains rho

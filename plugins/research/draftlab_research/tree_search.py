@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from draftlab.acceptance.offset_logprobs import score_offsets
-from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
 from draftlab.console import note
 from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.drafters.parallel import mask_token

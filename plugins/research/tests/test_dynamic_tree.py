@@ -11,10 +11,10 @@ from enumeration import error, table
 from plain_eagle import target_and_head
 from torch import Tensor
 
-from draftlab.config.drafters import parse_drafter
+from draftlab.config.kinds import parse_drafter
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import decode, feed, output_tokens, speculative_decode
-from draftlab.engine.rejection_rules import Tokens, match
+from draftlab.engine.verify import Tokens, match
 from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.decoder import Decoder, Tree

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear, silu
 
 from draftlab.commands import COMMANDS
-from draftlab.config.drafters import parse_drafter
+from draftlab.config.kinds import parse_drafter
 from draftlab.data import Batch
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.errors import UserError

@@ -28,8 +28,7 @@ from draftlab.engine.generate import (
     output_tokens,
     speculative_decode,
 )
-from draftlab.engine.rejection_rules import match
-from draftlab.engine.verify import distribution
+from draftlab.engine.verify import distribution, match
 from draftlab.model import llama
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.cascade import CascadeDrafter

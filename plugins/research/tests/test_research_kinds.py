@@ -14,7 +14,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.commands import COMMANDS
 from draftlab.commands.score import ScoreConfig
-from draftlab.config.drafters import DRAFTERS, parse_drafter
+from draftlab.config.kinds import DRAFTERS, parse_drafter
 from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.errors import UserError

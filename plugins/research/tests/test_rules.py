@@ -30,8 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.engine.rejection_rules import Tokens, Uniforms, Verdict
-from draftlab.engine.verify import verify
+from draftlab.engine.verify import Tokens, Uniforms, Verdict, verify
 from draftlab_research import rules
 from draftlab_research.rules import k_sequential, recursive
 

@@ -124,7 +124,7 @@ def independent(ranked: Sequence[float]) -> PathShare:
 def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
     """Return how often each path was the target's next tokens, in texts scored at every offset of a parallel draft.
 
-    texts: ranks of the n tokens of each by age of the step, [n, K] (acceptance/offset_logprobs.py). The levels of a
+    texts: ranks of the n tokens of each by age of the step, [n, K] (acceptance/token_logprobs.py). The levels of a
     path are counted together: where the first guess is wrong, later ones are wrong more often.
     """
     paths = []

@@ -241,23 +241,16 @@ def closed_form_speedup(
     return length / break_even_length(k, c, beta, host)
 
 
-def active_params(shape: Shape, experts: float = 1) -> float:
-    """Return the parameters that a pass reads, with the given number of experts per layer.
-
-    The embedding counts only where it is tied.
-    """
-    matrices = (
-        shape.params()
-        - (0 if shape.tied else shape.vocab * shape.hidden)
-        - shape.idle_head_params()
-    )
-    return matrices + (experts - 1) * 3 * shape.hidden * shape.ffn * shape.layers
+def active_params(shape: Shape) -> int:
+    """Return the parameters that a pass reads. The embedding counts only where it is tied."""
+    looked_up = 0 if shape.tied else shape.vocab * shape.hidden
+    return shape.params() - looked_up - shape.idle_head_params()
 
 
-def pass_bytes(shape: Shape, dtype: str, experts: float = 1) -> float:
+def pass_bytes(shape: Shape, dtype: str) -> float:
     """Return the bytes of weights that a pass reads; the head of a model in 4 bits has 16 bits."""
     head = shape.vocab * shape.hidden - shape.idle_head_params() if dtype == "int4" else 0
-    return (active_params(shape, experts) - head) * BYTES[dtype] + 2 * head
+    return (active_params(shape) - head) * BYTES[dtype] + 2 * head
 
 
 def read_profile(path: Path) -> Profile:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+import numpy as np
+import yaml
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from draftlab.errors import UserError, did_you_mean
 from draftlab.latency.cost_model import (
@@ -25,8 +27,8 @@ from draftlab.latency.cost_model import (
 )
 from draftlab.model import Mode
 from draftlab.model.families import presets, shipped
-from draftlab.model.shape import Shape, read_shape_file
-from draftlab.reading import FileModel, read_model
+from draftlab.model.shape import Shape
+from draftlab.reading import FileModel, read_model, reading
 from draftlab.results.score import Latency
 
 EXAMPLE = "llama-65b@4xa100-80gb,graphs"
@@ -62,16 +64,69 @@ class Device(FileModel):
         return self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """A mixture of experts: shape.ffn is the width of each of count experts, of which a token uses active."""
+class MLPs(FileModel):
+    """The MLPs of a decoder where they are not LLaMA's; the ffn of its shape is then the width of one expert.
 
-    count: int
-    active: int
+    Args:
+        matrices: Matrices of an MLP: up, down, and a gate if there are three.
+        experts, active: Experts of a layer, and those that a token uses.
+        shared_ffn: Width of the expert that every token uses besides.
+        dense_layers, dense_ffn: First layers that have one wide MLP in place of experts, and its width.
+        curve: Measured pairs of tokens in a pass and distinct experts of a layer that they use. Without it each token
+            chooses at random.
+    """
+
+    matrices: Literal[2, 3] = 3
+    experts: PositiveInt = 1
+    active: PositiveInt = 1
+    shared_ffn: NonNegativeInt = 0
+    dense_layers: NonNegativeInt = 0
+    dense_ffn: NonNegativeInt = 0
+    curve: tuple[tuple[PositiveInt, PositiveFloat], ...] = ()
+
+    @model_validator(mode="after")
+    def _counts_fit(self) -> "MLPs":
+        if self.active > self.experts:
+            raise ValueError(f"a token cannot use {self.active} of {self.experts} experts")
+        if self.dense_layers and not self.dense_ffn:
+            raise ValueError("dense_layers need dense_ffn")
+        tokens, used = [point[0] for point in self.curve], [point[1] for point in self.curve]
+        if (
+            tokens != sorted(set(tokens))
+            or used != sorted(used)
+            or max(used, default=0) > self.experts
+        ):
+            raise ValueError("curve must grow with the tokens, up to all experts")
+        return self
 
     def expected_active(self, tokens: int) -> float:
-        """Return the expected number of experts that tokens use, if each chooses at random: E (1 - (1 - k / E)^w)."""
-        return self.count * (1 - (1 - self.active / self.count) ** tokens)
+        """Return the expected number of experts of a layer that tokens use: by the curve, or E (1 - (1 - k / E)^w)."""
+        if self.curve:
+            widths, used = zip(*self.curve, strict=True)
+            return float(np.interp(tokens, (0, *widths), (0, *used)))
+        return self.experts * (1 - (1 - self.active / self.experts) ** tokens)
+
+    def weights(self, shape: Shape, experts: float) -> float:
+        """Return the weights of all MLPs, with this number of experts in a layer."""
+        sparse = (shape.layers - self.dense_layers) * (experts * shape.ffn + self.shared_ffn)
+        return self.matrices * shape.hidden * (sparse + self.dense_layers * self.dense_ffn)
+
+
+LLAMAS = MLPs()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """The sizes of a decoder whose latency is computed: its shape, and its MLPs."""
+
+    shape: Shape
+    mlps: MLPs = LLAMAS
+
+    def params(self, experts: float | None = None) -> float:
+        """Return the weights that a pass multiplies with. experts: Experts of a layer that are used; None: all."""
+        gated = 3 * self.shape.hidden * self.shape.ffn * self.shape.layers
+        used = self.mlps.experts if experts is None else experts
+        return active_params(self.shape) - gated + self.mlps.weights(self.shape, used)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +146,12 @@ class HeadWeights:
 
 
 def roofline_profile(
-    shape: Shape,
+    sizes: ModelSizes,
     device: Device,
     mode: Mode,
     *,
     name: str,
     dtype: str,
-    experts: Experts,
     widths: Sequence[int],
     batches: Sequence[int],
     contexts: Sequence[int],
@@ -115,6 +169,7 @@ def roofline_profile(
             raise UserError(
                 f"{device.name} has no constants for {what} {value!r}, only for {', '.join(known)}"
             )
+    shape = sizes.shape
     embedding = (
         0 if shape.tied else shape.vocab * shape.hidden * (2 if dtype == "int4" else BYTES[dtype])
     )
@@ -124,14 +179,14 @@ def roofline_profile(
         * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
     )
     what = f"{name} in {dtype} with {max(batches)} rows of {max(contexts)} tokens"
-    _check_fits(what, pass_bytes(shape, dtype, experts.count) + embedding, cached, device)
+    _check_fits(what, _read_bytes(sizes, dtype, sizes.mlps.experts) + embedding, cached, device)
 
     first, later = (0, 0) if head is None else (head.states, head.own)
 
     def pass_ms(width: int, batch: int, context: int, more: int = first) -> float:
         host = device.modes[mode]
         issuing = host.pass_ms + host.layer_ms * shape.layers
-        return max(issuing, _device_ms(shape, device, dtype, experts, width, batch, context, more))
+        return max(issuing, _device_ms(sizes, device, dtype, width, batch, context, more))
 
     forward = [
         Point(width=w, batch=b, context=c, **exact(pass_ms(w, b, c)))
@@ -141,7 +196,7 @@ def roofline_profile(
         kind="analytic",
         name=name,
         sha256=None,
-        shape=None if head else shape,
+        shape=None if head or sizes.mlps != LLAMAS else shape,
         eagle=head is not None,
         device=device.name,
         dtype=dtype,
@@ -185,10 +240,11 @@ def is_measured(spec: str) -> bool:
 def parse_profile(
     spec: str, *, widths: Sequence[int], batches: Sequence[int], longest: int
 ) -> Profile:
-    """Read the output of ``draftlab profile``, or compute one from ``SHAPE@DEVICE,mode[,dtype][,experts=8/2]``.
+    """Read the output of ``draftlab profile``, or compute one from ``SHAPE@DEVICE,mode[,dtype][,eagle=IDS]``.
 
-    SHAPE and DEVICE are paths, or names of files that come with draftlab. ``eagle=32000``: of an EAGLE-3 head with so
-    many ids for a target of that shape. A computed profile has these widths and batches, and contexts up to longest.
+    SHAPE and DEVICE are paths, or names of files that come with draftlab. With ``eagle=32000`` the profile is that of
+    an EAGLE-3 head with 32,000 ids, for a target of that shape. A computed profile has these widths and batches, and
+    contexts up to longest.
 
     Raises:
         UserError: it is neither.
@@ -197,43 +253,64 @@ def parse_profile(
         return read_profile(Path(spec))
     name, _, rest = spec.partition("@")
     place, *words = rest.split(",")
-    shape = _named(name, presets(shipped("widths")), read_shape_file)
+    sizes = _named(name, known_sizes(), read_sizes)
     device = _named(place, devices(), read_device)
     modes = [mode for mode in get_args(Mode) if mode in words]
     dtypes = [word for word in words if word in BYTES]
-    sparse = [word for word in words if re.fullmatch(r"experts=[1-9]\d*/[1-9]\d*", word)]
     heads = [word for word in words if re.fullmatch(r"eagle=[1-9]\d*", word)]
-    kinds = sparse + heads  # a head has one kind of layer
-    if (
-        len(modes) != 1
-        or len(dtypes) > 1
-        or len(kinds) > 1
-        or len(modes + dtypes + kinds) < len(words)
-    ):
+    chosen = modes + dtypes + heads
+    if len(modes) != 1 or len(dtypes) > 1 or len(heads) > 1 or len(chosen) < len(words):
         raise UserError(
-            f"{spec}: want SHAPE@DEVICE,MODE[,DTYPE][,experts=COUNT/ACTIVE or eagle=IDS] with a mode of "
-            f"{', '.join(device.modes)}, as in {EXAMPLE}"
+            f"{spec}: want SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS] with a mode of {', '.join(device.modes)}, "
+            f"as in {EXAMPLE}"
         )
-    count, active = sparse[0].removeprefix("experts=").split("/") if sparse else (1, 1)
     called, head = Path(name).name.removesuffix(".yaml"), None
     if heads:
         ids = int(heads[0].removeprefix("eagle="))
-        if ids > shape.vocab:
-            raise UserError(f"{spec}: a head has at most the {shape.vocab:,} ids of its target")
-        called, head = f"eagle-{called}", HeadWeights.of(shape)
-        shape = shape.model_copy(update={"layers": 1, "tied": False, "draft_vocab": ids})
+        if ids > sizes.shape.vocab:
+            raise UserError(
+                f"{spec}: a head has at most the {sizes.shape.vocab:,} ids of its target"
+            )
+        called = f"eagle-{called}"
+        ffn = sizes.mlps.dense_ffn or sizes.shape.ffn
+        one_layer = {"layers": 1, "tied": False, "draft_vocab": ids, "ffn": ffn}
+        sizes = ModelSizes(shape=sizes.shape.model_copy(update=one_layer))
+        head = HeadWeights.of(sizes.shape)
     return roofline_profile(
-        shape,
+        sizes,
         device,
         modes[0],
         name=called,
         dtype=dtypes[0] if dtypes else device.dtype,
-        experts=Experts(count=int(count), active=int(active)),
         widths=widths,
         batches=batches,
         contexts=sorted({0, 1, *range(0, longest, -(-longest // 16)), longest}),
         head=head,
     )
+
+
+def known_sizes() -> dict[str, ModelSizes]:
+    """Return the models whose sizes come with draftlab, by name: LLaMA-like shapes, and others of configs/targets."""
+    llamas = {name: ModelSizes(shape=shape) for name, shape in presets(shipped("widths")).items()}
+    others = {path.stem: read_sizes(path) for path in sorted(shipped("targets").glob("*.yaml"))}
+    return llamas | others
+
+
+def read_sizes(path: Path) -> ModelSizes:
+    """Read a shape file, which may have the MLPs of another architecture under ``mlps``.
+
+    Raises:
+        UserError: No such file, or unknown, missing or contradicting fields.
+    """
+    with reading(f"shape file {path}"):
+        fields = yaml.safe_load(path.read_bytes())
+        mlps = MLPs.model_validate(fields.pop("mlps", {}))
+        sizes = ModelSizes(shape=Shape.model_validate(fields), mlps=mlps)
+    if mlps.dense_layers > sizes.shape.layers:
+        raise UserError(
+            f"shape file {path}: {mlps.dense_layers} dense_layers of {sizes.shape.layers}"
+        )
+    return sizes
 
 
 def read_device(path: Path) -> Device:
@@ -250,27 +327,26 @@ def devices() -> dict[str, Device]:
     return {path.stem: read_device(path) for path in sorted(shipped("profiles").glob("*.yaml"))}
 
 
+def _read_bytes(sizes: ModelSizes, dtype: str, experts: float) -> float:
+    """Return the bytes of weights that a pass reads. experts: Experts of a layer that are read."""
+    beyond = sizes.params(experts) - active_params(sizes.shape)
+    return pass_bytes(sizes.shape, dtype) + beyond * BYTES[dtype]
+
+
 def _device_ms(
-    shape: Shape,
-    device: Device,
-    dtype: str,
-    experts: Experts,
-    width: int,
-    batch: int,
-    context: int,
-    more: int,
+    sizes: ModelSizes, device: Device, dtype: str, width: int, batch: int, context: int, more: int
 ) -> float:
     """Return the slower of reading and computing, for weights and for attention, plus the constant per layer.
 
     more: weights beyond those of the shape.
     """
-    tokens, count = width * batch, device.count
+    shape, tokens, count = sizes.shape, width * batch, device.count
     bytes_per_ms, flops_per_ms = (
         device.bandwidth_gbs * 1e6 * count,
         device.tflops[dtype] * 1e9 * count,
     )
-    weights = pass_bytes(shape, dtype, experts.expected_active(tokens)) + more * BYTES[dtype]
-    products = 2 * tokens * (active_params(shape, experts.active) + more)
+    weights = _read_bytes(sizes, dtype, sizes.mlps.expected_active(tokens)) + more * BYTES[dtype]
+    products = 2 * tokens * (sizes.params(sizes.mlps.active) + more)
     cached = batch * (context + width) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
     attention = 4 * tokens * (context + width) * shape.layers * shape.sizes["q"]
     parts = ((weights, products), (cached, attention))
@@ -287,7 +363,7 @@ def _device_ms(
     )
 
 
-Named = TypeVar("Named", Shape, Device)
+Named = TypeVar("Named", ModelSizes, Device)
 
 
 def _named(name: str, known: dict[str, Named], read: Callable[[Path], Named]) -> Named:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,23 +11,28 @@ from draftlab.model import checkpoint
 from draftlab.model.hf_files import quantization_method
 from draftlab.model.shape import Shape, format_count
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configs
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApproximateSize:
     """Sizes of a model that transformers runs, by the module that it builds; partly upper bounds.
 
-    stored_bytes: The bytes of quantised weights, None where they are not.
+    active: Weights that a token uses; of a mixture of experts fewer than count. stored_bytes: The bytes of quantised
+    weights, None where they are not.
     """
 
     kind: str
     count: int
+    active: int
     layers: int
     hidden: int
     stored_bytes: int | None = None
 
     def describe(self) -> str:
         size = "" if self.stored_bytes is None else f", {self.stored_bytes / 1e9:.3g} GB"
-        return f"{self.kind}, {format_count(self.count)} parameters{size}"
+        used = f", {format_count(self.active)} of them active" if self.active < self.count else ""
+        return f"{self.kind}, {format_count(self.count)} parameters{used}{size}"
 
     def params(self) -> int:
         return self.count
@@ -39,8 +45,8 @@ class ApproximateSize:
         return int(2 * self.layers * self.hidden * bytes_per_value)
 
     def flops_per_token(self, context: int) -> int:
-        """Return two per parameter, an upper bound for a mixture of experts."""
-        return 2 * self.count
+        """Return two per weight that a token uses; attention is not counted."""
+        return 2 * self.active
 
 
 def read_size(directory: Path) -> Shape | ApproximateSize:
@@ -57,13 +63,26 @@ def read_size(directory: Path) -> Shape | ApproximateSize:
         plain = {name: value for name, value in config.items() if name != "quantization_config"}
         model = checkpoint.meta_model(plain, torch.float32)
         text, count = model.config.get_text_config(), sum(p.numel() for p in model.parameters())
+        routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         kind = " ".join(filter(None, (method, str(config.get("model_type")))))
         stored = (
             sum(file.stat().st_size for file in directory.glob("*.safetensors")) if method else 0
         )
         return ApproximateSize(
-            kind, count, text.num_hidden_layers, text.hidden_size, stored or None
+            kind=kind,
+            count=count,
+            active=count - int(routed * (1 - _used_experts(text))),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            stored_bytes=stored or None,
         )
+
+
+def _used_experts(config: Any) -> float:
+    """Return the share of the routed experts that a token uses; 1 where a config has no such numbers."""
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    count, used = next((n for n in counts if n), None), getattr(config, "num_experts_per_tok", None)
+    return used / count if count and used else 1.0
 
 
 def training_cost(

@@ -5,6 +5,8 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+import transformers as hf
 import yaml
 from errors import raises_option
 
@@ -22,7 +24,15 @@ from draftlab.latency.cost_model import (
     read_profile,
     write_profile,
 )
-from draftlab.latency.roofline import Experts, devices, parse_profile, roofline_profile
+from draftlab.latency.roofline import (
+    MLPs,
+    ModelSizes,
+    devices,
+    known_sizes,
+    parse_profile,
+    read_sizes,
+    roofline_profile,
+)
 from draftlab.model.eagle import HeadShape
 from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape
@@ -30,7 +40,6 @@ from draftlab.results.score import Latency
 
 SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=176, vocab=307)
 WIDTHS, BATCHES, CONTEXTS = (1, 2, 5), (1, 4), (16, 64)
-MIXTRAL = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000)
 
 
 def latency(width: int, ms: float) -> Latency:
@@ -72,7 +81,7 @@ def test_break_even_beta_and_experts_are_those_that_were_published():
     length = expected_tokens(2 / 3, 5)
     assert closed_form_speedup(length, 5, c=0.01, beta=2.69) == pytest.approx(1, abs=2e-3)
     assert break_even_length(5, 0.01, 2.69) == pytest.approx(length, abs=5e-3)
-    mixtral = Experts(count=8, active=2)
+    mixtral = MLPs(experts=8, active=2)
     assert mixtral.expected_active(1) == 2
     assert mixtral.expected_active(5) == pytest.approx(6.1, abs=0.05)
     assert mixtral.expected_active(5) / mixtral.expected_active(1) == pytest.approx(3.05, abs=0.01)
@@ -185,7 +194,7 @@ def test_computed_eager_passes_agree_with_opt_under_deepspeed(layers, hidden, ff
         tied=True,
     )  # fmt: skip
     found = roofline_profile(
-        shape, devices()["a100-80gb"], "eager", name="opt", dtype="float16", experts=Experts(count=1, active=1),
+        ModelSizes(shape=shape), devices()["a100-80gb"], "eager", name="opt", dtype="float16",
         widths=[1], batches=[1], contexts=[0, 128],
     )  # fmt: skip
     assert found.forward[0].median_ms == pytest.approx(ms, rel=0.05)
@@ -246,13 +255,88 @@ def test_experts_make_verification_dear():
     """Of Mixtral's bytes nearly all are experts, so beta is nearly 3.05."""
     cost = {
         w: roofline_profile(
-            MIXTRAL, devices()["h200"], "graphs", name="mixtral", dtype="bfloat16", experts=Experts(count=8, active=2),
+            known_sizes()["mixtral-8x7b"], devices()["h200"], "graphs", name="mixtral", dtype="bfloat16",
             widths=[1, w], batches=[1], contexts=[0, 64],
         ).forward
         for w in (2, 5)
     }  # fmt: skip
     ms = {p.width: p.median_ms for points in cost.values() for p in points if p.context == 0}
     assert 2.3 < ms[5] / ms[1] < 3.05
+
+
+CONFIGS = {
+    "mixtral-8x7b": hf.MixtralConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2,
+    ),
+    "qwen3-30b-a3b": hf.Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+    ),
+    "gpt-oss-20b": hf.GptOssConfig(
+        vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=24, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+    ),
+    "glm-4.5-air": hf.Glm4MoeConfig(
+        vocab_size=151552, hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=46,
+        num_attention_heads=96, num_key_value_heads=8, head_dim=128, n_routed_experts=128, num_experts_per_tok=8,
+        n_shared_experts=1, first_k_dense_replace=1, attention_bias=True,
+    ),
+    "opt-66b": hf.OPTConfig(
+        vocab_size=50272, hidden_size=9216, ffn_dim=36864, num_hidden_layers=64, num_attention_heads=72,
+        word_embed_proj_dim=9216,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_targets_that_are_no_llamas_have_the_weights_that_transformers_builds(name):
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(CONFIGS[name])
+    sizes = known_sizes()[name]
+    routed = sum(p.numel() for at, p in model.named_parameters() if ".experts." in at)
+    built = sum(p.numel() for p in model.parameters())
+    looked_up = 0 if sizes.shape.tied else sizes.shape.vocab * sizes.shape.hidden
+    mlps = sizes.mlps
+    # routers, norms and learnt positions are not counted
+    assert sizes.params() + looked_up == pytest.approx(built, rel=2e-3)
+    active = built - looked_up - routed * (1 - mlps.active / mlps.experts)
+    assert sizes.params(mlps.active) == pytest.approx(active, rel=1e-2)
+
+
+def test_a_curve_of_experts_makes_a_wide_pass_cheaper_than_chance(tmp_path):
+    """Tokens of one text share experts: with a measured curve fewer are read than if each chose at random."""
+    text = (shipped("targets") / "mixtral-8x7b.yaml").read_text()
+    file = tmp_path / "measured.yaml"
+    file.write_text(text.replace("active: 2", "active: 2, curve: [[1, 2], [5, 4]]"))
+    ms = {
+        name: CostModel.of(
+            parse_profile(f"{name}@h200,graphs", widths=[1, 5], batches=[1], longest=64)
+        ).forward_ms(5, 1, np.array(0))
+        for name in ("mixtral-8x7b", str(file))
+    }
+    sizes = read_sizes(file)
+    assert sizes.mlps.expected_active(3) == 3
+    assert float(ms[str(file)]) < 0.75 * float(ms["mixtral-8x7b"])
+
+
+@pytest.mark.parametrize(
+    "mlps",
+    [
+        "{experts: 2, active: 3}",
+        "{dense_layers: 1}",
+        "{dense_layers: 99, dense_ffn: 8}",
+        "{experts: 4, curve: [[2, 1], [1, 2]]}",
+        "{experts: 4, curve: [[1, 5]]}",
+        "{expert: 4}",
+    ],
+)
+def test_wrong_mlps_are_refused(mlps, tmp_path):
+    file = tmp_path / "wrong.yaml"
+    text = (shipped("widths") / "llama-3.2-1b.yaml").read_text()
+    file.write_text(f"{text}mlps: {mlps}\n")
+    with pytest.raises(UserError, match=r"wrong.yaml"):
+        parse_profile(f"{file}@h100,graphs", widths=[1], batches=[1], longest=64)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +346,8 @@ def test_experts_make_verification_dear():
         ("llama-65b@h100,graphs", "GB"),
         ("llama-65b@h100,fast", "MODE"),
         ("llama-65b@h100,graphs,eagle=8,experts=8/2", "eagle=IDS"),
+        ("mixtral-8x7c@h100,graphs", "mixtral-8x7b"),
+        ("mixtral-8x7b@h100,graphs", "GB"),
         ("llama-65b@h100,graphs,eagle=32001", "32,000"),
         ("llama-65b@4xa100-80gb,native", "native"),
         ("llama-65b@4xa100-80gb,graphs,float8", "float8"),

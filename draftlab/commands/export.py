@@ -158,8 +158,8 @@ class ExportConfig(DraftConfig, OutputConfig):
         ),
         Only(
             ("prediction",),
-            lambda c: c.to == "vllm",
-            "only vLLM changes K by batch size: --to vllm",
+            lambda c: c.to != "speculators" and c.server is not None and c.server.changes_k,
+            "only vLLM and SGLang change K by batch size: --to vllm or sglang",
         ),
         Only(("k",), lambda c: c.prediction is None, "--prediction has it"),
         Only(
@@ -305,6 +305,8 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     chosen = choose_k(artifact, config.k, scores)
     if config.prediction is not None:
         with about("--prediction"):
+            if form.server is None or artifact.kind not in form.server.changes_k:
+                raise UserError(f"{config.to} changes no K of a {artifact.kind}; give one with --k")
             schedule = read_schedule(config.prediction, draft.name, fingerprint(draft))
         reason = f"the largest for {schedule.describe()}"
         chosen = ChosenK(k=schedule.largest_k, reason=reason, by_batch=list(schedule.ranges))

@@ -247,6 +247,8 @@ class ServerKind:
     # parts in eagle.OPTIONAL_PARTS that it computes
     head_parts: ClassVar[frozenset[str]] = frozenset()
     one_stream: ClassVar[bool] = False  # decodes one prompt at a time
+    # kinds of drafts whose K it changes by the number of requests
+    changes_k: ClassVar[frozenset[DraftKind]] = frozenset()
 
     # keys: variants; "" is the rule of --server-rule NAME
     rules: ClassVar[Mapping[str, Acceptance]] = {}

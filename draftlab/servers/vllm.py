@@ -66,6 +66,7 @@ class VLLM(ServerKind):
         "probabilistic": Acceptance("rejection", None),
         "block": Acceptance("block", None),  # rejection_sample_method block (2403.10444)
     }
+    changes_k = frozenset({"draft model", "EAGLE-3 head"})
     script_rule = "probabilistic"
     program = "vllm"
     owned_by = "vllm"

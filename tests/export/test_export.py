@@ -366,8 +366,9 @@ def test_k_by_batch_size_of_a_prediction_is_in_the_servers_own_setting(space):
         "--prediction"
         in export("--to", "vllm", "--prediction", "p.json", "--k", "2", code=1).stderr
     )
-    refused = export("--to", "sglang", "--prediction", "p.json", code=1)
-    assert refused.stderr.startswith("error: --prediction")
+    for server in ("llama.cpp", "sglang"):  # which changes the K of heads only
+        refused = export("--to", server, "--prediction", "p.json", code=1)
+        assert refused.stderr.startswith("error: --prediction")
     Path("p.json").write_text(json.dumps({"predictions": [row | {"draft_sha256": "other"}]}))
     refused = export("--to", "vllm", "--prediction", "p.json", code=1)
     assert "p.json" in refused.stderr

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from draftlab.exporting.artifact import Form, check_files, open_artifact
 from draftlab.exporting.verify import reason
 from draftlab.model import eagle, llama
 from draftlab.model.eagle import Head
+from draftlab.provenance import fingerprint
 from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Launch
@@ -194,6 +196,31 @@ def test_scripts_serve_a_head_as_a_head(runtime, words):
     )
     server = SERVERS.get("vllm" if launch.own_target else runtime, "--to")
     assert words in server.script(launch)[1]
+
+
+def test_sglang_drafts_with_the_k_of_a_prediction_in_each_of_its_tiers(folder, target, tmp_path):
+    """SGLang takes a tier's K up to the batch size at which the next tier begins; 0 is no draft."""
+    row = {"draft_sha256": fingerprint(folder)}
+    row |= {"schedule": {"ranges": [[1, 4, 3], [5, 16, 1], [17, 64, 0]], "pays_up_to": 16}}
+    prediction = tmp_path / "p.json"
+    prediction.write_text(json.dumps({"predictions": [row]}))
+    out = exported(folder, target, "sglang", "--prediction", str(prediction))
+    server = tmp_path / "python"  # prints the tiers that it was started with
+    server.write_text(
+        '#!/bin/sh\nwhile [ "$1" != --speculative-adaptive-config ]; do shift; done; cat "$2"\n'
+    )
+    server.chmod(0o755)
+    started = subprocess.run(
+        ["sh", out / "serve.sh"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    tiers = {
+        int(first): tier["candidate_steps"] for first, tier in json.loads(started.stdout).items()
+    }
+    assert tiers == {1: [3], 5: [1], 17: [0]}
 
 
 def greedy_counts(artifact: Any, texts: verify.TargetTexts) -> np.ndarray:

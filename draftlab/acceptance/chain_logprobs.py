@@ -68,7 +68,7 @@ def _score(
     result = TokenLogprobs.unlikely(len(completion), k, vocab)
     if places <= first:
         return result
-    states = head.combine(_target_states(target, head, whole[:places]))
+    states = head.combine(target_states(target, head.layer_ids, whole[:places]))
     size = (
         1,
         1,
@@ -89,10 +89,10 @@ def _score(
     return result
 
 
-def _target_states(target: Llama | HFDecoder, head: EagleLlama, ids: Tensor) -> Tensor:
-    """Return the states that the head reads, [1, T, A E]."""
+def target_states(target: Llama | HFDecoder, layer_ids: tuple[int, ...], ids: Tensor) -> Tensor:
+    """Return the states of the target after these layers, [1, T, A E]."""
     cache: Any = target.new_cache(1, len(ids))
-    states = cache.layer_states = target.new_layer_states(cache, head.layer_ids)
+    states = cache.layer_states = target.new_layer_states(cache, layer_ids)
     target.forward(ids[None], cache, last=1)
     return states.states
 

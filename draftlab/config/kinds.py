@@ -222,6 +222,20 @@ class DrafterSpec(KindSpec):
         """
         raise NotImplementedError
 
+    @classmethod
+    def size_of(cls, folder: Path, target: Path) -> Any:
+        """Return the size of a head, to plan its profile: a Shape, or an ApproximateSize (model/size.py).
+
+        Raises:
+            UserError: There is no such head of this target.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def passes_of(cls, folder: Path, target_path: Path, target: Any, mode: Mode) -> Any:
+        """Load a head on its target; return its passes to be timed, a HeadPasses (engine/drafters/states.py)."""
+        raise NotImplementedError
+
     @property
     def replays(self) -> bool:
         """Return whether the drafter has an acceptance."""

@@ -10,8 +10,14 @@ from draftlab.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
+    from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.engine.drafters.states import HeadPasses
     from draftlab.latency.steps import Passes
+    from draftlab.model import Mode
+    from draftlab.model.llama import Llama
+    from draftlab.model.size import ApproximateSize
+    from draftlab.target_outputs.replay import ReplayContext
 
 
 @drafter("dflash", served_by=("vllm", "sglang"))
@@ -33,13 +39,40 @@ class DFlashSpec(HeadSpec):
 
         target = self.target_of(context)
         model = dflash.load(Path(self.heads), context.target_path, target.embed, target.head)
+        self._check_block(min(context.ks), model.config.most)
         ks = [k for k in context.ks if k <= model.config.most]
-        if not ks:
-            raise UserError(
-                f"--k: the block of {self.heads} drafts at most {model.config.most} tokens"
-            )
         return context.run(DFlashDrafter(target, model), ks=ks, facts=self.facts())
 
     @classmethod
+    def size_of(cls, folder: Path, target: Path) -> "ApproximateSize":
+        from draftlab.model import dflash
+
+        return dflash.check(folder, target).size
+
+    @classmethod
+    def passes_of(
+        cls, folder: Path, target_path: Path, target: "Llama", mode: "Mode"
+    ) -> "HeadPasses":
+        from draftlab.engine.drafters.dflash import BlockPasses
+        from draftlab.model import dflash
+
+        return BlockPasses(dflash.load(folder, target_path, target.embed, target.head))
+
+    @classmethod
     def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
-        return passes.step(k, unread=accepted + 1, at_once=True)
+        return passes.block(k)
+
+    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        from draftlab.acceptance.block_logprobs import score_blocks
+        from draftlab.model import dflash
+
+        target, folder = replay.load_target(), Path(self.heads)
+        head = dflash.load(folder, replay.target_path, target.embed, target.head)
+        self._check_block(replay.most, head.config.most)
+        return score_blocks(
+            target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
+        )
+
+    def _check_block(self, k: int, most: int) -> None:
+        if k > most:
+            raise UserError(f"--k: the block of {self.heads} drafts at most {most} tokens")

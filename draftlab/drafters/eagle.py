@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.engine.drafters.eagle import EagleDrafter
+    from draftlab.engine.drafters.states import HeadPasses
     from draftlab.latency.steps import Passes
+    from draftlab.model import Mode
     from draftlab.model.hf_decoder import HFDecoder
     from draftlab.model.llama import Llama
+    from draftlab.model.shape import Shape
     from draftlab.target_outputs.replay import ReplayContext
 
 
@@ -65,6 +68,22 @@ class EagleHeadSpec(HeadSpec):
         from draftlab.model import eagle
 
         eagle.check(Path(self.heads), run.target)
+
+    @classmethod
+    def size_of(cls, folder: Path, target: Path) -> "Shape":
+        from draftlab.model import eagle
+
+        return eagle.check(folder, target).shape
+
+    @classmethod
+    def passes_of(
+        cls, folder: Path, target_path: Path, target: "Llama", mode: "Mode"
+    ) -> "HeadPasses":
+        from draftlab.engine.drafters.eagle import EaglePasses
+        from draftlab.model import eagle_llama
+
+        head = eagle_llama.load(folder, target_path, target)
+        return EaglePasses(eagle_llama.with_mode(head, mode))
 
     def head_drafter(self, context: "DrafterContext") -> "EagleDrafter":
         """Load the head, and return the drafter of its chains."""

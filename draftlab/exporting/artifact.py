@@ -21,9 +21,10 @@ from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import HeadShape
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_files import read_head_ids
+from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
-from draftlab.model.tokenizer import PROBES, check_embeds, common_vocabulary, first_difference
+from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_difference
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.tokenizer import PROBES
+from draftlab.model.sentencepiece import PROBES
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama_token_type
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -54,7 +54,8 @@ class Profile(FileModel):
     Args:
         sha256: Hash of the checkpoint; None for random weights, which take as long.
         shape: None where transformers ran the model, and for a head.
-        eagle: The model is an EAGLE-3 head: forward reads the target's states, steady its own.
+        drafter: Kind of the drafter that has these passes, as --drafter names it; "model" of a target, too. Of a head,
+            forward reads the target's states, and steady the head's own.
         forward: A full grid of passes after another model's pass, as in speculative decoding.
         steady: Passes over one token after 1, 2, ... passes of the same model, and after many.
         prefill: Passes of one row by prompt length.
@@ -67,7 +68,7 @@ class Profile(FileModel):
     name: str
     sha256: str | None
     shape: Shape | None
-    eagle: bool = False
+    drafter: str = "model"
     device: str
     dtype: str
     mode: Mode | Literal["served"]

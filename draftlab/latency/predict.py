@@ -177,15 +177,14 @@ def predict_draft(
 def _drafted_by(draft: CostModel, acceptance: DraftAcceptance) -> Workload:
     """Return acceptance as the draft has it. Raises UserError: it is that of another kind of draft."""
     work = acceptance.work
-    if draft.profile.eagle and acceptance.model is None:  # assumed, the same for any draft
-        return replace(work, kind="eagle")
-    if draft.profile.eagle != (work.kind == "eagle"):
-        has, lacks = (
-            ("no EAGLE-3 head", "a head")
-            if draft.profile.eagle is False
-            else ("an EAGLE-3 head", "none")
+    profiled, replayed = draft.profile.drafter, work.kind
+    if acceptance.model is None:  # assumed, the same for any draft
+        return replace(work, kind=profiled)
+    # a parallel draft has the passes of a draft model
+    if profiled != ("model" if replayed == "parallel" else replayed):
+        raise UserError(
+            f"{draft.profile.name} has the passes of drafter {profiled}, and its acceptance is that of {replayed}"
         )
-        raise UserError(f"{draft.profile.name} is {has}, and its acceptance that of {lacks}")
     return work
 
 

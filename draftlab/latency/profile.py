@@ -9,13 +9,14 @@ from typing import Literal
 import torch
 
 from draftlab import provenance
+from draftlab.config.kinds import DRAFTERS
 from draftlab.console import heartbeat, note, progress
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Profile, active_params, write_profile
 from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
-from draftlab.latency.profiler import Grid, HeadPasses, LatencyCurves, measure, random_model
-from draftlab.model import Mode, checkpoint, devices, eagle, eagle_llama, hub, llama, parallel
+from draftlab.latency.profiler import Grid, LatencyCurves, measure, random_model
+from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
 from draftlab.model.modes import check_mode, load, resolve_mode
@@ -28,14 +29,17 @@ from draftlab.output import Output
 class Subject:
     """A model to time.
 
-    place: a checkpoint, or a shape that gets random weights. target: name of the model whose states an EAGLE-3 head
-    reads; None of other models.
+    Args:
+        place: A checkpoint, or a shape that gets random weights.
+        target: Name of the model whose states a head reads; None for other models.
+        kind: Kind of the drafter, as --drafter names it.
     """
 
     name: str
     place: Path | Shape
     size: Shape | ApproximateSize
     target: str | None = None
+    kind: str = "model"
 
     @property
     def path(self) -> Path | None:
@@ -57,12 +61,10 @@ def subjects(models: Mapping[str, Path | Shape]) -> list[Subject]:
     """Return the models by name, with their sizes.
 
     Raises:
-        UserError: an EAGLE-3 head whose target is not among them, a shape that the engine does not run, or a checkpoint
+        UserError: a head whose target is not among them, a shape that the engine does not run, or a checkpoint
             that cannot be read.
     """
-    whole = {
-        name: p for name, p in models.items() if isinstance(p, Path) and not hub.is_eagle_head(p)
-    }
+    whole = {name: p for name, p in models.items() if isinstance(p, Path) and not hub.head_kind(p)}
     return [_subject(name, place, whole) for name, place in models.items()]
 
 
@@ -75,15 +77,16 @@ def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subje
         return Subject(name=name, place=place, size=place)
     if name in whole:
         return Subject(name=name, place=place, size=read_size(place))
-    reason = "its target is not named"
+    reason, kind = "its target is not named", str(hub.head_kind(place))
+    head = DRAFTERS.get(kind, name)
     for target, path in whole.items():
         try:
             return Subject(
-                name=name, place=place, size=eagle.check(place, path).shape, target=target
+                name=name, place=place, size=head.size_of(place, path), target=target, kind=kind
             )
         except UserError as error:
             reason = str(error)
-    raise UserError(f"an EAGLE-3 head is profiled with its target, and {place} is not: {reason}")
+    raise UserError(f"a head is profiled with its target, and {place} is not: {reason}")
 
 
 def resolve_running(
@@ -103,7 +106,7 @@ def resolve_running(
     heads = [model for model in models if model.target is not None]
     if device_map and heads:
         raise UserError(
-            f"--device-map: {heads[0].name} is an EAGLE-3 head, which needs the engine's own target"
+            f"--device-map: {heads[0].name} is a head, which needs the engine's own target"
         )
     whole = {
         model.name: model.path
@@ -208,8 +211,8 @@ def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, 
             target, path = decoders[model.target], paths[model.target]
             assert isinstance(target, Llama)  # resolve_running refused other models
             assert path is not None
-            head = eagle_llama.load(model.place, path, target)
-            decoders[model.name] = HeadPasses(eagle_llama.with_mode(head, running.mode))
+            head = DRAFTERS.get(model.kind, model.name)
+            decoders[model.name] = head.passes_of(model.place, path, target, running.mode)
     return {model.name: decoders[model.name] for model in models}
 
 
@@ -229,7 +232,7 @@ def _profile(
         name=subject.name,
         sha256=None if subject.path is None else provenance.fingerprint(subject.path),
         shape=shape,
-        eagle=subject.target is not None,
+        drafter=subject.kind,
         device=device_name(device),
         dtype=checkpoint.dtype_name(dtype),
         mode=running.mode,

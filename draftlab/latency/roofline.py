@@ -197,7 +197,7 @@ def roofline_profile(
         name=name,
         sha256=None,
         shape=None if head or sizes.mlps != LLAMAS else shape,
-        eagle=head is not None,
+        drafter="model" if head is None else "eagle",
         device=device.name,
         dtype=dtype,
         mode=mode,

@@ -89,6 +89,13 @@ class Passes:
                 ms = ms + self.warmup[j, at]
         return ms
 
+    def block(self, k: int) -> np.ndarray:
+        """Return the time of a pass that drafts k tokens at once, by the target's cached tokens, [C].
+
+        The profile of a block's passes is by drafted tokens; a pass reads as many states of the target.
+        """
+        return self._forward(k) + self.draft.host_ms(1) if k else np.zeros(len(self.contexts))
+
     def _forward(self, width: int) -> np.ndarray:
         if width not in self.by_width:
             self.by_width[width] = self.draft.forward_ms(width, self.batch, self.contexts)

@@ -64,8 +64,7 @@ def workload_of(
 def workload_of_replay(replay: "Replay") -> Workload:
     """Return the texts of a replay, with the probabilities computed there."""
     prompts = np.array([text.prompt_tokens for text in replay.texts])
-    kind = "eagle" if replay.eagle else "model" if replay.offsets is None else "parallel"
-    return Workload(texts=replay.padded(), prompt_tokens=prompts, kind=kind)
+    return Workload(texts=replay.padded(), prompt_tokens=prompts, kind=replay.kind)
 
 
 def workload_of_score(score: Score) -> Workload:

@@ -7,6 +7,7 @@ their positions. The queries are the last token of the text and mask tokens afte
 each other. A mask token predicts the token at its own position, or, with sample_from_anchor, the token after it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.eagle import TargetSizes, check_target, check_tensors, draft_ids, read_tensors
 from draftlab.model.llama import rms_norm, rotary, rotary_tables, spread
+from draftlab.model.size import ApproximateSize
 from draftlab.reading import FileModel, reading
 
 SLIDING = "sliding_attention"
@@ -66,6 +68,15 @@ class DFlashShape(FileModel):
     def most(self) -> int:
         """Return the number of tokens that a block drafts."""
         return self.block_size - (not self.sample_from_anchor)
+
+    @property
+    def size(self) -> ApproximateSize:
+        """Return the size of the head, with the output layer that it computes."""
+        weights = sum(math.prod(size) for size in self.sizes().values())
+        count = weights + self.draft_vocab * self.hidden
+        return ApproximateSize(
+            kind="DFlash head", count=count, active=count, layers=self.layers, hidden=self.hidden
+        )
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the tensors that every head has."""
@@ -159,15 +170,19 @@ class DFlash:
     def layer_ids(self) -> tuple[int, ...]:
         return self.config.layer_ids
 
+    def check_fits(self, capacity: int) -> None:
+        """Raises UserError: Texts of capacity tokens and a block after them do not fit the head's context."""
+        length = capacity + self.config.block_size
+        if length > self.config.context:
+            raise UserError(
+                f"{length} tokens do not fit the context of the DFlash head, {self.config.context}"
+            )
+
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
         """Return an empty cache for texts of at most capacity tokens and a block after them."""
         c = self.config
-        length = capacity + c.block_size
-        if length > c.context:
-            raise UserError(
-                f"{length} tokens do not fit the context of the DFlash head, {c.context}"
-            )
-        size = (c.layers, rows, c.kv_heads, length, c.head_dim)
+        self.check_fits(capacity)
+        size = (c.layers, rows, c.kv_heads, capacity + c.block_size, c.head_dim)
         return BlockCache(self.embed.new_zeros(size), self.embed.new_zeros(size), [0] * rows)
 
     @torch.inference_mode()

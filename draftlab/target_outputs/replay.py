@@ -78,8 +78,9 @@ class ReplayedText(FileModel):
 
     Args:
         number: Position of the prompt in its file.
-        chances: Probability that each token of the target came from the draft, [n]. For a parallel draft or an EAGLE-3
-            head each entry is a list by the age of the step, [n, K] (score_offsets and score_chains in acceptance).
+        chances: Probability that each token of the target came from the draft, [n]. For a parallel draft or a head
+            each entry is a list by the age of the step, [n, K] (score_offsets, score_chains, score_blocks in
+            acceptance).
     """
 
     number: NonNegativeInt
@@ -97,8 +98,8 @@ class Replay(FileModel):
         sampling: How the target sampled.
         rule: Meaning of the chances. rejection has min(1, q / p). match has q, since a drafted token is accepted if it
             is the target's own sample. A greedy draft has q = 0 or 1.
-        offsets: Largest number of tokens that a parallel draft or an EAGLE-3 head drafts. None for an ordinary draft.
-        eagle: Whether the draft is an EAGLE-3 head.
+        kind: Kind of the drafter, as --drafter names it.
+        offsets: Largest number of tokens that a parallel draft or a head drafts. None for an ordinary draft.
     """
 
     version: Literal[3] = 3
@@ -112,8 +113,8 @@ class Replay(FileModel):
     sampling: SamplingParams
     rule: Rule
     draft_temperature: float
+    kind: str = "model"
     offsets: int | None = None
-    eagle: bool = False
     texts: list[ReplayedText]
     command: str
     versions: dict[str, str]
@@ -219,8 +220,8 @@ def replay(
 def drafter_of(draft: Path) -> DrafterSpec:
     """Return the drafter of a checkpoint or head; a parallel draft drafts in one pass."""
     name = hub.checkpoint_name(draft)
-    if hub.is_eagle_head(draft):
-        return DRAFTERS.get("eagle", name).model_validate({"text": name, "heads": str(draft)})
+    if head := hub.head_kind(draft):
+        return DRAFTERS.get(head, name).model_validate({"text": name, "heads": str(draft)})
     kind = "model" if pard_token(draft) is None else "parallel"
     return DRAFTERS.get(kind, name).model_validate({"text": name, "draft": str(draft)})
 
@@ -300,7 +301,7 @@ def replay_draft(
         rule=drafting.rule,
         draft_temperature=draft_sampling.temperature,
         offsets=drafting.k if spec.by_age else None,
-        eagle=spec.eagle_head is not None,
+        kind=type(spec).kind,
         texts=[
             _replayed(*each, certain=certain) for each in zip(store.outputs, scores, strict=True)
         ],

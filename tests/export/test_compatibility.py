@@ -16,7 +16,7 @@ from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.exporting import artifact, trials
 from draftlab.model import checkpoint, llama, saving
-from draftlab.model.tokenizer import PROBES
+from draftlab.model.sentencepiece import PROBES
 from draftlab.registry import SERVERS
 from draftlab.servers.kinds import Finding
 from draftlab.training.vocabulary import resize

@@ -34,7 +34,7 @@ from draftlab.exporting import gguf, gguf_tokenizer, hf, run, verify
 from draftlab.exporting.artifact import DraftModel, Form, open_artifact
 from draftlab.exporting.verify import running
 from draftlab.model import checkpoint, llama
-from draftlab.model.tokenizer import PROBES
+from draftlab.model.sentencepiece import PROBES
 from draftlab.registry import SERVERS
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams

@@ -32,7 +32,7 @@ from draftlab.exporting import gguf, gguf_tokenizer
 from draftlab.importing import run
 from draftlab.importing.gguf import load_config, read_header
 from draftlab.model import checkpoint
-from draftlab.model.tokenizer import PROBES
+from draftlab.model.sentencepiece import PROBES
 
 FAMILIES = [
     "llama",

@@ -10,7 +10,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.tokenizer import PROBES, as_sentencepiece
+from draftlab.model.sentencepiece import PROBES, as_sentencepiece
 
 TEXT = [
     *PROBES,

@@ -7,12 +7,14 @@ of the draft, so the rules for chains hold.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from draftlab.engine.drafters.states import StatesDrafter
+from draftlab.engine.drafters.states import HeadPasses, StatesDrafter
 from draftlab.engine.generate import Draft, Sampler
+from draftlab.model.decoder import Tree
 from draftlab.model.devices import staged
-from draftlab.model.dflash import DFlash
+from draftlab.model.dflash import BlockCache, DFlash
 from draftlab.sampling import SamplingParams
 
 
@@ -41,3 +43,35 @@ class DFlashDrafter(StatesDrafter[DFlash]):
         _, positions = self.new_positions(texts)
         self.head.read(self.states_at(positions), positions, self.cache)
         self.cache.used = self.read = [len(text) - 1 for text in texts]
+
+
+class BlockPasses(HeadPasses):
+    """A head on states of zeros: a pass over T tokens reads T states of the target and drafts T tokens at once."""
+
+    def __init__(self, head: DFlash) -> None:
+        self.head, self.context = head, head.config.context
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in (*self.head.weights.values(), self.head.head))
+
+    def new_cache(self, rows: int, capacity: int) -> BlockCache:
+        return self.head.new_cache(rows, capacity)
+
+    def forward(
+        self, ids: Tensor, cache: BlockCache, last: int = 0, tree: Tree | None = None
+    ) -> Tensor:
+        """Run a pass, see Decoder.forward; a block that is shorter than T repeats its last logits."""
+        rows, width = ids.shape
+        new = torch.arange(width, device=self.device)
+        positions = torch.tensor(cache.used, device=self.device).unsqueeze(1) + new
+        read = self.head.weights["fc.weight"].shape[1]
+        self.head.read(self.head.embed.new_zeros(rows, width, read), positions, cache)
+        cache.used = [used + width for used in cache.used]
+        count = min(width, self.head.config.most)
+        logits = self.head.block_logits(ids[:, -1], count, cache)
+        return logits[:, new.clamp_max(count - 1)[-(last or width) :]]

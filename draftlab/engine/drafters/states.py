@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.generate import Drafter
+from draftlab.model.decoder import Decoder
 from draftlab.model.devices import staged
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import LayerStates, Llama
@@ -23,6 +24,14 @@ class StatesHead(Protocol):
     @property
     def layer_ids(self) -> tuple[int, ...]: ...
     def new_cache(self, rows: int, capacity: int) -> Any: ...
+
+
+class HeadPasses(Decoder):
+    """The passes of a head as a decoder's, so that they are timed like a decoder's."""
+
+    def of_own_states(self) -> "HeadPasses":
+        """Return the passes in which the head reads its own states, as for all but a step's first token."""
+        return self
 
 
 Head = TypeVar("Head", bound=StatesHead)

@@ -280,7 +280,7 @@ def check(folder: Path, target: Path) -> HeadShape:
 def read(
     folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU
 ) -> Head:
-    """Read a head in any layout. Raises UserError: the errors of check, or a value that is not finite or no valid id."""
+    """Read a head in any layout. Raises UserError: see check; or a value is not finite, or is no valid id."""
     config = check(folder, target)
     tensors = read_tensors(folder, _plain)
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))

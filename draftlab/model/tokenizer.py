@@ -1,6 +1,6 @@
-"""Tokenizers, and whether the vocabularies of draft and target fit. No torch.
+"""Tokenizers, and checks that the vocabularies of draft and target fit. No torch.
 
-A tokenizer with SentencePiece's file only is checked, and corrected to give SentencePiece's own ids.
+A tokenizer that has only SentencePiece's file is checked, and corrected if its ids differ from SentencePiece's.
 """
 
 import re
@@ -53,11 +53,11 @@ LONGEST_LINE = 4096
 def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer, corrected if its ids are not SentencePiece's.
 
-    transformers 5 orders merges by id, while LLaMA's runs of spaces have the first ids and the last scores; without a
-    tokenizer_config.json it also omits the leading space and bos.
+    transformers 5 orders merges by id, although LLaMA's runs of spaces have the first ids and the last scores. Without
+    a tokenizer_config.json, transformers also omits the leading space and bos.
 
     Raises:
-        UserError: no correction helps.
+        UserError: the file is not SentencePiece's, or the corrected tokenizer still gives other ids.
     """
     from sentencepiece import SentencePieceProcessor  # extra: gguf
 
@@ -95,7 +95,7 @@ def _agrees(tokenizer: PreTrainedTokenizerBase, processor: "SentencePieceProcess
 
 
 def _by_score(processor: "SentencePieceProcessor") -> models.BPE:
-    """Return a BPE model with SentencePiece's merges, by score and then leftmost first."""
+    """Return a BPE model with SentencePiece's merges, ordered by score and then by the longest left part."""
     ids = range(processor.get_piece_size())
     vocab = {processor.id_to_piece(i): i for i in ids}
     special = {
@@ -122,7 +122,7 @@ FILE = "tokenizer.json"
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer. Raises UserError: the directory has none, or it cannot be read."""
+    """Load a tokenizer. Raises UserError: the directory has no tokenizer, or it cannot be read."""
     from transformers import AutoTokenizer
 
     check_has_tokenizer(directory)
@@ -134,7 +134,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
 
 
 def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
-    """Return the ids of bos, eos and pad; None for those that the tokenizer lacks."""
+    """Return the ids of bos, eos and pad, None for each token that the tokenizer lacks."""
     ids = {
         "bos": tokenizer.bos_token_id,
         "eos": tokenizer.eos_token_id,
@@ -144,12 +144,12 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
 
 
 def known_ids(*models: Path) -> int:
-    """Return the number of ids that are tokens in all models; logits above it are padding."""
+    """Return the number of ids below which every model has tokens; higher logits are padding in some model."""
     return min(min(vocab_size(m), max(load_tokenizer(m).get_vocab().values()) + 1) for m in models)
 
 
 def check_embeds(model: Path) -> None:
-    """Raises UserError: the tokenizer has ids without an embedding; added tokens are not counted."""
+    """Raises UserError: the tokenizer has ids without an embedding. Added tokens are not counted."""
     ids, embeddings = load_tokenizer(model).vocab_size, vocab_size(model)
     if ids > embeddings:
         raise UserError(
@@ -158,13 +158,13 @@ def check_embeds(model: Path) -> None:
 
 
 def common_vocabulary(draft: Path, target: Path) -> int:
-    """Return the number of ids that both models have logits for; both tokenizers must give them the same tokens.
+    """Return the number of ids for which draft and target have logits, after a check that the tokens are equal.
 
     Speculation compares ids. Models of one family may pad their LM heads to different sizes; the smaller size counts.
 
     Raises:
-        UserError: an id that differs, a tokenizer with ids that its model does not embed, or a target whose head is
-            trimmed.
+        UserError: an id has different tokens, a tokenizer has ids that its model does not embed, or the target's head
+            is trimmed.
     """
     for model in (draft, target):
         check_embeds(model)
@@ -182,9 +182,9 @@ def common_vocabulary(draft: Path, target: Path) -> int:
 
 
 def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: int) -> str | None:
-    """Return which of the target's ids below size is another token in the draft, None if none is.
+    """Return in words the first target id below size with another token in the draft, None if all tokens are equal.
 
-    Tokens of the draft's tokenizer where the target has padding are never accepted.
+    Draft tokens with an id that is padding in the target are ignored, because they are never accepted.
     """
     drafts, targets = ({i: token for token, i in vocab.items()} for vocab in (draft, target))
     first = next((i for i in sorted(targets) if i < size and drafts.get(i) != targets[i]), None)
@@ -192,7 +192,7 @@ def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: 
 
 
 def different_tokenizers(draft: Path, target: Path, difference: str) -> str:
-    """Return an error message about two models whose tokens differ. difference: See first_difference."""
+    """Return an error message about two models with different tokens. difference: See first_difference."""
     return (
         f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: {difference}; "
         "speculation needs the same vocabulary, which mergekit-tokensurgeon gives a draft"

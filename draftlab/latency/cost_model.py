@@ -116,7 +116,7 @@ class CostModel:
 
     Args:
         grid: Milliseconds by width, batch and context, [W, B, L].
-        steady: Milliseconds by passes before, batch and context, [N, B, L].
+        steady: Milliseconds by number of passes before, batch and context, [N, B, L].
         prefill: Prompt lengths, and milliseconds.
         host: Widths, and milliseconds.
         extrapolate: Extend widths, contexts and prompt lengths linearly beyond the points. Batches never extend.
@@ -164,7 +164,7 @@ class CostModel:
         return self._over(self.steady[-1], batch, contexts)
 
     def warmup_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
-        """Return by how much the first N one-token passes after another model's pass exceed steady_ms, [N, L]."""
+        """Return the additional time, over steady_ms, of the first N one-token passes after another model, [N, L]."""
         each = [
             self.forward_ms(1, batch, contexts),
             *(self._over(plane, batch, contexts) for plane in self.steady[:-1]),
@@ -237,7 +237,7 @@ def break_even_length(k: int, c: float, beta: float = 1.0, host: float = 0.0) ->
 def closed_form_speedup(
     length: float, k: int, c: float, beta: float = 1.0, host: float = 0.0
 ) -> float:
-    """Return the speed-up of steps with `length` tokens, for a constant context and texts without an end."""
+    """Return the speed-up of steps with `length` tokens, for a constant context and endless texts."""
     return length / break_even_length(k, c, beta, host)
 
 

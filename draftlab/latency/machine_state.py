@@ -119,7 +119,7 @@ def steady_clock(device: torch.device) -> Clock:
 
 
 def steady_step_clock(device: torch.device) -> StepClock:
-    """Return the same clock as steady_clock for the phases of a step, without waiting for the device between phases."""
+    """Return a clock like steady_clock for the phases of a step, which does not wait for the device between phases."""
     return time.process_time if _one_cpu_thread(device) else step_clock_for(device)
 
 

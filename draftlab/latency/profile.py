@@ -44,7 +44,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """How passes run. device_map: transformers runs the models, and accelerate spreads them."""
+    """The settings of passes. device_map: Map of accelerate, with which transformers runs the models."""
 
     device: torch.device
     dtype: torch.dtype
@@ -95,7 +95,7 @@ def resolve_running(
     threads: int | None = None,
     device_map: str | None = None,
 ) -> Running:
-    """Return how the passes of all models run.
+    """Return the settings with which the passes of all models run.
 
     Raises:
         UserError: the mode does not run on this device or with this dtype, or the engine does not run a model in it.

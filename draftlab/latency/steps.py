@@ -164,7 +164,11 @@ def step_costs(
     batch: int,
     server: Server | None = None,
 ) -> StepCosts:
-    """Return the costs at every context in the texts. Raises UserError: a context, width or batch outside a profile."""
+    """Return the costs at every context of the texts.
+
+    Raises:
+        UserError: a context, width or batch is outside a profile.
+    """
     kind = DRAFTERS.get(work.kind, "acceptance")
     contexts = np.arange(int(work.prompt_tokens.min()) - kind.cache_lag, work.longest + k)
     passes = Passes(

@@ -215,7 +215,7 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
 def _check_tensors(
     directory: Path, config: dict[str, object], shape: Shape, sizes: dict[str, tuple[int, ...]]
 ) -> None:
-    """Raises UserError: an unknown tensor, a missing tensor, or a tensor of another size."""
+    """Raises UserError: a tensor is unknown, missing or of another size."""
     expected = shape.axes()
     names = set(sizes) - ({"lm_head.weight"} if shape.tied else set())
     odd = sorted(names - set(expected))[:1] or sorted(set(expected) - names)[:1]
@@ -270,7 +270,7 @@ def config_for(
 def llama_config(
     shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None
 ) -> dict[str, object]:
-    """Return the fields of a LlamaConfig for a shape. context: largest number of positions.
+    """Return the fields of a LlamaConfig for a shape. context: Largest number of positions.
 
     Raises:
         UserError: the shape has weights that LLaMA lacks (q/k norms, q/k/v biases without an output bias).
@@ -362,7 +362,7 @@ def load_any_files(
     places: device_map of accelerate, for a model from files.
 
     Raises:
-        UserError: as load_model, or a value is not finite.
+        UserError: the errors of load_model, or a value is not finite.
     """
     with reading(f"{directory} cannot be loaded"):
         if weights is None:
@@ -414,7 +414,7 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
 
 
 def computed_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the stored dtype if the device computes fast in it, else float32."""
+    """Return the dtype `stored` if the device computes fast in this dtype, else float32."""
     return stored if is_fast(stored, device) else torch.float32
 
 

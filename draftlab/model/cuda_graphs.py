@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Store:
-    """Memory for one cache at a time. Later caches, if no longer, reuse the memory and the graphs captured on it."""
+    """Memory for one cache at a time. Later caches of the same or a shorter length reuse the memory and its graphs."""
 
     keys: Tensor
     values: Tensor
@@ -179,7 +179,7 @@ class CudaGraphLlama(Llama):
         end: int,
         state: Tensor | None,
     ) -> _Chain:
-        # a model is freed with its last reference, and its graphs with it
+        # a proxy, because a graph that refers to its model would keep it alive
         model = weakref.proxy(self)
         logits, uniform, used = (
             logits.clone(),

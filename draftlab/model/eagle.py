@@ -143,7 +143,7 @@ class HeadShape(FileModel):
 
     @property
     def shape(self) -> Shape:
-        """Return the shape of the layer with the target's vocabulary, although q, k and v read twice `hidden`."""
+        """Return the layer's shape with the target's vocabulary. q, k and v of the head have twice as many inputs."""
         return Shape(
             layers=1,
             hidden=self.hidden,

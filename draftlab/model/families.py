@@ -41,7 +41,7 @@ class Budget:
 
     amount: float
     kind: BudgetKind
-    multiple_of: int = 64  # divides the ffn
+    multiple_of: int = 64  # of the ffn
     width_multiple_of: int = 1
     tensor_parallel: int = 1  # number of devices, which divides heads, kv heads and ffn
     tolerance: float = 0.01

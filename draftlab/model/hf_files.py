@@ -268,7 +268,7 @@ def check_trimmable(draft: Path, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The place and size of a tensor. stored: Name of its dtype in safetensors."""
+    """The file, shape and dtype of a tensor. stored: Name of the dtype in safetensors."""
 
     file: Path
     shape: tuple[int, ...]

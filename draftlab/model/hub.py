@@ -180,7 +180,7 @@ def check_local_text(source: str) -> None:
 
 
 def offline_reason() -> str | None:
-    """Return why the hub cannot be reached, None if it can be reached. Each endpoint is tried once per process."""
+    """Return the reason why the hub cannot be reached, or None. Each endpoint is tried once per process."""
     from huggingface_hub import constants
 
     return (
@@ -276,7 +276,7 @@ def _fetch(
 
 
 def locate_model(name: str, weights: bool = True) -> Path:
-    """Return the directory of a whole model, see locate. Raises UserError: the errors of locate, or it is a head."""
+    """Return the directory of a whole model, see locate. Raises UserError: see locate; or the name is a head."""
     _refuse_head(name)
     return locate(name, weights)
 

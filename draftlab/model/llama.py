@@ -33,7 +33,7 @@ from draftlab.reading import reading
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """The residual stream after some layers at each position. ids: Layers, ascending. states: [B, capacity, A D]."""
+    """The residual stream after A layers at each position. ids: A layers, ascending. states: [B, capacity, A D]."""
 
     ids: tuple[int, ...]
     states: Tensor

@@ -343,7 +343,7 @@ def _figures(
 
 
 def _time_figure(scores: Sequence[Score]) -> Figure | None:
-    """Return the time of a step by phase, without a draft and with each draft; None if servers decoded."""
+    """Return the plot of a step's time by phase, without a draft and with each draft; None if servers decoded."""
     from draftlab.results import plots
 
     steps: list[tuple[str, Mapping[str, float]]] = []

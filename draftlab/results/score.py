@@ -29,12 +29,13 @@ from draftlab.results.decoding import (
 from draftlab.sampling import SamplingParams
 
 BUSY = 0.5  # share of the cores that other work uses
-LONG_WAITS = 0.1  # share of the time, for a core or without one
-UNDER_PRESSURE = 0.5  # share of the time; below it are the short threads of every system
+# share of the time in which a thread waits for a core, or the hypervisor gives cores to other machines
+LONG_WAITS = 0.1
+UNDER_PRESSURE = 0.5  # share of the time; short threads of any system cause lower shares
 
 
 class Environment(FileModel):
-    """The machine, just before measuring."""
+    """The state of the machine before the measurement, and its load during the measurement."""
 
     system: str
     processor: str
@@ -55,7 +56,7 @@ class Environment(FileModel):
         return self.busy_cores > BUSY * self.cores
 
     def counts_cpu_seconds(self, device: str, threads: int | None) -> bool:
-        """Return whether times are CPU seconds, which leave out waits; only passes of one CPU thread are timed so."""
+        """Return whether times are CPU seconds, which leave out waits: the clock for one CPU thread."""
         return device == self.processor and threads == 1
 
     def doubt(self, device: str, threads: int | None) -> str | None:
@@ -80,7 +81,7 @@ class Environment(FileModel):
         return None
 
 
-DISAGREE = 1.25  # ratio of implied and measured speed-up above which one of the two must be wrong
+DISAGREE = 1.25  # largest ratio between implied and measured speed-up if both are right
 MANY_STALLS = 0.1  # share of passes
 UNEVEN = 1.5  # ratio of the slowest to the fastest repeat of a prompt above which the machine must have been busy
 # share of prompts; at this share, one prompt in twenty is slow in two of three repeats, and thus in the median
@@ -139,7 +140,7 @@ class Conditions(FileModel):
     device: str
     dtype: str
     mode: Literal["eager", "native", "graphs", "served"]
-    threads: int | None  # None: the server's choice
+    threads: int | None  # CPU threads; None: the server's choice
     data: str
     prompts_sha256: str | None = None
     prompts: PositiveInt
@@ -438,7 +439,7 @@ class Score(FileModel):
         return sum(ratio > UNEVEN for ratio in worst), max(worst)
 
     def _prefill_spreads(self) -> list[float]:
-        """Return for each prompt how many times as long its fastest request would take with its slowest prefill.
+        """Return for each prompt the time of its fastest request with its slowest prefill / the fastest time.
 
         Prefills do not depend on K, so that several K show the spread even of prompts without repeats. The list is
         empty if servers decoded.
@@ -538,7 +539,7 @@ class Score(FileModel):
         return None
 
     def headline(self) -> str:
-        """Return in words whether whole requests are faster with the draft, by how much, and over what."""
+        """Return in words the speed-up of whole requests, its baseline, and the reason to doubt it, if any."""
         gain, doubt = self.best_k_speedup, self.doubt
         opening = "Faster" if gain.low > 1 else "Slower than no draft"
         if gain.n == 1 or gain.low <= 1 <= gain.high:

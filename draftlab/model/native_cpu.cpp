@@ -1,11 +1,11 @@
-// One forward pass of llama.py on a CPU. Weights are read once for all tokens of a pass, and activations are float32. If
-// the processor can multiply bfloat16 or int16, activations are rounded to the dtype of a bfloat16 model's weights and
-// caches.
+// One forward pass of llama.py on a CPU. Weights are read once for all tokens of a pass, and activations are float32.
+// If the processor can multiply bfloat16 or int16, activations are rounded to meet the weights and caches of a bfloat16
+// model.
 //
-// The order of every sum depends neither on the number of tokens in a pass nor on the rows of the batch, so that the same
-// text gives the same bits at every width and in every batch. Products are fused with sums only where this file says so.
-// A compiler may fuse differently at different widths, so that the file is built with -ffp-contract=off. The vector types
-// of GCC and Clang make the file portable.
+// The order of every sum depends neither on the number of tokens in a pass nor on the rows of the batch, so that the
+// same text gives the same bits at every width and in every batch. Products are fused with sums only where this file
+// says so: a compiler may fuse differently at different widths, and is told not to by -ffp-contract=off. The vector
+// types of GCC and Clang make the file portable.
 //
 // N tokens of a pass (rows times T), D hidden, H query heads, K kv heads, C head_dim, F ffn, V vocab, S cached tokens.
 
@@ -45,8 +45,8 @@ constexpr int LANES = 4, ROWS = 2, TOKENS = 6;  // 16
 #endif
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
-// Memory that begins with a cache line. Without this alignment, malloc's address can make every load of activations take
-// two lines, for some processes and numbers of tokens. Such passes took up to 1.7 times as long.
+// Memory that begins with a cache line. Without this alignment, the address from malloc can make every load of
+// activations take two lines, for some processes and numbers of tokens. Such passes took up to 1.7 times as long.
 template <class T>
 struct CacheLines {
     using value_type = T;
@@ -104,7 +104,7 @@ inline floats load(const int8_t* p) {
 }
 #endif
 
-// The first `count` elements of a vector, then zeros. In a scalar loop over these elements, the compiler chooses rounding.
+// The first `count` elements of a vector, then zeros. In a scalar loop, the compiler would choose the rounding.
 template <class A>
 inline floats load(const A* p, int count) {
     A part[LANES] = {};
@@ -261,7 +261,7 @@ template <>
 struct Meeting<int8_t, bf16> { using type = int16_t; };
 #endif
 
-// f<count>() for a count that the compiler knows
+// Calls f with `count` as a compile-time constant.
 template <class F>
 inline void unrolled(int count, F f) {
     switch (count) {
@@ -373,7 +373,7 @@ int linear_tiles(const Matrix& m, const float* x, int tokens, int in, float* y, 
 }
 #endif
 
-// Memory for the rounded activations of a pass, filled up to whole matrix tiles, and the step of each token's int16 values
+// Memory for the rounded activations of a pass, filled up to whole matrix tiles, and for the step of each token's int16
 template <class X>
 struct Rounded {
     Buffer<X> values;
@@ -486,7 +486,7 @@ struct Pass {
 
 namespace {
 
-// Weighted sums out [Q, C] of values [end, C] with the weights [Q, room] of Q queries. count: Channels, at most R vectors.
+// Weighted sums [Q, C] of values [end, C] with the weights [Q, room] of Q queries. count: Channels, at most R vectors.
 template <int Q, int R, class KV>
 inline void mix(const KV* values, int C, int count, const float* weights, int room, int end, float* out) {
     floats acc[Q][R] = {};

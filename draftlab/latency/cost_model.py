@@ -242,7 +242,7 @@ def closed_form_speedup(
 
 
 def active_params(shape: Shape, experts: float = 1) -> float:
-    """Return the number of parameters that a pass reads, given the experts per layer. Only a tied embedding counts."""
+    """Return the number of parameters that a pass reads, without an untied embedding. experts: Experts per layer."""
     matrices = (
         shape.params()
         - (0 if shape.tied else shape.vocab * shape.hidden)

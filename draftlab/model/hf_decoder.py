@@ -60,7 +60,7 @@ class HFCache:
     layer_states: LayerStates | None = None
 
     def keep(self, row: int, at: int, path: Sequence[int]) -> None:
-        """Move the positions at + i, for each i in path, to the positions from `at` on; drop all other later ones."""
+        """Replace the positions from `at` on by the positions at + i for each i in path, in that order."""
         own = self.position[row]
         moved = own.masked_fill(own >= at, -1)
         for to, i in enumerate(path):

@@ -67,7 +67,7 @@ class Cache:
         return self.keys.shape[3]
 
     def keep(self, row: int, at: int, path: Sequence[int]) -> None:
-        """Move the positions at + i, for each i in path, to the positions from `at` on; drop all other later ones."""
+        """Replace the positions from `at` on by the positions at + i for each i in path, in that order."""
         end = at + len(path)
         if list(path) != list(range(len(path))):
             for cached in (self.keys, self.values):

@@ -1,1 +1,1 @@
-"""Latency of passes: measured, modelled, and turned into predicted speed-ups."""
+"""Latency of passes: measurements, models, and the speed-ups predicted from them."""

@@ -1,7 +1,7 @@
 """The latency of forward passes, measured or computed from a device's constants, and speed-up in closed form. No torch.
 
-T(w, B, L): milliseconds of one pass over w new tokens in each of B rows after L cached ones. K drafted tokens per step,
-alpha the probability that each is accepted, c = T_draft(1) / T_target(1), beta = T_target(K + 1) / T_target(1).
+T(w, B, L): milliseconds of a pass over w new tokens in each of B rows after L cached tokens. K drafted tokens per step,
+alpha acceptance probability of each token, c = T_draft(1) / T_target(1), beta = T_target(K + 1) / T_target(1).
 """
 
 import itertools
@@ -38,18 +38,18 @@ class Point(Latency):
 
 
 class SteadyPoint(Point):
-    """T(1, batch, context) right after some consecutive passes of the same model."""
+    """T(1, batch, context) right after `after` consecutive passes of the same model."""
 
     after: PositiveInt
 
 
 def exact(ms: float, n: int = 0) -> dict[str, Any]:
-    """Return the fields of a Latency without a spread. n is the number of measurements, 0 for a computed time."""
+    """Return the fields of a Latency without a spread. n: Number of measurements, 0 for a computed time."""
     return {"median_ms": ms, "low_ms": ms, "high_ms": ms, "n": n}
 
 
 class Profile(FileModel):
-    """The latency curves of one model on one device. n is 0 where latencies were computed, not measured.
+    """The latency curves of one model on one device. Computed latencies have n = 0.
 
     Args:
         sha256: Hash of the checkpoint; None for random weights, which take as long.
@@ -57,10 +57,11 @@ class Profile(FileModel):
         drafter: Kind of the drafter that has these passes, as --drafter names it; "model" of a target, too. Of a head,
             forward reads the target's states, and steady the head's own.
         forward: A full grid of passes after another model's pass, as in speculative decoding.
-        steady: Passes over one token after 1, 2, ... passes of the same model, and after many.
+        steady: Passes over one token after 1, 2, ... passes of the same model, and after many passes.
         prefill: Passes of one row by prompt length.
-        host: Time of a step outside the passes, by tokens verified.
-        bandwidth_gbs, matmul_tflops: Upper bounds, measured in the same run or assumed; none for a server.
+        host: Time of a step outside the passes, by verified tokens.
+        bandwidth_gbs: Upper bound, measured in the same run or assumed; None for a server.
+        matmul_tflops: Upper bounds by dtype, measured or assumed; empty for a server.
     """
 
     version: Literal[2] = 2
@@ -112,12 +113,14 @@ class Profile(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """The curves of a profile, interpolated linearly. Outside its points they raise a UserError.
+    """The curves of a profile, interpolated linearly between its points; the methods raise UserError outside them.
 
     Args:
-        grid, steady: Milliseconds, [W, B, L] and [N, B, L].
-        prefill, host: Lengths or widths, and milliseconds.
-        extrapolate: Continue the last two widths, contexts and lengths linearly, but never the batch.
+        grid: Milliseconds by width, batch and context, [W, B, L].
+        steady: Milliseconds by number of passes before, batch and context, [N, B, L].
+        prefill: Prompt lengths, and milliseconds.
+        host: Widths, and milliseconds.
+        extrapolate: Extend widths, contexts and prompt lengths linearly beyond the points. Batches never extend.
     """
 
     profile: Profile
@@ -152,17 +155,17 @@ class CostModel:
         )
 
     def forward_ms(self, width: int, batch: int, contexts: np.ndarray) -> np.ndarray:
-        """Return T(width, batch, L) of every L in contexts, right after another model's pass."""
+        """Return T(width, batch, L) right after another model's pass, for every L in contexts."""
         return self._over(
             self._along("width", self.widths, self.grid, np.array(width)), batch, contexts
         )
 
     def steady_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
-        """Return T(1, batch, L) of every L in contexts in the steady state, as in plain decoding."""
+        """Return T(1, batch, L) after many passes of this model, as in plain decoding, for every L in contexts."""
         return self._over(self.steady[-1], batch, contexts)
 
     def warmup_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
-        """Return what the first, second, ... one-token pass after another model's takes beyond steady_ms, [N, L]."""
+        """Return the additional time, over steady_ms, of the first N one-token passes after another model, [N, L]."""
         each = [
             self.forward_ms(1, batch, contexts),
             *(self._over(plane, batch, contexts) for plane in self.steady[:-1]),
@@ -170,14 +173,14 @@ class CostModel:
         return np.stack(each) - self.steady_ms(batch, contexts)
 
     def prefill_ms(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the latency of one row's pass over its prompt."""
+        """Return the milliseconds of a pass of one row over its prompt, for every length."""
         return self._along("prompt length", *self.prefill, lengths)
 
     def host_ms(self, width: int) -> float:
         return float(self._along("host width", *self.host, np.array(width)))
 
     def beyond(self, axis: Literal["width", "context", "prompt"], low: int, high: int) -> list[str]:
-        """Return a note for results if this range is extrapolated."""
+        """Return a note for the results if the range from low to high is extrapolated, else []."""
         xs = {"width": self.widths, "context": self.contexts, "prompt": self.prefill[0]}[axis]
         if xs[0] <= low and high <= xs[-1]:
             return []
@@ -190,7 +193,7 @@ class CostModel:
         return self._along("context", self.contexts, at_batch, contexts)
 
     def _along(self, axis: str, xs: np.ndarray, ys: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Interpolate ys [N, ...] along its first axis, from xs [N] to at: [*at.shape, ...]."""
+        """Interpolate ys [N, ...] along the first axis, from coordinates xs [N] to `at`; return [*at.shape, ...]."""
         outside = at[(at < xs[0]) | (at > xs[-1])]
         if outside.size and (axis == "batch" or not self.extrapolate):
             measured = f"{xs[0]} to {xs[-1]}" if len(xs) > 1 else f"{xs[0]} alone"
@@ -213,7 +216,7 @@ def expected_tokens(alpha: float, k: int) -> float:
 
 
 def alpha_for(length: float, k: int) -> float:
-    """Return the alpha for which expected_tokens gives this length. Raises UserError: there is no such alpha."""
+    """Return the alpha at which expected_tokens equals `length`. Raises UserError: there is no such alpha."""
     if not 1 <= length <= k + 1:
         raise UserError(
             f"acceptance length {length:g} is impossible at K = {k}: it must be from 1 to {k + 1}"
@@ -228,17 +231,14 @@ def alpha_for(length: float, k: int) -> float:
 
 
 def break_even_length(k: int, c: float, beta: float = 1.0, host: float = 0.0) -> float:
-    """Return the tokens per target pass at which drafting neither gains nor loses.
-
-    host is the time per step, in target passes.
-    """
+    """Return the tokens per target pass at which drafting neither gains nor loses. host: Time / T_target(1)."""
     return k * c + beta + host
 
 
 def closed_form_speedup(
     length: float, k: int, c: float, beta: float = 1.0, host: float = 0.0
 ) -> float:
-    """Return the speed-up without growing contexts and ends of texts: length tokens per step over one per pass."""
+    """Return the speed-up of steps with `length` tokens, for a constant context and endless texts."""
     return length / break_even_length(k, c, beta, host)
 
 
@@ -258,7 +258,7 @@ def read_profile(path: Path) -> Profile:
     """Read a profile, from its path or from a directory with one profile.
 
     Raises:
-        UserError: There is no file, there are several, or the file is not a profile.
+        UserError: there is no profile or more than one in the directory, or the file is not a profile.
     """
     files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     if len(files) != 1:

@@ -1,8 +1,8 @@
-"""K by batch size, as vLLM takes it: num_speculative_tokens_per_batch_size, lists of first, last and K. No torch.
+"""K by batch size: vLLM's num_speculative_tokens_per_batch_size, a list of [first size, last size, K]. No torch.
 
-vLLM 0.32 has it (pull request 32374, v1/spec_decode/dynamic/utils.py): batch sizes start at 1, ranges do not overlap,
-and beyond the last one its K holds. There is no axis of contexts (issue 48627), and at K = 0 the draft still reads
-every token (steps.py).
+The setting of vLLM 0.32 (pull request 32374, v1/spec_decode/dynamic/utils.py) starts at batch size 1 with ranges that
+do not overlap; larger batches use the last range's K. K does not depend on the context (issue 48627). At K = 0 the
+draft still reads every token (steps.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ REMEDY = "; make it with draftlab predict --for vllm --batch 1,4,16 --json"
 
 
 class Schedule(FileModel):
-    """K by batch size, and up to which batch size it is faster than no draft; 0: at none."""
+    """K by batch size. pays_up_to: Largest batch size up to which drafting is faster than no draft; 0: none."""
 
     ranges: list[tuple[PositiveInt, PositiveInt, NonNegativeInt]] = Field(min_length=1)
     pays_up_to: NonNegativeInt
@@ -31,7 +31,7 @@ class Schedule(FileModel):
         return max(k for *_, k in self.ranges)
 
     def describe(self) -> str:
-        """Return where drafting pays, in words."""
+        """Return in words the batch sizes at which drafting pays."""
         most = self.ranges[-1][1]
         if self.pays_up_to == most:
             return f"1 to {most} streams, at all of which a draft pays"
@@ -41,7 +41,7 @@ class Schedule(FileModel):
         )
 
     def verdict(self) -> str:
-        """Return vLLM's setting, and in words where to turn drafting off."""
+        """Return vLLM's setting, and in words the batch size above which drafting should be off."""
         if self.pays_up_to == 0:
             return f"No draft: at none of 1 to {self.ranges[-1][1]} streams is a draft faster"
         return f"num_speculative_tokens_per_batch_size {[list(r) for r in self.ranges]} for {self.describe()}"
@@ -58,10 +58,10 @@ def schedule(
     """Return the K with the least time for every batch size from 1 to most.
 
     Args:
-        works: The same texts after prompts of several lengths, all of which count.
+        works: The same texts after prompts of several lengths; their times are added.
 
     Raises:
-        UserError: A batch size is outside the profiles.
+        UserError: a batch size is outside the profiles.
     """
     chosen: list[int] = []
     pays_up_to = 0
@@ -80,7 +80,7 @@ def schedule(
 
 
 class PredictedSchedule(BaseModel):
-    """A prediction with its schedule; `predict --json` writes more."""
+    """A prediction with its schedule, without the other fields that `predict --json` writes."""
 
     draft_sha256: str | None
     schedule: Schedule | None
@@ -91,10 +91,10 @@ class Predictions(BaseModel):
 
 
 def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
-    """Return the schedule that `predict --for vllm --json` printed for a draft. draft is its name.
+    """Return the schedule that `predict --for vllm --json` printed for a draft. draft: Its name, for messages.
 
     Raises:
-        UserError: The file predicts other drafts, has no schedule, or says that no draft pays.
+        UserError: the file predicts other drafts, has no schedule, or says that no draft pays.
     """
     predictions = read_model(Predictions, file, hint=REMEDY).predictions
     prediction = next((each for each in predictions if each.draft_sha256 == sha256), None)
@@ -110,7 +110,10 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
 
 
 def schedule_of(ks: Mapping[int, int]) -> Schedule:
-    """Return the schedule of the best K by number of streams, 0 for no draft: each holds until the next number."""
+    """Return the schedule of the best K by number of streams. Each K holds up to the next number of streams.
+
+    ks: Best K by number of streams; 0 for no draft.
+    """
     streams = sorted(ks)
     each = [
         ks[max(n for n in streams if n <= max(batch, streams[0]))]
@@ -120,7 +123,7 @@ def schedule_of(ks: Mapping[int, int]) -> Schedule:
 
 
 def ranges(ks: Iterable[int]) -> Ranges:
-    """Return the Ks of batch sizes 1, 2, ... as ranges of equal K."""
+    """Return ranges of batch sizes with equal K. ks: K of batch sizes 1, 2, ..."""
     merged: Ranges = []
     for batch, k in enumerate(ks, 1):
         if merged and merged[-1][2] == k:

@@ -1,4 +1,4 @@
-"""The state of the machine that timings depend on: other work, warm-up, clocks."""
+"""The state of the machine on which timings depend: other work, warm-up, clocks."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ from draftlab.engine.clocks import Clock, StepClock, clock_for, step_clock_for
 from draftlab.results.score import Environment
 
 WARM_UPS = (3, 10)  # the least and the most
-SIMILAR = 0.1  # two consecutive times that differ by less are steady
+SIMILAR = 0.1  # largest relative difference of two consecutive times that count as steady
 WATCH_SECONDS = 0.5
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
@@ -28,7 +28,7 @@ INSTRUCTIONS = {
 
 
 def read_environment() -> Environment:
-    """Return the state of the machine; takes half a second, in which other work is observed."""
+    """Return the state of the machine. The call observes other work for WATCH_SECONDS."""
     cores = os.cpu_count() or 1
     return Environment(
         system=platform.platform(),
@@ -50,10 +50,12 @@ def warn_if_busy(environment: Environment) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CoreTime:
-    """Seconds that Linux has counted; None where it does not count them.
+    """Seconds counted by Linux, None if the system does not count them.
 
     Args:
-        ran, waited: Seconds of this thread on a core, and waiting for a core.
+        clock: Seconds of the wall clock.
+        ran: Seconds of this thread on a core.
+        waited: Seconds in which this thread waited for a core.
         stolen: Seconds of cores that the hypervisor gave to other machines.
         pressed: Seconds in which some thread of the machine waited for a core (PSI).
     """
@@ -79,7 +81,7 @@ def read_core_time() -> CoreTime:
 
 
 def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) -> Environment:
-    """Return the environment with the shares of the time in which no core was free."""
+    """Return the environment with the shares of waiting, stolen and pressed time between two readings."""
 
     def grown(name: str) -> float:
         return (getattr(after, name) or 0.0) - (getattr(before, name) or 0.0)
@@ -101,7 +103,7 @@ def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) ->
 
 
 def warm_up(run: Callable[[], float]) -> bool:
-    """Run until two consecutive times are similar; return whether that happened. run returns its seconds."""
+    """Run until two consecutive times are similar, and return whether that happened. run: Returns its seconds."""
     least, most = WARM_UPS
     times = [run() for _ in range(least)]
     while abs(times[-1] - times[-2]) > SIMILAR * min(times[-2:]):
@@ -112,24 +114,27 @@ def warm_up(run: Callable[[], float]) -> bool:
 
 
 def steady_clock(device: torch.device) -> Clock:
-    """Return CPU seconds on one CPU thread, which other work on the machine affects less, else the device's clock."""
+    """Return the device's clock or, for one CPU thread, a clock of CPU seconds, which other work affects less."""
     return time.process_time if _one_cpu_thread(device) else clock_for(device)
 
 
 def steady_step_clock(device: torch.device) -> StepClock:
-    """Return a clock of phases as steady_clock's, but without waits between them."""
+    """Return a clock like steady_clock for the phases of a step, which does not wait for the device between phases."""
     return time.process_time if _one_cpu_thread(device) else step_clock_for(device)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or of the processor with its instructions: virtual machines hide the model."""
+    """Return the name of a GPU, or of the processor with its instructions, since virtual machines hide the model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return processor_name(_text("/proc/cpuinfo"))
 
 
 def processor_name(cpuinfo: str) -> str:
-    """Return the processor's name, as ``AMD EPYC, AVX2``, from Linux's description; elsewhere as Python has it."""
+    """Return the processor's name with its fastest instructions, such as ``AMD EPYC, AVX2``.
+
+    cpuinfo: Content of /proc/cpuinfo. Without a model name in it, the name comes from Python's platform.
+    """
 
     def first(field: str) -> str:
         return next(

@@ -1,4 +1,4 @@
-"""Predict throughput from acceptance and latency: the expected steps of every text, each at its cost, for every K."""
+"""Predict throughput for every K from acceptance and latency: the expected steps of every text times their cost."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,11 +30,13 @@ class KPrediction:
     """The prediction for one K.
 
     Args:
-        tokens_per_pass: Tokens per target pass, with the target's own token.
-        speedup: Interval over texts, without the spread of latencies.
-        closed_form_speedup: Speed-up at the middle of the texts, as a check.
-        free_draft, perfect_draft: Speed-up if drafting took no time, or if every token were accepted.
-        shares: Shares of the time: draft, verify, host.
+        tokens_per_pass: Tokens per target pass, including the target's own token.
+        speedup: Speed-up with its interval over texts; the spread of latencies is not included.
+        beta: Time of a target pass over K + 1 tokens divided by the time of a pass over one token.
+        closed_form_speedup: Speed-up by closed_form_speedup() at the middle of the texts, as a check.
+        free_draft: Speed-up if drafting took no time.
+        perfect_draft: Speed-up if every drafted token were accepted.
+        shares: Shares of the time of draft, verify and host.
     """
 
     k: int
@@ -49,13 +51,13 @@ class KPrediction:
 
     @property
     def break_even_length(self) -> float:
-        """Tokens per target pass at which this K neither gains nor loses."""
+        """Return the tokens per target pass at which this K neither gains nor loses."""
         return self.tokens_per_pass.value / self.speedup.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A pair at one batch size. halved is the best speed-up if one kind of loss were halved, by loss."""
+    """The prediction of a draft and a target at one batch size. halved: Best speed-up with one loss halved, by loss."""
 
     name: str
     draft: str
@@ -74,7 +76,13 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestK:
-    """The best K, 0 for no draft, at one batch size and prompt length; None stands for the texts' own prompts."""
+    """The best K at one batch size and prompt length.
+
+    Args:
+        prompt_tokens: Length of all prompts; None if prompts have the lengths in the data.
+        k: Best K; 0 for no draft.
+        speedups: Speed-up by K.
+    """
 
     batch: int
     prompt_tokens: int | None
@@ -89,8 +97,8 @@ class DraftAcceptance:
     """Texts with the acceptance of a draft.
 
     Args:
-        model: Name and hash of the draft; None where acceptance is assumed.
-        rule: Rule by which sampled tokens were accepted; None where acceptance is assumed or decoding is greedy.
+        model: Name and hash of the draft; None if acceptance is assumed.
+        rule: Rule by which sampled tokens were accepted; None if acceptance is assumed or decoding is greedy.
     """
 
     work: Workload
@@ -100,9 +108,12 @@ class DraftAcceptance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPrediction:
-    """One draft: every K at the smallest batch and first prompt length, and the best K at all of them.
+    """The prediction of one draft.
 
-    model is the name and hash of the draft.
+    Args:
+        prediction: Every K at the first batch size and the first prompt length.
+        best_ks: The best K at every batch size and prompt length.
+        model: Name and hash of the draft.
     """
 
     prediction: Prediction
@@ -143,10 +154,10 @@ def predict_draft(
     """Predict a draft for every K, and the best K at every batch size and prompt length.
 
     Args:
-        prompts: Lengths of prompts; None stands for the texts' own prompts.
+        prompts: Lengths of prompts; None stands for the lengths in the data.
 
     Raises:
-        UserError: The errors of predict, or the acceptance is that of another kind of draft.
+        UserError: the errors of predict, or the acceptance was measured with another kind of draft.
     """
     work = _drafted_by(draft, acceptance)
     works = {
@@ -175,7 +186,7 @@ def predict_draft(
 
 
 def _drafted_by(draft: CostModel, acceptance: DraftAcceptance) -> Workload:
-    """Return acceptance as the draft has it. Raises UserError: it is that of another kind of draft."""
+    """Return the texts with the draft's acceptance. Raises UserError: it was measured with another kind of draft."""
     work = acceptance.work
     profiled, replayed = draft.profile.drafter, work.kind
     if acceptance.model is None:  # assumed, the same for any draft
@@ -218,13 +229,13 @@ def predict(
     batch: int = 1,
     server: Server | None = None,
 ) -> Prediction:
-    """Predict the throughput of a pair for every K.
+    """Predict the throughput of a draft with a target for every K.
 
     Args:
         server: Server whose steps are predicted; None stands for draftlab's engine.
 
     Raises:
-        UserError: A context, width or batch is outside the profiles, or every text has one token.
+        UserError: a context, width or batch is outside the profiles, or every text has one token.
     """
     if not work.texts.lengths.any():
         raise UserError(
@@ -272,9 +283,9 @@ def best_k(
 
 
 def required_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:
-    """Return the K at which a speed-up needs the lowest acceptance, and the tokens per pass that it needs there.
+    """Return the K at which a speed-up needs the lowest acceptance rate, and the tokens per pass needed at that K.
 
-    Return None where not even a perfect draft of this latency reaches it.
+    Return None if even a perfect draft of this latency misses the speed-up.
     """
     needed = {row.k: speedup * row.break_even_length for row in prediction.rows}
     possible = {k: length for k, length in needed.items() if length <= k + 1}
@@ -285,7 +296,7 @@ def required_length(prediction: Prediction, speedup: float) -> tuple[int, float]
 
 
 def verdict(prediction: Prediction) -> str:
-    """Return in words the pair's gain, its limit, and the first thing to change."""
+    """Return in words the predicted gain, the largest loss, and the first thing to change."""
     row, gain = prediction.best, prediction.best.speedup
     opening = (
         "Faster"
@@ -360,7 +371,7 @@ def _row(
 def _halved(
     costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: float
 ) -> dict[str, float]:
-    """Return the best speed-up over plain decoding as it is, if one kind of loss were halved."""
+    """Return the best speed-up with one kind of loss halved, by loss; plain decoding is not changed."""
     likelier = work.with_chances((1 + work.texts.chances) / 2)
     cases = {
         "draft": (replace(costs, share=0.5), by_k),
@@ -381,7 +392,7 @@ def _halved(
 def _notes(
     draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int
 ) -> list[str]:
-    """Return the limits of the prediction. widest is the number of tokens of the draft's widest pass."""
+    """Return the limits of the prediction. widest: Tokens of the draft's widest pass."""
     first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1
     notes = draft.beyond("prompt", first + 1, last + 1)

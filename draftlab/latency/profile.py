@@ -48,7 +48,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """How passes run. device_map: transformers runs the models, and accelerate spreads them."""
+    """The settings of passes. device_map: Map of accelerate, with which transformers runs the models."""
 
     device: torch.device
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Running:
 
 
 def subjects(models: Mapping[str, Path | Shape]) -> list[Subject]:
-    """Return the models by name, with their sizes.
+    """Return the named models with their sizes.
 
     Raises:
         UserError: a head whose target is not among them, a shape that the engine does not run, or a checkpoint
@@ -98,10 +98,10 @@ def resolve_running(
     threads: int | None = None,
     device_map: str | None = None,
 ) -> Running:
-    """Return how the passes of all models run.
+    """Return the settings with which the passes of all models run.
 
     Raises:
-        UserError: a mode that does not run here, or a model that the engine does not support in it.
+        UserError: the mode does not run on this device or with this dtype, or the engine does not run a model in it.
     """
     heads = [model for model in models if model.target is not None]
     if device_map and heads:
@@ -125,7 +125,7 @@ def resolve_running(
 def grid_of(
     models: Sequence[Subject], k: int, batches: list[int], contexts: list[int], repeats: int
 ) -> Grid:
-    """Return what to time. A parallel draft reads K tokens and K masks in one pass, other models at most K + 1."""
+    """Return the passes to time. A parallel draft reads up to 2 K tokens in a pass, other models up to K + 1."""
     wide = any(
         model.path is not None and parallel.pard_token(model.path) is not None for model in models
     )
@@ -139,7 +139,7 @@ def grid_of(
 
 
 def needed_bytes(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, float]:
-    """Return the bytes of weights, and of the caches of all batches, without what accelerate spreads."""
+    """Return the bytes of weights and of the caches of all batches, without the checkpoints that accelerate spreads."""
     width = running.dtype.itemsize
     counted = [
         model for model in models if isinstance(model.place, Shape) or running.device_map is None
@@ -156,10 +156,10 @@ def needed_bytes(models: Sequence[Subject], grid: Grid, running: Running) -> dic
 def profile_models(
     models: Sequence[Subject], grid: Grid, running: Running, output: Output
 ) -> list[Profile]:
-    """Measure all models in one process, and write NAME.yaml of each.
+    """Measure all models in one process, and write NAME.yaml for each model.
 
     Raises:
-        UserError: contexts that a model does not hold, or too little memory.
+        UserError: a model has a shorter context than the grid needs, or there is too little memory.
     """
     if running.threads is not None:
         torch.set_num_threads(running.threads)

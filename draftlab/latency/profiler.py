@@ -1,4 +1,4 @@
-"""Measure the latency of forward passes by tokens fed, batch size and context; models take turns.
+"""Measure the latency of forward passes by width (tokens fed per row), batch size and context; models take turns.
 
 B rows, T new tokens, V vocab. Weights may be random: latency does not depend on their values. The passes of a head are
 timed as a decoder's.
@@ -26,7 +26,7 @@ from draftlab.sampling import SamplingParams
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Random weights of a shape, drawn each time they are read, so that memory has them once."""
+    """Random weights of a shape. Each access draws them anew, so that only the model's copy takes memory."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.axes, self.dtype, self.device = shape, shape.axes(), dtype, device
@@ -45,7 +45,7 @@ class RandomWeights(Mapping[str, Tensor]):
 
 
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Llama:
-    """Return a model of that shape with random weights, which take the time of trained weights."""
+    """Return a model of that shape with random weights, whose passes take as long as with trained weights."""
     frequencies = 10000.0 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     model = Llama(shape, RandomWeights(shape, dtype, device), frequencies, 1.0, 1e-6, context)
     if shape.draft_vocab is not None:
@@ -53,14 +53,14 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context
     return model
 
 
-# consecutive passes of the same model before a timed one; after the last number caches are in their steady state
+# consecutive passes of the same model before a timed pass; after the last number, caches are in their steady state
 AFTER = (1, 2, 3, 8)
 At = tuple[int, int, int]  # width, batch, context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The passes to time of each model."""
+    """The passes that are timed for each model."""
 
     widths: Sequence[int]  # tokens fed
     batches: Sequence[int]
@@ -91,10 +91,10 @@ def measure(
     clock: Clock,
     advance: Callable[[int], None] = lambda rounds: None,
 ) -> dict[str, LatencyCurves]:
-    """Measure the curves of each model. advance: is called with the rounds done, of grid.repeats.
+    """Measure the curves of each model. advance: Function that is called with the number of finished rounds.
 
     Raises:
-        UserError: contexts that do not fit a model.
+        UserError: a model has a shorter context than the grid needs.
     """
     models = {
         name: with_mode(model, mode) if isinstance(model, Llama) else model
@@ -146,9 +146,9 @@ def measure_latency(
     clock: Clock | None = None,
     batch: int = 1,
 ) -> dict[str, list[Latency]]:
-    """Measure one forward pass over width tokens of each row after context cached tokens; models take turns.
+    """Measure a forward pass of each width after `context` cached tokens; models take turns.
 
-    clock: default: the device's.
+    clock: Default: the clock of the device.
     """
     grid = Grid(widths=widths, batches=[batch], contexts=[context], prompts=[], repeats=passes)
     tasks = {
@@ -166,7 +166,7 @@ def measure_latency(
 
 
 def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[float]:
-    """Return the milliseconds per step outside the passes, for greedy steps that verify `width` tokens of a row."""
+    """Return the milliseconds outside the passes of each greedy step that verifies `width` tokens in one row."""
     k, longest = width - 1, (grid.repeats + 2) * width  # if all drafted tokens are accepted
     sampling = SamplingParams(max_tokens=min(longest, model.context - width))
     if k:
@@ -181,7 +181,7 @@ def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[flo
 
 
 class RepeatLastToken(Drafter):
-    """A drafter that repeats the last token, to time the engine's own work with a draft."""
+    """A drafter that repeats the last token, with which the engine's own work is timed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -206,7 +206,7 @@ def _point(
 
 
 def _passes(model: Decoder, grid: Grid) -> Iterator[tuple[At, Task]]:
-    """Yield each pass of the grid, and each prefill as a pass after no context."""
+    """Yield each pass of the grid, and each prefill as a pass with context 0."""
     for batch in grid.batches:
         caches = _caches(model, batch, grid)
         for width, context in itertools.product(grid.widths, grid.contexts):
@@ -217,7 +217,7 @@ def _passes(model: Decoder, grid: Grid) -> Iterator[tuple[At, Task]]:
 
 
 def _caches(model: Decoder, batch: int, grid: Grid) -> dict[int, KVCache]:
-    """Return caches by the tokens in them; the engine's own need not be filled, those of transformers must be."""
+    """Return caches by context, filled with tokens for models of transformers; the engine's caches need no tokens."""
     if isinstance(model, Llama):
         return dict.fromkeys(grid.contexts, model.new_cache(batch, grid.capacity))
     caches = {context: model.new_cache(batch, grid.capacity) for context in grid.contexts}
@@ -241,7 +241,7 @@ def _pass(model: Decoder, cache: KVCache, width: int, context: int, last: int) -
 def _other_work(
     name: str, models: Mapping[str, Decoder], passes: Mapping[str, Mapping[At, Task]]
 ) -> Task:
-    """Return the work before a pass: a pass of the largest other model, or a sweep over memory if there is none."""
+    """Return the work before a timed pass: a pass of the largest other model, or a memory sweep for a single model."""
     others = [other for other in models if other != name]
     if others:
         return next(
@@ -251,7 +251,7 @@ def _other_work(
 
 
 def _lead_in(other: Task, run: Task, after: int) -> Task:
-    """Return the passes before a pass that is timed after a number of consecutive passes of the same model."""
+    """Return the work before a timed pass: `other`, then `after` passes of the timed model."""
 
     def several() -> None:
         other()

@@ -1,6 +1,6 @@
 """Profiles computed from a device's constants by the roofline model. No torch.
 
-A pass takes the slower of reading (weights, KV cache) and computing, plus a constant per layer.
+A pass takes the time of reading (weights, KV cache) or of computing, whichever is longer, plus a constant per layer.
 """
 
 import itertools
@@ -35,26 +35,26 @@ EXAMPLE = "llama-65b@4xa100-80gb,graphs"
 
 
 class HostTimes(FileModel):
-    """The time in which the host issues a pass while the device works; the slower of the two counts."""
+    """The time in which the host issues a pass. Host and device work in parallel, and the slower of the two counts."""
 
     pass_ms: NonNegativeFloat
     layer_ms: NonNegativeFloat
-    step_ms: NonNegativeFloat  # outside the passes, in addition: sampling, verification
+    step_ms: NonNegativeFloat  # sampling and verification, in addition to the passes
 
 
 class Device(FileModel):
-    """Constants from which latency is computed: configs/profiles/*.yaml, with their sources."""
+    """The constants of a device. configs/profiles/*.yaml has devices with the sources of their constants."""
 
     kind: Literal["analytic"]
     name: str
     count: PositiveInt = 1  # devices that share the weights by tensor parallelism
-    memory_gb: PositiveFloat  # one device's
-    bandwidth_gbs: PositiveFloat  # one device's, as a decoder reaches it
-    tflops: dict[str, PositiveFloat]  # one device's, by the dtype of the products
+    memory_gb: PositiveFloat  # per device
+    bandwidth_gbs: PositiveFloat  # per device, as a decoder reaches it
+    tflops: dict[str, PositiveFloat]  # per device, by the dtype of the products
     dtype: str
     layer_ms: NonNegativeFloat  # per layer on the device, in addition to reading and computing
     modes: dict[Mode, HostTimes]
-    allreduce_us: NonNegativeFloat = 0  # each; a layer has two
+    allreduce_us: NonNegativeFloat = 0  # per all-reduce; a layer has two
     link_gbs: PositiveFloat = 1  # bandwidth from a device to each other device
 
     @model_validator(mode="after")
@@ -131,9 +131,10 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadWeights:
-    """The weights of an EAGLE-3 head beyond those of its layer's shape.
+    """The number of weights of an EAGLE-3 head in addition to the shape of its layer.
 
-    own: The sizes of q, k and v, which read an embedding, too. states: with fc, which joins three states of the target.
+    own: Weights of q, k and v for the embedding that they read as well. states: `own` plus the weights of fc, for a
+    pass that reads three states of the target.
     """
 
     states: int
@@ -157,12 +158,12 @@ def roofline_profile(
     contexts: Sequence[int],
     head: HeadWeights | None = None,
 ) -> Profile:
-    """Return a profile by the roofline model: a pass reads weights and cache once, plus a constant per layer.
+    """Return a profile by the roofline model. A pass reads weights and cache once and has a constant time per layer.
 
-    head: The sizes of an EAGLE-3 head; shape is then its layer's, with the rows of its output layer.
+    head: Weights of an EAGLE-3 head; `shape` is then its one layer, with draft_vocab as the rows of its output layer.
 
     Raises:
-        UserError: weights that do not fit the device, a mode or dtype for which it has no constants.
+        UserError: the weights do not fit the device, or the device has no constants for the mode or dtype.
     """
     for what, value, known in (("mode", mode, device.modes), ("dtype", dtype, device.tflops)):
         if value not in known:
@@ -225,10 +226,10 @@ def _check_fits(what: str, weight_bytes: float, cache_bytes: float, device: Devi
 
 
 def is_measured(spec: str) -> bool:
-    """Return whether spec is the output of ``draftlab profile``, not the terms of a computed profile.
+    """Return whether spec is the path of a measured profile rather than ``SHAPE@DEVICE,...`` of a computed profile.
 
     Raises:
-        UserError: it is neither.
+        UserError: spec is neither.
     """
     if not Path(spec).exists() and "@" not in spec:
         raise UserError(
@@ -247,7 +248,7 @@ def parse_profile(
     contexts up to longest.
 
     Raises:
-        UserError: it is neither.
+        UserError: spec is neither.
     """
     if is_measured(spec):
         return read_profile(Path(spec))
@@ -317,7 +318,7 @@ def read_device(path: Path) -> Device:
     """Read the constants of a device.
 
     Raises:
-        UserError: no such file, or not a device.
+        UserError: there is no such file, or it has no constants of a device.
     """
     return read_model(Device, path)
 
@@ -336,9 +337,9 @@ def _read_bytes(sizes: ModelSizes, dtype: str, experts: float) -> float:
 def _device_ms(
     sizes: ModelSizes, device: Device, dtype: str, width: int, batch: int, context: int, more: int
 ) -> float:
-    """Return the slower of reading and computing, for weights and for attention, plus the constant per layer.
+    """Return a pass's milliseconds on the device: the longer of reading and computing, plus the constant per layer.
 
-    more: weights beyond those of the shape.
+    Weights and attention are compared separately. more: Number of weights in addition to the shape's.
     """
     shape, tokens, count = sizes.shape, width * batch, device.count
     bytes_per_ms, flops_per_ms = (

@@ -1,9 +1,9 @@
-"""A latency law: the latency of every shape of a kind on one device, fitted to profiles of a few shapes. No torch.
+"""A latency law: the latency of any shape on one device, fitted to profiles of a few shapes. No torch.
 
-One pass of a shape takes (issue^p + work^p)^(1/p) milliseconds: issue = a + b layers is the time in which the host
-starts it, work = c bytes + d layers x width the time that the device spends on weights and on everything else. With
-p = 1 they run one after the other; the larger p, the more they overlap and only the slower one counts. All of a to d
-are positive. `design` asks it for the shapes of a family at an equal budget.
+One pass of a shape takes (issue^p + work^p)^(1/p) milliseconds. issue = a + b layers is the time in which the host
+issues the pass. work = c bytes + d layers x width is the time of the device for weights and for everything else. With
+p = 1, issue and work run one after the other. With a large p they overlap, and only the slower of the two counts. All
+of a to d are positive. `design` uses the law to find shapes of a family at an equal budget.
 """
 
 import itertools
@@ -21,13 +21,13 @@ from draftlab.model.shape import Shape, fewest_kv_heads, resolve, write_shape_fi
 from draftlab.results.score import Latency
 
 OVERLAPS = (1.0, 1.5, 2.0, 3.0, 6.0)
-MIN_PROFILES = 6  # one more than there are numbers to fit
+MIN_PROFILES = 6  # one more than the fitted numbers: a, b, c, d, p
 TERMS = 4  # a, b, c, d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedCurve:
-    """One latency over shapes. terms: a ms, b ms per layer, c ms per byte, d ms per layer and width."""
+    """One latency as a function of the shape. terms: a ms, b ms per layer, c ms per byte, d ms per layer x width."""
 
     terms: np.ndarray
     overlap: float
@@ -54,7 +54,7 @@ class ScalingLaw:
 
     @property
     def context(self) -> int:
-        """Cached tokens of the pass that ms() predicts: the middle of the measured numbers."""
+        """Return the cached tokens of the pass that ms() predicts: the middle of the measured contexts."""
         contexts = sorted({p.context for p in self.profiles[0].forward})
         return contexts[len(contexts) // 2]
 
@@ -64,7 +64,7 @@ class ScalingLaw:
 
     @cached_property
     def measured_ms(self) -> np.ndarray:
-        """Milliseconds of a one-token pass of one row after another model's work, by profile."""
+        """Return the milliseconds of a one-token pass of one row after another model's pass, by profile."""
         batch = min(p.batch for p in self.profiles[0].forward)
         at = (1, batch, self.context)
         points = itertools.chain.from_iterable(profile.forward for profile in self.profiles)
@@ -75,12 +75,12 @@ class ScalingLaw:
         return fit(self.shapes, self.measured_ms, self.bytes_per_weight)
 
     def ms(self, shape: Shape) -> float:
-        """Return the predicted milliseconds of a one-token pass of one row after another model's work."""
+        """Return the predicted milliseconds of a one-token pass of one row after another model's pass."""
         return self.curve.ms(shape, self.bytes_per_weight)
 
     @cached_property
     def held_out_errors(self) -> np.ndarray:
-        """Relative error of ms() for every profile, predicted from all other profiles."""
+        """Return the relative error of ms() for every profile, predicted from all other profiles."""
         errors = []
         for i, (shape, measured) in enumerate(zip(self.shapes, self.measured_ms, strict=True)):
             others = self.shapes[:i] + self.shapes[i + 1 :]
@@ -89,7 +89,7 @@ class ScalingLaw:
         return np.array(errors)
 
     def profile(self, shape: Shape, name: str) -> Profile:
-        """Return the profile of a shape, every latency in it predicted."""
+        """Return a profile of a shape in which every latency is predicted."""
         fields = {
             "kind": "fitted",
             "name": name,
@@ -122,7 +122,7 @@ class ScalingLaw:
 
     @cached_property
     def _curves(self) -> dict[str, list[tuple[Latency, FittedCurve]]]:
-        """The curve of every pass that was measured, with its measurement in the first profile."""
+        """Return the fitted curve of every measured pass, with the pass's measurement in the first profile."""
         return {
             part: [
                 (
@@ -143,10 +143,10 @@ class ScalingLaw:
 
 
 def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
-    """Return the law of profiles.
+    """Return the law fitted to profiles.
 
     Raises:
-        UserError: too few of them, or of different devices, dtypes, modes or grids.
+        UserError: there are too few profiles, or they have different devices, dtypes, modes or grids.
     """
     if len(profiles) < MIN_PROFILES:
         raise UserError(
@@ -175,10 +175,10 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
 
 
 def read_law(directory: Path) -> ScalingLaw:
-    """Return the law of all profiles in a directory, the output of ``draftlab profile --law``.
+    """Return the law fitted to all profiles in a directory, the output of ``draftlab profile --law``.
 
     Raises:
-        UserError: no such directory, or no law in it.
+        UserError: there is no such directory, or its profiles give no law (see fit_law).
     """
     if not directory.is_dir():
         raise UserError(
@@ -188,16 +188,16 @@ def read_law(directory: Path) -> ScalingLaw:
 
 
 def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> FittedCurve:
-    """Return the curve with the least relative error to times [N], over all overlaps."""
+    """Return the curve with the least relative error to times [N], for the best p in OVERLAPS."""
     features = _features(shapes, bytes_per_weight)
     return min((_fit(features, times, p) for p in OVERLAPS), key=lambda curve: curve.rms_error)
 
 
 def law_shapes(named: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes to time for a law, by name: those that are named, or where one is, shapes that span it.
+    """Return the shapes to time for a law: the named shapes or, for a single name, a grid of smaller shapes.
 
     Raises:
-        UserError: fewer than a law needs.
+        UserError: there are fewer shapes than a law needs.
     """
     shapes = dict(named)
     if len(shapes) == 1:
@@ -209,7 +209,7 @@ def law_shapes(named: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def grid_shapes(source: Shape, depths: Sequence[int], widths: Sequence[int]) -> dict[str, Shape]:
-    """Return every combination, in the proportions of source, by name."""
+    """Return a shape for every depth and width, by name, with the proportions of the source."""
     shapes = [
         resolve(source, layers=n, hidden=hidden) for n, hidden in itertools.product(depths, widths)
     ]
@@ -217,7 +217,7 @@ def grid_shapes(source: Shape, depths: Sequence[int], widths: Sequence[int]) -> 
 
 
 def default_grid(source: Shape) -> tuple[list[int], list[int]]:
-    """Return depths and widths that span the shapes that can be cut from source."""
+    """Return depths and widths that span the shapes that can be cut from the source."""
     depths = {max(1, source.layers // n) for n in (1, 2, 4)} | {1}
     heads = {max(1, source.heads // n) for n in (1, 2, 4)}
     group = source.heads // source.kv_heads
@@ -237,7 +237,7 @@ def _latency(features: np.ndarray, terms: np.ndarray, overlap: float) -> np.ndar
 
 
 def _fit(features: np.ndarray, times: np.ndarray, overlap: float) -> FittedCurve:
-    """Fit the logarithms of the terms, which keeps them positive, starting from equal shares of the median time."""
+    """Fit the logarithms of the terms, so that the terms stay positive, from equal shares of the median time."""
     from scipy.optimize import least_squares
 
     start = np.log(np.median(times) / TERMS / np.median(features, axis=0))
@@ -253,13 +253,13 @@ def _fit(features: np.ndarray, times: np.ndarray, overlap: float) -> FittedCurve
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """Shapes by name, and milliseconds of their one-token passes; empty without a law."""
+    """Shapes by name. latency_ms: Predicted milliseconds of their one-token passes, empty without a law."""
 
     shapes: dict[str, Shape]
     latency_ms: dict[str, float]
 
     def write(self, folder: Path, comment: str, *, overwrite: bool) -> None:
-        """Write one shape file per shape. Raises UserError: one exists, and overwrite is off."""
+        """Write one shape file per shape. Raises UserError: a file exists, and overwrite is off."""
         files = {folder / f"{name}.yaml": shape for name, shape in self.shapes.items()}
         if not overwrite and (there := [file for file in files if file.exists()]):
             raise UserError(f"{there[0]} exists; replace it with --force")
@@ -268,6 +268,6 @@ class Design:
 
 
 def design(source: Shape, layers: Sequence[int], budget: Budget, law: ScalingLaw | None) -> Design:
-    """Find one shape per depth within the budget. Raises UserError: no depth reaches it."""
+    """Return one shape per depth within the budget. Raises UserError: no depth meets the budget."""
     shapes = {shape_name(shape): shape for shape in family(source, layers, budget)}
     return Design(shapes, {name: law.ms(shape) for name, shape in shapes.items()} if law else {})

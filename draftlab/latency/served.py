@@ -1,14 +1,15 @@
-"""Profiles of what vLLM serves: the passes of the target alone, and of its draft, timed from outside under load.
+"""Profiles of vLLM servers: the passes of the target alone and of its draft, timed from outside under load.
 
-Every stream gets the same prompt, so that all take the same steps and end together; the difference between two lengths
-of the answer leaves prefill and transport out.
+Every stream gets the same prompt, so that all streams take the same steps and end together. The difference between two
+answer lengths leaves out prefill and transport.
 
-* vLLM puts the tokens of all streams in one pass. So a pass over w tokens of each of B streams is taken to cost what
-  one over a single token of w B streams does, but for keys and values, which it reads of B streams only. N streams
-  alone are therefore timed for N up to (K + 2) B, and keys and values by several lengths of prompts.
-* A step with the draft is a pass over K + 1 tokens of the target, one over K + 2 and K - 1 over one of the draft
-  (steps.py). The draft's passes are taken to cost the same share of the target's; its time in the server's steps at
-  every B gives that share. So the server's other time for drafting is in it, too.
+* vLLM computes the tokens of all streams in one pass. A pass over w tokens of each of B streams is therefore assumed
+  to cost as much as a pass over one token of each of w B streams, except that keys and values are read for B streams
+  only. The target alone is timed with N streams for N up to (K + 2) B, and with several prompt lengths for the cost of
+  keys and values.
+* A step with the draft is one target pass over K + 1 tokens, one draft pass over K + 2 tokens and K - 1 draft passes
+  over one token (steps.py). A draft pass is assumed to cost a fixed share of a target pass of its size. The share comes
+  from the time of the server's steps at every B, and so includes the server's other time for drafting.
 """
 
 import itertools
@@ -33,14 +34,20 @@ from draftlab.results.score import Latency
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
 
-SETTLED = 16  # tokens of the shorter answer: all prefills are over by then
-TOKENS = 64  # tokens that the longer answer has more
+SETTLED = 16  # tokens of the shorter answer, after which all prefills are over
+TOKENS = 64  # additional tokens of the longer answer
 At = tuple[int, int]  # streams, context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPasses:
-    """Milliseconds of a pass over N tokens without cached tokens, [N], and of a cached token of a row."""
+    """The latency of target passes.
+
+    Args:
+        streams: Numbers of tokens of the timed passes, ascending, [N].
+        tokens_ms: Milliseconds of each pass without cached tokens, [N].
+        cached_ms: Additional milliseconds per cached token and row.
+    """
 
     streams: Sequence[int]
     tokens_ms: np.ndarray
@@ -48,7 +55,11 @@ class ServedPasses:
 
     @staticmethod
     def of(times: Mapping[At, float]) -> "ServedPasses":
-        """Return passes from the milliseconds of one token each of N streams after L cached tokens, by N and L."""
+        """Return the latency from times of steps with one token per stream. times: Milliseconds by streams and context.
+
+        Raises:
+            UserError: cached tokens seem to take longer than whole passes.
+        """
         by_streams: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for (streams, context), ms in times.items():
             by_streams[streams].append((context, ms))
@@ -67,7 +78,7 @@ class ServedPasses:
         return ServedPasses(streams=sorted(by_streams), tokens_ms=np.array(bare), cached_ms=cached)
 
     def ms(self, width: int, batch: int, context: float) -> float:
-        """Return the time of a pass over width tokens of each row after a number of cached tokens."""
+        """Return the milliseconds of a pass over `width` tokens of each row after `context` cached tokens."""
         return (
             float(np.interp(width * batch, self.streams, self.tokens_ms))
             + self.cached_ms * batch * context
@@ -76,7 +87,7 @@ class ServedPasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meter:
-    """Asks a server for answers of two lengths to one prompt, in some streams at once. advance: Called per timing."""
+    """A meter that times a server's answers of two lengths to one prompt. advance: Function called per timing."""
 
     server: Server
     prompt: list[int]
@@ -84,10 +95,11 @@ class Meter:
     advance: Callable[[], None]
 
     def step_ms(self, streams: int, context: int, *, drafts: bool) -> float:
-        """Return the median time of a step of all streams.
+        """Return the median milliseconds of a step of all streams.
 
         Raises:
-            UserError: the server drafts and should not, or the other way round.
+            UserError: the server drafts without drafts=True, or drafts nothing with it; or longer answers took less
+                time.
         """
         self.answer(streams, context, 2)  # warms up
         times = [self._step_seconds(streams, context, drafts) for _ in range(self.repeats)]
@@ -111,11 +123,11 @@ class Meter:
         return (long - short) * streams / (second.num_drafts - first.num_drafts)
 
     def prefill_ms(self, context: int) -> float:
-        """Return the median time of an answer of one token."""
+        """Return the median milliseconds of an answer of one token."""
         return 1e3 * statistics.median(self.answer(1, context, 1) for _ in range(self.repeats))
 
     def answer(self, streams: int, context: int, tokens: int) -> float:
-        """Return the seconds until all streams have their answers."""
+        """Return the seconds until all streams have their answers of `tokens` tokens."""
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         start = time.perf_counter()
         with ThreadPoolExecutor(streams) as pool:
@@ -138,12 +150,14 @@ def profile_servers(
     repeats: int,
     output: Output,
 ) -> list[Profile]:
-    """Measure the running servers, and write NAME.yaml of the target, and of the draft where a second server drafts.
+    """Measure running servers, and write NAME.yaml for the target and, with a second server, for its draft.
 
-    models: the target, and the draft of the second server; directories or names.
+    Args:
+        servers: A server of the target alone, and optionally a server of the target with the draft.
+        models: Directory or name of the target, and of the second server's draft.
 
     Raises:
-        UserError: a server that drafts or does not as the other one should, or times that contradict each other.
+        UserError: the first server drafts, the second server drafts nothing, or times contradict each other.
     """
     warn_if_busy(read_environment())
     k = drafted_tokens(servers[1], prompt) if len(servers) > 1 else 0
@@ -187,15 +201,17 @@ def profile_servers(
 
 
 def middle(context: int) -> int:
-    """Return the cached tokens in the middle of the timed tokens after a prompt of this length."""
+    """Return the mean number of cached tokens during the timed steps, for a prompt of `context` tokens."""
     return context + SETTLED + TOKENS // 2
 
 
 def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dict[int, float]:
-    """Return the share of a draft's pass in the target's by batch size, from the times of whole steps of K tokens.
+    """Return the time of a draft pass divided by the time of a target pass, by batch size.
+
+    steps: Milliseconds of whole steps with K drafted tokens, by streams and context.
 
     Raises:
-        UserError: a step takes no longer than the target's own pass over the same number of tokens.
+        UserError: a step with the draft takes no longer than a target pass over K + 1 tokens.
     """
     drafting: dict[int, list[float]] = defaultdict(list)
     like_target: dict[int, list[float]] = defaultdict(list)
@@ -214,7 +230,7 @@ def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dic
 
 
 def drafted_tokens(server: Server, prompt: list[int]) -> int:
-    """Return the K of a server. Raises UserError: it drafts nothing."""
+    """Return the K of a server. Raises UserError: the server drafts nothing."""
     before = server.metrics()
     server.generate_ids(prompt, SamplingParams(max_tokens=SETTLED, ignore_eos=True))
     counters = spec_decode_counters(before, server.metrics())

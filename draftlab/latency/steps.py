@@ -1,13 +1,13 @@
-"""The expected steps of every text, and their time, by K: with draftlab's engine, or as vLLM runs them.
+"""The expected steps of every text and their time, by K, for draftlab's engine or for vLLM.
 
-R texts of at most n tokens, C contexts. What drafting costs in a step is said by the kind of drafter (step_cost), from
-the passes of its model. Time is counted as the engine counts it: both prefills are left out, and a step that starts at
-token i has prompt + i cached tokens. The first pass after the draft's prefill counts as one after the target's, which
-is a little too much.
+R texts of at most n tokens, C contexts. The kind of drafter (step_cost) computes the cost of drafting in a step from
+the passes of its model. Time is counted as in the engine: both prefills are left out, and a step that starts at token i
+has prompt + i cached tokens. The first draft pass after the draft's prefill is counted like a pass after the target's
+pass, which is slightly too slow.
 
-vLLM's steps (0.32, v1/spec_decode/llm_base_proposer.py): the first draft pass of a step is over all tokens that the
-target has just read, rejected ones included, and one more unless the drafter reads the target's states; where its
-table of K says K = 0 that pass still runs, so that the draft's cache stays complete.
+vLLM's steps (0.32, v1/spec_decode/llm_base_proposer.py): the first draft pass of a step reads all tokens that the
+target has just read, including rejected tokens, and one more token unless the drafter reads the target's states. This
+pass runs even at K = 0, so that the draft's cache stays complete.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,9 +29,9 @@ class Steps:
     """The expected steps at one K. K = 0 is plain decoding.
 
     Args:
-        starts: Steps by the token at which they start, [R, n].
-        drafted: Tokens that a step drafts there, [R, n].
-        after: Steps by the tokens that the step before accepted, [R, n, K + 1].
+        starts: Expected number of steps that start at each token, [R, n].
+        drafted: Number of tokens that a step at this token drafts, [R, n].
+        after: `starts` by the number of tokens that the previous step accepted, [R, n, K + 1].
     """
 
     starts: np.ndarray
@@ -44,13 +44,13 @@ class Passes:
     """Milliseconds of a drafter's passes at one batch size, by context.
 
     Args:
-        contexts: Cached tokens, ascending by 1, [C].
-        steady: Pass over one token after many passes of the same model, [C].
-        warmup: Time that the first N one-token passes after the target's take beyond steady, [N, C].
-        k: Limit of a step's drafted tokens.
+        contexts: Numbers of cached tokens, ascending by 1, [C].
+        steady: Time of a pass over one token after many passes of the same model, [C].
+        warmup: Additional time of the first N one-token passes after a target pass, [N, C].
+        k: Largest number of drafted tokens in a step.
         lag: Tokens by which the drafter's cache is shorter than the target's.
-        server: Server whose steps they are; None stands for draftlab's engine.
-        by_width: Forward passes that were asked for.
+        server: Server that runs the steps; None stands for draftlab's engine.
+        by_width: Cache of forward passes, by width.
     """
 
     draft: CostModel
@@ -64,12 +64,12 @@ class Passes:
     by_width: dict[int, np.ndarray] = field(default_factory=dict)
 
     def step(self, k: int, *, unread: int, at_once: bool = False) -> np.ndarray:
-        """Return the time of drafting k tokens in a step, by the target's cached tokens, [C].
+        """Return the time of drafting k tokens in a step, by the number of the target's cached tokens, [C].
 
         Args:
-            unread: Tokens that the first pass reads, because the drafter has not read them yet.
-            at_once: The first pass reads k - 1 mask tokens as well and drafts everything; otherwise every further token
-                has its own pass.
+            unread: Number of tokens that the drafter has not read yet, which its first pass reads.
+            at_once: Whether the first pass reads k - 1 mask tokens as well and drafts all k tokens; otherwise every
+                further token has its own pass.
         """
         if self.server is not None:
             unread = k + 2 - self.lag
@@ -107,12 +107,14 @@ StepCost = Callable[[Passes, int, int], np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Milliseconds of a pair at one batch size, by context.
+    """Milliseconds of a draft and a target at one batch size, by context.
 
     Args:
-        verify: Target pass by tokens drafted, [K + 1, C].
-        host: Sampling and verification on the host by tokens drafted, [K + 1].
-        share: Share of the time of drafting that counts.
+        step_cost: Function of passes, drafted tokens and accepted tokens that returns the time of drafting, [C].
+        verify: Time of the target's pass by drafted tokens, [K + 1, C].
+        host: Time of sampling and verification on the host by drafted tokens, [K + 1].
+        share: Factor of the time of drafting, 0 for a free draft.
+        tables: Cache of drafting(), by K.
     """
 
     passes: Passes
@@ -124,11 +126,11 @@ class StepCosts:
 
     @property
     def first(self) -> int:
-        """Return the context of the first column."""
+        """Return the number of cached tokens in the first column."""
         return int(self.passes.contexts[0])
 
     def without_turns(self, at: int) -> "StepCosts":
-        """Return the costs at one column, as if contexts did not grow and turns between models cost nothing."""
+        """Return the costs of column `at`, as if contexts did not grow and switching between models took no time."""
         passes, steady = self.passes, self.passes.steady[at : at + 1]
         contexts = passes.contexts[at : at + 1]
         flat = replace(
@@ -137,7 +139,7 @@ class StepCosts:
         return replace(self, passes=flat, tables={})
 
     def drafting(self, k: int) -> np.ndarray:
-        """Return the time of drafting by the tokens accepted before and the tokens to draft, [K + 1, K + 1, C]."""
+        """Return the time of drafting by tokens accepted in the step before and tokens to draft, [K + 1, K + 1, C]."""
         if k not in self.tables:
             passes, counts = replace(self.passes, k=k), range(k + 1)
             rows = [
@@ -169,7 +171,11 @@ def step_costs(
     batch: int,
     server: Server | None = None,
 ) -> StepCosts:
-    """Return the costs for every context that occurs. Raises UserError: a context, width or batch outside a profile."""
+    """Return the costs at every context of the texts.
+
+    Raises:
+        UserError: a context, width or batch is outside a profile.
+    """
     kind = DRAFTERS.get(work.kind, "acceptance")
     contexts = np.arange(int(work.prompt_tokens.min()) - kind.cache_lag, work.longest + k)
     passes = Passes(
@@ -194,7 +200,7 @@ def plain_ms(costs: StepCosts, work: Workload) -> np.ndarray:
 
 
 def steps(work: Workload, k: int) -> Steps:
-    """Return the starts of steps, and the tokens accepted by the steps before them."""
+    """Return the expected steps of every text at one K."""
     chances = work.texts.chances
     inside = np.arange(chances.shape[1]) < work.texts.lengths[:, None]
     drafted = np.minimum(k, work.texts.room()) * inside
@@ -204,16 +210,16 @@ def steps(work: Workload, k: int) -> Steps:
 
 
 def _after(starts: np.ndarray, chances: np.ndarray, drafted: np.ndarray, k: int) -> np.ndarray:
-    """Return the steps that start at each token by the tokens accepted in the step before, [R, n, K + 1].
+    """Return the steps that start at each token, by the tokens that the previous step accepted, [R, n, K + 1].
 
-    The first step follows the prefill, which accepted none.
+    The first step follows the prefill, which counts as 0 accepted tokens.
     """
     n = starts.shape[1]
     after, alive = np.zeros((*starts.shape, k + 1)), starts
     after[:, 0, 0] = starts[:, 0]
     for a in range(
         min(k + 1, n - 1)
-    ):  # alive: by where they started, steps that accepted at least a tokens
+    ):  # alive: steps that accepted at least a tokens, by the token at which they started
         chance = np.zeros_like(starts)
         if a < k:
             chance[:, : n - a] = chances[:, a:, a] if chances.ndim == 3 else chances[:, a:]
@@ -237,7 +243,7 @@ def expected_time(costs: StepCosts, prompt_tokens: np.ndarray, steps: Steps) -> 
 
 
 def total_ms(costs: StepCosts, work: Workload, by_k: Mapping[int, Steps]) -> dict[int, float]:
-    """Return the milliseconds of all texts by K. K = 0 is a server's draft that pauses."""
+    """Return the milliseconds of all texts by K. K = 0 is a server that keeps its draft but drafts nothing."""
     return {
         k: float(expected_time(costs, work.prompt_tokens, each).total.sum())
         for k, each in by_k.items()

@@ -1,4 +1,4 @@
-"""Texts to predict the decoding of, with acceptance probabilities from a replay, a score or an assumption.
+"""Texts whose decoding is predicted, with acceptance probabilities from a replay, a score or an assumption.
 
 R texts of at most n tokens.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # needs torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Texts with their acceptance probabilities, and the length of each prompt, [R]. kind is the drafter's."""
+    """Texts with their acceptance probabilities. prompt_tokens: Length of each prompt, [R]. kind: Kind of drafter."""
 
     texts: Texts
     prompt_tokens: np.ndarray
@@ -28,7 +28,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Return the most tokens of a text with its prompt."""
+        """Return the largest number of tokens of a text with its prompt."""
         return int((self.prompt_tokens + self.texts.lengths).max())
 
     def with_chances(self, chances: np.ndarray) -> "Workload":
@@ -41,7 +41,7 @@ class Workload:
 
 
 def constant_workload(alpha: float, *, tokens: int, prompt_tokens: int) -> Workload:
-    """Return one text whose tokens are all accepted with the same probability; the first comes with the prefill."""
+    """Return one text whose tokens after the first, which the prefill emits, are accepted with probability alpha."""
     return Workload(
         texts=texts_of([np.full(tokens - 1, alpha)]), prompt_tokens=np.array([prompt_tokens])
     )
@@ -53,29 +53,30 @@ def workload_of(
     limits: Sequence[int] | None = None,
     kind: str = "model",
 ) -> Workload:
-    """Return texts with known probabilities.
+    """Return texts with known acceptance probabilities.
 
-    limits: Tokens after the first token of each text at which decoding stops. Default: The length of the text.
+    limits: Number of tokens after the first at which the decoding of each text stops. Default: the text's length.
     """
     texts = texts_of(chances, None if limits is None else np.array(limits))
     return Workload(texts=texts, prompt_tokens=np.array(prompts), kind=kind)
 
 
 def workload_of_replay(replay: "Replay") -> Workload:
-    """Return the texts of a replay, with the probabilities computed there."""
+    """Return the texts of a replay, with the probabilities that the replay computed."""
     prompts = np.array([text.prompt_tokens for text in replay.texts])
     return Workload(texts=replay.padded(), prompt_tokens=prompts, kind=replay.kind)
 
 
 def workload_of_score(score: Score) -> Workload:
-    """Return the texts of a score, each token accepted (1) or not (0).
+    """Return the texts of a score, with probability 1 for accepted tokens and 0 for rejected tokens.
 
-    Tokens that the target added after a full acceptance were never drafted; they get the share accepted at the last
-    position of the largest K. Greedily every K decodes the same text, so that one K may know what another does not.
+    Tokens that the target added after a full acceptance were never drafted. Their probability is the share accepted at
+    the last position of the largest K. In greedy decoding every K decodes the same text, so that such a token may be
+    known from another K.
 
     Raises:
-        UserError: Servers decoded, which do not report single tokens; or a parallel draft or an EAGLE-3 head drafted,
-            whose tokens have another probability at each offset.
+        UserError: servers decoded, which do not report single tokens; or a parallel draft or an EAGLE-3 head drafted,
+            whose acceptance depends on the offset.
     """
     if score.draft.eagle or score.draft.parallel:
         kind = "an EAGLE-3 head" if score.draft.eagle else "a parallel draft"
@@ -107,7 +108,7 @@ def workload_of_score(score: Score) -> Workload:
 
 
 def _outcomes(generation: Generation) -> np.ndarray:
-    """Return 1 for accepted tokens, 0 for rejected tokens, nan where none was drafted; without the first token."""
+    """Return 1 for accepted, 0 for rejected and nan for never drafted tokens after the first token."""
     row = np.full(generation.tokens - 1, np.nan)
     start = 0
     for drafted, accepted, emitted in zip(

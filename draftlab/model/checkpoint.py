@@ -1,6 +1,6 @@
 """Checkpoints in Hugging Face directories: shapes, tensors and models; devices and dtypes.
 
-Every function reads its part of a directory anew but the headers of tensors, which are read once.
+Every call reads its files anew; only the headers of tensors are cached.
 """
 
 import functools
@@ -54,13 +54,13 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's directory; each part is read when it is asked for first."""
+    """A checkpoint's directory; config, shape and tokenizer are read on first access."""
 
     directory: Path
 
     @classmethod
     def open(cls, name: str | Path, *, weights: bool = True) -> "Checkpoint":
-        """Open a directory, an embedded model or a name of the hub. Raises UserError: The errors of hub.locate."""
+        """Open a directory, an embedded model or a model of the hub. Raises UserError: the errors of hub.locate."""
         return cls(hub.locate(name, weights))
 
     @functools.cached_property
@@ -91,7 +91,7 @@ class Checkpoint:
 
     @property
     def max_model_len(self) -> int:
-        """Return the longest text in tokens."""
+        """Return the length in tokens of the longest text that the model reads."""
         return max_model_len(self.directory)
 
     @property
@@ -101,7 +101,7 @@ class Checkpoint:
 
     @functools.cached_property
     def head_ids(self) -> list[int] | None:
-        """Return the ids of a trimmed head, None for a head of all ids."""
+        """Return the token ids of a trimmed head, None if the head has all ids."""
         return read_head_ids(self.directory, self.vocab_size)
 
     def tensors(
@@ -117,10 +117,11 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def check(directory: Path) -> None:
-    """Check that a checkpoint can be loaded; no tensor is read.
+    """Check that a checkpoint can be loaded, from its config and the headers of its tensors.
 
     Raises:
-        UserError: broken files, quantised weights, or tensors that disagree with config.json.
+        UserError: files are broken, this machine cannot run the quantised weights, or tensors disagree with
+            config.json.
     """
     config = read_config(directory)
     check_rotary(directory, config)
@@ -144,12 +145,13 @@ def check(directory: Path) -> None:
 
 
 def read_shape(directory: Path) -> Shape:
-    """Return the shape of a checkpoint, from its config and the names and sizes of its tensors; none is read.
+    """Return the shape of a checkpoint from its config and the names and sizes of its tensors.
 
-    Families are detected by structure: biases and q/k norms by the names of tensors.
+    Biases and q/k norms are detected by the names of tensors. Tensors are read only to compare a tied head that is
+    stored with the embedding.
 
     Raises:
-        UserError: not LLaMA-like (names the tensor), or config and tensors disagree.
+        UserError: the checkpoint is not LLaMA-like (the error names the tensor), or config and tensors disagree.
     """
     config = read_config(directory)
     check_unquantised(directory, config)
@@ -169,7 +171,7 @@ def planned_shape(directory: Path) -> Shape:
     """Return the shape of a checkpoint, from its config alone if its weights have not been downloaded.
 
     Raises:
-        UserError: The errors of read_shape.
+        UserError: the errors of read_shape.
     """
     config = read_config(directory)
     if any(directory.glob("*.safetensors")) or other_layout(directory):
@@ -184,7 +186,7 @@ def planned_shape(directory: Path) -> Shape:
 
 
 def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) -> Shape:
-    """Return the shape by a config's numbers and the names and sizes of the tensors."""
+    """Return the shape described by the numbers in config.json and by the names and sizes of the tensors."""
 
     def number(key: str, default: int | None = None) -> int:
         value = config.get(key, default)
@@ -213,7 +215,7 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
 def _check_tensors(
     directory: Path, config: dict[str, object], shape: Shape, sizes: dict[str, tuple[int, ...]]
 ) -> None:
-    """Raises UserError: an unknown tensor, a missing tensor, or a tensor of another size."""
+    """Raises UserError: a tensor is unknown, missing or of another size."""
     expected = shape.axes()
     names = set(sizes) - ({"lm_head.weight"} if shape.tied else set())
     odd = sorted(names - set(expected))[:1] or sorted(set(expected) - names)[:1]
@@ -239,7 +241,7 @@ def _check_size(
 def config_for(
     shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None
 ) -> dict[str, object]:
-    """Return base with the sizes of shape, an explicit head_dim, and per-layer lists reduced to the kept layers."""
+    """Return the config `base` with the sizes of a shape, and its per-layer lists reduced to the kept layers."""
     config = {
         k: v
         for k, v in base.items()
@@ -268,7 +270,7 @@ def config_for(
 def llama_config(
     shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None
 ) -> dict[str, object]:
-    """Return a LlamaConfig of a shape.
+    """Return the fields of a LlamaConfig for a shape. context: Largest number of positions.
 
     Raises:
         UserError: the shape has weights that LLaMA lacks (q/k norms, q/k/v biases without an output bias).
@@ -298,7 +300,7 @@ def llama_config(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device; auto is the GPU if the machine has a GPU.
+    """Return the device of that name; "auto" is the GPU if the machine has a GPU.
 
     Raises:
         UserError: this machine or this torch does not have the device.
@@ -316,12 +318,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name in configs and options, as float32."""
+    """Return the name of a dtype in configs and options, such as float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype; auto is the fastest to decode in with plain kernels: bfloat16 on a GPU, float32 on a CPU."""
+    """Return the dtype of that name. "auto" is the fastest with plain kernels: bfloat16 on a GPU, float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[name]
@@ -330,13 +332,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_model(
     directory: Path, dtype: torch.dtype, device: torch.device = CPU, device_map: str | None = None
 ) -> "PreTrainedModel":
-    """Load a checkpoint with transformers, all weights accounted for.
+    """Load a checkpoint with transformers, and check that no weight is missing or unused.
 
-    device_map: accelerate's, as ``auto``, to spread the model over devices, memory and disk instead. Quantised weights
-    cannot be moved: without a device_map they are loaded on the device, or on the current GPU.
+    device_map: A map of accelerate, such as ``auto``, that spreads the model over devices, memory and disk; `device` is
+    then ignored. Quantised weights cannot be moved: without a device_map, the model is loaded on `device` if that is a
+    GPU, else on the current GPU.
 
     Raises:
-        UserError: it cannot be built, or weights are missing or unused.
+        UserError: transformers cannot build the model, or weights are missing or unused.
     """
     config = read_config(directory)
     weights, places = Weights(directory), _parse_device_map(device_map)  # checks all files
@@ -354,7 +357,13 @@ def load_model(
 def load_any_files(
     directory: Path, dtype: torch.dtype, places: Any = None, weights: "Weights | None" = None
 ) -> "PreTrainedModel":
-    """Load a model from weights, or, where these are None, from files, safetensors or .bin, to accelerate's places."""
+    """Load a model from `weights` or, if that is None, from safetensors or .bin files.
+
+    places: device_map of accelerate, for a model from files.
+
+    Raises:
+        UserError: the errors of load_model, or a value is not finite.
+    """
     with reading(f"{directory} cannot be loaded"):
         if weights is None:
             model, info = from_files(directory, dtype, places)
@@ -371,7 +380,7 @@ def load_any_files(
 
 
 def _parse_device_map(device_map: str | None) -> Any:
-    """Raises UserError: a map that accelerate does not know."""
+    """Return accelerate's device_map, read from a .json file if one is named. Raises UserError: an unknown map."""
     if device_map is not None and device_map.endswith(".json"):
         return read_object(Path(device_map))
     if device_map is not None and device_map not in DEVICE_MAPS:
@@ -382,7 +391,7 @@ def _parse_device_map(device_map: str | None) -> Any:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype of most weights, or of the products of quantised weights; configs may name it."""
+    """Return the dtype of most weights. For quantised weights, return config.json's dtype, by default bfloat16."""
     try:
         return Weights(directory).dtype
     except Quantised:
@@ -394,7 +403,7 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 @functools.cache
 def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute a checkpoint in by default, and note if it is not the stored dtype."""
+    """Return the default dtype to compute a checkpoint in, and print a note if it differs from the stored dtype."""
     stored = stored_dtype(directory)
     computed = computed_dtype(stored, device)
     if computed != stored:
@@ -405,14 +414,15 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
 
 
 def computed_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute weights in: as stored, or float32 where that is slow."""
+    """Return the dtype `stored` if the device computes fast in this dtype, else float32."""
     return stored if is_fast(stored, device) else torch.float32
 
 
 def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether torch multiplies matrices of a dtype fast.
 
-    On a CPU float16 takes 3 times as long as float32, and without AVX-512 both take 6 to 70 times as long.
+    On a CPU, float16 takes 3 times as long as float32. Without AVX-512, float16 and bfloat16 take 6 to 70 times as
+    long.
     """
     if device.type != "cpu" or dtype.itemsize > 2:
         return True
@@ -429,7 +439,7 @@ def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMode
     """Return a model on the meta device, without weights; its buffers, such as rotary tables, are real.
 
     Raises:
-        UserError: transformers cannot build it.
+        UserError: transformers cannot build the model.
     """
     from accelerate import init_empty_weights
 
@@ -438,13 +448,13 @@ def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMode
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer of a tensor, None for embedding, final norm and head."""
+    """Return the index of a tensor's layer, None for the embedding, the final norm and the head."""
     parts = name.split(".")
     return int(parts[2]) if name.startswith("model.layers.") else None
 
 
 def auto_config(directory: Path) -> Any:
-    """Return transformers' config of a checkpoint. Raises ValueError, OSError: none, or one that needs its own code."""
+    """Return transformers' config of a checkpoint. Raises ValueError, OSError: no config, or it needs remote code."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(directory, trust_remote_code=trusts_remote_code())
@@ -464,7 +474,7 @@ def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMod
 
 
 def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
-    """Return a model in memory, and transformers' report of keys; files are read and not mapped."""
+    """Return a model and transformers' loading info. Files are read into memory, not mapped."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.models.auto.auto_factory import _get_model_class
     from transformers.utils import logging
@@ -483,7 +493,7 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
 
 
 def from_files(directory: Path, dtype: torch.dtype, device_map: Any) -> Any:
-    """Return a model of any files that transformers reads, and its report of keys; of pickles the weights only."""
+    """Return a model and transformers' loading info, from safetensors or pickles; pickles load with weights_only."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -499,20 +509,20 @@ def from_files(directory: Path, dtype: torch.dtype, device_map: Any) -> Any:
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a checkpoint's safetensors files, each read on access, as dtype on device.
+    """The tensors of a checkpoint's safetensors files, each read and converted to a dtype and device on access.
 
-    Files are read and not mapped, large tensors in pieces: pages of a mapping and a copy in another dtype would use
-    memory in addition to the tensor.
+    Files are not mapped, and large tensors are read in pieces: the pages of a mapping and a copy in another dtype would
+    use memory in addition to the tensor.
 
     Raises:
-        UserError: a file is missing, truncated or not safetensors; a tensor is missing or there twice; on access, a
+        UserError: a file is missing, truncated or not safetensors; a tensor is missing or stored twice; on access, a
             value is not finite.
     """
 
     def __init__(
         self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> None:
-        """dtype: default as stored. device: default the CPU."""
+        """Read the headers. dtype: Default: as stored. device: Default: the CPU."""
         self.directory, self._dtype, self._device = directory, dtype, device
         self._headers = read_headers(directory)
         self._open_file = functools.cache(
@@ -532,7 +542,7 @@ class Weights(Mapping[str, Tensor]):
         return tensor
 
     def slices(self) -> dict[str, Any]:
-        """Return a state dict of lazy slices, as transformers accepts it."""
+        """Return a state dict of safetensors slices, which transformers reads when it needs each tensor."""
         return {name: self._slice(name) for name in self}
 
     def _slice(self, name: str) -> Any:
@@ -548,7 +558,7 @@ class Weights(Mapping[str, Tensor]):
         """Return the dtype of most values.
 
         Raises:
-            UserError: it is not a floating-point dtype of models; the checkpoint is quantised.
+            Quantised: most values are not of a floating-point dtype.
         """
         values: Counter[str] = Counter()
         for header in self._headers.values():
@@ -571,7 +581,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 def check_tied(directory: Path) -> None:
-    """Raises UserError: a tied head that is stored too differs from the embedding, so that transformers unties it."""
+    """Raises UserError: the head is tied, but also stored and unequal to the embedding; transformers would untie it."""
     weights = Weights(directory)
     if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
         raise UserError(
@@ -581,7 +591,7 @@ def check_tied(directory: Path) -> None:
 
 
 def check_weight(tensor: Tensor, name: str, directory: Path) -> None:
-    """Raises UserError: not of a floating-point dtype, or with values that are not finite."""
+    """Raises UserError: the tensor has no floating-point dtype, or has values that are not finite."""
     if tensor.dtype not in STORED.values():
         stored = str(tensor.dtype).removeprefix("torch.")
         raise UserError(f"{directory}: {name} is stored as {stored}, not as weights are")
@@ -589,7 +599,7 @@ def check_weight(tensor: Tensor, name: str, directory: Path) -> None:
 
 
 def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
-    """Raises UserError: NaN or infinity among the values."""
+    """Raises UserError: the tensor has NaN or infinite values."""
     if (
         tensor.dtype in STORED.values()
         and tensor.numel()
@@ -599,7 +609,7 @@ def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
 
 
 def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
-    """Raises UserError: quantised weights for which transformers lacks a GPU or a library."""
+    """Raises UserError: transformers lacks a GPU or a library for the quantised weights."""
     if not torch.cuda.is_available():
         raise Quantised(
             f"{directory} is quantised ({quantization_method(config)}), which runs on GPUs only, and here is none; "
@@ -609,7 +619,7 @@ def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
 
 
 def check_quantizer(directory: Path, config: dict[str, object]) -> None:
-    """Raises UserError: transformers lacks a library to load quantised weights on a GPU."""
+    """Raises UserError: transformers lacks a library that the quantised weights need on a GPU."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     with reading(f"{directory} is quantised ({quantization_method(config)}) and cannot be loaded"):

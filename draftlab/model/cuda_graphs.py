@@ -1,7 +1,8 @@
 """CUDA graphs of llama.py's narrow passes: one launch replays a pass, or the drafting of K tokens, for any lengths.
 
 B rows, T new tokens, K drafted tokens, S cached + new, D hidden, V vocab. A graph has a fixed shape, cache memory and
-bucket of S; the rows' lengths are data. On a CPU the same static tensors are used without capture, as in tests.
+bucket of S, and reads the rows' lengths from a tensor. On a CPU, as in tests, the same static tensors are used without
+capture.
 """
 
 import functools
@@ -24,20 +25,20 @@ from draftlab.model.decoder import (
 from draftlab.model.devices import staged
 from draftlab.model.llama import Cache, LayerStates, Llama
 
-BUCKET = 256  # S is rounded up to a multiple; positions after a row's end are masked
-WIDE = 512  # wider passes are bound by arithmetic, not by launches
+BUCKET = 256  # S is rounded up to a multiple of it; positions after a row's end are masked
+WIDE = 512  # wider passes are limited by arithmetic, not by launches
 
 Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
 class _Store:
-    """Memory that one cache at a time uses, so that its graphs can be replayed for the next text, a shorter one too."""
+    """Memory for one cache at a time. Later caches of the same or a shorter length reuse the memory and its graphs."""
 
     keys: Tensor
     values: Tensor
     user: weakref.ref[Tensor]
-    # keys: their layers
+    # keys: layer ids
     layer_states: dict[tuple[int, ...], LayerStates] = field(default_factory=dict)
 
 
@@ -46,7 +47,7 @@ class _Graph:
     ids: Tensor  # [B, T]
     used: Tensor  # [B, 1]
     logits: Tensor  # [B, last, V]
-    states: Tensor | None  # states of an EAGLE-3 head, [B, T, D]; its output overwrites them
+    states: Tensor | None  # states of an EAGLE-3 head, [B, T, D]; overwritten by its new states
     replay: Callable[[], object]
 
 
@@ -60,9 +61,9 @@ class _Chain:
 
 
 class CudaGraphLlama(Llama):
-    """A Llama whose narrow passes are replayed graphs, with the weights of the given model.
+    """A Llama whose narrow passes are replayed graphs. It shares the weights of another Llama.
 
-    Outputs of a pass or chain are overwritten by the next pass or chain of its shape.
+    The next pass or chain of the same shape overwrites the outputs.
     """
 
     def __init__(self, model: Llama) -> None:
@@ -70,7 +71,7 @@ class CudaGraphLlama(Llama):
         self._stores: list[_Store] = []
         self._graphs: dict[tuple[int, ...], _Graph] = {}
         self._chains: dict[tuple[object, ...], _Chain] = {}
-        # the graphs of passes share one, as their logits are outside; a chain's tokens are inside its own
+        # Graphs of passes share one pool, because their logits are in other memory. Each chain has its own pool.
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     @property
@@ -96,7 +97,7 @@ class CudaGraphLlama(Llama):
         return Cache(keys, store.values)
 
     def _drop(self, stores: list[_Store]) -> None:
-        """Free stores that are too short, with the graphs on them, before a longer one takes their place."""
+        """Free stores and the graphs that were captured on them."""
         places = {store.keys.data_ptr() for store in stores}
         self._stores = [store for store in self._stores if store.keys.data_ptr() not in places]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in places}
@@ -106,14 +107,14 @@ class CudaGraphLlama(Llama):
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         if (
             tree is not None or ids.numel() > WIDE or not any(cache.used)
-        ):  # prompts: each length is seen once
+        ):  # a graph would not pay for prompts, whose lengths differ
             return super().forward(ids, cache, last, tree)
         return self._replayed(ids, cache, last).logits
 
     def _replayed(
         self, ids: Tensor, cache: Cache, last: int, states: Tensor | None = None
     ) -> _Graph:
-        """Replay a pass; its outputs are in its graph. states: The states of an EAGLE-3 head, [B, T, D]."""
+        """Replay a pass, and return the graph with its outputs. states: States of an EAGLE-3 head, [B, T, D]."""
         width = ids.shape[1]
         end, layers = (
             _end(cache, width),
@@ -132,7 +133,7 @@ class CudaGraphLlama(Llama):
         return graph
 
     def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
-        """Return memory that belongs to the cache's, so that graphs write to one place for every text."""
+        """Return LayerStates that belong to the cache's memory, so that graphs can write to them for every text."""
         store = next(
             store for store in self._stores if store.keys.data_ptr() == cache.keys.data_ptr()
         )
@@ -151,8 +152,8 @@ class CudaGraphLlama(Llama):
     ) -> Drafted:
         """Draft K tokens after the cached tokens, see draft_chain; all choices and passes are one graph.
 
-        choose: hashable; equal samplers share a graph. It must not synchronise with the device. state: The state of an
-        EAGLE-3 head at the last position of each text, [B, 1, D].
+        choose: Hashable sampler that does not synchronise with the device; equal samplers share a graph. state: State
+        of an EAGLE-3 head at the last position of each text, [B, 1, D].
         """
         rows, count = uniform.shape
         end = _end(cache, count - 1)
@@ -178,7 +179,7 @@ class CudaGraphLlama(Llama):
         end: int,
         state: Tensor | None,
     ) -> _Chain:
-        # a model is freed with its last reference, and its graphs with it
+        # a proxy, because a graph that refers to its model would keep it alive
         model = weakref.proxy(self)
         logits, uniform, used = (
             logits.clone(),
@@ -237,25 +238,25 @@ class CudaGraphLlama(Llama):
         last: int,
         states: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a pass; also return the states after it, of an EAGLE-3 head."""
+        """Run a pass; return the logits and the new states of an EAGLE-3 head, None for a Llama."""
         return self.decode(
             ids, cache.keys, cache.values, metadata, last, layer_states=cache.layer_states
         ), None
 
 
 def _end(cache: Cache, width: int) -> int:
-    """Return S of a graph for width tokens. Raises ValueError: the tokens do not fit the cache."""
+    """Return S of the graph for a pass of `width` tokens. Raises ValueError: the tokens do not fit the cache."""
     return min(cache.capacity, -(-end_of_pass(cache, width) // BUCKET) * BUCKET)
 
 
 def capture(
     run: Callable[[], Result], device: torch.device, pool: Any = None
 ) -> Callable[[], Result]:
-    """Capture run as a CUDA graph of a device; return a function that replays it on the same tensors.
+    """Capture `run` as a CUDA graph; return a function that replays the graph on the same tensors.
 
-    pool: Memory that graphs share, for graphs whose results lie in other memory.
+    pool: Memory pool that graphs share, if their results are in other memory.
     """
-    with torch.cuda.device(device):  # streams and graphs are made on the current one
+    with torch.cuda.device(device):  # streams and graphs are made on the current device
         side = _capture_stream(device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -278,5 +279,5 @@ def capture(
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that a device's graphs are captured on: torch's own is of the first device that captured."""
+    """Return a device's stream for captures. torch's default stream belongs to the first device that captured."""
     return torch.cuda.Stream(device)

@@ -1,7 +1,7 @@
-"""Decoders, the interface of models for decoding, provided by llama.py where possible, else by transformers.
+"""Decoders: the interface of models that decode, implemented by llama.py and, for other families, with transformers.
 
-B rows, T new tokens, S cached + new, K drafted tokens, V vocab. The attention of llama.py over a static cache, with H
-query heads in groups of G and C head_dim, has a mask only where it is needed, and runs in kernels that are trusted.
+B rows, T new tokens, S cached + new, K drafted tokens, V vocab. Attention of llama.py reads a static cache, with H
+query heads in groups of G and C head_dim. Attention has a mask only if needed, and uses the kernels in BACKENDS.
 """
 
 import contextlib
@@ -18,17 +18,18 @@ from draftlab.errors import UserError
 from draftlab.model.devices import staged
 from draftlab.model.shape import Shape
 
-NARROW = 64  # tokens of a pass up to which heads are folded; wider masks, repeated for every head, take memory
+NARROW = 64  # most tokens of a pass with folded heads; wider masks, repeated for every head, would take memory
 # cuDNN plans anew for every S, and on some devices is wrong for fewer than 8 kv heads (pytorch #193893)
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Rotary tables, attention mask and cache slots of one pass; rows have one length in common or each its own.
+    """Rotary tables, attention mask and cache slots of one pass. Rows of the batch have equal or different lengths.
 
-    folded: the heads of a kv head are rows of one product, G T of them. mask: then added to the scores, None where all
-    is attended; else bool or a causal bias, None where attention is causal from the first position on.
+    folded: The G query heads of a KV head form G T rows of one product. mask: If folded, an addend of the scores, or
+    None if every token attends to every position; else a bool mask or a causal bias, or None for causal attention from
+    position 0.
     """
 
     cos: Tensor  # [T, C] or [B, 1, T, C]
@@ -40,9 +41,9 @@ class AttentionMetadata:
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Return the attention of q [B, H, T, C] to keys and values [B, K, S, C], [B, H, T, C].
+    """Return the attention of q [B, H, T, C] to keys and values [B, K, S, C]; the result is [B, H, T, C].
 
-    Folded heads need neither a repetition of keys, as kernels with masks do, nor a kernel for grouped heads.
+    Kernels with masks would repeat the keys for grouped heads. Folded heads need neither that nor a kernel for groups.
     """
     group = q.shape[1] // keys.shape[1]
     if metadata.folded:
@@ -56,14 +57,14 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata)
 
 
 def pinned_backends(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Let attention choose among BACKENDS only; there is one on a CPU."""
+    """Return a context in which attention on a GPU uses BACKENDS only; a CPU has a single backend."""
     return sdpa_kernel(BACKENDS) if device.type == "cuda" else contextlib.nullcontext()
 
 
 CPU = torch.device("cpu")
 
-Drafted = tuple[Tensor, Tensor | None]  # tokens, and their q
-# logits [B, V] and draws [B] -> tokens [B], and their q [B, V]
+Drafted = tuple[Tensor, Tensor | None]  # tokens, and the distributions q they were drawn from
+# logits [B, V] and draws [B] -> tokens [B] and q [B, V]
 Sampler = Callable[[Tensor, Tensor], Drafted]
 # parent of each token of a tree, or of the tree of each row
 Parents = Sequence[int] | Sequence[tuple[int, ...]]
@@ -71,9 +72,9 @@ Parents = Sequence[int] | Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A token tree of one pass: the depth of each token, [T], and which tokens each one attends to, [T, T] bool.
+    """A token tree of one pass. depth: Depth of each token, [T]. mask: Whether token i attends to j, [T, T] bool.
 
-    Or a tree for each row, [B, T] and [B, T, T].
+    Batches with one tree per row have [B, T] and [B, T, T].
     """
 
     depth: Tensor
@@ -81,7 +82,7 @@ class Tree:
 
     @classmethod
     def from_parents(cls, parents: Parents, device: torch.device = CPU) -> "Tree":
-        """Return the tree with root token 0, in which parents[i], an earlier token, is the parent of token i + 1."""
+        """Return the tree in which token 0 is the root, and parents[i] <= i is the parent of token i + 1."""
         rows = [row for row in parents if isinstance(row, tuple)]
         if rows:
             trees = [cls.from_parents(row, device) for row in rows]
@@ -96,7 +97,7 @@ class Tree:
 
 
 class KVCache(Protocol):
-    """A cache of which the first ``used`` positions of each row count. Rolling back is lowering that number."""
+    """A cache with ``used`` valid positions in each row. The cache is rolled back by lowering that number."""
 
     used: list[int]
 
@@ -111,7 +112,7 @@ class Decoder(Protocol):
 
     @property
     def vocab(self) -> int | None:
-        """Return the width of the logits, None where it is not known."""
+        """Return the width of the logits, None if unknown."""
         return None
 
     @property
@@ -121,27 +122,27 @@ class Decoder(Protocol):
 
     @property
     def architecture(self) -> Shape | None:
-        """Return the shape of a model that draftlab's own engine computes, None for a model of transformers."""
+        """Return the shape of a model that draftlab's own engine runs, None if transformers runs the model."""
         return None
 
     @property
     def weights_dtype(self) -> str | None:
-        """Return how weights are stored where that is not a floating-point dtype: int8, or a quantisation method."""
+        """Return "int8" or the quantisation method of the weights, None for weights of a floating-point dtype."""
         return None
 
     @property
     def weight_bytes(self) -> int:
-        """Return how much memory the weights take."""
+        """Return the bytes of the weights."""
         return 0
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of the KV cache per token, at most."""
+        """Return the largest number of bytes that the KV cache takes per token."""
         return 0
 
     @property
     def replays_passes(self) -> bool:
-        """Return whether a pass of a new size is recorded first, so that few sizes are better than small sizes."""
+        """Return whether each new size of a pass is recorded first. Few sizes are then better than small sizes."""
         return False
 
     def check_fits(self, capacity: int) -> None:
@@ -154,20 +155,20 @@ class Decoder(Protocol):
         ...
 
     def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """Append ids [B, T] to the cache; return logits [B, T, V], or those of the last tokens, [B, last, V].
+        """Append ids [B, T] to the cache; return their logits, [B, T, V] or, for the last tokens alone, [B, last, V].
 
-        tree: Parents of the T tokens; by default each token follows the token before.
+        tree: Tree of the T tokens; by default each token follows the token before.
         """
         ...
 
     def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
-        """Return the logits of the last tokens of whole texts, [B, last, V]; no cache is kept. tree: See forward."""
+        """Return the logits of the last tokens of whole texts, [B, last, V], without a cache. tree: See forward."""
         return self.forward(ids, self.new_cache(len(ids), ids.shape[1]), last, tree)
 
     def draft(self, logits: Tensor, cache: Any, uniform: Tensor, choose: Sampler) -> Drafted:
-        """Draft K tokens after the cached tokens, see draft_chain. The last token is not fed.
+        """Draft K tokens after the cached tokens, see draft_chain. The last drafted token is not added to the cache.
 
-        logits: logits after the cached tokens, [B, V]. uniform: draws in [0, 1), [B, K].
+        logits: Logits after the cached tokens, [B, V]. uniform: Draws in [0, 1), [B, K].
         """
         return draft_chain(
             logits,
@@ -177,12 +178,12 @@ class Decoder(Protocol):
         )
 
     def without_rollback(self) -> "Decoder":
-        """Return a decoder for text without drafts, whose cache only grows."""
+        """Return a decoder for decoding without drafts; its caches cannot be rolled back."""
         return self
 
 
 def end_of_pass(cache: Any, width: int) -> int:
-    """Return the length of the longest row after a pass of width tokens. Raises ValueError: the cache is shorter."""
+    """Return the longest row's length after a pass of `width` tokens. Raises ValueError: the cache is shorter."""
     end = max(cache.used) + width
     if end > cache.capacity:
         raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
@@ -192,9 +193,10 @@ def end_of_pass(cache: Any, width: int) -> int:
 def draft_chain(
     logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]
 ) -> Drafted:
-    """Draft tokens autoregressively, [B, K]; return them and the distributions they were drawn from, [B, K, V], if any.
+    """Draft K tokens autoregressively. Return the tokens, [B, K], and their distributions, [B, K, V], if any.
 
-    logits: after the texts, [B, V]. uniform: draws in [0, 1), [B, K]. following: returns logits after one more token.
+    logits: Logits after the texts, [B, V]. uniform: Draws in [0, 1), [B, K]. following: Function that feeds the tokens
+    of one step, [B], and returns the next logits, [B, V].
     """
     ids, q = [], []
     for draws in uniform.unbind(1):
@@ -211,10 +213,11 @@ def feed(
     known: int | None = None,
     last: int = 1,
 ) -> Tensor:
-    """Append the missing tokens of each text to the cache, at least its last tokens; return their logits, [B, last, V].
+    """Append to the cache the tokens of each text that it lacks; return the logits of the last tokens, [B, last, V].
 
-    Cached tokens beyond a text are dropped. Every row feeds the largest number of missing tokens: the end of
-    their text once more, then padding, which the next pass overwrites. known: larger ids are fed as known - 1.
+    The last tokens are fed even if cached, and cached tokens beyond a text are dropped. Every row feeds the same number
+    of tokens: a row that lacks fewer feeds the end of its text again, or padding if the text is shorter. known: Number
+    of ids that the model knows; larger ids are fed as known - 1.
     """
     width = max(
         len(text) - min(used, len(text) - last)
@@ -228,7 +231,7 @@ def feed(
     ids = staged(rows, model.device)  # [B, width]
     if known is not None:
         ids.clamp_(max=known - 1)
-    # index of each text's last token among those fed
+    # index of each text's last token among the fed tokens
     at = [min(width, len(text)) - 1 for text in texts]
     cache.used = starts
     logits = model.forward(ids, cache, last=width - min(at) + last - 1)

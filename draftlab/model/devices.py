@@ -1,4 +1,4 @@
-"""Devices: exact sums and products on them, copies that nothing waits for, and their free memory."""
+"""Devices: exact sums and products, asynchronous copies, and free memory."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,23 +11,23 @@ from draftlab.errors import UserError
 
 
 def staged(values: Sequence[object], device: torch.device) -> torch.Tensor:
-    """Return numbers as a tensor on the device, in a copy that neither side waits for."""
+    """Return numbers as a tensor on the device, copied asynchronously."""
     return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of long sums: float64, which Apple's GPUs lack."""
+    """Return the dtype for long sums: float64, or float32 on Apple's GPUs, which lack float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def exact(values: torch.Tensor) -> torch.Tensor:
-    """Return values in float64, on the CPU if their device has none."""
+    """Return values in float64, on the CPU if their device has no float64."""
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Keep float32 products from TF32, whatever the image of a vendor set: normal equations square its error."""
+    """Compute float32 products without TF32 in this context, because normal equations square its error."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -36,7 +36,7 @@ def exact_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-CGROUPS = (  # limit, usage, statistics, and the key of reclaimable bytes in them; cgroup v2, then v1
+CGROUPS = (  # files of limit, usage and statistics, and the key of reclaimable bytes; cgroup v2, v1
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
         "memory/memory.limit_in_bytes",
@@ -65,7 +65,7 @@ def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> i
 
 
 def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) -> None:
-    """Raises UserError: needs, bytes by purpose, exceed the free memory. advice: Other ways, for the message."""
+    """Raises UserError: the sum of `needs`, bytes by purpose, exceeds the free memory. advice: End of the message."""
     free, total = free_bytes(device), sum(needs.values())
     if total > free:
         parts = ", ".join(

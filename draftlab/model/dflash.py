@@ -2,9 +2,10 @@
 
 B rows, T tokens, S positions, L layers, H query heads in K groups, C head_dim, D hidden, V vocab, A layers read.
 
-The context of each layer is made of the target's states: keys and values are projections of hidden_norm(fc(states)) at
-their positions. The queries are the last token of the text and mask tokens after it, which attend to the context and to
-each other. A mask token predicts the token at its own position, or, with sample_from_anchor, the token after it.
+The context of each layer comes from the target's states: keys and values are projections of hidden_norm(fc(states)) at
+the states' positions. The block is the last token of the text and the mask tokens after that token. Tokens of the block
+attend to the context and to each other. A mask token predicts the token at its own position or, with
+sample_from_anchor, the next token.
 """
 
 import math
@@ -34,16 +35,16 @@ NOT_COMPUTED = {
     "attention_sink_bias": (False, None),
     "attention_value_scale": (None,),
     "use_aux_hidden_state": (True, None),
-}  # fields of config.json, and the values that are computed
+}  # fields of config.json, and the values that draftlab supports
 
 
 class DFlashShape(FileModel):
     """Sizes of a head.
 
     Attributes:
-        layer_ids: Number i is the target's residual stream after i layers.
-        windows: Latest positions that each layer reads; None for all.
-        causal: Whether a token of the block reads the tokens before it alone, by layer.
+        layer_ids: Id i is the target's residual stream after i layers.
+        windows: Number of latest positions that each layer reads; None for all positions.
+        causal: Whether a token of the block reads only earlier tokens, by layer.
         sample_from_anchor: Whether the text's last token predicts the first drafted token.
     """
 
@@ -66,7 +67,7 @@ class DFlashShape(FileModel):
 
     @property
     def most(self) -> int:
-        """Return the number of tokens that a block drafts."""
+        """Return the largest number of tokens that a block drafts."""
         return self.block_size - (not self.sample_from_anchor)
 
     @property
@@ -115,7 +116,7 @@ class DFlashShape(FileModel):
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places of tokens in a cache, and the rotary embeddings of their positions."""
+    """The row and position of each token in a cache, and the rotary embeddings of the positions."""
 
     rows: Tensor  # [B, 1]
     positions: Tensor  # [B, T]
@@ -123,13 +124,13 @@ class Places:
     sin: Tensor
 
     def turned(self, x: Tensor) -> Tensor:
-        """Return x [B, T, H, C] turned by the rotary embeddings."""
+        """Return x [B, T, H, C] rotated by the rotary embeddings."""
         return x * self.cos + x.roll(x.shape[-1] // 2, -1) * self.sin
 
 
 @dataclass(slots=True)
 class BlockCache:
-    """Keys and values of the context, [L, B, K, S, C] each. ``used`` positions of each row are valid, [B]."""
+    """Keys and values of the context, [L, B, K, S, C] each. The first ``used`` positions of each row are valid, [B]."""
 
     keys: Tensor
     values: Tensor
@@ -137,7 +138,7 @@ class BlockCache:
 
 
 class DFlash:
-    """A head on its target, whose embedding it reads and whose output layer it uses where it has none."""
+    """A head that reads its target's embedding, and uses its target's output layer unless it has one."""
 
     def __init__(
         self,
@@ -150,8 +151,8 @@ class DFlash:
     ) -> None:
         """Args:
         head: Output layer, [W, D].
-        ids: The W ids that it predicts; None for all.
-        rope: Rotary frequencies, [C / 2], and the scale of their tables.
+        ids: The W ids that the output layer predicts; None for all ids.
+        rope: Rotary frequencies, [C / 2], and the scale of the tables.
         """
         self.config, self.weights, self.embed, self.head, self.ids = (
             config,
@@ -179,7 +180,7 @@ class DFlash:
             )
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
-        """Return an empty cache for texts of at most capacity tokens and a block after them."""
+        """Return an empty cache for texts of at most capacity tokens and a block. Raises UserError: it is too long."""
         c = self.config
         self.check_fits(capacity)
         size = (c.layers, rows, c.kv_heads, capacity + c.block_size, c.head_dim)
@@ -196,9 +197,9 @@ class DFlash:
 
     @torch.inference_mode()
     def block_logits(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
-        """Return the logits of count tokens after the texts, [B, count, V]; the cache keeps the context alone.
+        """Return the logits of the next `count` tokens, [B, count, V]. ``cache.used`` does not change.
 
-        last: Last token of each text, [B], at the position after those in use.
+        last: Last token of each text, [B], at position ``cache.used``.
         """
         c, first = self.config, int(not self.config.sample_from_anchor)
         masks = last.new_full((len(last), count - 1 + first), c.mask_token_id)
@@ -229,7 +230,7 @@ class DFlash:
         )
 
     def _mask(self, window: int | None, causal: bool, positions: Tensor, end: int) -> Tensor:
-        """Return which of the first end positions each token of a block reads, [B, 1, T, end]."""
+        """Return whether each token of a block reads each of the first `end` positions, bool [B, 1, T, end]."""
         read = torch.arange(end, device=self.device)
         last = positions if causal else positions[:, -1:].expand_as(positions)
         mask = read <= last.unsqueeze(-1)
@@ -238,7 +239,7 @@ class DFlash:
         return mask.unsqueeze(1)
 
     def _store(self, layer: int, x: Tensor, places: Places, cache: BlockCache) -> None:
-        """Write the keys and values of x [B, T, D] at their places."""
+        """Write the keys and values of x [B, T, D] to the cache."""
         c = self.config
         k = F.linear(x, self._weight(layer, "self_attn.k_proj")).unflatten(
             -1, (c.kv_heads, c.head_dim)
@@ -268,16 +269,16 @@ class DFlash:
 
 
 def check(folder: Path, target: Path) -> DFlashShape:
-    """Read the configuration of a head; no weight is read.
+    """Read the configuration of a head, but no weight.
 
     Raises:
-        UserError: No DFlash head, a head of another target, or a head with parts that are not computed.
+        UserError: the folder has no DFlash head, a head of another target, or a head that draftlab does not compute.
     """
     return _read_config(folder, target)[0]
 
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash:
-    """Load a head on its target. embed, head: The target's, [V, D] each. Raises UserError: The errors of check."""
+    """Load a head. embed, head: Embedding and output layer of the target, [V, D] each. Raises UserError: see check."""
     config, layer = _read_config(folder, target_path)
     tensors = read_tensors(folder, lambda name: name.removeprefix("model."))
     expected, optional = config.sizes(), config.optional_sizes()
@@ -298,7 +299,7 @@ def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash
 
 
 def _read_config(folder: Path, target: Path) -> tuple[DFlashShape, Any]:
-    """Return a head's sizes, and the configuration of its layers. Raises UserError: The errors of check."""
+    """Return a head's sizes, and the configuration of its layers. Raises UserError: the errors of check."""
     sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
     if hub.head_kind(folder) != "dflash":
         raise UserError(f"{folder} is no DFlash head: its config.json has no dflash_config")
@@ -316,7 +317,7 @@ def _read_config(folder: Path, target: Path) -> tuple[DFlashShape, Any]:
 
 
 def _layer_config(content: Mapping[str, Any]) -> Any:
-    """Return the configuration of the layers as transformers' Qwen 3, whose layers these heads have."""
+    """Return the configuration of the layers as transformers' Qwen3Config; DFlash heads have layers of Qwen 3."""
     from transformers import Qwen3Config
 
     layer = content.get("transformer_layer_config", content)
@@ -329,7 +330,7 @@ def _layer_config(content: Mapping[str, Any]) -> Any:
 
 
 def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashShape:
-    """Raises UserError: parts that are not computed. KeyError, TypeError: the configuration of something else."""
+    """Raises UserError: a setting that draftlab does not compute. KeyError, TypeError: another kind of model."""
     own: Mapping[str, Any] = content.get("dflash_config") or {}
     layer: Mapping[str, Any] = content.get("transformer_layer_config", content)
     theirs = "transformer_layer_config" in content  # the layout of speculators

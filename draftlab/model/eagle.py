@@ -1,9 +1,9 @@
 """EAGLE-3 heads on disk (Li et al. 2025, 2503.01840): their sizes, their tensors, and the layouts that servers read.
 
-A head is one LLaMA layer whose attention reads the embedding of a token with a state: first what fc makes of the
-outputs of some of the target's layers, later its own output. It predicts some of the target's ids. EAGLE-3.1 adds norms
-before fc and of the state that is fed back, and a sliding window. D hidden, E hidden of the target, V vocab, W draft
-vocab, A layers of the target that fc reads.
+A head is one LLaMA layer whose attention reads the embedding of a token and a state. The first state is fc's projection
+of the outputs of some target layers; each later state is the head's own output. The head predicts some of the target's
+ids. EAGLE-3.1 adds norms before fc and of the state that is fed back, and a sliding window. D hidden, E hidden of the
+target, V vocab, W draft vocab, A layers of the target that fc reads.
 """
 
 import json
@@ -57,7 +57,7 @@ class TargetSizes:
 
     @classmethod
     def of(cls, directory: Path) -> "TargetSizes":
-        """Read config.json of any decoder. Raises UserError: transformers does not know it."""
+        """Read config.json of any decoder. Raises UserError: transformers does not know the model."""
         checkpoint.read_config(directory)
         with reading(f"{directory}/config.json cannot be used"):
             config: Any = checkpoint.auto_config(directory).get_text_config()
@@ -69,10 +69,10 @@ class TargetSizes:
         )
 
     def default_layer_ids(self) -> tuple[int, ...]:
-        """Return 2, n / 2 and n - 3, which servers assume; of a target with less than seven layers 1, n / 2 and n - 1.
+        """Return layers 2, n / 2 and n - 3 of n layers, as servers do; with fewer than seven layers 1, n / 2 and n - 1.
 
         Raises:
-            UserError: less than four layers.
+            UserError: the target has fewer than four layers.
         """
         if self.layers < 4:
             raise UserError(
@@ -88,10 +88,14 @@ class TargetSizes:
 class HeadShape(FileModel):
     """Sizes of a head.
 
-    layer_ids: i is the residual stream of the target after i layers, before the final norm. rope: rope_parameters of
-    transformers. norm_before_fc: one RMSNorm of all states that fc reads. fc_norm: an RMSNorm for the states of each
-    layer. norm_output: the state that is fed back is the normed one that lm_head reads. sliding_window: latest tokens
-    that attention reads. qk_norm: RMSNorms of queries and keys, as in Qwen3.
+    Args:
+        layer_ids: Id i is the target's residual stream after i layers, before the final norm.
+        rope: rope_parameters of transformers.
+        norm_before_fc: One RMSNorm over the joined states that fc reads.
+        fc_norm: One RMSNorm for the states of each layer that fc reads.
+        norm_output: The normed output, which lm_head reads, is also the next state.
+        sliding_window: Number of latest tokens that attention reads.
+        qk_norm: RMSNorms of queries and keys, as in Qwen3.
     """
 
     hidden: int = Field(ge=1)
@@ -134,12 +138,12 @@ class HeadShape(FileModel):
 
     @property
     def optional_parts(self) -> list[str]:
-        """Return the fields of the head that not every server computes."""
+        """Return the names of the head's fields that not every server computes."""
         return [name for name in OPTIONAL_PARTS if getattr(self, name)]
 
     @property
     def shape(self) -> Shape:
-        """Return the shape of the layer, with the target's vocabulary; q, k and v read twice its hidden size."""
+        """Return the layer's shape with the target's vocabulary. q, k and v of the head have twice as many inputs."""
         return Shape(
             layers=1,
             hidden=self.hidden,
@@ -152,7 +156,7 @@ class HeadShape(FileModel):
         )
 
     def params(self) -> int:
-        """Return how many numbers are trained."""
+        """Return the number of trained parameters."""
         return sum(math.prod(size) for size in self.sizes().values())
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -209,7 +213,7 @@ class HeadShape(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """A head in memory. ids: the target's id of each draft id, [W]. embedding: its own, [V, D]; None: the target's."""
+    """A head in memory. ids: Target id of each draft id, [W]. embedding: [V, D]; None stands for the target's."""
 
     config: HeadShape
     weights: Mapping[str, Tensor]
@@ -220,12 +224,12 @@ class Head:
 def head_config(
     target: Path, layer_ids: Sequence[int] | None, draft_vocab: int, **variant: Any
 ) -> HeadShape:
-    """Return a head whose layer has the sizes, rotary frequencies and norms of the target's own.
+    """Return the sizes of a head whose layer has the sizes, rotary frequencies and eps of the target's layers.
 
-    variant: norm_before_residual and the fields of EAGLE-3.1, see HeadShape; by default a plain EAGLE-3 head.
+    variant: Values of norm_before_residual and later fields of HeadShape. Default: a plain EAGLE-3 head.
 
     Raises:
-        UserError: a layer that the target lacks, or a draft vocabulary larger than the target's.
+        UserError: the target lacks a layer in `layer_ids`, or has a smaller vocabulary than `draft_vocab`.
     """
     sizes, config = TargetSizes.of(target), checkpoint.auto_config(target).get_text_config()
     heads = int(config.num_attention_heads)
@@ -259,10 +263,10 @@ def head_config(
 
 
 def check(folder: Path, target: Path) -> HeadShape:
-    """Read the configuration of a head and the sizes of its tensors; no weight is read.
+    """Read the configuration of a head and the sizes of its tensors, but no weight.
 
     Raises:
-        UserError: no EAGLE-3 head, a head of another target, or a head that the engine does not compute.
+        UserError: the folder has no EAGLE-3 head, a head of another target, or a head that draftlab does not compute.
     """
     content, sizes = checkpoint.read_config(folder), TargetSizes.of(target)
     with reading(folder / "config.json"):
@@ -276,7 +280,7 @@ def check(folder: Path, target: Path) -> HeadShape:
 def read(
     folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU
 ) -> Head:
-    """Read a head in any of the layouts. Raises UserError: See check; or values that are not finite or out of range."""
+    """Read a head in any layout. Raises UserError: see check; or a value is not finite, or is no valid id."""
     config = check(folder, target)
     tensors = read_tensors(folder, _plain)
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
@@ -287,7 +291,7 @@ def read(
 
 
 def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[str, Tensor]:
-    """Return the tensors of a head's file. Raises UserError: There is no such file, or a value is not finite."""
+    """Return the tensors of a head, renamed by `rename`. Raises UserError: no weights, or a value is not finite."""
     _check_has_weights(folder)
     with reading(folder / WEIGHTS):
         tensors = {rename(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
@@ -297,10 +301,14 @@ def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[str, Tensor
 
 
 def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -> Tensor:
-    """Return the target's id of each draft id, [W], of a head's d2t [W] and, if it has one, t2d [V].
+    """Return the target id of each draft id, [W].
+
+    Args:
+        offsets: The head's d2t: target id minus draft id, [W].
+        known: The head's t2d, if it has one: nonzero for the target ids that it predicts, [V].
 
     Raises:
-        UserError: Ids that are no different ids of the target, or a t2d that names other ids.
+        UserError: two draft ids have the same target id, an id is out of range, or t2d and d2t contradict each other.
     """
     ids = torch.arange(len(offsets)) + offsets.long()
     if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
@@ -313,9 +321,10 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
 def write(
     folder: Path, head: Head, layout: Layout, *, target: Path, k: int, verifier: str = ""
 ) -> None:
-    """Write config.json and model.safetensors; d2t and t2d where the head predicts some of the ids only.
+    """Write config.json and model.safetensors, with d2t and t2d unless the head predicts all ids.
 
-    target: whose architecture the configuration has, and its name, unless verifier is one. k: tokens that it proposes.
+    target: Directory of the target. verifier: Name of the target in the configuration. Default: the directory.
+    k: Number of tokens that the head proposes.
     """
     config = head.config
     tensors = {
@@ -348,7 +357,7 @@ def write(
 
 
 def _target_embedding(target: Path, config: HeadShape) -> Tensor:
-    """Return the target's embedding, [V, E]. Raises UserError: the target has none under a name that is known."""
+    """Return the target's embedding, [V, E]. Raises UserError: no tensor of this size has the name of an embedding."""
     weights = checkpoint.Weights(target)
     for name in weights:
         if name.endswith(("embed_tokens.weight", "wte.weight")) and weights[name].shape == (
@@ -438,7 +447,7 @@ def _llama_json(config: HeadShape) -> dict[str, object]:
 
 
 def _from_json(content: Mapping[str, Any], target: TargetSizes, folder: Path) -> HeadShape:
-    """Raises UserError: a configuration of something else, or of a head with parts that are not computed."""
+    """Return the sizes in config.json. Raises UserError: another kind of model, or a setting that is not computed."""
     from transformers import LlamaConfig
 
     kind = content.get("speculators_model_type", "eagle3")
@@ -509,7 +518,7 @@ _ONLY: dict[str, tuple[object, ...]] = {
 
 
 def _layer_ids(content: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the layers as vLLM counts them; ids in eagle_config alone are SpecForge's, which SGLang reads."""
+    """Return the layer ids as vLLM counts them. Ids in eagle_config alone are one lower, as SGLang counts them."""
     ids = content.get("eagle_aux_hidden_state_layer_ids")
     if ids:
         return tuple(ids)
@@ -547,7 +556,7 @@ def check_target(
 
 
 def _check_tensors(config: HeadShape, tensors: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raises UserError: a tensor that is missing, unknown, or of another size."""
+    """Raises UserError: a tensor is missing, unknown, or of another size."""
     expected = config.sizes()
     optional = {
         "d2t": (config.draft_vocab,),
@@ -566,7 +575,7 @@ def check_tensors(
     folder: Path,
     kind: str,
 ) -> None:
-    """Raises UserError: a tensor that is missing, unknown, or of another size. kind: The head in words."""
+    """Raises UserError: a tensor is missing, unknown, or of another size. kind: Kind of head, for the message."""
     wanted = {**expected, **optional}
     for name in sorted(expected.keys() - sizes.keys()):
         needed = f", which its {expected[name][0]} draft ids need" if name == "d2t" else ""
@@ -579,14 +588,14 @@ def check_tensors(
 
 
 def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of the tensors in a head's file by name. Raises UserError: there is no such file."""
+    """Return the sizes of a head's tensors by name. Raises UserError: the folder has no weights."""
     _check_has_weights(folder)
     with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
         return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _check_has_weights(folder: Path) -> None:
-    """Raises UserError: there is no file of weights."""
+    """Raises UserError: the folder has no file of weights."""
     if not (folder / WEIGHTS).exists():
         pickled = (
             " (only what torch.save wrote, which is not read)" if any(folder.glob("*.bin")) else ""

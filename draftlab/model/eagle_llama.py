@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as decoders of one layer, with a cache of their own.
+"""EAGLE-3 heads as decoders of one layer with their own cache.
 
 B rows, T new tokens, D hidden, A layers of the target that are read, E hidden of the target, W draft vocab.
 """
@@ -26,13 +26,13 @@ from draftlab.model.native_cpu import WIDE, NativeLlama
 
 
 class EagleLlama(Llama):
-    """A head: weights of a Llama of one layer whose q, k and v read [2 D]; step is its pass."""
+    """A head as a Llama of one layer whose q, k and v read [2 D]. step() runs a pass; forward() raises TypeError."""
 
     def __init__(self, head: Head, embedding: Tensor, directory: Path) -> None:
-        """embedding: the target's, for a head without its own.
+        """embedding: The target's embedding, [V, D], for a head without its own.
 
         Raises:
-            UserError: rotary frequencies that the engine does not compute.
+            UserError: the engine does not compute the head's rotary frequencies.
         """
         config = head.config
         weights = {f"model.{name}": weight for name, weight in head.weights.items()}
@@ -59,7 +59,7 @@ class EagleLlama(Llama):
             self.head_ids = head.ids
 
     def combine(self, layer_states: Tensor) -> Tensor:
-        """Return the layer's input from the target's states, [..., A E] -> [..., D]."""
+        """Return the head's input states, [..., D], from the target's states, [..., A E]."""
         if self.fc_norms:
             parts = layer_states.split([len(weight) for weight in self.fc_norms], -1)
             normed = [
@@ -70,17 +70,21 @@ class EagleLlama(Llama):
         return F.linear(layer_states, self.fc)
 
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """Raises TypeError: a head has no pass without states."""
+        """Raises TypeError: a head needs states with its tokens, see step."""
         raise TypeError("an EAGLE-3 head reads states with its tokens: use step")
 
     @torch.inference_mode()
     def step(
         self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Append tokens to the cache, each with a state.
+        """Append tokens to the cache, each with a state; return logits and new states.
 
-        ids: [B, T], each the token after the position of its state. states: [B, T, D], of combine or of earlier steps.
-        tree: Same as in Llama.forward. Returns: logits [B, last, V] of the last tokens, and all states [B, T, D].
+        Args:
+            ids: Token after the position of each state, [B, T].
+            states: States from combine or from earlier steps, [B, T, D].
+            tree: See Llama.forward.
+
+        Returns: Logits of the last tokens, [B, last, V], and the new states of all tokens, [B, T, D].
         """
         drafted = self.decode_states(
             ids, states, cache, self._metadata(cache, ids.shape[1], tree), last
@@ -96,7 +100,7 @@ class EagleLlama(Llama):
         choose: Sampler,
         state: Tensor | None = None,
     ) -> Drafted:
-        """Draft K tokens, see Decoder.draft. state: the head's after the last token of each text, [B, 1, D]."""
+        """Draft K tokens, see Decoder.draft. state: The head's state after the last token of each text, [B, 1, D]."""
 
         def following(token: Tensor) -> Tensor:
             nonlocal state
@@ -109,7 +113,7 @@ class EagleLlama(Llama):
     def decode_states(
         self, ids: Tensor, states: Tensor, cache: Cache, metadata: AttentionMetadata, last: int
     ) -> tuple[Tensor, Tensor]:
-        """Run the pass itself; see step."""
+        """Run a pass and return logits and states, see step."""
         block = self.blocks[0]
         embedded = self._normed(F.embedding(ids, self.embed), block.input_norm)
         normed = rms_norm(states, self.state_norm, self.eps)
@@ -130,7 +134,7 @@ class NativeEagle(EagleLlama, NativeLlama):
     """A head on the CPU whose narrow passes are compiled; its states are float32."""
 
     def __init__(self, model: EagleLlama, int8: bool = False) -> None:
-        """Raises UserError: The errors of NativeLlama."""
+        """Raises UserError: the errors of NativeLlama."""
         NativeLlama.__init__(self, model, int8)
 
     @torch.inference_mode()
@@ -159,7 +163,7 @@ class CudaGraphEagle(EagleLlama, CudaGraphLlama):
         if tree is not None or ids.numel() > cuda_graphs.WIDE or not any(cache.used):
             return super().step(ids, states, cache, last, tree)
         graph = self._replayed(ids, cache, last, states)
-        assert graph.states is not None  # the states that were given
+        assert graph.states is not None  # because step has states
         return graph.logits, graph.states
 
     def draft(
@@ -180,18 +184,18 @@ class CudaGraphEagle(EagleLlama, CudaGraphLlama):
         last: int,
         states: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        assert states is not None  # step and draft give them
+        assert states is not None  # step and draft have states
         return self.decode_states(ids, states, cache, metadata, last)
 
 
 def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
-    """Return a head with passes that run in the mode of its target. int8: Rounded weights, in mode native."""
+    """Return a head whose passes run in its target's mode. int8: Round weights to int8, in mode native only."""
     if mode == "native":
         return NativeEagle(head, int8)
     return CudaGraphEagle(head) if mode == "graphs" else head
 
 
 def load(folder: Path, target_path: Path, target: Llama | HFDecoder) -> EagleLlama:
-    """Load a head on its target, in the target's dtype and on its device. Raises UserError: See eagle.read."""
+    """Load a head in the dtype and on the device of its target. Raises UserError: the errors of eagle.read."""
     head = eagle.read(folder, target_path, target.embed.dtype, target.device)
     return EagleLlama(head, target.embed, folder)

@@ -1,4 +1,4 @@
-"""Families of shapes at an equal budget, from deep and narrow to shallow and wide; named shape files. No torch."""
+"""Families of shapes at an equal budget, from deep and narrow to shallow and wide, and named shape files. No torch."""
 
 import math
 import re
@@ -30,17 +30,20 @@ FALLBACKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The cost that all shapes of a family have in common, and the multiples that they keep.
+    """The cost that all shapes of a family share, and the multiples of their sizes.
 
-    amount: all parameters ("total"), those of the blocks ("body"), bytes of bf16 KV cache per token ("kv"), or
-    milliseconds of a one-token pass ("latency") by latency_ms, which must grow with the ffn.
+    Args:
+        amount: Number of all parameters ("total") or of the blocks' parameters ("body"), bytes of bf16 KV cache per
+            token ("kv"), or milliseconds of a one-token pass ("latency").
+        tolerance: Largest relative difference of a shape's cost from the amount.
+        latency_ms: Latency of a shape, for "latency"; it must grow with the ffn.
     """
 
     amount: float
     kind: BudgetKind
-    multiple_of: int = 64  # divides the ffn
+    multiple_of: int = 64  # of the ffn
     width_multiple_of: int = 1
-    tensor_parallel: int = 1  # devices that heads, kv heads and ffn split over evenly
+    tensor_parallel: int = 1  # number of devices, which divides heads, kv heads and ffn
     tolerance: float = 0.01
     latency_ms: Callable[[Shape], float] | None = None
 
@@ -56,27 +59,27 @@ class Budget:
         return even and abs(self.cost(shape) - self.amount) <= self.tolerance * self.amount
 
     def fits(self, shape: Shape) -> bool:
-        """Return whether width and heads keep the multiples; the ffn is chosen later."""
+        """Return whether hidden, heads and kv heads have the required multiples. The ffn is not checked."""
         heads = math.gcd(shape.heads, shape.kv_heads)
         return shape.hidden % self.width_multiple_of == 0 and heads % self.tensor_parallel == 0
 
     def steps(self) -> list[int]:
-        """Return multiples of the ffn to try, the first that meets the budget wins."""
+        """Return the multiples of the ffn to try; the first multiple that meets the budget wins."""
         finer = [step for step in FALLBACKS if step < self.multiple_of]
         return [math.lcm(step, self.tensor_parallel) for step in (self.multiple_of, *finer)]
 
 
 def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
-    """Return one shape per depth, all within source and within tolerance of the budget.
+    """Return one shape per depth, no larger than the source and within tolerance of the budget.
 
-    Every multiple of head_dim is a candidate width, with heads = width / head_dim and the ffn, a multiple of
-    multiple_of or the source's own, nearest to the budget; the width whose ffn / hidden is nearest to the source's, as
-    a quotient, wins. Where no multiple of multiple_of fits, multiples of 16 are tried, then of 8. For "kv" the budget
-    decides the heads, the heads the width, and the source's ratio the ffn. Depths that cannot meet the budget are
-    omitted.
+    Every multiple of head_dim is a candidate width, with heads = width / head_dim. The ffn is the source's or a
+    multiple of multiple_of, whichever is nearest to the budget. The width whose ffn / hidden is nearest to the source's
+    ratio wins. If no multiple of multiple_of meets the budget, multiples of 16 are tried, then of 8. For "kv", the
+    budget determines the heads, the heads the width, and the source's ratio the ffn. Depths that cannot meet the budget
+    are omitted.
 
     Raises:
-        UserError: no depth meets the budget; names what each can reach.
+        UserError: no depth meets the budget; the message has the costs that each depth can reach.
     """
     candidates = [_at_depth(source, layers, budget) for layers in depths]
     shapes = [shape for shape in candidates if shape is not None]
@@ -94,7 +97,7 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
 
 
 def shape_name(shape: Shape, *, with_ffn: bool = False) -> str:
-    """Return layers x hidden, as 3x256 or 3x256-f688, as the shape files are named."""
+    """Return the name of a shape file: layers x hidden, such as 3x256 or, with the ffn, 3x256-f688."""
     return f"{shape.layers}x{shape.hidden}" + (f"-f{shape.ffn}" if with_ffn else "")
 
 
@@ -104,10 +107,10 @@ def widths_folder() -> Path:
 
 
 def shipped(folder: str) -> Path:
-    """Return a folder of files that come with draftlab: in an installed package, or in configs/ of a clone.
+    """Return a folder of files that come with draftlab: in the installed package, or in configs/ of a clone.
 
     Raises:
-        UserError: Neither has it.
+        UserError: the folder is missing in both.
     """
     package = Path(__file__).parents[1]
     installed, cloned = package / folder, package.parent / "configs" / folder
@@ -120,10 +123,10 @@ def shipped(folder: str) -> Path:
 
 
 def presets(folder: Path) -> dict[str, Shape]:
-    """Return every shape file of a folder, by its name without .yaml.
+    """Return every shape in a folder of shape files, by file name without .yaml.
 
     Raises:
-        UserError: no such folder, a file that is not a shape file, or one named 3x256 with other sizes.
+        UserError: there is no such folder, a file is not a shape file, or a file named 3x256 has other sizes.
     """
     if not folder.is_dir():
         raise UserError(f"no folder of shape files at {folder}")
@@ -141,7 +144,7 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
     """Return the name of a shape file, a preset or a checkpoint, and its shape or directory.
 
     Raises:
-        UserError: there is none of that name; with weights, a checkpoint without weights.
+        UserError: nothing has that name; or weights=True, and the checkpoint has no weights.
     """
     shapes = presets(widths_folder())
     if name in shapes:
@@ -159,7 +162,7 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
 def matching_preset(
     source: Shape, layers: int, hidden: int, folder: Path
 ) -> tuple[str, Shape] | None:
-    """Return the named shape with these sizes that can be cut from source. Raises UserError: several can."""
+    """Return the preset with these sizes that can be cut from the source. Raises UserError: several presets match."""
 
     def fits(shape: Shape) -> bool:
         try:
@@ -187,13 +190,13 @@ def requested_shape(
     multiple_of: int,
     file: Path | None,
 ) -> tuple[Shape, str | None]:
-    """Return the requested shape, and the name of its preset, if any.
+    """Return the requested shape, and the name of its shape file or preset, if any.
 
-    Layers and hidden alone mean the preset with these sizes, if there is one whose ffn is a
-    multiple of multiple_of; resolve() chooses all other defaults.
+    layers and hidden alone select the preset with these sizes, if its ffn is a multiple of multiple_of. Without such a
+    preset, resolve() chooses the other sizes.
 
     Raises:
-        UserError: no request, or a shape that cannot be cut from source.
+        UserError: no size is requested, or the shape cannot be cut from the source.
     """
     numbers = [layers, hidden, ffn, params]
     named: tuple[str, Shape] | None = None
@@ -233,7 +236,7 @@ def _candidates(source: Shape, layers: int, budget: Budget, step: int) -> list[S
 
 
 def _widths(source: Shape, layers: int, budget: Budget) -> list[Shape]:
-    """Return source at every legal width that keeps the multiples, with the source's ffn."""
+    """Return the source's shape at every legal width that the budget allows, with the source's ffn."""
     group = source.heads // source.kv_heads
     shapes = []
     for hidden in range(source.head_dim, source.hidden + 1, source.head_dim):
@@ -250,7 +253,7 @@ def _widths(source: Shape, layers: int, budget: Budget) -> list[Shape]:
 
 
 def _nearest(shape: Shape, budget: Budget, *, most: int, step: int) -> Shape:
-    """Return the shape with the ffn, a multiple of step or most itself, nearest to the budget."""
+    """Return the shape with the ffn nearest to the budget, among `most` and the multiples of `step` below."""
 
     def over(ffn: int) -> float:
         return budget.cost(shape.model_copy(update={"ffn": ffn})) - budget.amount
@@ -276,7 +279,7 @@ def _kv_bytes_per_head(source: Shape, layers: int) -> int:
 
 
 def _stretch(shape: Shape, source: Shape) -> float:
-    """Return the distance of ffn / hidden from the source's, as a log quotient: half and double are equally far."""
+    """Return |log| of the ratio ffn / hidden over the source's ratio, so that half and double are equally far."""
     return abs(math.log(shape.ffn / shape.hidden * source.hidden / source.ffn))
 
 

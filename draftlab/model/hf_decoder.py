@@ -2,10 +2,9 @@
 
 B rows, T new tokens, S slots of the cache, V vocab, A layers whose states are kept, E hidden.
 
-transformers appends T slots to every row in a pass. A table holds the position of each slot in its row's text, and the
-attention mask lets a token read the slots of its own text alone. Rolling back, and rows that advance at their own pace,
-are changes of that table. Slots at the end that no row reads are dropped; the cache is packed when most slots are not
-read.
+transformers appends T slots to every row in a pass. A table has the position of each slot in its row's text, and the
+attention mask lets a token read only slots with a position. Rolling back, and rows of different lengths, are changes of
+that table. Slots at the end that no row reads are dropped; the cache is packed when most slots are not read.
 """
 
 import inspect
@@ -27,17 +26,20 @@ from draftlab.model.llama import LayerStates
 
 # layers with states in place of keys
 RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
-SPARSE = 2  # slots for each position that is read, from which on the cache is packed
+SPARSE = 2  # slots per position that is read, above which the cache is packed
 FULL, SLIDING = "full_attention", "sliding_attention"
 TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two rows
 TRIAL_ERROR = {
     torch.float32: 1e-3,
     torch.float64: 1e-6,
-}  # error of logits by the largest logit; other dtypes have few bits
+}  # largest error of logits / largest logit; 0.05 for dtypes with fewer bits
 
 
 def without_gradients(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Leave inference mode: FSDP2 trains with the very tensors in which a pass gathers weights."""
+    """Return a function that runs without gradients but outside inference mode.
+
+    FSDP2 trains with the tensors into which a pass gathers weights, and they must not be inference tensors.
+    """
     return torch.inference_mode(False)(torch.no_grad()(run))
 
 
@@ -45,8 +47,10 @@ def without_gradients(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class HFCache:
     """transformers' cache, and the position of the token in each slot.
 
-    position: of the slot's token in its row's text, [B, S], or -1: no token reads the slot. used: valid positions of
-    each row. layer_states: The states of the layers that a drafter reads, if set.
+    Args:
+        used: Number of valid positions of each row, [B].
+        position: Position of each slot's token in its row's text, or -1 if no token reads the slot, [B, S].
+        layer_states: States of the layers that a drafter reads, stored if set.
     """
 
     past: DynamicCache
@@ -56,7 +60,7 @@ class HFCache:
     layer_states: LayerStates | None = None
 
     def keep(self, row: int, at: int, path: Sequence[int]) -> None:
-        """Keep only the positions at + path of those from at on, moved together in that order."""
+        """Replace the positions from `at` on by the positions at + i for each i in path, in that order."""
         own = self.position[row]
         moved = own.masked_fill(own >= at, -1)
         for to, i in enumerate(path):
@@ -71,7 +75,7 @@ class HFCache:
 
     @torch.inference_mode(False)  # later passes write into these tensors
     def rows(self, mask: Tensor) -> "HFCache":
-        """Return a cache of some rows alone. mask: bool [B]."""
+        """Return a cache of the rows in a mask, bool [B]. This cache can no longer be used."""
         chosen = mask.nonzero().squeeze(1)
         for layer in cast(Any, self.past.layers):
             (layer.reorder_cache if isinstance(layer, RECURRENT) else layer.batch_select_indices)(
@@ -85,7 +89,7 @@ class HFCache:
         )
 
     def drop_unread(self) -> None:
-        """Forget positions after used, and drop slots at the end that no row reads. Raises RuntimeError: it cannot."""
+        """Drop positions after `used`, and unread slots at the end. Raises RuntimeError: transformers cannot crop."""
         self.position = self.position.masked_fill(
             self.position >= torch.tensor(self.used).unsqueeze(1), -1
         )
@@ -98,7 +102,7 @@ class HFCache:
             self._pack()
 
     def _pack(self) -> None:
-        """Move every row's slots to the places of their positions."""
+        """Sort every row's slots by position, and drop slots that no token reads."""
         width = max(self.used)
         order = self.position.masked_fill(self.position < 0, self.capacity + 1).argsort(1)[
             :, :width
@@ -115,26 +119,26 @@ class HFCache:
 
     @property
     def in_order(self) -> bool:
-        """Return whether every slot is read, and holds the position of its number."""
+        """Return whether slot i has position i in every row."""
         return bool((self.position == torch.arange(self.position.shape[1])).all())
 
 
 class HFDecoder(Decoder):
-    """A transformers model as a Decoder, in memory or spread over devices by accelerate."""
+    """A transformers model as a Decoder, on one device or spread over devices by accelerate."""
 
     def __init__(self, model: PreTrainedModel, *, one_length: bool = False) -> None:
-        """one_length: all rows of a batch have the same length, so that no trial is needed."""
+        """one_length: All rows of a batch have the same length, so that `masked` needs no trial."""
         self.model, self.config = model, model.config.get_text_config()
         self.one_length = one_length
         # GPT-2: n_positions
         name = self.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         self.context = int(self.config.to_dict().get(name) or checkpoint.UNLIMITED)
-        # states of the last pass, by the number of layers before
+        # states of the last pass by layer id, the number of layers before
         self._states: dict[int, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
-        # meta ones are offloaded to disk
+        # meta parameters are offloaded to disk
         devices = (p.device for p in self.model.parameters() if not p.is_meta)
         return next(devices, checkpoint.CPU)
 
@@ -167,13 +171,13 @@ class HFDecoder(Decoder):
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of the KV cache per token, at most: without grouped heads."""
+        """Return an upper bound of the KV cache's bytes per token: the size without grouped heads."""
         return (
             2 * self.config.num_hidden_layers * self.config.hidden_size * self.model.dtype.itemsize
         )
 
     def new_cache(self, rows: int, capacity: int) -> HFCache:
-        """Return an empty cache. Raises UserError: capacity exceeds the context, or the model has no such cache."""
+        """Return an empty cache. Raises UserError: capacity exceeds the context, or the cache cannot be rolled back."""
         self.check_fits(capacity)
         past = DynamicCache(config=self.model.config)
         try:
@@ -192,7 +196,7 @@ class HFDecoder(Decoder):
 
     @torch.inference_mode(False)
     def new_layer_states(self, cache: HFCache, ids: tuple[int, ...]) -> LayerStates:
-        """Return memory for the states after some layers at every position of a cache, and listen to these layers."""
+        """Return empty LayerStates of the layers in `ids` for every position of a cache, and hook these layers."""
         layers = decoder_layers(self.model)
         for layer_id in ids:
             if layer_id in self._states:
@@ -212,8 +216,8 @@ class HFDecoder(Decoder):
         """Run one pass, see Decoder.
 
         Raises:
-            UserError: rows of different lengths or a token tree, for a model whose attention has no mask for these; a
-                cache that transformers cannot roll back.
+            UserError: rows have different lengths or there is a token tree, and the model's attention accepts no custom
+                mask; or transformers cannot roll back the cache.
             ValueError: the tokens do not fit the cache.
         """
         end_of_pass(cache, ids.shape[1])
@@ -233,7 +237,7 @@ class HFDecoder(Decoder):
     def _run(
         self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None, masked: bool = False
     ) -> Tensor:
-        """Run a pass and note the content of its slots. masked: Whether it has positions and a mask of its own."""
+        """Run a pass and record its slots' positions. masked: Whether the pass needs position ids and a custom mask."""
         used, steps = torch.tensor(cache.used).unsqueeze(1), torch.arange(ids.shape[1])
         layout = self._layout(cache, used, ids.shape[1], tree) if masked else {}
         run: Any = self.model
@@ -247,7 +251,7 @@ class HFDecoder(Decoder):
         return logits
 
     def store_states(self, layer_states: LayerStates, rows: Tensor, places: Tensor) -> None:
-        """Store the states of the last pass. rows: [B, 1]. places: positions of its tokens, [B, T]."""
+        """Store the states of the last pass. rows: Row indices, [B, 1]. places: Positions of the tokens, [B, T]."""
         for layers in layer_states.ids:
             layer_states.store(
                 layers, self._states[layers].to(layer_states.states), (rows, slice(None), places)
@@ -256,7 +260,7 @@ class HFDecoder(Decoder):
     def _layout(
         self, cache: HFCache, used: Tensor, width: int, tree: Tree | None
     ) -> dict[str, Any]:
-        """Return positions and the attention mask of a pass. used: Cached tokens of each row, [B, 1]."""
+        """Return position ids and attention mask of a pass. used: Number of cached tokens of each row, [B, 1]."""
         depth = torch.arange(width) if tree is None else tree.depth.cpu()
         among = (
             torch.ones(width, width, dtype=torch.bool).tril() if tree is None else tree.mask.cpu()
@@ -275,7 +279,7 @@ class HFDecoder(Decoder):
         return {"position_ids": at.to(self.device), "attention_mask": mask}
 
     def _added(self, seen: Tensor) -> Tensor:
-        """Return the addend of attention scores, [B, 1, T, S + T]."""
+        """Return a bool mask as an addend of the attention scores, [B, 1, T, S + T]."""
         mask = torch.zeros(seen.shape, dtype=self.model.dtype)
         return mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1).to(self.device)
 
@@ -283,9 +287,9 @@ class HFDecoder(Decoder):
     @torch.inference_mode(False)
     @torch.no_grad()
     def masked(self) -> bool:
-        """Return whether the model computes rows of different lengths: a trial of two rows shows it.
+        """Return whether the model computes rows of different lengths correctly, found by a trial of two rows.
 
-        Models with ALiBi or positions that they count themselves do not, nor do those with other kinds of attention.
+        Models with ALiBi, without an argument position_ids, or with other kinds of attention do not.
         """
         kinds = set(getattr(self.config, "layer_types", None) or [])
         counted = "position_ids" not in inspect.signature(self.model.forward).parameters
@@ -310,7 +314,7 @@ class HFDecoder(Decoder):
             ValueError,
             KeyError,
             AttributeError,
-        ):  # whatever a model makes of the mask
+        ):  # models fail in many ways on a custom mask
             return False
         expected = torch.cat(
             [self.forward_uncached(first, 1)[:, 0], self.forward_uncached(second, 1)[:, 0]]
@@ -339,7 +343,7 @@ class HFDecoder(Decoder):
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the layers of a decoder, wherever its architecture keeps them. Raises UserError: they are not found."""
+    """Return the layers of a model's decoder. Raises UserError: the model has no list of num_hidden_layers modules."""
     count = model.config.get_text_config().num_hidden_layers
     for module in cast(nn.Module, model.get_decoder()).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

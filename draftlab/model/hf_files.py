@@ -1,4 +1,4 @@
-"""The files of a Hugging Face directory, and of its head's ids, read without torch."""
+"""The files of a Hugging Face directory, and the file of a trimmed head's ids, read without torch."""
 
 import json
 import math
@@ -33,8 +33,8 @@ CONTEXT_NAMES = (
     "seq_length",
 )
 UNLIMITED = 1 << 30
-# Families whose forward pass is exactly that of llama.py, and whose tensors are never renamed; others share the layout
-# but scale or gate something else. What the tensors do not tell stands in llama.MULTIPLIERS.
+# Families whose forward pass is exactly that of llama.py, and whose tensors transformers never renames. Other families
+# share the layout but scale or gate other values. The scales of Granite are in llama.MULTIPLIERS.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
 NOT_CAUSAL = re.compile(
     r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|PreTraining)$"
@@ -50,7 +50,7 @@ ENCODERS = (
     "deberta-v2",
     "modernbert",
 )
-# Buffers in checkpoints of the age of LLaMA 1 and 2 that no model reads: transformers computes them itself.
+# Buffers in checkpoints from the time of LLaMA 1 and 2. No model reads them, because transformers computes them.
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
 FLOATS = ("F64", "F32", "BF16", "F16")
 
@@ -65,7 +65,7 @@ BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The kind of a layout other than Hugging Face's, and the file or directory that draftlab import reads."""
+    """A layout other than Hugging Face's, and the file or directory that draftlab import reads."""
 
     kind: Kind
     path: Path
@@ -78,9 +78,9 @@ class Layout:
 
 
 def other_layout(path: Path) -> Layout | None:
-    """Return the layout that draftlab import would read at path, or None for any other path.
+    """Return the layout at a path that draftlab import reads, None for any other path.
 
-    A directory with a single GGUF file stands for that file, a .bin file for its directory.
+    A directory with a single GGUF file counts as that file, and a .bin file as its directory.
     """
     if path.suffix == ".gguf":
         return Layout(kind="gguf", path=path)
@@ -97,20 +97,20 @@ def other_layout(path: Path) -> Layout | None:
 
 
 def refuse_other_layout(path: Path) -> None:
-    """Raises UserError: a checkpoint that draftlab import has to convert first."""
+    """Raises UserError: draftlab import has to convert the checkpoint first."""
     layout = other_layout(path)
     if layout is not None:
         raise UserError(f"{path} is {layout.advice()}")
 
 
 def read_config(directory: Path) -> dict[str, object]:
-    """Return config.json. Raises UserError: it cannot be read, or is not an object."""
+    """Return the content of config.json. Raises UserError: the file cannot be read, or is not an object."""
     config = read_object(directory / CONFIG)
     return {name: _number(value) for name, value in config.items()}
 
 
 def _number(value: Any) -> Any:
-    """Return a value of config.json in which infinities, which JSON lacks, are numbers: transformers writes objects."""
+    """Return a value of config.json with floats for transformers' {"__float__": ...}, such as infinities."""
     if isinstance(value, list):
         return [_number(item) for item in value]
     return (
@@ -121,14 +121,14 @@ def _number(value: Any) -> Any:
 
 
 def text_config(directory: Path) -> dict[str, object]:
-    """Return config.json, or the text_config of a multimodal model."""
+    """Return the content of config.json, for a multimodal model its text_config."""
     config = read_config(directory)
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
 
 def is_llama(directory: Path) -> bool:
-    """Return whether config.json is of a llama model by name."""
+    """Return whether the model_type in config.json is llama."""
     return read_config(directory).get("model_type") == "llama"
 
 
@@ -147,7 +147,7 @@ def check_rotary(directory: Path, config: Mapping[str, object]) -> None:
 
 
 def check_causal(directory: Path) -> None:
-    """Raises UserError: config.json is of a model that does not write text token by token, by its own words."""
+    """Raises UserError: config.json names an encoder or an encoder-decoder model."""
     config = read_config(directory)
     kind, names = str(config.get("model_type")), config.get("architectures")
     named = (
@@ -164,13 +164,13 @@ def check_causal(directory: Path) -> None:
 
 
 def is_quantised(config: dict[str, object]) -> bool:
-    """Return whether transformers would load quantised weights; MLX's it cannot."""
+    """Return whether the weights are quantised in a format of transformers; MLX's format is not."""
     return config.get("quantization_config") is not None
 
 
 def quantization_method(config: dict[str, object]) -> str | None:
-    """Return how the weights are quantised, as awq, gptq, bitsandbytes, fp8 or mlx; None if they are not."""
-    # the latter is MLX's
+    """Return the quantisation method, such as awq, gptq, bitsandbytes, fp8 or mlx; None for unquantised weights."""
+    # MLX writes the latter
     quantization = config.get("quantization_config") or config.get("quantization")
     default = "unnamed" if is_quantised(config) else "mlx"
     method = (
@@ -198,20 +198,20 @@ def vocab_size(directory: Path) -> int:
 
 
 def max_model_len(directory: Path, default: int = UNLIMITED) -> int:
-    """Return the longest text in tokens that config.json allows, or default where it does not say."""
+    """Return the length of the longest text, in tokens. default: Length if config.json has none."""
     config = text_config(directory)
     lengths = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)]
     return int(str(lengths[0])) if lengths else default
 
 
 def check_length(model: Path | None, seq_len: int) -> None:
-    """Raises UserError: sequences are longer than a checkpoint's context."""
+    """Raises UserError: seq_len is longer than a checkpoint's context."""
     if model is not None and seq_len > max_model_len(model):
         raise UserError(f"--seq-len {seq_len}: {model} reads at most {max_model_len(model)} tokens")
 
 
 def eos_ids(directory: Path) -> set[int]:
-    """Return the eos ids of config.json and generation_config.json. Raises UserError: one is no id."""
+    """Return the eos ids of config.json and generation_config.json. Raises UserError: a value is no id."""
     ids: set[int] = set()
     for file in (directory / CONFIG, directory / GENERATION):
         value = read_object(file).get("eos_token_id") if file.is_file() else None
@@ -222,16 +222,16 @@ def eos_ids(directory: Path) -> set[int]:
 
 
 def check_has_tokenizer(directory: Path) -> None:
-    """Raises UserError: the directory has no tokenizer; transformers would make up an empty one."""
+    """Raises UserError: the directory has no tokenizer. transformers would create an empty tokenizer."""
     if not any((directory / name).is_file() for name in VOCABULARY_FILES):
         raise UserError(f"{directory} has no tokenizer: no {', '.join(VOCABULARY_FILES)}")
 
 
 def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
-    """Return the ids of a trimmed head (trimmed_head.py), ascending, or None if it has all.
+    """Return the token ids of a trimmed head (trimmed_head.py), ascending, or None if the head has all ids.
 
     Raises:
-        UserError: the file is not a list of ids below vocab.
+        UserError: head_ids.json is not an ascending list of ids below vocab.
     """
     file = directory / HEAD_IDS
     if not file.is_file():
@@ -249,7 +249,7 @@ def write_head_ids(directory: Path, ids: Sequence[int]) -> None:
 
 
 def check_head_size(size: int, vocab: int, special: int = 0) -> None:
-    """Raises UserError: a head of that size has no room for the special ids, or is no smaller than the whole."""
+    """Raises UserError: `size` is not between the number of special ids and the vocabulary size."""
     if not special < size < vocab:
         raise UserError(
             f"--vocab {size}: want more than the {special} special ids, and fewer than all {vocab:,}"
@@ -257,7 +257,7 @@ def check_head_size(size: int, vocab: int, special: int = 0) -> None:
 
 
 def check_trimmable(draft: Path, size: int) -> None:
-    """Raises UserError: the draft's head is trimmed already, or not larger than this size."""
+    """Raises UserError: the draft's head is trimmed already, or is not larger than `size`."""
     vocab = vocab_size(draft)
     check_head_size(size, vocab)
     if (ids := read_head_ids(draft, vocab)) is not None:
@@ -268,7 +268,7 @@ def check_trimmable(draft: Path, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A tensor in a file. stored: its dtype as safetensors calls it."""
+    """The file, shape and dtype of a tensor. stored: Name of the dtype in safetensors."""
 
     file: Path
     shape: tuple[int, ...]
@@ -283,7 +283,7 @@ def read_headers(directory: Path) -> dict[str, Header]:
     """Return the tensors of a checkpoint by name, without the buffers that transformers ignores.
 
     Raises:
-        UserError: a file is missing, truncated or not safetensors; a tensor is missing or there twice.
+        UserError: a file is missing, truncated or not safetensors; a tensor is missing or stored twice.
     """
     tensors: dict[str, Header] = {}
     seen: set[str] = set()
@@ -309,12 +309,12 @@ def read_headers(directory: Path) -> dict[str, Header]:
 
 
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:
-    """Return the files of a checkpoint's weights as transformers picks them: model.safetensors, or those of an index.
+    """Return the files of a checkpoint's weights: model.safetensors, else the files of the index, as transformers does.
 
-    The value is the names of the tensors that the index takes from a file, or None for all.
+    The value of a file is the set of tensor names that the index assigns to it, or None for all tensors.
 
     Raises:
-        UserError: no weights, or an index that is broken or names a missing file.
+        UserError: there are no weights, or the index is broken or names a missing file.
     """
     if (directory / SINGLE).is_file():
         return {directory / SINGLE: None}
@@ -333,7 +333,7 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return the file name of each tensor. Raises UserError: the file is not an index."""
+    """Return the file name of each tensor in an index. Raises UserError: the file is not an index."""
     with reading(f"{file}: weight_map"):
         return TypeAdapter(dict[str, str]).validate_python(
             read_object(file).get("weight_map"), strict=True
@@ -341,7 +341,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def check_stored(directory: Path, headers: Mapping[str, Header]) -> None:
-    """Raises UserError: a tensor is not of a floating-point dtype of models."""
+    """Raises UserError: a tensor is not stored in a floating-point dtype of models."""
     odd = next((name for name, header in headers.items() if header.stored not in FLOATS), None)
     if odd is not None:
         raise Quantised(
@@ -352,7 +352,7 @@ def check_stored(directory: Path, headers: Mapping[str, Header]) -> None:
 
 @lru_cache(maxsize=256)
 def _headers(file: Path, modified: int, size: int) -> Mapping[str, Header]:
-    """Return the tensors of a file by name; a file that did not change is opened once."""
+    """Return the tensors of a file by name. The cache is keyed on modification time and size."""
     from safetensors import safe_open
 
     with reading(file), safe_open(file, framework="np") as handle:

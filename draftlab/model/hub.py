@@ -1,4 +1,4 @@
-"""Checkpoints by name: embedded models, directories, the Hugging Face hub; and their weight files. No torch."""
+"""Checkpoints by name: embedded models, directories and the Hugging Face hub; names of data sources. No torch."""
 
 import functools
 import re
@@ -52,7 +52,7 @@ ROUNDED = (
 
 
 def locate(name: str | Path, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint: an embedded name (``tiny``), a directory, or a hub name, downloaded.
+    """Return the directory of a checkpoint: an embedded model (``tiny``), a directory, or a download from the hub.
 
     A hub name is OWNER/NAME or OWNER/NAME@REVISION. weights=False downloads configuration and tokenizer only.
 
@@ -82,12 +82,12 @@ def locate(name: str | Path, weights: bool = True) -> Path:
 
 
 def local(name: str | Path, weights: bool = False) -> Path | None:
-    """Return the directory of a checkpoint on this disk, None for a name of the hub, which is looked up later.
+    """Return the directory of a checkpoint on this disk, None for a hub name, which is not looked up.
 
-    A name may end in @TYPE, of rounded weights. weights: their files must be here, too.
+    A name may end in @TYPE, a type of rounded weights. weights: Also require the weight files.
 
     Raises:
-        UserError: The errors of locate.
+        UserError: the errors of locate.
     """
     place = str(name) if Path(name).exists() else str(name).rpartition("@")[0] or str(name)
     on_hub = not Path(place).exists() and _is_hub_name(place)
@@ -100,10 +100,10 @@ def _is_hub_name(name: str) -> bool:
 
 
 def import_source(name: str) -> Layout:
-    """Return the layout at a path, or that of a hub repository, whose .bin files or adapter are downloaded.
+    """Return the layout at a path, or in a hub repository, whose .bin files or adapter are downloaded.
 
     Raises:
-        UserError: there is no such path or nothing to import, or the repository cannot be downloaded.
+        UserError: there is no such path, no layout that draftlab import reads, or the download failed.
     """
     path = Path(name)
     if not path.exists() and _is_hub_name(name):
@@ -116,14 +116,14 @@ def import_source(name: str) -> Layout:
 
 
 def checkpoint_name(directory: Path) -> str:
-    """Return the name of a checkpoint; in the hub's cache it is not that of the directory."""
+    """Return the name of a checkpoint: the directory's name or, in the hub's cache, the repository's name."""
     if directory.parent.name == "snapshots":
         return directory.parent.parent.name.rpartition("--")[2]
     return directory.absolute().name
 
 
 def head_kind(name: str | Path) -> str | None:
-    """Return the kind of drafter whose head a directory has, sound or not: eagle or dflash; None for other content."""
+    """Return "eagle" or "dflash" if config.json is of such a head, which may be broken; else None."""
     try:
         content = read_object(Path(name) / "config.json")
     except UserError:
@@ -134,15 +134,15 @@ def head_kind(name: str | Path) -> str | None:
 
 
 def is_eagle_head(name: str | Path) -> bool:
-    """Return whether a directory has the config.json of an EAGLE-3 head, sound or not."""
+    """Return whether a directory has the config.json of an EAGLE-3 head, which may be broken."""
     return head_kind(name) == "eagle"
 
 
 def check_data(mixture: str) -> str:
-    """Return the mixture.
+    """Return the mixture after a check of its sources.
 
     Raises:
-        UserError: part of it is nothing that can be read here, or on the hub, which cannot be reached.
+        UserError: a local source cannot be read, or a source is on the hub and the hub cannot be reached.
     """
     on_hub = check_local_data(mixture)
     reason = offline_reason() if on_hub else None
@@ -155,7 +155,7 @@ def check_data(mixture: str) -> str:
 
 
 def check_local_data(mixture: str) -> list[str]:
-    """Return the parts of a mixture that are on the hub. Raises UserError: a local part cannot be read."""
+    """Return the sources of a mixture that are on the hub. Raises UserError: a local source cannot be read."""
     names = source_names(mixture)
     for name in names:
         if name not in (*BUILT_IN_TEXT, "") and not name.startswith("hf:"):
@@ -164,12 +164,12 @@ def check_local_data(mixture: str) -> list[str]:
 
 
 def source_names(mixture: str) -> list[str]:
-    """Return the names in SOURCE=WEIGHT,SOURCE=WEIGHT; the weights are not checked."""
+    """Return the sources in SOURCE=WEIGHT,SOURCE=WEIGHT, without a check of the weights."""
     return [part.strip().partition("=")[0] for part in mixture.split(",")]
 
 
 def check_local_text(source: str) -> None:
-    """Raises UserError: no such file or folder, or a file that is not text."""
+    """Raises UserError: there is no such file or folder, or the file has no suffix of text."""
     path = Path(source)
     if not path.exists():
         hint = did_you_mean(source, BUILT_IN_TEXT)
@@ -180,7 +180,7 @@ def check_local_text(source: str) -> None:
 
 
 def offline_reason() -> str | None:
-    """Return why the hub cannot be reached, or None if it can; each endpoint is tried once."""
+    """Return the reason why the hub cannot be reached, or None. Each endpoint is tried once per process."""
     from huggingface_hub import constants
 
     return (
@@ -228,12 +228,12 @@ def _fetch(
     *,
     announced: bool = False,
 ) -> Path:
-    """Return the local directory of a hub repository, with the files of these patterns.
+    """Return the local directory of a hub repository, with the files that match the patterns.
 
     announced: Print the size of a download and its directory, and show its progress on a terminal.
 
     Raises:
-        UserError: they are neither in the hub's cache nor can be downloaded.
+        UserError: the files are not in the hub's cache and cannot be downloaded.
     """
     from huggingface_hub import constants, errors, snapshot_download
     from tqdm.auto import tqdm
@@ -276,13 +276,13 @@ def _fetch(
 
 
 def locate_model(name: str, weights: bool = True) -> Path:
-    """Return the directory of a whole model, as locate does. Raises UserError: See locate, or it is a head."""
+    """Return the directory of a whole model, see locate. Raises UserError: see locate; or the name is a head."""
     _refuse_head(name)
     return locate(name, weights)
 
 
 def locate_tokenizer(name: str) -> Path:
-    """Return a directory with a tokenizer, of a model or alone. Raises UserError: there is none."""
+    """Return a directory with a tokenizer, with or without a model. Raises UserError: there is no tokenizer."""
     if not Path(name).is_dir():
         return locate(name, weights=False)
     check_has_tokenizer(Path(name))
@@ -290,12 +290,12 @@ def locate_tokenizer(name: str) -> Path:
 
 
 def check_whole(name: str, weights: bool) -> None:
-    """Refuse anything but a local checkpoint of a whole model; those of the hub are looked up later.
+    """Check that a name is a whole model on this disk or a hub name, which is not looked up.
 
-    weights: the files of weights must be here.
+    weights: Also require the weight files of a local checkpoint.
 
     Raises:
-        UserError: it is a head, or not there.
+        UserError: the name is a head, or a local checkpoint is missing.
     """
     _refuse_head(name)
     local(name, weights)
@@ -309,7 +309,7 @@ def _refuse_head(name: str) -> None:
 
 
 def check_rounded(*drafts: str) -> None:
-    """Raises UserError: DRAFT@TYPE of a directory on this disk, where TYPE is none of a GGUF file's."""
+    """Raises UserError: a draft is DRAFT@TYPE with a directory on this disk, and TYPE is no type of GGUF files."""
     for name in drafts:
         kind = name.rpartition("@")[2]
         if kind not in (name, *ROUNDED) and not Path(name).exists() and local(name) is not None:

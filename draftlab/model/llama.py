@@ -1,7 +1,7 @@
 """LLaMA-like decoders with a static cache, for inference, built from Hugging Face tensors.
 
 B rows, T new tokens, S cached + new, H query heads in K groups of G, C head_dim, D hidden, V vocab. Each row of a batch
-has a length of its own. Rolling back is lowering ``Cache.used``: later positions are overwritten, never read.
+has its own length. A cache is rolled back by lowering ``Cache.used``: later positions are overwritten, never read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,13 +33,13 @@ from draftlab.reading import reading
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """The residual stream after some layers at each position: ids ascending, states [B, capacity, A D] for A ids."""
+    """The residual stream after A layers at each position. ids: A layers, ascending. states: [B, capacity, A D]."""
 
     ids: tuple[int, ...]
     states: Tensor
 
     def store(self, layers: int, x: Tensor, slots: "tuple[slice | Tensor, ...]") -> None:
-        """Store x [B, T, D], the stream after a number of layers, if it is kept. slots: See AttentionMetadata."""
+        """Store x [B, T, D], the residual stream after `layers` layers, if in ids. slots: See AttentionMetadata."""
         if layers in self.ids:
             at = self.ids.index(layers) * x.shape[-1]
             self.states[slots[0], slots[2], at : at + x.shape[-1]] = x
@@ -49,8 +49,8 @@ class LayerStates:
 class Cache:
     """Keys and values, [layers, B, K, capacity, C] each; the first ``used`` positions of each row are valid, [B].
 
-    hidden_states: input of the head at each position, [B, capacity, D], if set; keep does not reorder it. layer_states:
-    of the layers that a drafter reads, if set.
+    hidden_states: Input of the output head at each position, [B, capacity, D], stored if set; keep does not reorder
+    it. layer_states: States of the layers that a drafter reads, stored if set.
     """
 
     keys: Tensor
@@ -67,7 +67,7 @@ class Cache:
         return self.keys.shape[3]
 
     def keep(self, row: int, at: int, path: Sequence[int]) -> None:
-        """Keep only the positions at + path of those from at on, moved together in that order."""
+        """Replace the positions from `at` on by the positions at + i for each i in path, in that order."""
         end = at + len(path)
         if list(path) != list(range(len(path))):
             for cached in (self.keys, self.values):
@@ -79,7 +79,7 @@ class Cache:
         self.used[row] = end
 
     def rows(self, mask: Tensor) -> "Cache":
-        """Return a cache of some rows alone. mask: bool [B]."""
+        """Return a cache of the rows in a mask, bool [B]."""
         used = [used for used, keep in zip(self.used, mask.tolist(), strict=True) if keep]
         states = None if self.hidden_states is None else self.hidden_states[mask]
         layers = self.layer_states
@@ -89,9 +89,10 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Weights of one layer; q, k, v are stacked for a single product, as are gate and up.
+    """Weights of one layer. q, k and v are stacked for a single product, gate and up for another.
 
-    attention_norm, mlp_norm: norms of the outputs of attention and MLP; they replace input_norm and post_norm (OLMo 2).
+    attention_norm and mlp_norm normalise the outputs of attention and MLP. They replace input_norm and post_norm in
+    OLMo 2.
     """
 
     input_norm: Tensor | None  # [D]
@@ -125,7 +126,7 @@ class Llama(Decoder):
         eps: float,
         context: int,
     ) -> None:
-        """inv_freq: rotary frequencies, [C / 2]; rope_scale multiplies both tables; context: longest S."""
+        """inv_freq: Rotary frequencies, [C / 2]. rope_scale: Factor of both rotary tables. context: Longest S."""
         self.shape, self.eps, self.context = shape, eps, context
         names = shape.names()
         self.embed = weights[names["embed"]]
@@ -157,7 +158,7 @@ class Llama(Decoder):
         return self.shape.kv_bytes_per_token(self.embed.itemsize)
 
     def trim_head(self, ids: list[int]) -> None:
-        """Reduce the head to these ids; the logits of all other ids become -inf."""
+        """Reduce the output head to some token ids; the logits of all other ids become -inf."""
         self.head_ids = torch.tensor(ids, device=self.device)
         self.head = self.head[self.head_ids]
 
@@ -177,15 +178,15 @@ class Llama(Decoder):
         return Cache(self.embed.new_zeros(size), self.embed.new_zeros(size))
 
     def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
-        """Return memory for the states after some layers at every place of a cache."""
+        """Return empty LayerStates of the layers in `ids` for every position of a cache."""
         rows, capacity = cache.keys.shape[1], cache.capacity
         return LayerStates(ids, self.embed.new_zeros(rows, capacity, len(ids) * self.shape.hidden))
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """Append ids [B, T] to the cache; return logits [B, T, V], or those of the last tokens, [B, last, V].
+        """Append ids [B, T] to the cache; return their logits, [B, T, V] or, for the last tokens alone, [B, last, V].
 
-        tree: structure of the T tokens; by default each follows the one before.
+        tree: Tree of the T tokens; by default each token follows the token before.
 
         Raises:
             ValueError: the tokens do not fit the cache.
@@ -201,7 +202,7 @@ class Llama(Decoder):
 
     @torch.inference_mode()
     def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
-        """Return the logits of the last tokens of whole texts, [B, last, V]. tree: Same as in forward."""
+        """Return the logits of the last tokens of whole texts, [B, last, V]. tree: See forward."""
         cache = self.new_cache(len(ids), ids.shape[1])
         return (
             self.forward(ids, cache, last) if tree is None else self.forward(ids, cache, last, tree)
@@ -217,7 +218,7 @@ class Llama(Decoder):
         hidden_states: Tensor | None = None,
         layer_states: LayerStates | None = None,
     ) -> Tensor:
-        """Run the pass itself. hidden_states, layer_states: Same as in Cache."""
+        """Run a pass and return the logits of the last tokens, [B, last, V]. hidden_states, layer_states: See Cache."""
         x = F.embedding(ids, self.embed)  # [B, T, D]
         with pinned_backends(self.device):
             for layer, block in enumerate(self.blocks):
@@ -266,7 +267,7 @@ class Llama(Decoder):
     def attention_metadata(
         self, used: Tensor, width: int, end: int, tree: Tree | None = None
     ) -> AttentionMetadata:
-        """Return the metadata of width tokens after used cached tokens of each row, [B, 1]; S is end."""
+        """Return the metadata of a pass. used: Cached tokens of each row, [B, 1]. width: T. end: S."""
         steps = torch.arange(width, device=used.device)
         depth = steps if tree is None else tree.depth
         mask = (
@@ -274,14 +275,14 @@ class Llama(Decoder):
             if tree is None
             else tree.mask
         )
-        # [B, 1, S], the new token at each position
+        # [B, 1, S], the index of the new token at each position
         new = (torch.arange(end, device=used.device) - used).unsqueeze(1)
         among = mask.expand(len(used), width, width).gather(
             2, new.clamp(0, width - 1).expand(-1, width, -1)
         )
         attended = ((new >= 0) & (new < width) & among) | (new < 0)
         if self.window is not None:
-            # age of each position, [B, T, S]
+            # distance of each position from each new token, [B, T, S]
             age = (used + depth).unsqueeze(2) - torch.arange(end, device=used.device)
             recent = age < self.window
             # no tree is deeper than a window
@@ -294,7 +295,7 @@ class Llama(Decoder):
         return AttentionMetadata(cos, sin, mask, (rows, slice(None), used + steps), end, folded)
 
     def _folded_mask(self, attended: Tensor) -> Tensor:
-        """Return the addend of the scores of folded heads, [B, 1, G T, S]; made once for all layers."""
+        """Return the mask of folded heads as an addend of the scores, [B, 1, G T, S]."""
         bias = torch.zeros(attended.shape, dtype=self.embed.dtype, device=attended.device)
         return bias.masked_fill_(~attended, -torch.inf).repeat(
             1, 1, self.shape.heads // self.shape.kv_heads, 1
@@ -318,7 +319,7 @@ class Llama(Decoder):
             )
         qk = qk * metadata.cos + qk.roll(s.head_dim // 2, -1) * metadata.sin
         k = qk[:, s.heads :]
-        # then the indexed dimensions come first: [B, T, K, C]
+        # with indices as slots, the indexed dimensions come first: [B, T, K, C]
         ragged = not isinstance(metadata.slots[0], slice)
         keys[metadata.slots] = k.transpose(1, 2) if ragged else k
         values[metadata.slots] = v.transpose(1, 2) if ragged else v
@@ -328,29 +329,29 @@ class Llama(Decoder):
         return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)
 
     def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return queries or keys [B, H, T, C] with a norm of each head, or of all heads at once."""
+        """Return normed queries or keys [B, H, T, C]; whole_qk_norm is one norm over all heads."""
         if not self.shape.whole_qk_norm:
             return rms_norm(x, weight, self.eps)
         whole = rms_norm(x.transpose(1, 2).flatten(2), weight, self.eps)  # [B, T, H C]
         return whole.unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
-# Multipliers of config.json, and the roles of the weights into which they are folded when read.
+# Multipliers of config.json, and the roles of the weights that are multiplied on reading.
 MULTIPLIERS: dict[str, tuple[str, ...]] = {
     "embedding_multiplier": ("embed",),
     "attention_multiplier": ("q", "q_bias"),  # replaces 1 / sqrt(C)
     "residual_multiplier": ("o", "o_bias", "down", "down_bias"),
-    "logits_scaling": ("head",),  # logits are divided by it
+    "logits_scaling": ("head",),  # a divisor of the logits
 }
 
 
 class Multiplied(Mapping[str, Tensor]):
-    """The weights of a model whose config.json multiplies some of them (Granite), read with the factors folded in."""
+    """The weights of a model, some of them multiplied on reading by the factors in its config.json (Granite)."""
 
     def __init__(
         self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]
     ) -> None:
-        """shape: untied, so that the head can differ from the embedding."""
+        """shape: Shape of the model, untied, so that the head can differ from the embedding."""
         self.weights, self.embed = weights, shape.names()["embed"]
         self.factors: dict[str, float] = {}
         for key, roles in MULTIPLIERS.items():
@@ -378,16 +379,17 @@ class Multiplied(Mapping[str, Tensor]):
 
 
 def check_supported(directory: Path) -> Shape:
-    """Return the shape of a checkpoint that this decoder runs; no weight is read.
+    """Return the shape of a checkpoint that this decoder runs, without reading weights.
 
     Raises:
-        UserError: broken files, or OtherArchitecture: its architecture or rotary scheme is not supported.
+        UserError: files are broken.
+        OtherArchitecture: the engine does not run this architecture or rotary scheme.
     """
     return _supported(directory)[0]
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Llama:
-    """Load a checkpoint. Raises UserError: The errors of check_supported."""
+    """Load a checkpoint. Raises UserError: the errors of check_supported."""
     shape, config, (inv_freq, scale) = _supported(directory)
     context = int(str(config.get("max_position_embeddings", 2048)))
     window = config.get("sliding_window")
@@ -404,7 +406,7 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
 
 
 def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor, float]]:
-    """Return shape, config and rotary tables; raises UserError: The errors of check_supported."""
+    """Return shape, config, and rotary frequencies with their scale. Raises UserError: see check_supported."""
     config, shape = checkpoint.read_config(directory), checkpoint.planned_shape(directory)
     kind = config.get("model_type")
     if kind not in checkpoint.MODEL_TYPES:
@@ -428,7 +430,7 @@ def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
         return weights[names[role]] if role in names else None
 
     def stack(*roles: str) -> Tensor:
-        """Return the parts one below the other; one part at a time is in memory with the result."""
+        """Return the weights of these roles, joined along axis 0, with only one of them in memory at a time."""
         sizes = [shape.sizes[axes[names[role]][0]] for role in roles]
         stacked, at = None, 0
         for role, size in zip(roles, sizes, strict=True):
@@ -461,7 +463,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def spread(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
-    """Return the logits of some ids as logits of all ids, [..., V]; those of all other ids are -inf."""
+    """Return the logits of some ids as logits of all ids, [..., V]; the missing logits are -inf."""
     full = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
     return full.index_copy_(-1, ids, logits)
 
@@ -469,9 +471,9 @@ def spread(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
 def rotary_tables(
     inv_freq: Tensor, scale: float, context: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return tables cos and sin, [context, C] each, of frequencies [C / 2], in the dtype and on the device of like.
+    """Return the tables cos and sin, [context, C] each, in the dtype and on the device of `like`.
 
-    The sine table has the sign of rotate_half: x is turned to x cos + swap_halves(x) sin.
+    The sine table includes the sign of rotate_half: the rotated x is x cos + swap_halves(x) sin.
     """
     angles = torch.outer(torch.arange(context, dtype=torch.float32), inv_freq.float().cpu())
     angles = torch.cat([angles, angles], -1)
@@ -481,10 +483,10 @@ def rotary_tables(
 
 
 def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:
-    """Return the rotary frequencies, [C / 2], and the scale of the tables, computed by transformers of its config.
+    """Return the rotary frequencies, [C / 2], and the scale of the tables, from transformers' config.
 
     Raises:
-        UserError: frequencies that depend on the length of the text.
+        OtherArchitecture: the frequencies depend on the length of the text.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -493,7 +495,7 @@ def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return 1.0 / torch.pow(float(str(rope["rope_theta"])), exponents), 1.0
-    if kind not in ("linear", "llama3", "yarn"):  # others depend on the length of the text
+    if kind not in ("linear", "llama3", "yarn"):  # all other kinds depend on the length of the text
         raise OtherArchitecture(
             f"{directory}: rotary scaling {kind!r}; the engine runs default, linear, llama3 and yarn"
         )

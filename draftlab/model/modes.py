@@ -21,9 +21,7 @@ from draftlab.model.recurrent_decoder import RecurrentDecoder, has_recurrent_lay
 def load(
     directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None
 ) -> Decoder:
-    """Load a checkpoint with llama.py if it computes the architecture and no device_map is given, else with
-    transformers.
-    """
+    """Load a checkpoint, with transformers if there is a device_map or llama.py does not support the architecture."""
     if device_map is not None:
         return hosted(checkpoint.load_model(directory, dtype, device, device_map).eval())
     try:
@@ -42,12 +40,12 @@ def load(
 
 
 def hosted(model: PreTrainedModel) -> HFDecoder:
-    """Return a model that transformers runs as a decoder."""
+    """Return a transformers model as a Decoder."""
     return RecurrentDecoder(model) if has_recurrent_layers(model) else HFDecoder(model)
 
 
 def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
-    """Note if the dtype is slow in this mode. Raises UserError: the mode does not run on this device or with it."""
+    """Print a note if the dtype is slow in this mode. Raises UserError: the mode does not support device or dtype."""
     if mode == "native":
         native_cpu.check(device, dtype)
     if mode == "eager" and not checkpoint.is_fast(dtype, device):
@@ -66,7 +64,7 @@ def _note_slow(dtype: str) -> None:
 def resolve_mode(
     mode: Mode | Literal["auto"], device: torch.device, dtype: torch.dtype, models: Iterable[Path]
 ) -> Mode:
-    """Return the mode; auto: graphs on CUDA, native on a CPU, eager with a note where these cannot run the models."""
+    """Return the mode. "auto" is graphs on CUDA and native on a CPU, or eager with a note if a model needs that."""
     if mode != "auto":
         return mode
     try:
@@ -83,10 +81,10 @@ def resolve_mode(
 
 
 def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
-    """Return the model with passes that run in a mode. int8: Weights are rounded to int8, in mode native.
+    """Return the model with passes that run in a mode. int8: Round weights to int8, in mode native only.
 
     Raises:
-        UserError: the mode does not run on this device or with this dtype, or int8 in another mode.
+        UserError: the mode does not run on this device or with this dtype, or int8 is set in another mode.
     """
     check_mode(mode, model.device, model.embed.dtype)
     if mode == "native":
@@ -97,9 +95,9 @@ def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama
 
 
 def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
-    """Return the model in mode native on a CPU, or as it is, with a note where that cannot run.
+    """Return the model in mode native on a CPU. If native cannot run, print a note and return the model unchanged.
 
-    purpose: The work in mode eager, for the note, as "evaluating".
+    purpose: The caller's work for the note, such as "evaluating".
     """
     if not isinstance(model, llama.Llama) or model.device.type != "cpu" or dtype == torch.float16:
         return model

@@ -1,10 +1,11 @@
-// One forward pass of llama.py on a CPU: weights are read once for all tokens of a pass, activations are float32. Only
-// where a processor multiplies bfloat16 or int16 itself are they rounded, to meet weights and caches of a bfloat16 model.
+// One forward pass of llama.py on a CPU. Weights are read once for all tokens of a pass, and activations are float32.
+// If the processor can multiply bfloat16 or int16, activations are rounded to meet the weights and caches of a bfloat16
+// model.
 //
-// Every sum is formed in an order that does not depend on how many tokens a pass has or which rows share it: the same
-// text gives the same bits at every width and in every batch. So products are fused with sums where this file says so,
-// and not where a compiler likes, which may tell one width from another: it is built with -ffp-contract=off. GCC's and
-// Clang's vector types make it portable.
+// The order of every sum depends neither on the number of tokens in a pass nor on the rows of the batch, so that the
+// same text gives the same bits at every width and in every batch. Products are fused with sums only where this file
+// says so: a compiler may fuse differently at different widths, and is told not to by -ffp-contract=off. The vector
+// types of GCC and Clang make the file portable.
 //
 // N tokens of a pass (rows times T), D hidden, H query heads, K kv heads, C head_dim, F ffn, V vocab, S cached tokens.
 
@@ -32,7 +33,7 @@
 
 namespace {
 
-// Vectors as long as the processor's; a tile of ROWS outputs and TOKENS tokens fits its registers
+// Vectors are as long as the processor's. A tile of ROWS outputs and TOKENS tokens fits the processor's registers.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, ROWS = 4, TOKENS = 6;  // 32 registers
 #elif defined(__AVX2__)
@@ -44,8 +45,8 @@ constexpr int LANES = 4, ROWS = 2, TOKENS = 6;  // 16
 #endif
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
-// Memory that begins with a cache line. Where malloc puts it decides otherwise, for a process and a number of tokens,
-// whether every load of activations takes two lines: such passes took up to 1.7 times as long.
+// Memory that begins with a cache line. Without this alignment, the address from malloc can make every load of
+// activations take two lines, for some processes and numbers of tokens. Such passes took up to 1.7 times as long.
 template <class T>
 struct CacheLines {
     using value_type = T;
@@ -66,7 +67,7 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 
-// Completely, or sums in an array would be kept in memory
+// Unrolled completely, because otherwise sums in an array would stay in memory
 #define UNROLL _Pragma("GCC unroll 64")
 
 struct bf16 { uint16_t bits; };
@@ -103,7 +104,7 @@ inline floats load(const int8_t* p) {
 }
 #endif
 
-// The first few of a vector, and zeros: a scalar loop over what is left would be rounded as the compiler likes
+// The first `count` elements of a vector, then zeros. In a scalar loop, the compiler would choose the rounding.
 template <class A>
 inline floats load(const A* p, int count) {
     A part[LANES] = {};
@@ -214,7 +215,7 @@ inline void add(ints& to, __m512i a, __m512i b) { to = (ints)_mm512_dpwssd_epi32
 inline __m512 as_floats(floats v) { return (__m512)v; }
 inline __m512 as_floats(ints v) { return _mm512_cvtepi32_ps((__m512i)v); }
 
-// The sum of each, all four in the same order
+// The sum of each of the four vectors, formed in the same order
 inline __m128 sums(__m512 a, __m512 b, __m512 c, __m512 d) {
     const __m512d ab = (__m512d)(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
     const __m512d cd = (__m512d)(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
@@ -223,7 +224,7 @@ inline __m128 sums(__m512 a, __m512 b, __m512 c, __m512 d) {
     return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
 }
 
-// As above, of activations that were rounded; steps: of each token's int16, or null
+// The same for rounded activations. steps: Step of each token's int16 values, or null.
 template <int R, int T, class W, class X>
 inline void pair_tile(const W* w, const X* x, const float* steps, int in, float* y, int out, const float* scale,
                       const float* bias) {
@@ -250,7 +251,7 @@ inline void pair_tile(const W* w, const X* x, const float* steps, int in, float*
 }
 #endif
 
-// What activations become to meet weights W of a model whose dtype is D
+// The dtype to which activations are rounded, for weights W of a model with dtype D
 template <class W, class D>
 struct Meeting { using type = float; };
 #ifdef PAIRS
@@ -260,7 +261,7 @@ template <>
 struct Meeting<int8_t, bf16> { using type = int16_t; };
 #endif
 
-// f<count>() of a count that is known when compiling
+// Calls f with `count` as a compile-time constant.
 template <class F>
 inline void unrolled(int count, F f) {
     switch (count) {
@@ -300,13 +301,13 @@ void tiles(const W* w, const X* x, const float* steps, int tokens, int in, float
 struct Matrix { const void* weights; const float* scale; const float* bias; };  // scale: of each output, or null
 
 #ifdef MATRIX_TILES
-// Matrix tiles: 16 outputs of up to 16 tokens for the price of one, from activations rounded to bfloat16.
+// Matrix tiles compute 16 outputs of up to 16 tokens in the time of one token, from activations rounded to bfloat16.
 constexpr int TALL = 16, DEEP = 32, PAIR = 2;  // outputs and inputs of a tile; tiles side by side
 const bool TILES = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // the kernel lends them to those who ask
 
 inline int columns(int tokens) { return std::min(tokens, 16); }
 
-// Tiles 0 and 1 sum, 2 and 3 hold weights, 4 activations; 5 to 7 hold what is left of inputs that fill no tile.
+// Tiles 0 and 1 have sums, 2 and 3 weights, and 4 activations. Tiles 5 to 7 have the last inputs, which fill no tile.
 inline void configure(int columns, int rest) {
     struct { uint8_t palette = 1, start = 0, none[14] = {}; uint16_t width[16] = {}; uint8_t rows[16] = {}; } now;
     for (int i = 0; i < 8; i++) now.rows[i] = TALL;
@@ -319,7 +320,7 @@ inline void configure(int columns, int rest) {
     _tile_loadconfig(&now);
 }
 
-// x [tokens, in] to blocks of columns, each [in / 2, columns, 2], of which the last is filled up
+// Copies x [tokens, in] to blocks of columns, each [in / 2, columns, 2]; the last block is filled up with zeros.
 inline void interleave(const float* x, int tokens, int in, bf16* to) {
     const int n = columns(tokens), blocks = (tokens + n - 1) / n;
 #pragma omp for schedule(static)
@@ -329,7 +330,7 @@ inline void interleave(const float* x, int tokens, int in, bf16* to) {
     }
 }
 
-// PAIR * TALL outputs; w [32, in], x as interleave leaves it
+// PAIR * TALL outputs from w [32, in] and x in the layout of interleave
 inline void matrix_tiles(const bf16* w, const bf16* x, int tokens, int in, float* y, int out, const float* bias) {
     const int n = columns(tokens), whole = in / DEEP * DEEP;
     float sums[PAIR * TALL * 16];
@@ -357,7 +358,7 @@ inline void matrix_tiles(const bf16* w, const bf16* x, int tokens, int in, float
     }
 }
 
-// The outputs that fill tiles; how many those are
+// Computes the outputs that fill whole tiles, and returns their number.
 int linear_tiles(const Matrix& m, const float* x, int tokens, int in, float* y, int out, bf16* rounded) {
     if (!TILES || in % 2) return 0;
     const int step = PAIR * TALL;
@@ -372,7 +373,7 @@ int linear_tiles(const Matrix& m, const float* x, int tokens, int in, float* y, 
 }
 #endif
 
-// Rounded activations of a pass: room for all, filled up to whole matrix tiles, and the step of each token's int16
+// Memory for the rounded activations of a pass, filled up to whole matrix tiles, and for the step of each token's int16
 template <class X>
 struct Rounded {
     Buffer<X> values;
@@ -389,7 +390,7 @@ inline void round_to(const float* x, int n, bf16* to, float*) {
     for (int i = 0; i < n; i++) put(to[i], x[i]);
 }
 
-// Steps so large that no sum of products with int8 can overflow
+// The steps are large enough that no sum of products with int8 overflows.
 inline void round_to(const float* x, int n, int16_t* to, float* step) {
     const int limit = std::min(32767, INT32_MAX / (2 * 127 * ((n + PAIRED - 1) / PAIRED)));
     floats tops = {};
@@ -436,7 +437,7 @@ void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int o
                  m.bias ? m.bias + o : nullptr);
 }
 
-// Without weights there is no norm: x is copied
+// Copies x if there are no weights and thus no norm.
 void norm(const float* x, const float* w, int n, float eps, float* y) {
     if (!w) {
         if (x != y) std::copy(x, x + n, y);
@@ -485,7 +486,7 @@ struct Pass {
 
 namespace {
 
-// Sums of values [end, C] under the weights [Q, room] of Q queries; count: channels, at most R vectors; out [Q, C]
+// Weighted sums [Q, C] of values [end, C] with the weights [Q, room] of Q queries. count: Channels, at most R vectors.
 template <int Q, int R, class KV>
 inline void mix(const KV* values, int C, int count, const float* weights, int room, int end, float* out) {
     floats acc[Q][R] = {};
@@ -503,7 +504,7 @@ inline void mix(const KV* values, int C, int count, const float* weights, int ro
 }
 
 #ifdef PAIRS
-// The same of values and weights that meet in pairs of tokens; R: of PAIRED channels
+// The same with values and weights multiplied in pairs of tokens. R: Number of vectors of PAIRED channels.
 template <int Q, int R>
 inline void mix(const bf16* values, int C, int count, const bf16* weights, int room, int end, float* out) {
     floats acc[Q][R][2] = {};
@@ -533,7 +534,7 @@ inline void store(bf16* to, floats v) {
 }
 #endif
 
-// Memory of one thread for the attention of TOKENS queries over as many cached tokens as there may be
+// Memory of one thread for the attention of TOKENS queries over the largest number of cached tokens
 template <class X>
 struct Attention {
     const int room;
@@ -544,8 +545,8 @@ struct Attention {
           out(TOKENS * C) {}
 };
 
-// Scores to weights of one query that sees what is cached from the first token on and, of the new tokens, those before it
-// or those it is let see
+// Converts the scores of one query to weights. The query reads cached tokens from `first` on, and the new tokens up to
+// itself or, in a tree, the new tokens in `sees`.
 template <class X>
 float softmax(float* scores, X* weights, int C, int first, int used, int end, int t, const uint8_t* sees) {
     const float scale = 1.f / std::sqrt(float(C));
@@ -569,7 +570,7 @@ float softmax(float* scores, X* weights, int C, int first, int used, int end, in
     return sum(total);
 }
 
-// Queries first to first + Q of one row and kv head: query j is head j % G of token j / G. q, out: of the first token
+// Queries first to first + Q of one row and kv head. Query j is head j % G of token j / G. q, out: Of the first token.
 template <int Q, class X, class KV>
 void attend(const Pass& p, int window, int row, int first, int G, int C, const float* q, int next, const KV* keys, const KV* values,
             Attention<X>& memory, float* out, int next_out) {

@@ -1,7 +1,7 @@
-"""Narrow passes of llama.py in compiled C++, for CPUs, where Python and dispatch cost more than small products.
+"""Narrow passes of llama.py in compiled C++, for CPUs, where Python and dispatch take longer than small products.
 
 B rows, T new tokens, V vocab. native_cpu.cpp is compiled on first use. Weights are the model's, or int8 with a scale
-per output. A text gets the same bits at every width of a pass and with any other rows.
+per output. The logits of a text have the same bits at every width of a pass and with any other rows in the batch.
 """
 
 import ctypes
@@ -40,9 +40,9 @@ FLAGS = (
     "-shared",
     "-fPIC",
 )
-# the only one of Clang on Arm
+# -mcpu is the only such flag of Clang on Arm
 TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-WIDE = 128  # tokens of all rows; in wider passes torch is as fast, and faster with matrix tiles
+WIDE = 128  # tokens of all rows; torch is as fast in wider passes, and faster with matrix tiles
 
 
 class _Matrix(Structure):
@@ -105,19 +105,19 @@ class _Pass(Structure):
 
 
 class NativeLlama(Llama):
-    """A Llama on the CPU whose narrow passes are compiled, with the weights of the given model."""
+    """A Llama on the CPU whose narrow passes are compiled. It shares the weights of another Llama."""
 
     def __init__(self, model: Llama, int8: bool = False) -> None:
-        """Raises UserError: not on the CPU, neither float32 nor bfloat16, or no compiler."""
+        """Raises UserError: the model is not on the CPU in float32 or bfloat16, or there is no compiler."""
         dtype = check(model.device, model.embed.dtype)
         vars(self).update(vars(model))
         self.int8 = int8
-        # torch is slower, or has none
+        # torch has no int8 weights, or is slower in this dtype
         self.any_width = int8 or not checkpoint.is_fast(model.embed.dtype, model.device)
         self._run: Callable[..., None] = getattr(
             library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}"
         )
-        self._tensors: list[Tensor] = []  # those that the structures point to
+        self._tensors: list[Tensor] = []  # keeps alive the tensors that the structures point to
         self._model = self._structure()
 
     @property
@@ -134,7 +134,7 @@ class NativeLlama(Llama):
     def narrow_pass(
         self, ids: Tensor, cache: Cache, last: int, tree: Tree | None, states: Tensor | None = None
     ) -> Tensor:
-        """Run a compiled pass. states: The states of an EAGLE-3 head, float32 [B, T, D]; its output overwrites them."""
+        """Run a compiled pass. states: States of an EAGLE-3 head, float32 [B, T, D], overwritten by its new states."""
         rows, width = ids.shape
         end_of_pass(cache, width)
         logits = torch.empty(rows, last or width, len(self.head))
@@ -226,7 +226,7 @@ class NativeLlama(Llama):
 
 
 def check(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the dtype's name. Raises UserError: not on the CPU, or neither float32 nor bfloat16."""
+    """Return the dtype's name. Raises UserError: the device is no CPU, or the dtype is not float32 or bfloat16."""
     name = checkpoint.dtype_name(dtype)
     if device.type != "cpu" or name not in ("float32", "bfloat16"):
         raise UserError(
@@ -237,12 +237,13 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
 
 @cache
 def library(tuned: str = TUNED) -> ctypes.CDLL:
-    """Return native_cpu.cpp, compiled for this processor on first use. tuned: the compiler's flag for that.
+    """Return the library of native_cpu.cpp, compiled for this processor on first use.
 
-    It is kept in the user's cache, where nobody else can write.
+    The library is stored in the user's cache folder, if only the user can write to it. tuned: The compiler's flag for
+    this processor.
 
     Raises:
-        UserError: no compiler, or a compiler error.
+        UserError: there is no compiler, or it fails.
     """
     compiler = next(
         (path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None
@@ -272,7 +273,7 @@ def _cache_folder() -> Path:
 
 
 def _private(folder: Path) -> Path:
-    """Return the folder, made if it is missing. Raises OSError: it cannot be made, or other users can write to it."""
+    """Create a folder if it is missing, and return it. Raises OSError: not possible, or other users can write to it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_own(folder):
         raise OSError(errno.EPERM, "others can write there", str(folder))
@@ -287,7 +288,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
-    """Return the library in file; compile it if it is missing, changed, or owned by another user."""
+    """Return the library in a file, compiled anew if the file is missing, changed, or writable for other users."""
     digest = file.with_suffix(".sha256")
     with FileLock(file.with_suffix(".lock")):
         known = file.exists() and digest.exists() and _is_own(file) and _is_own(digest)
@@ -308,7 +309,7 @@ def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
 
 
 def _features() -> str:
-    """Return the processor's features: different machines may share a home directory."""
+    """Return the processor's features, because different machines may share a home directory."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next(

@@ -1,8 +1,9 @@
 """Parallel drafts (PARD, An et al. 2025, 2504.18583): one pass predicts K tokens, all but the first from mask tokens.
 
 B rows, T tokens of text, L tokens of a packed pass, N predictions, K offsets. From position t, offset j predicts token
-t + j: it reads the text up to t and j - 1 mask tokens at positions t + 1, ..., t + j - 1. A packed pass makes the
-predictions from all positions of a text at once: the text, then every position's mask tokens, under one 2-D mask.
+t + j. The prediction reads the text up to t and j - 1 mask tokens at positions t + 1, ..., t + j - 1. A packed pass
+predicts from all positions of a text at once. Its tokens are the text, then the mask tokens of every position, under
+one 2-D mask.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ PARD_TOKEN, SPD_TYPE, OFFSETS = (
     "pard_token",
     "spd_type",
     "pard_offsets",
-)  # keys of config.json; the last is ours alone
+)  # keys of config.json; only draftlab writes the last key
 RESERVED = (
     "reserved",
     "unused",
@@ -29,41 +30,41 @@ RESERVED = (
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed pass, and where it predicts what, in the order of the predicted tokens."""
+    """A packed pass and its predictions, in the order of the predicted tokens."""
 
     ids: Tensor  # [B, L]
     positions: Tensor  # [B, L]
-    mask: Tensor  # [B, L, L] bool, the tokens that each token attends to
-    predicting: Tensor  # [N] places in B x L whose logits predict
-    predicted: Tensor  # [N] places in B x T, each one before the token that is predicted
-    offset: Tensor  # [N] from 1 on
+    mask: Tensor  # [B, L, L] bool, whether token i attends to token j
+    predicting: Tensor  # [N] flat indices into [B, L] of the logits that predict
+    predicted: Tensor  # [N] flat indices into [B, T] of the token before each predicted token
+    offset: Tensor  # [N] offset of each prediction, from 1 on
 
     def tree(self) -> Tree:
-        """Return the structure of one row for Llama.forward, relative to the cached tokens."""
+        """Return the token tree of the first row for Llama.forward, with depths relative to the cached tokens."""
         return Tree(self.positions[0], self.mask[0])
 
 
 def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = None) -> Packed:
-    """Pack predictions of depths [B, T] tokens, each 0 or more, after every position of ids [B, T].
+    """Return a packed pass over ids [B, T] that predicts depths [B, T] tokens (0 or more) after every position.
 
-    token: the mask token. positions: of the tokens in their sequences, [B, T], where rows hold several. Rows with fewer
-    mask tokens than other rows end in mask tokens that predict nothing.
+    token: The mask token. positions: Positions of the tokens within their sequences, [B, T], if rows are packed from
+    several sequences. Rows with few mask tokens are padded with mask tokens that predict nothing.
     """
     rows, length = ids.shape
     device = ids.device
     masks = (depths - 1).clamp_min(0)  # [B, T] mask tokens of each position
     width = length + int(masks.sum(1).max())
-    # place of each mask token's start
+    # flat index of the text token after which each mask token's chain starts
     place = torch.arange(rows * length, device=device).repeat_interleave(masks.flatten())
     row, count = place // length, masks.flatten().cumsum(0)
     nth = torch.arange(len(place), device=device)
-    own = nth - (count - masks.flatten())[place] + 1  # 1, 2, ... among the mask tokens of its start
-    # mask tokens of earlier rows
+    own = nth - (count - masks.flatten())[place] + 1  # 1, 2, ... within the chain
+    # number of mask tokens in earlier rows
     before = torch.cat([count.new_zeros(1), count.view(rows, length)[:, -1]])[:-1]
     column = length + nth - before[row]
-    # [B, L]; unused columns start where no text is
+    # [B, L]; unused columns start after the text
     start = torch.arange(width, device=device).repeat(rows, 1)
-    nested = (start >= length).long()  # 0: text; i: mask token i of its start
+    nested = (start >= length).long()  # 0: text; i: mask token i of its chain
     start[row, column], nested[row, column] = place % length, own
     packed = torch.full((rows, width), token, device=device)
     packed[:, :length] = ids
@@ -98,7 +99,7 @@ def pard_token(directory: Path) -> int | None:
     """Return the mask token of a parallel draft, None for an ordinary draft.
 
     Raises:
-        UserError: it is no id of the vocabulary.
+        UserError: the mask token is no id of the vocabulary.
     """
     token = checkpoint.read_config(directory).get(PARD_TOKEN)
     if token is None:
@@ -112,16 +113,16 @@ def pard_token(directory: Path) -> int | None:
 
 
 def trained_offsets(directory: Path) -> int | None:
-    """Return the K that a parallel draft was trained for, None where its config does not say."""
+    """Return the K for which a parallel draft was trained, None if its config has no K."""
     offsets = checkpoint.read_config(directory).get(OFFSETS)
     return offsets if isinstance(offsets, int) else None
 
 
 def unused_id(directory: Path, vocab: int) -> int:
-    """Return an id below vocab that no text has: without a token, else a special token of no role, else padding.
+    """Return an id below vocab that no text contains: an id without a token, an unused special token, or padding.
 
     Raises:
-        UserError: there is none. A row more would be an id that the target lacks, and servers refuse such drafts.
+        UserError: there is no such id. A new id would be unknown to the target, and servers refuse such drafts.
     """
     tokenizer = checkpoint.load_tokenizer(directory)
     known = set(tokenizer.get_vocab().values())

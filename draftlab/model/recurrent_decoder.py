@@ -1,7 +1,8 @@
 """Models of transformers with recurrent layers (Mamba, linear attention, convolutions) as decoders that roll back.
 
-A recurrent state cannot give a token back. So each row has a cache of its own with a snapshot of its states at some
-position: rolling back restores the snapshot, cuts attention back to it, and reads the tokens from there a second time.
+A recurrent state cannot drop its last tokens. Each row therefore has its own cache, with a snapshot of its states at
+some position. A roll back restores the snapshot, crops the keys of attention layers to its position, and reads the
+later tokens again.
 
 B rows, T new tokens, V vocab.
 """
@@ -21,12 +22,18 @@ from draftlab.model.decoder import Decoder, Tree, end_of_pass
 from draftlab.model.hf_decoder import RECURRENT, TRIAL, TRIAL_ERROR, HFDecoder, without_gradients
 from draftlab.model.llama import LayerStates
 
-STATES = ("conv_states", "recurrent_states", "has_previous_state")  # states of such a layer
+STATES = ("conv_states", "recurrent_states", "has_previous_state")  # states of a recurrent layer
 
 
 @dataclass
 class RecurrentRow:
-    """The cache of one row. tokens: all that it has read. base: position of the snapshot, its states by layer."""
+    """The cache of one row.
+
+    Args:
+        tokens: All tokens in the cache.
+        base: Number of tokens at the time of the snapshot.
+        snapshot: Copies of the recurrent states, by layer and name.
+    """
 
     past: DynamicCache
     tokens: list[int] = field(default_factory=list)
@@ -40,7 +47,7 @@ class RecurrentRow:
                 self.snapshot[number] = {name: _copy(getattr(layer, name)) for name in STATES}
 
     def restore(self) -> None:
-        """Go back to the snapshot."""
+        """Set states, keys and tokens back to the snapshot."""
         removed = len(self.tokens) - self.base
         for number, layer in enumerate(self.past.layers):
             if isinstance(layer, RECURRENT):
@@ -53,7 +60,7 @@ class RecurrentRow:
 
 @dataclass
 class RecurrentCache:
-    """A cache for each row, of which the first ``used`` positions count."""
+    """A cache for each row, with the first ``used`` positions valid."""
 
     states: list[RecurrentRow]
     capacity: int
@@ -61,7 +68,7 @@ class RecurrentCache:
     layer_states: LayerStates | None = None
 
     def rows(self, mask: Tensor) -> "RecurrentCache":
-        """Return a cache of some rows alone. mask: bool [B]."""
+        """Return a cache of the rows in a mask, bool [B]."""
         chosen = mask.nonzero().squeeze(1).tolist()
         layers = self.layer_states
         layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
@@ -70,7 +77,7 @@ class RecurrentCache:
 
 
 class RecurrentDecoder(HFDecoder):
-    """A model with recurrent layers. Rows are computed one after the other, so they may have any lengths."""
+    """A model with recurrent layers. Rows are computed one after the other, so that they may have any lengths."""
 
     @property
     def masked(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -86,7 +93,7 @@ class RecurrentDecoder(HFDecoder):
         """Run a pass of each row, see Decoder.
 
         Raises:
-            UserError: a token tree, whose branches a recurrent layer cannot read apart.
+            UserError: there is a token tree, whose branches a recurrent layer cannot separate.
             ValueError: the tokens do not fit the cache.
         """
         if tree is not None:
@@ -104,7 +111,7 @@ class RecurrentDecoder(HFDecoder):
         return torch.cat(logits)
 
     def without_rollback(self) -> Decoder:
-        """Return a decoder whose rows share a pass, unless the model has no attention, which takes the mask."""
+        """Return a decoder that computes all rows in one pass, or this decoder if the model has no attention layers."""
         return HFDecoder(self.model, one_length=True) if has_attention(self.model) else self
 
     def _new_row(self) -> RecurrentRow:
@@ -158,7 +165,7 @@ class RecurrentDecoder(HFDecoder):
     @torch.inference_mode(False)
     @torch.no_grad()
     def continues(self) -> bool:
-        """Return whether several tokens after earlier tokens are computed in one pass: a trial of one row shows it."""
+        """Return whether one pass over several tokens after cached tokens is correct, found by a trial of one row."""
         ids, row = list(TRIAL[0]), self._new_row()
         self.__dict__["continues"] = True  # the trial itself reads it
         self._read(row, ids[:2], 1)
@@ -176,7 +183,7 @@ def has_recurrent_layers(model: PreTrainedModel) -> bool:
 
 
 def has_attention(model: PreTrainedModel) -> bool:
-    """Return whether a model with recurrent layers has attention, too, whose cache tells its length."""
+    """Return whether a model with recurrent layers also has attention layers."""
     return any(
         isinstance(layer, DynamicLayer)
         for layer in cast(Any, DynamicCache(config=model.config)).layers

@@ -27,11 +27,11 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-SHARD_BYTES = 1_000_000_000  # buffered in memory while weights are produced one at a time
+SHARD_BYTES = 1_000_000_000  # at most one shard is in memory
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> None:
-    """Write a safetensors file whole or not at all. facts: its metadata. Raises UserError: it cannot be written."""
+    """Write a safetensors file atomically. facts: Metadata of the file. Raises UserError: it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as part:
@@ -48,7 +48,8 @@ def write_checkpoint(
 ) -> int:
     """Write config.json, safetensors shards and a copy of the tokenizer; return the bytes of the weights.
 
-    weights may be a generator: at most one shard is kept in memory.
+    weights: Names and tensors, possibly from a generator, since at most one shard is in memory. tokenizer_from:
+    Directory of the tokenizer; None writes no tokenizer.
     """
     try:
         dtypes, size = _save_sharded(directory, weights)
@@ -66,7 +67,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy the files of a tokenizer, and generation_config.json, verbatim.
 
     Raises:
-        UserError: a file is not JSON, or a link out of the folder; those of the hub's cache lead to its blobs.
+        UserError: a .json file is not JSON, or a file is a link to another place than the folder or the hub's blobs.
     """
     homes = (source.resolve(), source.resolve().parent.parent / "blobs")
     for name in TOKENIZER_FILES:
@@ -81,14 +82,14 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def model_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Return the parameters as dtype on the CPU, without a tied head, as Hugging Face checkpoints are."""
+    """Return the parameters of a Hugging Face checkpoint in a dtype on the CPU, without a tied head."""
     return (
         (name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters()
     )
 
 
 def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], int]:
-    """Write model.safetensors, or shards of at most SHARD_BYTES and their index; return dtypes and bytes."""
+    """Write model.safetensors, or shards of up to SHARD_BYTES and an index; return the dtypes and the total bytes."""
     index: dict[str, int] = {}
     shard: dict[str, Tensor] = {}
     dtypes, total, number = set(), 0, 1

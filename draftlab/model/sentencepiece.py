@@ -44,11 +44,11 @@ LONGEST_LINE = 4096
 def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer, corrected if its ids are not SentencePiece's.
 
-    transformers 5 orders merges by id, while LLaMA's runs of spaces have the first ids and the last scores; without a
-    tokenizer_config.json it also omits the leading space and bos.
+    transformers 5 orders merges by id, although LLaMA's runs of spaces have the first ids and the last scores. Without
+    a tokenizer_config.json, transformers also omits the leading space and bos.
 
     Raises:
-        UserError: no correction helps.
+        UserError: the file is not SentencePiece's, or the corrected tokenizer still gives other ids.
     """
     from sentencepiece import SentencePieceProcessor  # extra: gguf
 
@@ -86,7 +86,7 @@ def _agrees(tokenizer: PreTrainedTokenizerBase, processor: "SentencePieceProcess
 
 
 def _by_score(processor: "SentencePieceProcessor") -> models.BPE:
-    """Return a BPE model with SentencePiece's merges, by score and then leftmost first."""
+    """Return a BPE model with SentencePiece's merges, ordered by score and then by the longest left part."""
     ids = range(processor.get_piece_size())
     vocab = {processor.id_to_piece(i): i for i in ids}
     special = {

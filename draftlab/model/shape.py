@@ -1,4 +1,4 @@
-"""Shapes of LLaMA-like models, by a table of the axes of their weights, and their costs. No torch.
+"""Shapes of LLaMA-like models and their costs, from a table of the axes of their weights. No torch.
 
 Axes: vocab; hidden (the residual stream); q = heads x head_dim; kv = kv_heads x head_dim; head_dim; ffn.
 """
@@ -27,13 +27,13 @@ Option = Literal[
     "whole_qk_norm",
     "norm_after",
 ]
-MOST_NUMBERS = 10_000  # numbers of a list as 1-6
+MOST_NUMBERS = 10_000  # most numbers in a list such as 1-6
 
 
 class Row(NamedTuple):
     """A weight: its role, its name with {} for the layer, and the axis of each dimension.
 
-    when: the option that a model with the weight has. unless: the option that a model with the weight lacks.
+    A model has the weight only with the option in `when`, and never with the option in `unless`.
     """
 
     role: str
@@ -91,7 +91,7 @@ Size = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class Shape(BaseModel):
-    """The numbers that decide a model's size and cost; the options select rows of the table."""
+    """The numbers that decide a model's size and cost. The bool options select rows of TABLE."""
 
     # YAML's yes must not be 1 layer
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -134,7 +134,7 @@ class Shape(BaseModel):
         return frozenset(found)
 
     def axes(self) -> dict[str, tuple[Axis, ...]]:
-        """Return the axes of each weight by name, in the order in which transformers registers them."""
+        """Return the axes of each weight by name, in the order in which transformers registers the weights."""
         rows = self._rows()
         first = next(i for i, row in enumerate(rows) if row.name.startswith(BLOCK))
         last = max(i for i, row in enumerate(rows) if row.name.startswith(BLOCK)) + 1
@@ -147,20 +147,20 @@ class Shape(BaseModel):
         return dict(ends[:first] + blocks + ends[last:])
 
     def names(self, layer: int = 0) -> dict[str, str]:
-        """Return the name of each weight by its role; of the weights of blocks, that of a layer."""
+        """Return the name of each weight by its role. Weights of blocks have the name for `layer`."""
         return {row.role: row.name.format(layer) for row in self._rows()}
 
     def dims(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
         return tuple(self.sizes[axis] for axis in axes)
 
     def params(self) -> int:
-        """Return the number of weights, a tied head counted once."""
+        """Return the number of parameters; embedding and tied head count once."""
         return self.body_params() + self._count(
             row for row in self._rows() if not row.name.startswith(BLOCK)
         )
 
     def body_params(self) -> int:
-        """Return the number of weights of the blocks, without embedding, head and final norm."""
+        """Return the number of parameters of the blocks, without embedding, head and final norm."""
         return self.layers * self._count(row for row in self._rows() if row.name.startswith(BLOCK))
 
     def _rows(self) -> list[Row]:
@@ -172,10 +172,10 @@ class Shape(BaseModel):
         return sum(math.prod(sizes[axis] for axis in row.axes) for row in rows)
 
     def flops_per_token(self, context: int) -> int:
-        """Return the floating-point operations to decode one token after context tokens, 2 per multiply-add.
+        """Return the floating-point operations to decode one token after `context` tokens, 2 per multiply-add.
 
-        Matrices count once (the embedding is a look-up, a tied head is still a product); attention adds
-        4 x heads x head_dim per layer for each cached token and the new token.
+        Each matrix counts once, except the embedding, which is a look-up; a tied head counts. Attention adds
+        4 x heads x head_dim per layer for each cached token and for the new token.
         """
         embedding = self.vocab * self.hidden
         matrices = sum(
@@ -188,14 +188,14 @@ class Shape(BaseModel):
         return self.model_copy(update={"draft_vocab": None})
 
     def idle_head_params(self) -> int:
-        """Return the weights of the rows that a trimmed head does not compute."""
+        """Return the number of parameters in the rows that a trimmed head does not compute."""
         return 0 if self.draft_vocab is None else (self.vocab - self.draft_vocab) * self.hidden
 
     def weight_bytes(self, bytes_per_weight: float = 2) -> int:
         return int(self.params() * bytes_per_weight)
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
-        """Return the KV cache's bytes per token: a key and a value of kv_heads x head_dim per layer."""
+        """Return the bytes of the KV cache per token: a key and a value of kv_heads x head_dim per layer."""
         return int(2 * self.layers * self.sizes["kv"] * bytes_per_value)
 
     def tensor_parallel(self) -> list[int]:
@@ -216,9 +216,10 @@ class Shape(BaseModel):
 def block_options(
     tensors: Mapping[str, tuple[int, ...]], sizes: Mapping[Axis, int]
 ) -> frozenset[Option]:
-    """Return the options of a model by the names and sizes of its first layer's tensors.
+    """Return the options of a model, from the names and sizes of its first layer's tensors.
 
-    An option is on if all of its weights are there, in their sizes, and not all of those that it replaces.
+    An option is on if the model has all weights of the option, in the expected sizes, and lacks some weight that the
+    option replaces.
     """
     found: set[Option] = set()
     for option in BLOCK_OPTIONS:
@@ -237,17 +238,17 @@ def read_shape_file(path: Path) -> Shape:
     """Read a shape file: the fields of Shape as YAML.
 
     Raises:
-        UserError: no such file, not YAML, unknown or missing fields.
+        UserError: there is no such file, it is not YAML, or it has unknown or missing fields.
     """
     with reading(f"shape file {path}"):
         return Shape.model_validate(yaml.safe_load(path.read_bytes()))
 
 
 def write_shape_file(shape: Shape, path: Path, note: str) -> None:
-    """Write a shape file with a comment on its first line; options that are off are omitted.
+    """Write a shape file, with `note` as a comment on its first line and without the options that are off.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     fields = {
         name: value
@@ -264,8 +265,8 @@ def write_shape_file(shape: Shape, path: Path, note: str) -> None:
 def check(shape: Shape, *, llama: bool = True) -> None:
     """Check that transformers can build a shape.
 
-    llama: the config is a LlamaConfig, whose validator (transformers 5) requires that heads divide hidden even if
-    head_dim is set.
+    llama: The model has a LlamaConfig. Its validator (transformers 5) wants heads to divide hidden even if head_dim is
+    set.
 
     Raises:
         UserError: kv_heads does not divide heads, or heads does not divide hidden.
@@ -280,11 +281,11 @@ def check(shape: Shape, *, llama: bool = True) -> None:
 
 
 def check_within(shape: Shape, source: Shape) -> None:
-    """Check that a shape can be cut from source.
+    """Check that a shape can be cut from a source.
 
     Raises:
-        UserError: an axis is longer than the source's, or head_dim, vocab or an option differs.
-        OtherArchitecture: the source's norms come after attention and MLP, which no cut or refit follows.
+        UserError: an axis is longer than in the source, or head_dim, vocab or an option differs.
+        OtherArchitecture: the source's norms come after attention and MLP, which pruning does not support.
     """
     if source.norm_after:
         raise OtherArchitecture(
@@ -323,14 +324,16 @@ def resolve(
     params: int | None = None,
     multiple_of: int = 16,
 ) -> Shape:
-    """Return the shape to cut from source, with the source's proportions by default.
+    """Return the shape to cut from a source, with the source's proportions by default.
 
-    heads defaults to width / head_dim or the nearest legal number (see default_heads), kv_heads to the fewest that
-    do not exceed the source's group size, ffn to the source's ratio rounded up to multiple_of or, with params, to the
-    value nearest to that total.
+    Args:
+        heads: Default: hidden / head_dim or the nearest legal number, see default_heads.
+        kv_heads: Default: the fewest KV heads with groups no larger than the source's.
+        ffn: Default: the source's ratio of ffn to hidden, rounded up to a multiple of multiple_of.
+        params: Number of parameters, which chooses ffn.
 
     Raises:
-        UserError: the shape exceeds source, no ffn reaches params, or both params and ffn are set.
+        UserError: the shape exceeds the source, no ffn reaches params, or both params and ffn are set.
     """
     if params is not None and ffn is not None:
         raise UserError(f"--params chooses the ffn, and --ffn {ffn} sets it; use one of the two")
@@ -355,10 +358,11 @@ def resolve(
 
 
 def default_heads(source: Shape, hidden: int, kv_heads: int | None = None) -> int:
-    """Return hidden / head_dim, or the nearest number of heads that the source has and LLaMA's configs allow.
+    """Return hidden / head_dim, or the nearest legal number of heads.
 
-    Heads divide hidden; KV heads (kv_heads if set) divide heads, are no more than the source's and serve no more heads
-    each. The source's number for the source's hidden; hidden / head_dim if no number is legal.
+    A legal number divides hidden and is a multiple of the number of KV heads (kv_heads if set). The source has at least
+    as many heads, KV heads, and heads per KV head. Return the source's number if hidden and kv_heads do not differ from
+    the source, and hidden / head_dim if no number is legal.
     """
     if hidden == source.hidden and kv_heads in (None, source.kv_heads):
         return source.heads
@@ -374,10 +378,10 @@ def default_heads(source: Shape, hidden: int, kv_heads: int | None = None) -> in
 
 
 def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) -> Shape:
-    """Return the shape with the ffn, a multiple of multiple_of, whose total is nearest to params.
+    """Return the shape with the ffn, a multiple of multiple_of, that brings its parameters nearest to `params`.
 
     Raises:
-        UserError: no ffn from multiple_of to most comes within 1 %.
+        UserError: no ffn from multiple_of to `most` comes within 1 % of `params`.
     """
     base = shape.model_copy(update={"ffn": multiple_of}).params()
     per_unit = (shape.model_copy(update={"ffn": 2 * multiple_of}).params() - base) / multiple_of
@@ -394,7 +398,7 @@ def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) ->
 
 
 def parse_count(text: str) -> int:
-    """Parse '1.3b', '796M', '350k' or a plain number. Raises UserError: anything else."""
+    """Parse '1.3b', '796M', '350k' or a plain number. Raises UserError: the text is no such number."""
     scale = {"k": 1e3, "m": 1e6, "b": 1e9}.get(text[-1:].lower(), 1)
     try:
         count = round(float(text if scale == 1 else text[:-1]) * scale)
@@ -408,7 +412,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_vocab(text: str) -> int:
-    """Parse '16k', which is 16,384 ids, or a plain number. Raises UserError: anything else."""
+    """Parse '16k' (16,384 ids) or a plain number. Raises UserError: the text is no such number."""
     match = re.fullmatch(r"([1-9]\d*)(k?)", text.strip().lower())
     if match is None:
         raise UserError(
@@ -421,7 +425,7 @@ def parse_numbers(text: str) -> list[int]:
     """Parse '1-4' or '2,4,8' or '1-3,8' to ascending numbers.
 
     Raises:
-        UserError: anything else, a number below 1, or more than MOST_NUMBERS.
+        UserError: the text is no such list, or has a number below 1 or more than MOST_NUMBERS numbers.
     """
     numbers: set[int] = set()
     for part in text.split(","):
@@ -441,7 +445,7 @@ def parse_numbers(text: str) -> list[int]:
 
 
 def format_count(count: float) -> str:
-    """Format with three digits, as 1.3B."""
+    """Return a count with three significant digits, such as 1.3B."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= 0.9995 * scale:  # three digits of 999.5M and more are 1B
             return f"{count / scale:.3g}{unit}"
@@ -453,11 +457,11 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def fewest_kv_heads(heads: int, group: int) -> int:
-    """Return the fewest KV heads that divide heads and serve at most group heads each."""
+    """Return the fewest KV heads that divide `heads` into groups of at most `group` heads."""
     return next(n for n in range(-(-heads // group), heads + 1) if heads % n == 0)
 
 
 def multiples_near(value: int, base: int) -> list[int]:
-    """Return the multiples of base around value, none below base."""
+    """Return the multiples of `base` just below and above `value`, none below `base`."""
     below = value // base * base
     return sorted({max(base, below), below + base})

@@ -1,4 +1,4 @@
-"""Sizes of checkpoints of any architecture, from config and tensor names; costs of training, for plans and cards."""
+"""Sizes of checkpoints of any architecture, and costs of training, for plans and model cards."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApproximateSize:
-    """Sizes of a model that transformers runs, by the module that it builds; partly upper bounds.
+    """Sizes of a model that transformers runs, counted in the module that it builds. Some sizes are upper bounds.
 
     active: Weights that a token uses; of a mixture of experts fewer than count. stored_bytes: The bytes of quantised
     weights, None where they are not.
@@ -41,7 +41,7 @@ class ApproximateSize:
         return self.count * bytes_per_weight if self.stored_bytes is None else self.stored_bytes
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
-        """Return an upper bound: KV heads as wide as the hidden size."""
+        """Return an upper bound of the KV cache's bytes per token: the size without grouped heads."""
         return int(2 * self.layers * self.hidden * bytes_per_value)
 
     def flops_per_token(self, context: int) -> int:
@@ -50,10 +50,10 @@ class ApproximateSize:
 
 
 def read_size(directory: Path) -> Shape | ApproximateSize:
-    """Return the shape of a checkpoint, or its approximate size if it is not LLaMA-like, or quantised.
+    """Return the shape of a checkpoint, or its approximate size if it is quantised or not LLaMA-like.
 
     Raises:
-        UserError: config or tensors cannot be read or contradict each other, or transformers cannot build it.
+        UserError: config or tensors cannot be read or contradict each other, or transformers cannot build the model.
     """
     try:
         return checkpoint.planned_shape(directory)
@@ -92,10 +92,11 @@ def training_cost(
     tokens: int,
     seq_len: int,
 ) -> dict[str, object]:
-    """Return the needs of a training run for a plan: tokens, floating-point operations, memory, disk.
+    """Return the tokens, floating-point operations, memory and disk of a training run, for a plan.
 
-    6 operations per weight and token to train, 2 for the teacher's pass; fp32 weights, gradients and two Adam moments;
-    a bf16 teacher. Activations are not included; logits are computed in chunks of about 100 MB.
+    Training takes 6 operations per student weight and token, and the teacher's pass 2. The student has fp32 weights,
+    gradients and two Adam moments; the teacher is in bf16. Memory does not include activations, and logits are computed
+    in chunks of about 100 MB.
     """
     weights = 16 * student.params() + (teacher.weight_bytes() if teacher else 0)
     per_token = 3 * student.flops_per_token(seq_len // 2) + (

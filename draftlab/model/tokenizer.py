@@ -17,7 +17,7 @@ FILE = "tokenizer.json"
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer. Raises UserError: the directory has none, or it cannot be read."""
+    """Load a tokenizer. Raises UserError: the directory has no tokenizer, or it cannot be read."""
     from transformers import AutoTokenizer
 
     from draftlab.model.sentencepiece import as_sentencepiece
@@ -31,7 +31,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
 
 
 def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
-    """Return the ids of bos, eos and pad; None for those that the tokenizer lacks."""
+    """Return the ids of bos, eos and pad, None for each token that the tokenizer lacks."""
     ids = {
         "bos": tokenizer.bos_token_id,
         "eos": tokenizer.eos_token_id,
@@ -41,12 +41,12 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
 
 
 def known_ids(*models: Path) -> int:
-    """Return the number of ids that are tokens in all models; logits above it are padding."""
+    """Return the number of ids below which every model has tokens; higher logits are padding in some model."""
     return min(min(vocab_size(m), max(load_tokenizer(m).get_vocab().values()) + 1) for m in models)
 
 
 def check_embeds(model: Path) -> None:
-    """Raises UserError: the tokenizer has ids without an embedding; added tokens are not counted."""
+    """Raises UserError: the tokenizer has ids without an embedding. Added tokens are not counted."""
     ids, embeddings = load_tokenizer(model).vocab_size, vocab_size(model)
     if ids > embeddings:
         raise UserError(
@@ -55,13 +55,13 @@ def check_embeds(model: Path) -> None:
 
 
 def common_vocabulary(draft: Path, target: Path) -> int:
-    """Return the number of ids that both models have logits for; both tokenizers must give them the same tokens.
+    """Return the number of ids for which draft and target have logits, after a check that the tokens are equal.
 
     Speculation compares ids. Models of one family may pad their LM heads to different sizes; the smaller size counts.
 
     Raises:
-        UserError: an id that differs, a tokenizer with ids that its model does not embed, or a target whose head is
-            trimmed.
+        UserError: an id has different tokens, a tokenizer has ids that its model does not embed, or the target's head
+            is trimmed.
     """
     for model in (draft, target):
         check_embeds(model)
@@ -79,9 +79,9 @@ def common_vocabulary(draft: Path, target: Path) -> int:
 
 
 def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: int) -> str | None:
-    """Return which of the target's ids below size is another token in the draft, None if none is.
+    """Return in words the first target id below size with another token in the draft, None if all tokens are equal.
 
-    Tokens of the draft's tokenizer where the target has padding are never accepted.
+    Draft tokens with an id that is padding in the target are ignored, because they are never accepted.
     """
     drafts, targets = ({i: token for token, i in vocab.items()} for vocab in (draft, target))
     first = next((i for i in sorted(targets) if i < size and drafts.get(i) != targets[i]), None)
@@ -89,7 +89,7 @@ def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: 
 
 
 def different_tokenizers(draft: Path, target: Path, difference: str) -> str:
-    """Return an error message about two models whose tokens differ. difference: See first_difference."""
+    """Return an error message about two models with different tokens. difference: See first_difference."""
     return (
         f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: {difference}; "
         "speculation needs the same vocabulary, which mergekit-tokensurgeon gives a draft"

@@ -1,8 +1,8 @@
-"""Trimmed heads: a draft proposes the frequent ids only, so that a large vocabulary costs it less.
+"""Trimmed heads: a draft proposes only frequent ids, so that a large vocabulary takes less time.
 
-FR-Spec (Zhao et al. 2025, arXiv 2502.14856) and VocabTrim (Goel et al. 2025, arXiv 2506.22694). The checkpoint stays
-whole, and its embedding takes every id: head_ids.json next to it lists the ids of the rows of its head that are
-computed. The target still writes the others, so that nothing but speed is lost. V vocab, S ids of the head, D hidden.
+FR-Spec (Zhao et al. 2025, arXiv 2502.14856) and VocabTrim (Goel et al. 2025, arXiv 2506.22694). The checkpoint has the
+whole head and an embedding of every id. head_ids.json lists the ids whose rows of the head are computed. The target
+still emits all other ids, so that trimming changes acceptance but not the output. V vocab, S ids of the head, D hidden.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ BUFFERS = ("head_ids", "head_rows")
 
 @dataclass(frozen=True, slots=True)
 class TrimmedHead:
-    """The ids of a head, [S], and the row of every id, [V]: S for those that the head lacks."""
+    """The ids of a head, [S]. rows: The row of every id in the head, [V]; S for an id that the head lacks."""
 
     ids: Tensor
     rows: Tensor
@@ -39,12 +39,17 @@ class TrimmedHead:
 def frequent_ids(
     texts: Sequence[np.ndarray], size: int, vocab: int, special: Iterable[int]
 ) -> tuple[list[int], float]:
-    """Return the most frequent ids of the texts, ascending, and the share of the second half that the first covers.
+    """Return the most frequent ids of the texts, ascending, and their coverage.
 
-    special: ids that stay in any case. Of equally frequent ids the lowest stay, which a BPE learns first.
+    Coverage is the share of tokens in the second half of the texts that are among the most frequent ids of the first
+    half. Among equally frequent ids the lowest are chosen, because a BPE learns them first.
+
+    Args:
+        size: Number of ids.
+        special: Ids that are always included.
 
     Raises:
-        UserError: size is not between those of special and of vocab, or there are fewer than two texts.
+        UserError: size is not between the number of special ids and vocab, or there are fewer than two texts.
     """
     stays = sorted({i for i in special if i < vocab})
     check_head_size(size, vocab, len(stays))
@@ -66,14 +71,14 @@ def frequent_ids(
 
 
 def template_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    """Return the ids of the special tokens, and of the added tokens that the chat template writes."""
+    """Return the ids of the special tokens, and of the added tokens in the chat template."""
     template = str(tokenizer.chat_template or "")
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in template}
     return added | set(tokenizer.all_special_ids)
 
 
 def trim_model(model: "PreTrainedModel", ids: Sequence[int]) -> None:
-    """Let a transformers model give -inf as the logits of all other ids."""
+    """Change a transformers model, so that the logits of all ids not in `ids` are -inf."""
     head = _head(model)
     weight = head.get_parameter("weight")
     trimmed = TrimmedHead.of(torch.tensor(ids, device=weight.device), len(weight))
@@ -87,12 +92,12 @@ def trim_model(model: "PreTrainedModel", ids: Sequence[int]) -> None:
 
 
 def only(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return logits [..., V] with -inf for all ids but these, [S]."""
+    """Return logits [..., V] with -inf for all ids that are not in `ids`, [S]."""
     return torch.full_like(logits, -torch.inf).index_copy(-1, ids, logits.index_select(-1, ids))
 
 
 def trimmed_head_of(model: "PreTrainedModel") -> TrimmedHead | None:
-    """Return the trimmed head of a model, or None if it has all ids."""
+    """Return the trimmed head of a model, None if its head has all ids."""
     buffers = dict(_head(model).named_buffers())
     return TrimmedHead(*(buffers[name] for name in BUFFERS)) if BUFFERS[0] in buffers else None
 
@@ -100,10 +105,11 @@ def trimmed_head_of(model: "PreTrainedModel") -> TrimmedHead | None:
 def as_whole(
     config: dict[str, object], weights: Any, ids: Sequence[int]
 ) -> tuple[dict[str, object], Any]:
-    """Return config and weights of a head with all rows, for runtimes that know no trimmed head.
+    """Return config and weights with a head of all rows, for runtimes without trimmed heads.
 
-    The head is untied, and the rows of other ids are the mean of its rows: their logit is the mean logit, so that none
-    of them is ever the most probable id, and in practice they share less than a thousandth of the probability.
+    The new head is untied, and every row outside `ids` is the mean of the rows in `ids`. The logit of such a row is the
+    mean logit, so that its id is never the most probable id. In practice all these ids together have less than a
+    thousandth of the probability.
     """
 
     def whole() -> Iterator[tuple[str, Tensor]]:

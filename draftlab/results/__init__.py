@@ -1,1 +1,1 @@
-"""Scores on disk and everything shown from them."""
+"""Scores on disk, and the tables, plots and reports made from scores."""

@@ -1,7 +1,7 @@
-"""Generations step by step, server counters, and the acceptance counted over them. No torch.
+"""Generations step by step, server counters, and acceptance counted over both. No torch.
 
-Names are vLLM's (0.32, per-request speculative metrics). A step is one target pass after the prefill, and the drafting
-before it: K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, or fewer where EOS or the length limit cuts).
+Names are vLLM's (0.32, per-request speculative metrics). A step is one target pass after the prefill, with the drafting
+before it: K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, or fewer if EOS or the length limit cuts the text).
 """
 
 import math
@@ -20,7 +20,7 @@ class Generation(FileModel):
     """One prompt decoded once. The lists have one entry per step after the prefill, which emits the first token."""
 
     prompt: NonNegativeInt  # index into the score's prompts
-    tokens: PositiveInt  # emitted in all, including the prefill's
+    tokens: PositiveInt  # number of emitted tokens, including the prefill's token
     drafted: list[NonNegativeInt]
     accepted: list[NonNegativeInt]
     emitted: list[NonNegativeInt]
@@ -28,8 +28,8 @@ class Generation(FileModel):
     draft_seconds: NonNegativeFloat
     verify_seconds: NonNegativeFloat
     host_seconds: NonNegativeFloat
-    stalled_passes: NonNegativeInt = 0  # interrupted, and counted at the median of their kind
-    stalled_seconds: NonNegativeFloat = 0.0  # taken out of these passes
+    stalled_passes: NonNegativeInt = 0  # interrupted; counted with the median time of their kind
+    stalled_seconds: NonNegativeFloat = 0.0  # seconds taken out of the stalled passes
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Generation":
@@ -45,17 +45,17 @@ class Generation(FileModel):
 
     @property
     def decode_seconds(self) -> float:
-        """Time after the prefill: the same counter for plain and speculative decoding."""
+        """Return the seconds after the prefill, counted alike for plain and speculative decoding."""
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
     @property
     def request(self) -> Timing:
-        """All tokens, and all seconds: the prefill of the target and of its draft included."""
+        """Return all tokens and all seconds, the prefill of target and draft included."""
         return self.tokens, self.prefill_seconds + self.decode_seconds
 
     @property
     def decoding(self) -> Timing:
-        """The tokens after the first, and the seconds that they took."""
+        """Return the number of tokens after the first, and their seconds."""
         return self.tokens - 1, self.decode_seconds
 
 
@@ -68,7 +68,7 @@ class ServedGeneration(FileModel):
 
     @property
     def request(self) -> Timing:
-        """All tokens, and all seconds: the prefill and transport included."""
+        """Return all tokens and all seconds, prefill and transport included."""
         return self.tokens, self.seconds
 
 
@@ -78,22 +78,22 @@ T = TypeVar("T")
 
 
 class AcceptanceMetrics(FileModel):
-    """Acceptance over all steps of some generations; always read rate and length together.
+    """Acceptance over all steps of some generations. Rate and length mean little without each other.
 
-    Counts are integers where they were counted, expectations where they were computed from log-probabilities.
+    Counts are integers if counted, and expectations if computed from log-probabilities.
     """
 
     num_spec_steps: int | float
     num_draft_tokens: int | float
     num_accepted_draft_tokens: int | float
     draft_acceptance_rate: float  # accepted / drafted
-    # tokens per target pass, including the target's own; the paper's TAR
+    # tokens per target pass, including the target's own token; the paper's TAR
     mean_acceptance_length: float
     per_position_acceptance: list[float]  # share of steps that accepted at least i tokens, i = 1..K
-    # share accepted at i among steps that drafted and reached i
+    # share of accepted tokens at position i, among steps that drafted an i-th token and accepted all before
     conditional_acceptance: list[float]
-    acceptance_histogram: list[int | float]  # steps by accepted tokens, 0..K
-    # cut by EOS or the length limit; None: a server does not report it
+    acceptance_histogram: list[int | float]  # number of steps by accepted tokens, 0..K
+    # steps cut by EOS or the length limit; None: a server does not report them
     n_truncated_steps: int | float | None
 
 
@@ -114,7 +114,7 @@ class Counters(FileModel):
 
     @property
     def acceptance(self) -> AcceptanceMetrics:
-        """Acceptance if every step drafted K tokens; how many were cut by the end of a text is not known."""
+        """Return the acceptance if every step drafted K tokens. The number of truncated steps is unknown."""
         accepted = self.num_accepted_tokens_per_pos
         reached = [self.num_drafts, *accepted, *[0.0] * (self.k - len(accepted))]
         return acceptance_from_counts(
@@ -123,7 +123,7 @@ class Counters(FileModel):
 
 
 def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics:
-    """Count the steps that drafted something.
+    """Return the acceptance over all steps with drafted tokens.
 
     Raises:
         ValueError: the counts of a step contradict each other.
@@ -153,11 +153,13 @@ def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics
 def acceptance_from_counts(
     *, reached: Sequence[float], eligible: Sequence[float], drafted: float, truncated: float | None
 ) -> AcceptanceMetrics:
-    """Return the metrics of counts, or expected counts, over the steps that drafted something.
+    """Return the metrics of counts, or expected counts, over all steps with drafted tokens.
 
     Args:
-        reached: steps that accepted at least i tokens, i = 0..K.
-        eligible: steps that drafted an i-th token and accepted those before it, i = 1..K.
+        reached: Number of steps that accepted at least i tokens, i = 0..K.
+        eligible: Number of steps that drafted an i-th token and accepted all before, i = 1..K.
+        drafted: Number of drafted tokens.
+        truncated: Number of steps cut by the end of the text; None if unknown.
     """
     n, accepted = reached[0], sum(reached[1:])
     return AcceptanceMetrics(
@@ -176,7 +178,7 @@ def acceptance_from_counts(
 
 
 def repeats_by_prompt(generations: Sequence[G], value: Callable[[G], T]) -> list[list[T]]:
-    """Return a value of every repeat, in the order of the prompts."""
+    """Return the values of all repeats of each prompt, in the order of the prompts."""
     by_prompt: dict[int, list[T]] = {}
     for generation in generations:
         by_prompt.setdefault(generation.prompt, []).append(value(generation))
@@ -184,17 +186,17 @@ def repeats_by_prompt(generations: Sequence[G], value: Callable[[G], T]) -> list
 
 
 def request_timings(generations: Sequence[AnyGeneration]) -> list[Timing]:
-    """Return the timing of each prompt's request, of its repeat of median time."""
+    """Return the timing of each prompt's request, from the repeat of median time."""
     return list(map(intervals.median_repeat, repeats_by_prompt(generations, lambda g: g.request)))
 
 
 def decode_timings(generations: Sequence[Generation]) -> list[Timing]:
-    """Return the timing of each prompt's tokens after the first, of its repeat of median time."""
+    """Return the timing of each prompt's tokens after the first, from the repeat of median time."""
     return list(map(intervals.median_repeat, repeats_by_prompt(generations, lambda g: g.decoding)))
 
 
 def share_of_equal_texts(plain: list[list[int]], arms: Sequence[list[list[int]]]) -> float:
-    """Return the share of the texts of all arms, as token ids, that equal plain's texts of the same prompts."""
+    """Return the share of texts in all arms that equal the plain text of their prompt. Texts are token ids."""
     equal: list[bool] = []
     for texts in arms:
         equal += map(eq, texts, plain)

@@ -1,4 +1,4 @@
-"""Plots: each is one SVG to put inside a page, readable on light, dark and paper; figures are files of panels."""
+"""Plots for pages, each one SVG that is readable on light, dark and paper; and figures, files of several panels."""
 
 import io
 import re
@@ -20,7 +20,7 @@ from draftlab.intervals import Interval
 from draftlab.results.ranking import NO_DRAFT
 from draftlab.trust import printable
 
-# After Okabe and Ito (2008), each at 3:1 or more against the page; the second is for a dark one.
+# After Okabe and Ito (2008), each with a contrast of 3:1 or more to a light page, or to a dark page.
 COLOURS = ("#0072b2", "#c04c00", "#00805d", "#b5508a", "#2b86bb", "#a36a00", "#86307a", "#74741a")
 DARK_COLOURS = (
     "#56b0e8",
@@ -47,7 +47,7 @@ PHASES = {"draft": "#c04c00", "verify": "#0072b2", "host": "#6b6b6b"}
 VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {
     PHASES["host"]: "var(--soft)"
 }
-WIDTH = 4.6  # inches; text of 9 pt is readable where a phone shrinks that to 300 px
+WIDTH = 4.6  # inches; text of 9 pt stays readable when a phone shrinks the plot to 300 px
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a $ in a name is a $
@@ -58,7 +58,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Colour and marker of a draft in plots. glyph: The marker as a character, for keys and tables."""
+    """The colour and marker of a draft in plots. glyph: The marker as a character, for keys and tables."""
 
     name: str
     colour: str
@@ -67,13 +67,13 @@ class Mark:
 
     @classmethod
     def of(cls, name: str, number: int) -> "Mark":
-        """Return the mark of that number; the first 64 differ."""
+        """Return the mark with a number; marks 0 to 63 all differ."""
         at = number % len(COLOURS)
         return cls(name, COLOURS[at], *MARKERS[(at + number // len(COLOURS)) % len(MARKERS)])
 
 
 def short(name: str) -> str:
-    """Return a name that fits into a plot: begin and end, where names of one family differ."""
+    """Return a name that fits into a plot: its beginning and end, because names of one family differ there."""
     begin = 23 if " (" in name else 10  # a drafter's words come before its options
     return (
         name if len(name) <= LABEL_LENGTH else f"{name[:begin]}…{name[begin + 1 - LABEL_LENGTH :]}"
@@ -89,9 +89,14 @@ PHASE_MARKS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One plot of a figure. series: points by name. lines: Lines by the same names; by default through the points.
+    """One plot of a figure.
 
-    names: Names of x = 0, 1, ..., if x is no number. bottom: Start of y.
+    Args:
+        x, y: Labels of the axes.
+        series: Points by name.
+        lines: Lines by the same names. Default: lines through the points.
+        names: Tick labels of x = 0, 1, ..., if x is no number.
+        bottom: Start of the y axis.
     """
 
     x: str
@@ -106,7 +111,7 @@ def save_figure(path: Path, panels: Sequence[Panel]) -> None:
     """Write panels side by side, as SVG or PNG by the file's name.
 
     Raises:
-        UserError: another kind of file, or a file that cannot be written.
+        UserError: the file name does not end in .svg or .png, or the file cannot be written.
     """
     if path.suffix not in (".svg", ".png"):
         raise UserError(f"{path}: figures are written as .svg or .png")
@@ -143,7 +148,7 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
                 )
                 ax.plot(*zip(*joined[name], strict=True), color=colour)
             ax.set(xlabel=panel.x, ylabel=panel.y)
-            # points side by side leave none for the legend
+            # points at every x leave no room for the legend
             room = 1.08 if panel.names is None else 1.3
             ax.set_ylim(panel.bottom, panel.bottom + room * (ax.get_ylim()[1] - panel.bottom))
             points = list(chain.from_iterable(panel.series.values()))
@@ -223,7 +228,7 @@ def plot_positions(shares: Sequence[tuple[Mark, Sequence[float]]]) -> Markup:
 
 
 def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
-    """Plot the milliseconds of a step by phase. steps: Steps with their labels."""
+    """Plot the milliseconds of a step by phase. steps: Label and milliseconds by phase of each step."""
 
     def draw(ax: Axes) -> None:
         for row, (label, ms) in enumerate(steps):
@@ -241,7 +246,7 @@ def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
 
 
 def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
-    """Return one plot without links or ids that could clash with another's; its ink is the page's own colour."""
+    """Return one plot in the page's text colour, without ids or links that could clash with other plots."""
     with rc_context({**STYLE, "font.size": 9, "svg.hashsalt": alt}):
         figure = Figure(figsize=(WIDTH, inches), layout="constrained")
         ax = figure.subplots()

@@ -29,7 +29,7 @@ REQUESTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedTest:
-    """Two drafts on the same items of one task. p is from McNemar's exact test, where items are right or wrong."""
+    """Two drafts on the same items of one task. p: McNemar's exact test, None unless items are right or wrong."""
 
     task: str
     metric: str
@@ -70,12 +70,12 @@ class Ranked:
 
     @property
     def significant(self) -> bool | None:
-        """True if the draft is slower than the fastest draft; None where no test is possible."""
+        """Return whether the draft is significantly slower than the fastest draft, None if no test is possible."""
         ratio = self.ratio_to_fastest
         return None if ratio is None or ratio.n < 2 else ratio.high < 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the draft as JSON has it."""
+        """Return the fields that are written as JSON."""
         score, ratio, tpot = self.score, self.ratio_to_fastest, self.score.best_k_tpot_speedup
         tests = []
         for test in self.tasks:
@@ -108,7 +108,7 @@ class Ranked:
 
 
 def read_scores(paths: Sequence[Path]) -> list[Score]:
-    """Read score.json files and directories of them; scores of equal names get the name of their directory.
+    """Read score.json files, or all under directories. Scores with equal names get their directory as a suffix.
 
     Raises:
         UserError: there is no score.
@@ -130,7 +130,7 @@ def read_scores(paths: Sequence[Path]) -> list[Score]:
 
 
 def rank(scores: Sequence[Score]) -> list[Ranked]:
-    """Return the fastest draft first; drafts that changed the output come last.
+    """Return drafts by speed-up, the fastest first. Drafts that changed the output come last.
 
     Raises:
         UserError: the drafts have different targets.
@@ -162,21 +162,21 @@ def same_requests(a: Score, b: Score) -> bool:
 
 
 def speedup_ratio(a: Score, b: Score) -> Interval:
-    """Return the speed-up of a over that of b, each at its best K; paired where their prompts are the same."""
+    """Return the speed-up of a divided by the speed-up of b, each at its best K, paired if they share their prompts."""
     return intervals.speedup_ratio(
         a.timings(a.speculative), b.timings(b.speculative), paired=same_requests(a, b)
     )
 
 
 def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[PairedTest]:
-    """Test every metric that both drafts have of the same items."""
+    """Return a test of every metric that both drafts have for the same items."""
     results = {(r.task, r.metric, r.items_sha256, len(r.items)): r for r in b if r.items}
     pairs = [(r, results.get((r.task, r.metric, r.items_sha256, len(r.items)))) for r in a]
     return [_paired_test(x, y) for x, y in pairs if y is not None]
 
 
 def category_rows(score: Score) -> list[dict[str, Any]]:
-    """Return the best K by category of prompts; speeds are those of whole requests."""
+    """Return one row per category of prompts, at the best K of all prompts. Speeds are of whole requests."""
     rows = []
     k = score.best_k
     for name, prompts in score.prompts_by_category.items():
@@ -232,7 +232,7 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
 def missed_thresholds(
     score: Score, min_speedup: float | None, min_acceptance_length: float | None
 ) -> list[str]:
-    """Return one sentence for each of the user's thresholds that a draft does not reach, or cannot be judged by."""
+    """Return one sentence for each threshold of the user that a draft misses, or may miss because of a doubt."""
     name, doubt, missed = score.name, score.doubt, []
     if min_speedup is not None:
         speedup = score.best_k_speedup.value
@@ -307,7 +307,7 @@ MANY_STEPS = 0.1  # share of the steps
 
 
 def score_warnings(scores: Sequence[Score]) -> list[str]:
-    """Return one sentence for each reason to doubt the numbers, with the names of the drafts that it concerns."""
+    """Return one sentence for each reason to doubt the numbers, with the names of the drafts concerned."""
     drafts: dict[str, list[str]] = {}
     for score in scores:
         for text in _reasons(score):
@@ -330,7 +330,7 @@ def score_warnings(scores: Sequence[Score]) -> list[str]:
 
 
 def _facts(score: Score) -> dict[str, Any]:
-    """Return what must be the same for speed-ups to compare."""
+    """Return the facts that must be equal for speed-ups to compare."""
     return score.conditions.model_dump(exclude={"draft_weights"}) | {"target": score.target.sha256}
 
 

@@ -1,4 +1,4 @@
-"""Scores as tables, as Markdown, as one self-contained HTML page, and as flat JSON rows."""
+"""Reports of scores: tables, Markdown, one self-contained HTML page, and flat JSON rows."""
 
 import re
 import shlex
@@ -55,7 +55,7 @@ CAPTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A plot with its numbers. key: The colours and markers in it, if it needs them."""
+    """A plot with its numbers. key: Colours and markers that the page explains."""
 
     svg: "Markup"
     table: Table
@@ -63,7 +63,7 @@ class Figure:
 
 
 def ranking_table(ranking: Sequence[Ranked]) -> Table:
-    """Return one row per draft, the fastest first and marked, with plain decoding between the drafts."""
+    """Return a table with rows for drafts and for plain decoding, the fastest first and marked."""
     scores = [ranked.score for ranked in ranking]
     shown = _accuracy_metric(scores)
     rows = []
@@ -98,7 +98,7 @@ def ranking_table(ranking: Sequence[Ranked]) -> Table:
 
 
 def accuracy_table(scores: Sequence[Score]) -> Table | None:
-    """Return one row per task, metric and model; None where no task was evaluated."""
+    """Return one row per task, metric and model; None if no task was evaluated."""
     models = {score.draft.name: score.draft for score in scores}
     models |= {score.target.name: score.target for score in scores}
     rows = []
@@ -117,7 +117,7 @@ def accuracy_table(scores: Sequence[Score]) -> Table | None:
 
 
 def category_table(score: Score) -> Table | None:
-    """Return the best K by category of prompts, the fastest first; None where prompts have no categories."""
+    """Return one row per category of prompts, at the best K, the fastest first; None without categories."""
     rows = []
     for row in sorted(category_rows(score), key=lambda row: -(row["speedup"] or 0)):
         gain = optional(row["speedup"], ".2f")
@@ -140,7 +140,7 @@ def category_table(score: Score) -> Table | None:
 
 
 def precision(scores: Sequence[Score]) -> str:
-    """Return the precision of both sides and how passes ran, of all scores."""
+    """Return in words the weights, activations and mode of all scores; settings that differ name their drafts."""
     by_setting: dict[str, list[str]] = {}
     for score in scores:
         by_setting.setdefault(score.conditions.precision, []).append(score.label)
@@ -167,11 +167,11 @@ def markdown(scores: Sequence[Score]) -> str:
 
 
 def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
-    """Return one page that loads nothing: styles and plots are inside.
+    """Return one page that loads no other file: styles and plots are part of the page.
 
     Args:
         command: Command that made the page.
-        serve: Command that serves the fastest. Default: the export of its draft.
+        serve: Command that serves the fastest draft. Default: the command that exports it.
     """
     from draftlab.results import plots
 
@@ -205,7 +205,7 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
 
 
 def export_command(fastest: Ranked) -> str:
-    """Return the command that writes the draft with a script for vLLM; empty without a gain or a checkpoint."""
+    """Return the command that exports a draft for vLLM; empty if the draft has no gain or no checkpoint."""
     score = fastest.score
     if (
         fastest.doubt
@@ -227,14 +227,14 @@ def export_command(fastest: Ranked) -> str:
 
 
 def target_named(score: Score) -> str | None:
-    """Return the target as the command of a score names it."""
+    """Return the value of --target in the command of a score."""
     return next(
         (value for name, value in pairwise(shlex.split(score.command)) if name == "--target"), None
     )
 
 
 def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
-    """Return one flat row per draft and K, in the order of the scores; metrics have vLLM's names."""
+    """Return one flat row per draft and K, in the order of the scores. Metrics have vLLM's names."""
     shown, rows = _accuracy_metric(scores), []
     for score in scores:
         rows += [_json_row(score, k, shown) for k in sorted(score.speculative)]
@@ -242,7 +242,7 @@ def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
 
 
 def _accuracy_metric(scores: Sequence[Score]) -> tuple[str, str] | None:
-    """Return the first task and metric of accuracy that any draft has: a single task, so that a column mixes none."""
+    """Return the first task and accuracy metric that any draft has. The column shows this task alone."""
     for score in scores:
         for result in score.draft.tasks:
             if result.metric.partition(",")[0] in ACCURACY_METRICS:
@@ -255,7 +255,7 @@ def _accuracy(tasks: Sequence[TaskResult], shown: tuple[str, str] | None) -> Tas
 
 
 def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
-    """Return the cells of a draft by the head of their column."""
+    """Return the cells of a draft by column head."""
     score, k = ranked.score, ranked.k
     row = {
         "draft": ("~ " if ranked.significant is False and not score.output_differs else "")
@@ -343,7 +343,7 @@ def _figures(
 
 
 def _time_figure(scores: Sequence[Score]) -> Figure | None:
-    """Return the time of a step by phase, without a draft and with each; None where servers decoded."""
+    """Return the plot of a step's time by phase, without a draft and with each draft; None if servers decoded."""
     from draftlab.results import plots
 
     steps: list[tuple[str, Mapping[str, float]]] = []
@@ -415,7 +415,7 @@ def _cost(made: list[Stage] | None) -> list[str]:
 
 
 def _conditions_table(scores: Sequence[Score]) -> Table:
-    """Return each condition with its value or, where drafts differ, with every value and the drafts that have it."""
+    """Return each condition with its value or, if drafts differ, with every value and the names of its drafts."""
     identical = {True: "yes", False: "NO", None: "not comparable when sampling"}
     by_fact: dict[str, dict[str, list[str]]] = {}
     for score in scores:

@@ -29,12 +29,13 @@ from draftlab.results.decoding import (
 from draftlab.sampling import SamplingParams
 
 BUSY = 0.5  # share of the cores that other work uses
-LONG_WAITS = 0.1  # share of the time, for a core or without one
-UNDER_PRESSURE = 0.5  # share of the time; below it are the short threads of every system
+# share of the time in which a thread waits for a core, or the hypervisor gives cores to other machines
+LONG_WAITS = 0.1
+UNDER_PRESSURE = 0.5  # share of the time; short threads of any system cause lower shares
 
 
 class Environment(FileModel):
-    """The machine, just before measuring."""
+    """The state of the machine before the measurement, and its load during the measurement."""
 
     system: str
     processor: str
@@ -42,10 +43,10 @@ class Environment(FileModel):
     busy_cores: float  # used by other work
     governor: str | None  # CPU frequency governor
     driver: str | None  # NVIDIA driver
-    # while it was timed, where Linux says it:
-    # share of the time in which the decoding thread wanted a core, without one
+    # The three shares below were read from Linux during timing; None on other systems.
+    # share of its time that the decoding thread waited for a core
     waited_share: float | None = None
-    # share of the cores' time, given to other machines by the hypervisor
+    # share of the cores' time that the hypervisor gave to other machines
     stolen_share: float | None = None
     # share of the time in which some thread of the machine waited for a core
     pressure: float | None = None
@@ -55,15 +56,15 @@ class Environment(FileModel):
         return self.busy_cores > BUSY * self.cores
 
     def counts_cpu_seconds(self, device: str, threads: int | None) -> bool:
-        """Return whether times are CPU seconds, in which waits do not count: those of one CPU thread."""
+        """Return whether times are CPU seconds, which leave out waits: the clock for one CPU thread."""
         return device == self.processor and threads == 1
 
     def doubt(self, device: str, threads: int | None) -> str | None:
-        """The reason to doubt times of that number of threads on a device; None: there is none.
+        """Return the reason to doubt the times of a device and its threads, None without a reason.
 
-        Other work and other machines slow what runs, too: they share its caches and its memory. Waits for a core are
-        in wall-clock time only, but a core that was shared cost CPU seconds as well, and more of them where a step is
-        wide: benchmarks.noise measured 1.29x to 1.70x where 1.79x is true. Pressure counts the waits of all threads.
+        Other work and other machines slow a thread that runs, because they share its caches and its memory. Waits for a
+        core count in wall-clock time only. A shared core costs CPU seconds as well, and wide steps lose more of them:
+        benchmarks.noise measured 1.29x to 1.70x where 1.79x is true. Pressure counts the waits of all threads.
         """
         if self.busy:
             return f"other work kept {self.busy_cores:.1f} of {self.cores} cores busy"
@@ -80,15 +81,15 @@ class Environment(FileModel):
         return None
 
 
-DISAGREE = 1.25  # ratio of the implied to the measured speed-up, or its inverse, from which one of them is wrong
-MANY_STALLS = 0.1  # share of steps
-UNEVEN = 1.5  # slowest over fastest repeat of a prompt, from which the machine must have been busy
-# share of prompts: one in twenty is then slow in two repeats of three, so by its median, too
+DISAGREE = 1.25  # largest ratio between implied and measured speed-up if both are right
+MANY_STALLS = 0.1  # share of passes
+UNEVEN = 1.5  # ratio of the slowest to the fastest repeat of a prompt above which the machine must have been busy
+# share of prompts; at this share, one prompt in twenty is slow in two of three repeats, and thus in the median
 MANY_UNEVEN = 1 / 3
 
 
 class Latency(FileModel):
-    """Milliseconds of one forward pass: median and quartiles of n passes."""
+    """Milliseconds of one forward pass: median and quartiles over n passes."""
 
     width: NonNegativeInt  # tokens fed at once
     median_ms: NonNegativeFloat
@@ -98,7 +99,7 @@ class Latency(FileModel):
 
 
 class TaskResult(FileModel):
-    """One lm-eval metric of one task. stderr is None where lm-eval gives none."""
+    """One lm-eval metric of one task. stderr: Standard error, None where lm-eval reports no error."""
 
     task: str
     metric: str
@@ -115,31 +116,31 @@ class Model(FileModel):
     """A model that was measured: its directory or name, its shape, its latency and its lm-eval results."""
 
     name: str
-    sha256: str | None  # None, as for the shape: its files are on the server only
-    shape: Shape | None
-    latency: list[Latency]  # one entry a width, from one token on; []: not measured
+    sha256: str | None  # None if only the server has the model's files
+    shape: Shape | None  # None as for sha256
+    latency: list[Latency]  # one entry per width, starting at one token; []: not measured
     tasks: list[TaskResult]
     # transformers ran it, which is slower than draftlab's own decoder
     via_transformers: bool = False
-    parallel: bool = False  # it drafted all tokens of a step in one pass
+    parallel: bool = False  # the model drafted all tokens of a step in one pass
     eagle: bool = False  # an EAGLE-3 head
     heads_sha256: str | None = None  # hash of heads on the states of the target
 
 
 class PromptRecord(FileModel):
-    """Length of a prompt, and its category in the prompt file."""
+    """The length of a prompt, and its category in the prompt file."""
 
     tokens: NonNegativeInt
     category: str = ""
 
 
 class Conditions(FileModel):
-    """The conditions of the measurement; those of sampling have SamplingParams' names."""
+    """The conditions of the measurement. Sampling options are named as in SamplingParams."""
 
     device: str
     dtype: str
     mode: Literal["eager", "native", "graphs", "served"]
-    threads: int | None  # None: the server's choice
+    threads: int | None  # CPU threads; None: the server's choice
     data: str
     prompts_sha256: str | None = None
     prompts: PositiveInt
@@ -154,8 +155,8 @@ class Conditions(FileModel):
     min_p: float = 0.0
     seed: int
     batch: int = 1  # prompts decoded at once; each generation gets its share of the batch's seconds
-    target_weights: str  # precision of the weights that verify: a dtype's name, int8, or how a checkpoint is quantised
-    draft_weights: str | None  # precision of the draft's weights; None: it has no model
+    target_weights: str  # precision of the weights that verify: a dtype, int8, or a checkpoint's quantisation method
+    draft_weights: str | None  # precision of the draft's weights; None: the draft has no model
     rule: str = "rejection"  # verification rule; without effect when greedy
     draft_temperature: float | None = None  # None: the target's
     in_phases: bool = False  # the servers ran one after the other
@@ -166,7 +167,7 @@ class Conditions(FileModel):
 
     @property
     def precision(self) -> str:
-        """The precision of both sides and how passes ran, in words."""
+        """Return in words the weights of target and draft, the activations and the mode of passes."""
         if self.mode == "served":
             return "both as served"
         draft = "no draft model" if self.draft_weights is None else f"draft {self.draft_weights}"
@@ -178,7 +179,7 @@ class Conditions(FileModel):
 
     @property
     def decoding(self) -> str:
-        """The way in which tokens were sampled and verified, in words."""
+        """Return in words how tokens were sampled and verified."""
         if self.temperature == 0 or self.mode == "served":
             return self.sampling.describe()
         own = (
@@ -200,7 +201,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
 
 
 class Score(FileModel):
-    """One draft measured with one target: in one process and engine, or on two servers of one kind. score.json."""
+    """The content of score.json: one draft measured with one target, in one engine or on two servers of one kind."""
 
     version: Literal[3] = 3
     name: str
@@ -209,19 +210,19 @@ class Score(FileModel):
     conditions: Conditions
     environment: Environment | None = None
     prompts: list[PromptRecord] = Field(default=[])
-    # the target alone, with the weights that verify
+    # decoding by the target alone, with the weights that verify
     plain: list[Generation] | list[ServedGeneration]
-    # the target alone with other weights, by their name
+    # decoding by the target alone with other weights, by the name of the weights
     other_plain: dict[str, list[Generation]] = Field(default={})
     # keys: K
     speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)
     counters: dict[int, Counters] = Field(default={})  # keys: K, if a server decoded
-    # share of texts, over all K, that equal plain's; None when sampling
+    # share of texts, over all K, that equal the texts of plain decoding; None when sampling
     equal_texts: float | None = Field(ge=0, le=1)
-    # share, in the target's output; low in a loop, which drafts predict
+    # share of 4-grams of the target's output; low in repetition loops, which drafts predict well
     distinct_4grams: float = Field(ge=0, le=1)
-    example: dict[str, Any] | None = None  # older files have it; nothing writes it
-    # a drafter with the options that it learnt when it was built, as --drafter takes it
+    example: dict[str, Any] | None = None  # field of older files; nothing writes it
+    # value of --drafter, with the options that the drafter learnt when it was built
     learnt: str | None = None
     learnt_prompts: int = Field(default=0, ge=0)  # prompts whose answers the draft learnt from
     # commands that made the draft; []: nothing to make; None: not known
@@ -244,7 +245,7 @@ class Score(FileModel):
 
     @property
     def label(self) -> str:
-        """The name in words: "prompt lookup followed by the draft (draft=X)" for the drafter fallback:draft=X."""
+        """Return the name in words: "prompt lookup followed by the draft (draft=X)" for drafter fallback:draft=X."""
         drafter = re.match(r"([a-z-]+?)(@int8)?(-b\d+)?(?::(.*))?$", self.name)
         if drafter is None or drafter[1] not in DRAFTERS:
             return self.name
@@ -253,22 +254,22 @@ class Score(FileModel):
 
     @property
     def served(self) -> bool:
-        """True if servers decoded."""
+        """Return whether servers decoded."""
         return any(isinstance(g, ServedGeneration) for g in self.plain)
 
     @property
     def identical(self) -> bool | None:
-        """Greedy: whether all texts equal those of the target alone with the same weights. None when sampling."""
+        """Return whether all texts equal the texts of plain decoding with the same weights; None when sampling."""
         return None if self.equal_texts is None else self.equal_texts == 1
 
     @property
     def output_differs(self) -> bool:
-        """True if the output is not the target's own, so that no speed-up counts."""
+        """Return whether the output is not the target's own, so that no speed-up counts."""
         return self.identical is False
 
     @property
     def plain_tps(self) -> dict[str, float]:
-        """Tokens per second of whole requests without a draft, by the target's weights."""
+        """Return tokens per second of whole requests without a draft, by the name of the target's weights."""
         plain = {self.conditions.target_weights: self.plain, **self.other_plain}
         return {
             weights: intervals.tokens_per_second(request_timings(runs))
@@ -277,7 +278,7 @@ class Score(FileModel):
 
     @property
     def baseline_weights(self) -> str:
-        """The weights with which the target alone answers requests fastest: the base of a speed-up."""
+        """Return the weights with which the target alone answers requests fastest: the baseline of speed-ups."""
         speeds = self.plain_tps
         return max(speeds, key=lambda weights: speeds[weights])
 
@@ -299,19 +300,19 @@ class Score(FileModel):
 
     @property
     def best_k_speedup(self) -> Interval:
-        """Speed-up of whole requests at a K that was chosen on other prompts than those it is timed on."""
+        """Return the speed-up of whole requests, with K chosen on other prompts than the prompts that are timed."""
         return intervals.speedup(self.timings(self.speculative))
 
     @property
     def best_k_tpot_speedup(self) -> Interval | None:
-        """Speed-up of the tokens after the first, at the K of best_k_speedup; None where servers decoded."""
+        """Return the speed-up of the tokens after the first, with K as in best_k_speedup; None if servers decoded."""
         return self._tpot_speedup(self.speculative)
 
     def speedup(self, k: int) -> Interval:
-        """Return tokens per second of whole requests over those of the fastest plain decoding.
+        """Return tokens per second of whole requests, divided by tokens per second of the fastest plain decoding.
 
-        The ratio is one of sums over prompts' median repeats. A request is its prefill, the draft's included, and its
-        decoding.
+        Both are sums over prompts, each prompt with its repeat of median time. A request is the prefill of target and
+        draft, and decoding.
         """
         return intervals.speedup(self.timings([k]))
 
@@ -319,15 +320,15 @@ class Score(FileModel):
         return self.output_tps(k) / self.output_tps(0)
 
     def output_tps(self, k: int) -> float:
-        """Return tokens per second of whole requests; K = 0: the fastest plain decoding."""
+        """Return tokens per second of whole requests. K = 0 is the fastest plain decoding."""
         return intervals.tokens_per_second(request_timings(self._runs(k)))
 
     def timings(self, ks: Collection[int]) -> Timings:
-        """Return the timings of requests at each of ks, and of the baseline."""
+        """Return the timings of requests at each K in `ks`, and the timings of the baseline."""
         return [request_timings(self.speculative[k]) for k in ks], request_timings(self.baseline)
 
     def tpot_speedup(self, k: int) -> Interval | None:
-        """Return the speed-up of the tokens after the first (time per output token); None where servers decoded."""
+        """Return the speed-up of the tokens after the first (time per output token); None if servers decoded."""
         return self._tpot_speedup([k])
 
     def _tpot_speedup(self, ks: Collection[int]) -> Interval | None:
@@ -340,18 +341,18 @@ class Score(FileModel):
         return intervals.speedup((drafted, plain), chosen_by=self.timings(ks)[0])
 
     def decode_tps(self, k: int) -> float | None:
-        """Return tokens per second after the first token; K = 0: the baseline. None where servers decoded."""
+        """Return tokens per second after the first token, None if servers decoded. K = 0 is the baseline."""
         return intervals.tokens_per_second(decode_timings(self.generations(k))) or None
 
     def tpot_ms(self, k: int) -> Interval | None:
-        """Return the milliseconds per output token after the first; K and None as in decode_tps."""
+        """Return milliseconds per output token after the first, None if servers decoded. K = 0 is the baseline."""
         runs = decode_timings(self.generations(k))
         return (
             intervals.ratio([(1e3 * seconds, tokens) for tokens, seconds in runs]) if runs else None
         )
 
     def ttft_ms(self, k: int) -> Interval | None:
-        """Return the mean milliseconds to the first token, the draft's prefill included; see decode_tps."""
+        """Return the mean milliseconds to the first token, the draft's prefill included; None if servers decoded."""
         repeats = repeats_by_prompt(self.generations(k), lambda g: g.prefill_seconds)
         return (
             intervals.ratio([(1e3 * sorted(each)[(len(each) - 1) // 2], 1) for each in repeats])
@@ -360,7 +361,7 @@ class Score(FileModel):
         )
 
     def request_ms(self, k: int) -> Interval:
-        """Return the mean milliseconds of a whole request; K = 0: the baseline."""
+        """Return the mean milliseconds of a whole request. K = 0 is the baseline."""
         return intervals.ratio(
             [(1e3 * seconds, 1) for _, seconds in request_timings(self._runs(k))]
         )
@@ -369,7 +370,7 @@ class Score(FileModel):
         return self.speculative[k] if k else self.baseline
 
     def generations(self, k: int) -> list[Generation]:
-        """Return the generations whose steps are known; [] where servers decoded. K = 0: plain decoding."""
+        """Return the generations whose steps are known, [] if servers decoded. K = 0 is the baseline."""
         return [g for g in self._runs(k) if isinstance(g, Generation)]
 
     def acceptance(self, k: int) -> AcceptanceMetrics:
@@ -380,9 +381,10 @@ class Score(FileModel):
         )
 
     def tokens_per_pass(self, k: int) -> float:
-        """Return tokens over all target passes but prefills; acceptance() leaves out those that had no draft.
+        """Return the mean number of tokens per target pass after the prefill.
 
-        Where servers decoded the two are equal, because servers count only passes with a draft.
+        acceptance() counts only passes with a draft. Servers count only such passes, too, so that the two numbers are
+        equal there.
         """
         runs = self.generations(k)
         steps = sum(len(g.emitted) for g in runs)
@@ -393,7 +395,7 @@ class Score(FileModel):
     def break_even_length(self, k: int) -> float:
         """Return the tokens per target pass at which this K neither gains nor loses, given its time per step.
 
-        Prefills are left out where their time is known.
+        The time of prefills is left out if it is known.
         """
         return self.tokens_per_pass(k) / (self.tpot_speedup_value(k) or self.speedup_value(k))
 
@@ -402,7 +404,7 @@ class Score(FileModel):
         return drafted / plain if drafted and plain else None
 
     def time_shares(self, k: int) -> dict[str, float]:
-        """Return the shares of decoding time: drafting, verifying, host (sampling, bookkeeping); {} where unknown."""
+        """Return the shares of decoding time of draft, verify and host (sampling, bookkeeping), {} if unknown."""
         runs = self.generations(k)
         total = sum(g.decode_seconds for g in runs)
         if not total:
@@ -415,7 +417,10 @@ class Score(FileModel):
 
     @property
     def stalls(self) -> tuple[int, int]:
-        """Passes that stalled and count as other passes of their kind, and all passes; 0 where servers decoded."""
+        """Return the number of stalled passes and of all passes, 0 and 0 if servers decoded.
+
+        A stalled pass counts with the median time of the passes of its kind.
+        """
         stalled = passes = 0
         for generation in chain.from_iterable(self._arms):
             if isinstance(generation, Generation):
@@ -425,7 +430,7 @@ class Score(FileModel):
 
     @property
     def uneven_prompts(self) -> tuple[int, float]:
-        """Number of prompts with a repeat UNEVEN times as slow as another, and the worst ratio."""
+        """Return the number of prompts with a repeat UNEVEN times as slow as another, and the worst ratio."""
         arms = [repeats_by_prompt(runs, lambda g: g.request) for runs in self._arms]
         worst = [
             max(map(intervals.slowest_over_fastest, repeats)) for repeats in zip(*arms, strict=True)
@@ -434,10 +439,10 @@ class Score(FileModel):
         return sum(ratio > UNEVEN for ratio in worst), max(worst)
 
     def _prefill_spreads(self) -> list[float]:
-        """Return for each prompt how much longer its fastest request would take with its slowest prefill.
+        """Return for each prompt the time of its fastest request with its slowest prefill / the fastest time.
 
-        Every K of a draft has the same prefill, so that even prompts that were decoded once tell. [] where servers
-        decoded.
+        Prefills do not depend on K, so that several K show the spread even of prompts without repeats. The list is
+        empty if servers decoded.
         """
         runs = list(chain.from_iterable(map(self.generations, self.speculative)))
         spreads = []
@@ -448,9 +453,9 @@ class Score(FileModel):
         return spreads
 
     def subset(self, prompts: Collection[int]) -> "Score":
-        """Return the same score over some of its prompts, over the baseline of all prompts alone.
+        """Return the score of some prompts alone, with the baseline's weights chosen on all prompts.
 
-        Server counters, which are of all prompts, are left out.
+        Server counters are left out, because they cover all prompts.
         """
         arms: dict[int, list[Generation | ServedGeneration]] = {}
         for k in (0, *self.speculative):
@@ -461,7 +466,7 @@ class Score(FileModel):
 
     @property
     def prompts_by_category(self) -> dict[str, list[int]]:
-        """Indices of prompts by category; {} where the prompt file has none."""
+        """Return the indices of prompts by category, {} if the prompt file has no categories."""
         indices: dict[str, list[int]] = {}
         for i, prompt in enumerate(self.prompts):
             if prompt.category:
@@ -470,12 +475,12 @@ class Score(FileModel):
 
     @property
     def draft_ms(self) -> float | None:
-        """Median time of a draft pass over one token, where it was measured."""
+        """Return the median milliseconds of a draft pass over one token, None if not measured."""
         return self.draft.latency[0].median_ms if self.draft.latency else None
 
     @property
     def cost_ratio(self) -> float | None:
-        """c: time of a draft pass over that of a target pass."""
+        """Return c: the time of a draft pass divided by the time of a target pass, each over one token."""
         return (
             self.draft_ms / self.target.latency[0].median_ms
             if self.draft_ms and self.target.latency
@@ -483,11 +488,11 @@ class Score(FileModel):
         )
 
     def implied_speedup(self, k: int) -> float | None:
-        """Return the TPOT speed-up that tokens per pass and latencies of single passes imply; None: not measured.
+        """Return the TPOT speed-up implied by tokens per pass and the latencies of single passes, None if unknown.
 
-        A draft model drafts K tokens one after the other, a parallel one all in one pass, then the target verifies them
-        in one pass of K + 1. Drafters that take some of their tokens from elsewhere, which have no checkpoint of their
-        own, imply nothing.
+        A draft model drafts K tokens one after the other, a parallel draft model all K in one pass. The target then
+        verifies them in one pass of K + 1 tokens. The result is None for drafters without a checkpoint of their own,
+        such as prompt lookup followed by a draft.
         """
         ms = {latency.width: latency.median_ms for latency in self.target.latency}
         if self.draft_ms is None or self.draft.sha256 is None or not {1, k + 1} <= ms.keys():
@@ -501,7 +506,7 @@ class Score(FileModel):
         return over_baseline * self.tokens_per_pass(k) * ms[1] / (drafting_ms + ms[k + 1])
 
     def _parallel_pass_ms(self, k: int) -> float:
-        """Return the time of a pass over the last step's tokens and k - 1 mask tokens, on a line between the widths."""
+        """Return the milliseconds of a pass over a step's tokens and k - 1 mask tokens, interpolated between widths."""
         import numpy as np
         from scipy.interpolate import InterpolatedUnivariateSpline
 
@@ -515,7 +520,7 @@ class Score(FileModel):
 
     @property
     def doubt(self) -> str | None:
-        """The reason why nobody can tell from this score how fast the draft is; None: there is none."""
+        """Return the reason why this score does not tell how fast the draft is, None without a reason."""
         k = self.best_k
         implied, measured = self.implied_speedup(k), self.tpot_speedup_value(k)
         if implied is not None and measured and not 1 / DISAGREE <= implied / measured <= DISAGREE:
@@ -534,7 +539,7 @@ class Score(FileModel):
         return None
 
     def headline(self) -> str:
-        """Return in words whether whole requests are faster with the draft, by how much, and over what."""
+        """Return in words the speed-up of whole requests, its baseline, and the reason to doubt it, if any."""
         gain, doubt = self.best_k_speedup, self.doubt
         opening = "Faster" if gain.low > 1 else "Slower than no draft"
         if gain.n == 1 or gain.low <= 1 <= gain.high:
@@ -552,7 +557,7 @@ class Score(FileModel):
         )
 
     def verdict(self) -> str:
-        """Return in words the draft's gain, and its strongest limit."""
+        """Return in words the draft's gain, and the phase of a step that limits it most."""
         k, said = self.best_k, [f"{self.headline()}."]
         tpot, implied = self.best_k_tpot_speedup, self.implied_speedup(k)
         if tpot is not None:
@@ -584,7 +589,7 @@ LIMITS = {
 
 
 def score_files(paths: Sequence[Path]) -> list[Path]:
-    """Return score.json files, named or anywhere under directories."""
+    """Return the named .json files, and every score.json anywhere under the named directories."""
     files: list[Path] = []
     for path in paths:
         files += [path] if path.suffix == ".json" else sorted(path.rglob("score.json"))
@@ -592,9 +597,9 @@ def score_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_score(path: Path) -> Score:
-    """Read score.json, from its path or its directory.
+    """Read score.json from its path or its directory.
 
     Raises:
-        UserError: no such file, or not a score.
+        UserError: there is no such file, or the file is not a score.
     """
     return read_model(Score, path, "score.json")

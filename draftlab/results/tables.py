@@ -1,4 +1,4 @@
-"""Tables of text: one model, printed on terminals of any width from 80 columns, as Markdown, and on HTML pages."""
+"""Tables of text, shown on terminals of 80 or more columns, as Markdown, and on HTML pages."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class Table:
 
     Args:
         heads: Heads of the columns; their line breaks are for terminals.
-        best: Number of the row to mark.
+        best: Index of the row to mark.
         wide: Heads of the columns that a terminal has no room for.
     """
 
@@ -59,8 +59,8 @@ class Table:
         best: int | None = None,
         wide: frozenset[str] = frozenset(),
     ) -> "Table":
-        """Return the table of cells by the head of their column. A column that no record fills is left out."""
-        heads: dict[str, bool] = {}  # whether any record fills it
+        """Return a table of records, each a mapping from column head to cell. Columns without content are left out."""
+        heads: dict[str, bool] = {}  # whether any record has content in the column
         for record in records:
             for head, cell in record.items():
                 heads[head] = heads.get(head, False) or cell not in EMPTY
@@ -72,7 +72,7 @@ class Table:
 
     @property
     def titles(self) -> list[str]:
-        """The heads without line breaks."""
+        """Return the heads without line breaks."""
         return [re.sub(r"-\n", "", head).replace("\n", " ") for head in self.heads]
 
     def terminal(self) -> TerminalTable:
@@ -95,7 +95,7 @@ class Table:
 def terminal_table(
     heads: Sequence[str], rows: Rows, best: int | None = None, flexible: int = 0, title: str = ""
 ) -> TerminalTable:
-    """Return a table of text. best: row to mark. flexible: the one column that gives way on a narrow terminal."""
+    """Return a table of text. best: Row to mark. flexible: Column that shrinks on a narrow terminal."""
     table = TerminalTable(
         title=_text(title) if title else None,
         box=box.SIMPLE_HEAD,
@@ -117,7 +117,7 @@ def terminal_table(
 
 
 def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> TerminalTable:
-    """Return one row per named shape. latency_ms: Predicted milliseconds of a pass; {} without a latency law."""
+    """Return one row per named shape. latency_ms: Predicted milliseconds of a pass, {} without a latency law."""
     rows = []
     for name, shape in shapes.items():
         cells = [
@@ -141,7 +141,7 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Termi
 
 
 def three_digits(value: float) -> str:
-    """Return three significant digits, never an exponent."""
+    """Return a number with three significant digits and no exponent."""
     return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
 
 
@@ -158,12 +158,12 @@ def speedup_text(gain: Interval | None) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Return text without HTML, new cells, new lines and control characters for Markdown."""
+    """Return the text escaped for a cell in Markdown: without HTML, bars, line breaks and control characters."""
     return escape(printable(" ".join(text.split())), quote=False).replace("|", "\\|")
 
 
 def page_template(name: str) -> "Template":
-    """Return a template of an HTML page, which escapes markup and control characters in all values."""
+    """Return a template of an HTML page that escapes markup and control characters in all values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

@@ -1,4 +1,4 @@
-"""The kinds of servers, a module each, without torch; the client of a running one; and what plug-ins need of them."""
+"""Kinds of servers, one module each, the client of a running server, and the names that plug-ins import. No torch."""
 
 from draftlab.config.server_rules import Acceptance
 from draftlab.servers.kinds import (

@@ -1,6 +1,6 @@
 """Client of a running server: completions, prompt log-probabilities, metrics. No torch.
 
-Requests are token ids, never text; a kind of server has its protocol (kinds.py).
+Requests have token ids, never text. The kind of server (kinds.py) knows the protocol.
 """
 
 import math
@@ -26,15 +26,15 @@ from draftlab.trust import check_address, folder_name, without_secrets
 
 WORKERS = 8  # concurrent requests
 TRIES = 6
-MAX_WAIT_SECONDS = 30.0  # between attempts
+MAX_WAIT_SECONDS = 30.0  # longest wait between attempts
 ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0
-SILENT_SECONDS = 12.0  # time of waiting for an answer before a note
+SILENT_SECONDS = 12.0  # wait for an answer after which a note is printed
 BUSY = (429, 503)
 MISSING = (404, 405)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
 PROBE_TOP_K = 5
-ROUNDING = 1e-3  # nats that rounding may put a log-probability above 0
-OPENAI = "openai"  # kind of a server that says nothing known about itself; it is spoken to as vLLM
+ROUNDING = 1e-3  # nats by which rounding may raise a log-probability above 0
+OPENAI = "openai"  # kind of a server with an unknown owned_by; requests are vLLM's
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -42,10 +42,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The meaning of a server's log-probabilities, as vLLM's --logprobs-mode, and whether temperature 0 is greedy.
+    """The meaning of a server's log-probabilities, named as in vLLM's --logprobs-mode.
 
-    raw_logprobs: of the model's own logits. processed_logprobs: after temperature. raw_logits, processed_logits: not
-    normalised.
+    raw_logprobs are computed from the model's own logits, processed_logprobs after temperature. raw_logits and
+    processed_logits are not normalised. greedy: Whether temperature 0 decodes greedily.
     """
 
     logprobs_mode: str
@@ -53,14 +53,14 @@ class Probe:
 
 
 class HttpClient:
-    """Requests to one server, repeated while it is busy or drops the connection. The key goes to no other server.
+    """Requests to one server, repeated while it is busy or drops the connection. No other server gets the key.
 
     Args:
         wait: Function that waits for a number of seconds before the next attempt.
         seconds: Longest wait for an answer.
 
     Raises:
-        UserError: the server cannot be reached, or it refuses; the message quotes the server's.
+        UserError: the server cannot be reached or refuses; the error quotes the server's message.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class HttpClient:
             without_secrets(url),
             wait,
             seconds,
-        )  # the address as messages show it
+        )  # messages show the address without secrets
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
-        limits = httpx.Limits(max_connections=None)  # the caller has its own limit of workers
+        limits = httpx.Limits(max_connections=None)  # the caller limits the number of workers
         self.client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits)
 
     def json(
@@ -90,7 +90,7 @@ class HttpClient:
         tries: int = TRIES,
         default: Answer = None,
     ) -> Answer:
-        """Return the JSON value of an answer. default: Value, if not None, where the server has no such page."""
+        """Return the JSON value of an answer. default: Value if the server has no such page; None raises instead."""
         answer = self._send(method, path, body, tries)
         if default is not None and answer.status_code in MISSING:
             return default
@@ -143,7 +143,7 @@ class HttpClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One model of a running server. kind: vllm, sglang, llamacpp, another owned_by of a kind, or openai."""
+    """One model of a running server. kind: owned_by of a known kind (vllm, sglang, llamacpp, ...), or openai."""
 
     kind: str
     model: str
@@ -163,10 +163,11 @@ class Server:
         workers: int = WORKERS,
         wait: Callable[[float], None] = time.sleep,
     ) -> "Server":
-        """Identify the server at url (with or without /v1). model: default the server's first.
+        """Identify the server at a URL, with or without /v1. model: Default: the server's first model.
 
         Raises:
-            UserError: no answer, not an OpenAI-compatible server, no such model, or the key file cannot be read.
+            UserError: there is no answer, the server is not OpenAI-compatible or has no such model, or the key file
+                cannot be read.
         """
         check_address(url)
         http = HttpClient(url.rstrip("/").removesuffix("/v1"), _read_key(api_key_file), wait)
@@ -177,7 +178,7 @@ class Server:
             name = model or first
         if name not in cards:
             raise UserError(f"{http.url} serves no model {name!r}{did_you_mean(name, cards)}")
-        # it names directories, and stands in scripts and pages
+        # the name is used for directories, scripts and pages
         folder_name(name, f"the model of {http.url}")
         kind, adapter = _kind_of(cards[name].get("owned_by"))
         page = http.json("GET", adapter.about_path, default={})
@@ -200,7 +201,7 @@ class Server:
     def generate(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int = 0
     ) -> list[ServedCompletion]:
-        """Return a completion of each prompt, with the k top tokens of each position."""
+        """Return a completion of each prompt with the k top tokens of each position. Prompt i adds i to the seed."""
         self._check_length(max(map(len, prompts), default=0) + sampling.max_tokens)
         jobs = [
             (prompt, replace(sampling, seed=sampling.seed + i)) for i, prompt in enumerate(prompts)
@@ -210,7 +211,7 @@ class Server:
     def generate_ids(
         self, prompt: list[int], sampling: SamplingParams
     ) -> tuple[list[int], Counters | None]:
-        """Return the generated tokens at the least cost, and the speculative counters of the answer (SGLang)."""
+        """Return the generated tokens, without log-probabilities, and the answer's speculative counters (SGLang)."""
         self._check_length(len(prompt) + sampling.max_tokens)
         answer = self._post(self.adapter.completion_request(prompt, sampling, None))
 
@@ -223,7 +224,7 @@ class Server:
         """Return the log-probabilities of the tokens of each text, with the k top tokens of each position.
 
         Raises:
-            UserError: the server does not score prompts, or returns something else than log-probabilities.
+            UserError: the server does not score prompts, or its values are not log-probabilities.
         """
         if not self.adapter.has_prompt_logprobs:
             raise UserError(
@@ -233,7 +234,7 @@ class Server:
         return self._map(lambda ids: self._prompt_logprobs(ids, k), rows)
 
     def probe(self, prompt: list[int]) -> Probe:
-        """Request one token at two temperatures and a few greedy tokens, and compare their log-probabilities."""
+        """Return the meaning of log-probabilities, found by requests at two temperatures and a greedy request."""
         at_temperature = (SamplingParams(max_tokens=1, temperature=value) for value in (1.0, 0.5))
         hot, cold = (self._generate(prompt, sampling, PROBE_TOP_K) for sampling in at_temperature)
         at_1, at_half = (
@@ -261,7 +262,7 @@ class Server:
             )
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Return the server's ids of a text without special tokens; None if it has no such page."""
+        """Return the server's token ids of a text without special tokens, None if the server cannot tokenize."""
         body = self.adapter.tokenize_request(text) | {"model": self.model}
         answer = self.http.json("POST", "/tokenize", body, default={})
         if not answer:
@@ -270,13 +271,13 @@ class Server:
             return TOKEN_IDS.validate_python(answer["tokens"])
 
     def metrics(self) -> dict[str, float]:
-        """Return every series of the Prometheus page, by name with labels."""
+        """Return the values on the server's Prometheus page, by name with labels."""
         page = self.http.text("/metrics")
         with self._reading("/metrics"):
             return parse_metrics(page)
 
     def grown(self, before: Mapping[str, float]) -> Counters:
-        """Return the growth of the speculative counters since an earlier metrics(). Raises UserError: there is none."""
+        """Return the growth of the speculative counters since earlier metrics(). Raises UserError: nothing drafted."""
         counters = spec_decode_counters(before, self.metrics())
         if counters is None:
             raise UserError(
@@ -313,7 +314,7 @@ class Server:
         )
 
     def _map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Apply work to all items, several at a time; after a failure no further item is started."""
+        """Return the results of `work` for all items, several at a time. After a failure, no further item starts."""
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(work, items))
 
@@ -337,7 +338,7 @@ def spec_decode_counters(
 ) -> Counters | None:
     """Return the growth of vLLM's or llama.cpp's counters between two reads of the metrics, over all engines.
 
-    None: the server did not speculate in between.
+    The result is None if the server drafted nothing in between. Raises UserError: a counter decreased or is not finite.
     """
     grown: dict[str, dict[str, float]] = {}  # keys: counter, series
     for series, value in after.items():
@@ -364,7 +365,7 @@ def spec_decode_counters(
 
 
 def _kind_of(owner: object) -> tuple[str, ServerKind]:
-    """Return the kind of the server whose /v1/models says this owned_by."""
+    """Return name and interface of the server with this owned_by in /v1/models."""
     known = next(
         (kind for kind in SERVERS.loadable() if kind.owned_by and kind.owned_by == owner), None
     )

@@ -1,6 +1,6 @@
-"""The interface of a kind of server, and its answers in token ids. Each kind is a module of this folder or a plug-in's.
+"""The interface of a kind of server, and answers in token ids. Modules in this folder and plug-ins define the kinds.
 
-n tokens, k top tokens. An answer that lacks something raises KeyError, TypeError and the like. No torch.
+n tokens, k top tokens. Methods that read an incomplete answer raise KeyError, TypeError or similar errors. No torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ TOKEN_IDS = TypeAdapter(list[TokenId])
 
 
 class PromptLogprobs(BaseModel):
-    """Log-probabilities that a server gives to the tokens of a text after the first, and its k top tokens there."""
+    """A server's log-probabilities of the tokens of a text after the first, and the k top tokens of each position."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -54,7 +54,7 @@ class ServedCompletion(PromptLogprobs):
 
     prompt_ids: list[int]
     ids: list[TokenId]
-    # stop: eos; length: max_tokens; None: a log does not tell
+    # stop: eos; length: max_tokens; None: unknown, from a log
     finish_reason: Literal["stop", "length"] | None
 
     @model_validator(mode="after")
@@ -69,7 +69,7 @@ class ServedCompletion(PromptLogprobs):
 
 
 def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
-    """Return the k most probable entries; servers list the actual token too, whatever its rank."""
+    """Return the k most probable entries. Servers also list the actual token, whatever its rank."""
     top = sorted(entries, key=lambda entry: -entry[1])[:k]
     if len(top) < k:
         raise ValueError(f"{len(top)} top tokens instead of {k}")
@@ -83,7 +83,7 @@ def completion(
     tops: Sequence[TopLogprobs],
     reason: Any,
 ) -> ServedCompletion:
-    """Return a checked completion. Raises ValueError: values are missing, or are no ids or not finite."""
+    """Return a checked completion. Raises ValueError: values are missing, are no ids or are not finite."""
     top_ids, top_logprobs = _columns(tops)
     return ServedCompletion(
         prompt_ids=prompt,
@@ -96,7 +96,7 @@ def completion(
 
 
 def prompt_logprobs(tops: Sequence[TopLogprobs], actual: list[float]) -> PromptLogprobs:
-    """Return checked log-probabilities of a text. Raises ValueError: The errors of completion."""
+    """Return checked log-probabilities of a text. Raises ValueError: the errors of completion."""
     top_ids, top_logprobs = _columns(tops)
     return PromptLogprobs(logprobs=actual, top_ids=top_ids, top_logprobs=top_logprobs)
 
@@ -107,7 +107,7 @@ def _columns(tops: Sequence[TopLogprobs]) -> tuple[list[list[int]], list[list[fl
 
 DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "prompt lookup"]
 SampleMethod = Literal["greedy", "probabilistic"]  # vLLM's draft_sample_method
-Ranges = list[tuple[int, int, int]]  # first and last number of requests, and the K for them
+Ranges = list[tuple[int, int, int]]  # first and last number of requests, and K
 ABOVE_ZERO = "above temperature 0 a drafted token stands with the target's probability of it"
 PROMPT_LOOKUP_MAX = 3  # longest n-gram to match (Saxena 2023, prompt lookup decoding)
 SCRIPT_DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
@@ -115,7 +115,12 @@ SCRIPT_DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fact about a draft on a server. error: The draft will not work. warning: It works with a limit. fix: Remedy."""
+    """A fact about a draft on a server.
+
+    Args:
+        level: error: the draft will not work. warning: the draft works with a limit.
+        fix: Remedy.
+    """
 
     level: Literal["ok", "warning", "error"]
     about: str
@@ -139,13 +144,13 @@ def error(about: str, text: str, fix: str = "") -> Finding:
 
 
 class Artifact(Protocol):
-    """A draft or an EAGLE-3 head with its target, as a server checks them.
+    """A draft or an EAGLE-3 head with its target, for the checks of a server.
 
     Args:
         path: Directory of the draft or head.
         target: Directory of the target.
         config: Content of config.json.
-        shape: None where draftlab does not know the architecture.
+        shape: Shape of the model; None if draftlab does not know the architecture.
         head: Sizes of a head; None for a draft.
         vocab: Number of logits of the draft.
         target_vocab: Number of logits of the target.
@@ -162,15 +167,15 @@ class Artifact(Protocol):
     in_parallel: bool
 
     def difference(self) -> str | None:
-        """Return a token that differs in the target; None where the vocabulary is the target's."""
+        """Return in words a token that differs in the target, None if both vocabularies are equal."""
         ...
 
     def spelled_alike(self) -> str:
-        """Return how many tokens of the target the draft spells alike."""
+        """Return in words how many tokens are spelled alike in draft and target."""
         ...
 
     def pre_tokenizer(self) -> tuple[str, float]:
-        """Return llama.cpp's pre-tokenizer for the artifact, and the share of probe texts that it splits alike.
+        """Return llama.cpp's pre-tokenizer for the tokenizer, and the share of probe texts with equal ids.
 
         Raises:
             UserError: llama.cpp cannot compute the artifact.
@@ -179,7 +184,7 @@ class Artifact(Protocol):
 
 
 class Sampling(NamedTuple):
-    """How a draft proposes above temperature 0, where the server has a setting for that."""
+    """The setting of a server for the tokens that a draft proposes above temperature 0, and its reason."""
 
     method: SampleMethod
     reason: str
@@ -192,7 +197,7 @@ DEFAULT_SAMPLING = Sampling(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Settings of a script that starts a server. Control characters in texts become escapes.
+    """Settings of a script that starts a server. Control characters in texts are escaped.
 
     Args:
         reason: Reason for this K.
@@ -200,7 +205,7 @@ class Launch:
         layer_ids: Layers that a head reads, see eagle.HeadShape.
         sliding_window: Window of a head, see eagle.HeadShape.
         heterogeneous: The draft has its own vocabulary.
-        k_by_batch: K by the number of requests, for servers that change it.
+        k_by_batch: K by the number of requests, for servers that can change K.
         own_target: The head's directory names its target and K, as in speculators' layout.
     """
 
@@ -223,7 +228,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTrial:
-    """A server to start for a verification, in float32. longest: Tokens of the longest prompt with its answer."""
+    """A server that a verification starts, in float32. longest: Tokens of the longest prompt with its answer."""
 
     target: Path
     draft: Path
@@ -238,28 +243,28 @@ class ServerKind:
 
     name: ClassVar[str]  # set by @server
 
-    loads_gguf: ClassVar[bool] = False  # loads GGUF in place of Hugging Face directories
+    loads_gguf: ClassVar[bool] = False  # loads GGUF files instead of Hugging Face directories
     parallel: ClassVar[bool] = False  # drafts in one pass with a parallel draft
-    # its way to draft with another vocabulary than the target's; empty: it cannot
+    # how the server drafts with another vocabulary than the target's; empty: not possible
     translates: ClassVar[str] = ""
     vocab_slack: ClassVar[int] = 0  # largest difference of the numbers of logits
-    heads: ClassVar[str] = ""  # its way to load an EAGLE-3 head; empty: it has none
-    # parts in eagle.OPTIONAL_PARTS that it computes
+    heads: ClassVar[str] = ""  # how the server loads an EAGLE-3 head; empty: not possible
+    # fields in eagle.OPTIONAL_PARTS that the server computes
     head_parts: ClassVar[frozenset[str]] = frozenset()
     one_stream: ClassVar[bool] = False  # decodes one prompt at a time
     # kinds of drafts whose K it changes by the number of requests
     changes_k: ClassVar[frozenset[DraftKind]] = frozenset()
 
-    # keys: variants; "" is the rule of --server-rule NAME
+    # keys: variants of the verification rule; "" is the rule of --server-rule NAME
     rules: ClassVar[Mapping[str, Acceptance]] = {}
-    script_rule: ClassVar[str] = ""  # the variant of what the script starts
+    script_rule: ClassVar[str] = ""  # variant in `rules` that the script starts
 
     program: ClassVar[str] = ""  # name of the program that export --verify-with starts; empty: none
-    # drafts no more than fits a text; else its last step counts whole
+    # never drafts beyond max_tokens; otherwise all tokens of the last step count
     cuts_last_step: ClassVar[bool] = False
     counts_end: ClassVar[bool] = True  # a drafted end of text counts as a token
 
-    owned_by: ClassVar[str] = ""  # its name in /v1/models; empty: draftlab sends it no requests
+    owned_by: ClassVar[str] = ""  # name in /v1/models; empty: draftlab sends no requests
     path: ClassVar[str]  # address of completions and prompt log-probabilities
     about_path: ClassVar[str]  # address of a page with the version
     has_prompt_logprobs: ClassVar[bool] = True
@@ -300,11 +305,11 @@ class ServerKind:
         yield from ()
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
-        """Yield the entries that the server misses in a head's config.json and that an export writes."""
+        """Yield the problems of a head's config.json that an export for this server would fix."""
         yield from ()
 
     def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
-        """Yield whether the server takes the draft's vocabulary with the target's."""
+        """Yield the problems of the draft's vocabulary with this target on this server."""
         vocab, targets = artifact.vocab, artifact.target_vocab
         if artifact.difference() is None:
             if abs(vocab - targets) > self.vocab_slack:
@@ -330,7 +335,7 @@ class ServerKind:
     # starting
 
     def script(self, launch: Launch) -> tuple[str, str]:
-        """Return name and text of a script that lies in the draft's directory and starts the server with it."""
+        """Return name and text of a script in the draft's directory that starts the server with the draft."""
         raise NotImplementedError
 
     def command(self, program: Path, trial: ServerTrial, method: SampleMethod) -> list[object]:
@@ -342,7 +347,7 @@ class ServerKind:
     ) -> tuple[list[list[int]], float]:
         """Return the answers of a running server, and its tokens per target pass.
 
-        limits: Number of tokens of each answer.
+        limits: Largest number of tokens of each answer.
 
         Raises:
             UserError: the server counts no speculative steps.
@@ -358,7 +363,7 @@ class ServerKind:
     def completion_request(
         self, prompt: list[int], sampling: SamplingParams, k: int | None
     ) -> dict[str, Any]:
-        """Return the body of a request. k: top tokens per position; None asks for ids alone, at the least cost."""
+        """Return the body of a request. k: Number of top tokens per position; None requests only token ids."""
         raise NotImplementedError
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
@@ -369,7 +374,7 @@ class ServerKind:
         raise NotImplementedError
 
     def counters(self, answer: Answer) -> Counters | None:
-        """Return the speculative counters of this answer, if it has its own."""
+        """Return the speculative counters in an answer, None if the server reports them elsewhere or not at all."""
         return None
 
     def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]:
@@ -386,7 +391,7 @@ Kind = TypeVar("Kind", bound=type[ServerKind])
 
 
 def server(name: str) -> Callable[[Kind], Kind]:
-    """Return a decorator that registers a kind of server. Raises TypeError: the class does not define script()."""
+    """Return a decorator that registers a kind of server. Raises TypeError: the class has no method script()."""
 
     def decorate(kind: Kind) -> Kind:
         if kind.script is ServerKind.script:
@@ -399,7 +404,7 @@ def server(name: str) -> Callable[[Kind], Kind]:
 
 
 def shell_script(launch: Launch, lines: Sequence[str]) -> tuple[str, str]:
-    """Return name and text of a script for sh that begins with K and its reason."""
+    """Return name and text of a shell script that begins with a comment on K and its reason."""
     return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {launch.k}: {launch.reason}", *lines, ""])
 
 

@@ -1,6 +1,6 @@
 """llama.cpp's llama-server, as of llama-cpp-python 0.3.36.
 
-It has no prompt log-probabilities; those of generated tokens are before all samplers.
+The server has no prompt log-probabilities. Log-probabilities of generated tokens are computed before all samplers.
 """
 
 import shlex
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 BLOCK, K_BLOCK = (
     32,
     256,
-)  # weights of a row that share a scale in its plain types and in its K types
-LEAST_CONTEXT = 256  # llama-server's own
+)  # number of weights of a row that share a scale, in plain types and in K types
+LEAST_CONTEXT = 256  # smallest context of llama-server
 
 
 @server("llama.cpp")
@@ -103,7 +103,7 @@ class LlamaCpp(ServerKind):
             )
         ]
         target_file = "target=${1:?GGUF file of the target}; shift"
-        if launch.kind == "prompt lookup":  # nothing shorter than what is looked up is drafted
+        if launch.kind == "prompt lookup":  # no draft is shorter than the n-gram that it matches
             sizes = f"--spec-ngram-simple-size-n {min(PROMPT_LOOKUP_MAX, launch.k)}"
             lines += [
                 target_file,

@@ -41,7 +41,7 @@ FLASHINFER_HEADS = (64, 128, 256)
 class SGLang(ServerKind):
     heads = "loads it as it is, by --speculative-algorithm EAGLE3"
     head_parts = frozenset({"norm_before_fc", "fc_norm", "norm_output", "sliding_window"})
-    # target-only sampling, thresholds 1
+    # target-only sampling with both thresholds at 1
     rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
     changes_k = frozenset({"EAGLE-3 head"})
     owned_by = "sglang"
@@ -78,7 +78,7 @@ class SGLang(ServerKind):
             return shell_script(launch, [usage, start, ngram])
         algorithm = "EAGLE3" if launch.kind == "EAGLE-3 head" else "STANDALONE"
         options = f"--speculative-num-steps {launch.k} --speculative-eagle-topk 1"
-        if launch.sliding_window is not None:  # config.json has no window for it
+        if launch.sliding_window is not None:  # SGLang reads no window from config.json
             options += f" --speculative-draft-window-size {launch.sliding_window}"
         tiers: list[str] = []
         if launch.k_by_batch:

@@ -1,4 +1,4 @@
-"""TensorRT-LLM 1.4: the drafts that it loads, and a script written after its source."""
+"""TensorRT-LLM 1.4: checks of drafts, and a start script that follows its source code."""
 
 import shlex
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ class TensorRTLLM(ServerKind):
             "  speculative_model: $here",
         ]
         if launch.layer_ids:
-            # it counts the layer whose output is read
+            # TensorRT-LLM counts the layer whose output is read
             captured = ", ".join(str(i - 1) for i in launch.layer_ids)
             lines.append(f"  eagle3_layers_to_capture: [{captured}]")
         options = '--extra_llm_api_options "$here/speculative.yaml"'

@@ -1,4 +1,4 @@
-"""Assisted generation of transformers 5.23, in a script of its own."""
+"""Assisted generation of transformers 5.23, by a Python script."""
 
 from collections.abc import Iterator, Mapping
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""vLLM 0.32, and servers with the same extensions of /v1/completions."""
+"""vLLM 0.32, and other servers with the same extensions of /v1/completions."""
 
 import json
 import shlex
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from draftlab.model.shape import Shape
     from draftlab.servers.client import Server
 
-TOKEN_PREFIX = "token_id:"  # its spelling of a token with return_tokens_as_token_ids
+TOKEN_PREFIX = "token_id:"  # prefix of tokens with return_tokens_as_token_ids
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -62,7 +62,7 @@ class VLLM(ServerKind):
         }
     )
     rules: ClassVar[Mapping[str, Acceptance]] = {
-        "": Acceptance("rejection", 0.0),  # draft_sample_method greedy, its default
+        "": Acceptance("rejection", 0.0),  # draft_sample_method greedy, vLLM's default
         "probabilistic": Acceptance("rejection", None),
         "block": Acceptance("block", None),  # rejection_sample_method block (2403.10444)
     }
@@ -182,7 +182,7 @@ class VLLM(ServerKind):
     def completion_request(
         self, prompt: list[int], sampling: SamplingParams, k: int | None
     ) -> dict[str, Any]:
-        # every setting is sent: those left out would come from the model's generation_config.json
+        # every setting is sent, because defaults would come from the model's generation_config.json
         settings = {
             name: value for name, value in asdict(sampling).items() if name != "stop_token_ids"
         }
@@ -232,7 +232,7 @@ def speculative_config(
 ) -> dict[str, object]:
     """Return vLLM's --speculative-config.
 
-    k: the largest of k_by_batch. sample_method: prompt lookup has none, its tokens are certain.
+    k: Number of drafted tokens, the largest K of k_by_batch. sample_method: Ignored for prompt lookup.
     """
     if kind == "prompt lookup":
         window = {"prompt_lookup_max": PROMPT_LOOKUP_MAX, "prompt_lookup_min": 1}

@@ -58,10 +58,10 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
 
 
 class EaglePasses(HeadPasses):
-    """A head that reads states of zeros; latency does not depend on their values.
+    """An EAGLE-3 head that reads states of zeros; latency does not depend on their values.
 
-    own: its own states, as for all but a step's first token. Else the target's: a pass includes what the target takes
-    to keep them for these tokens, and fc.
+    own: The head reads its own states, as for all drafted tokens but the first of a step. Otherwise it reads the
+    target's states, and a pass includes fc and the time in which the target stores the states of these tokens.
     """
 
     def __init__(self, head: EagleLlama, own: bool = False) -> None:
@@ -73,7 +73,7 @@ class EaglePasses(HeadPasses):
 
     @property
     def weight_bytes(self) -> int:
-        """Return how much memory the weights take that a pass reads."""
+        """Return the bytes of the weights that a pass reads."""
         block = self.head.blocks[0]
         return sum(
             w.nbytes

@@ -86,7 +86,7 @@ class LocalTarget:
     """A target in memory. draftlab's engine runs it if the engine knows its architecture, else transformers.
 
     Args:
-        dtype: None takes the dtype of the weights if the device computes in that dtype.
+        dtype: None takes the stored dtype, or float32 on a device that is slow in the stored dtype.
         memory: Most GB for logits and KV cache.
     """
 

@@ -105,7 +105,7 @@ class PromptFile:
         )
 
     def _settings(self) -> OutputsBuildConfig:
-        """Return settings of `outputs build` for the answers, with a directory under the runs named by all inputs."""
+        """Return settings of `outputs build` that write the answers to a directory named by a hash of all inputs."""
         text = (
             {"data": str(self.file), "text": "target"}
             if self.of_data

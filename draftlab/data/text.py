@@ -67,7 +67,7 @@ def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
 
 
 def rows_of(file: Path, parse: "Callable[[Any, str], TextRow]") -> Iterator[tuple[int, TextRow]]:
-    """Yield number, from 1 on, and content of every row of a file, without blank lines; see checked_rows."""
+    """Yield number (from 1 on) and content of every row of a file that is not blank; see checked_rows."""
     return checked_rows(str(file), _values(file), parse)
 
 
@@ -79,7 +79,7 @@ def check_prompts(file: Path) -> None:
 def checked_rows(
     name: str, values: Iterable[tuple[int, Any]], parse: "Callable[[Any, str], TextRow]"
 ) -> Iterator[tuple[int, TextRow]]:
-    """Yield numbers and parsed values of a source's rows. Bad rows are left out, up to a share of MOST_BAD, and noted.
+    """Yield numbers and parsed values of a source's rows. Bad rows are left out, up to a share of MOST_BAD.
 
     Raises:
         UserError: The first row is bad, or too many rows are bad.
@@ -227,7 +227,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Token ids [n], and whether each token counts [n]: all tokens, or the assistant's with its end-of-turn tokens."""
+    """Token ids [n] and `counted` [n]: True for all tokens, or only for the assistant's with its end-of-turn tokens."""
 
     ids: np.ndarray
     counted: np.ndarray
@@ -271,8 +271,8 @@ def render(
     before and up to each answer.
 
     Raises:
-        UserError: There is no template, it refuses the conversation, or it renders a message differently once more
-            messages follow.
+        UserError: There is no template, the template refuses the conversation, or it renders a message differently once
+            more messages follow.
     """
     if not tokenizer.chat_template:
         raise UserError(f"{where}: messages are for a chat, and the tokenizer has no chat template")

@@ -78,7 +78,7 @@ class EagleHeadSpec(HeadSpec):
 
 @drafter("eagle", served_by=("vllm", "sglang", "llama.cpp"))
 class EagleSpec(EagleHeadSpec, GateSpec):
-    """prompt_lookup_max: length of the longest n-gram for prompt lookup before the head; by default only the head."""
+    """prompt_lookup_max: longest n-gram of a prompt lookup before the head; by default the head drafts alone."""
 
     by_age = True
     cache_lag = 1  # the head reads the state of the prompt's last token with the first token after the prompt

@@ -86,7 +86,7 @@ class Drafter(Protocol):
     ) -> Draft:
         """Propose up to count tokens to follow each text.
 
-        uniform: draws in [0, 1), [B, count], the only randomness to use. Finished texts stay in the batch; their
+        uniform: Draws in [0, 1), [B, count], the only randomness to use. Finished texts stay in the batch; their
         drafts are ignored.
         """
         ...
@@ -148,7 +148,7 @@ class ModelDrafter(Drafter):
         return Draft(ids=self.drafted, q=q, counts=[count] * len(texts))
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
-        """Read all but the last token, which the first draft reads."""
+        """Read all tokens of each text but the last token, which the first draft reads."""
         self.last_logits([text[:-1] for text in texts])
 
     def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
@@ -370,7 +370,7 @@ class _Rows:
         self.live = list(range(len(prompts)))
 
     def room(self) -> list[int]:
-        """Return how many tokens may be drafted for each row; the target adds one itself."""
+        """Return how many tokens may be drafted for each row. The target adds one token."""
         live = set(self.live)
         return [
             limit - len(self.texts[row]) - 1 if row in live else 0

@@ -120,7 +120,7 @@ def verify_rows(
 
 
 def _picked(probabilities: Tensor, place: Tensor) -> Tensor:
-    """Return the probabilities [B, V] at position place [B] of each row, from [B, T, V]."""
+    """Return the probabilities [B, V] at position `place` [B] of each row, from [B, T, V]."""
     return probabilities[torch.arange(len(place), device=place.device), place]
 
 
@@ -128,7 +128,7 @@ class Chance(Protocol):
     """Source of the randomness of a rule."""
 
     def coin(self, chance: Tensor) -> bool:
-        """Return True with this probability; always if it is 1 or more."""
+        """Return True with probability `chance`, and always if `chance` is 1 or more."""
         ...
 
     def pick(self, probabilities: Tensor) -> int:
@@ -200,7 +200,7 @@ def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 @RULES.register("block")
 def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Verify a chain as a whole (Sun et al. 2403.10444, alg. 2); accepts on average no fewer tokens than verify.
+    """Verify a chain as a whole (Sun et al. 2403.10444, alg. 2), accepting on average no fewer tokens than verify.
 
     Raises:
         ValueError: The draft is a token tree.

@@ -27,7 +27,7 @@ def open_stored(
     """Return training batches and the held-out text of a store, for a draft.
 
     Raises:
-        UserError: The vocabularies differ, there is no held-out text, or the errors of StoredBatches.
+        UserError: The vocabularies differ, the store has no held-out text, or StoredBatches raises it.
     """
     batches = StoredBatches(directory, batch_size, temperature, seed)
     check_tokenizer(batches.manifest, draft)

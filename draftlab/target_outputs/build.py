@@ -277,7 +277,7 @@ class TargetAnswers:
         """Write the prompts with the target's answers.
 
         Raises:
-            UserError: A prompt and its answer do not fit the context, or the errors of check.
+            UserError: A prompt and its answer do not fit the context, or check raises it.
         """
         self.check(k)
         prompts = self._with_all_turns(target)

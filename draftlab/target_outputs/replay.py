@@ -121,7 +121,7 @@ class Replay(FileModel):
     created: str
 
     def chances(self) -> list[np.ndarray]:
-        """Return the chances of each text without its first token, from the prefill: [n - 1] or [n - 1, K]."""
+        """Return each text's chances without the first token, which the prefill emits, [n - 1] or [n - 1, K]."""
         by_age = () if self.offsets is None else (self.offsets,)
         return [np.array(text.chances).reshape(-1, *by_age)[1:] for text in self.texts]
 

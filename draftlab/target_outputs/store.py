@@ -34,7 +34,7 @@ LOOP = 0.5  # a text with a smaller share of distinct 4-grams is mostly a loop
 
 
 def distinct_ngrams(texts: Sequence[Sequence[int]], n: int) -> float:
-    """Return the number of distinct n-grams over that of all n-grams, both summed over texts; 1 without repeats."""
+    """Divide the number of distinct n-grams by the number of all n-grams, both summed over texts; 1 without repeats."""
     distinct = total = 0
     for tokens in texts:
         grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
@@ -178,7 +178,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def finished_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a finished store. Raises UserError: there is no store, or an unfinished store."""
+    """Return the manifest of a finished store. Raises UserError: there is no store, or the store is unfinished."""
     manifest = read_manifest(directory)
     if not manifest.finished:
         done = f"{manifest.sequences} of {manifest.planned} sequences"
@@ -202,7 +202,7 @@ def read_store(directory: Path) -> StoredOutputs:
 
 
 def read_texts(directory: Path) -> list[TargetOutput]:
-    """Return the outputs without their log-probabilities, in the order of writing. Raises UserError: See read_store."""
+    """Return the outputs without log-probabilities, in the order of writing. Errors are those of read_store."""
     manifest = finished_manifest(directory)
     outputs: list[TargetOutput] = []
     for number in range(len(manifest.shards)):
@@ -214,7 +214,7 @@ def read_texts(directory: Path) -> list[TargetOutput]:
 
 
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
-    """Return a shard's outputs. Raises UserError: it is missing or damaged, or no target can have written it."""
+    """Return a shard's outputs. Raises UserError: the shard is missing or damaged, or has impossible values."""
     file, shard = directory / _shard_name(number), manifest.shards[number]
     with reading(file):
         if provenance.file_sha256(file) != shard.sha256:

@@ -200,8 +200,8 @@ class ServedTarget:
         sampling: None only scores text.
 
         Raises:
-            UserError: The server's tokenizer differs, it cannot score or sample as needed, or its log-probabilities are
-                not the model's own.
+            UserError: The server's tokenizer differs, the server cannot score or sample as needed, or its
+                log-probabilities are not the model's own.
         """
         ids, url = check_server_tokenizer(server, directory), server.http.url
         if sampling is None and not server.adapter.has_prompt_logprobs:

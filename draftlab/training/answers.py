@@ -27,8 +27,8 @@ from draftlab.training.loop import Hardware
 class PromptFile:
     """A file of prompts. The target answers the prompts, and a student learns from the answers.
 
-    name: The user's --target. of_data: Whether the file is --data. The held-out conversations of data are not answered,
-    as `score` takes its prompts from held-out text.
+    name: Target as --target has it. of_data: Whether the file is --data. The held-out conversations of --data are not
+    answered, as `score` takes its prompts from held-out text.
     """
 
     name: str

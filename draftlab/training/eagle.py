@@ -275,7 +275,7 @@ def start_head(
     seq_len: int,
     state: Path,
 ) -> EagleHead:
-    """Return the head to train, stored in `state`: `begun`, or a new head from least squares on a little text."""
+    """Return the head to train: `begun`, or a new head from least squares on a little text. `state` stores the head."""
     torch.manual_seed(loop.seed)
     student = (
         EagleHead(head, teacher.embedding)

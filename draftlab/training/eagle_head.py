@@ -273,7 +273,7 @@ class EagleObjective(Objective):
         counted = mask.flatten().nonzero().squeeze(1)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
         outputs = self.student(ids[:, :-1], teacher.states, self.steps, positions)
-        # L of [N, D]
+        # L tensors of [N, D]
         read = [out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)]
         target = teacher.distributions
         if not torch.is_grad_enabled():
@@ -316,7 +316,7 @@ class EagleTeacher:
         temperature: float,
         device: torch.device,
     ) -> None:
-        """Add the hooks. ids: Id in the target's vocabulary of each draft id, [W]. temperature: Of the loss.
+        """Add the hooks. ids: Id of each draft id in the target's vocabulary, [W]. temperature: The loss's temperature.
 
         Raises:
             UserError: The model's layers are not found.

@@ -6,7 +6,7 @@ With random weights, a head needs most of a short run to learn a linear map that
 be the input of the target's lm_head at position i, each feature divided by its root mean square. fc starts as the best
 linear map from the layers' states to u(i). Attention starts by reading its own position only. v and o start as the best
 map of rank R from the output of fc and the next token's embedding to u(i + 1) - u(i). The MLP starts at 0, and lm_head
-as the target's. The last norm's weight starts as the best scale of the output: it is small if little of u(i + 1) is
+as the target's. The last norm's weight starts as the best scale of the output, which is small if little of u(i + 1) is
 predicted.
 
 Norms before fc start with weights that give fc inputs of mean square 1. With norm_output, the state that is fed back

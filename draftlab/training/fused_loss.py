@@ -111,7 +111,7 @@ Chunks = Callable[[Dense], Iterator[Chunk]]
 
 
 def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
-    """Return a teacher's distributions at some of its `counted` places. Places ascend, and may repeat."""
+    """Return a teacher's distributions at `places`, some of its `counted` positions. Places ascend, and may repeat."""
     rows = torch.searchsorted(counted, places)
     if isinstance(teacher, Dense):
         return Dense(teacher.hidden, teacher.head, rows, teacher.log_total)
@@ -124,7 +124,7 @@ def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Sums over tokens by their weights. Only objective carries a gradient.
+    """Weighted sums over tokens. Only objective carries a gradient.
 
     acceptance is exact for distributions over all ids. From k tokens and a tail, acceptance is a lower bound and
     acceptance + slack an upper bound. slack: The smaller tail mass of student and teacher.

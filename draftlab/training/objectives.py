@@ -118,11 +118,11 @@ class Objective(nn.Module):
     progress = 0.0
 
     def set_progress(self, progress: float) -> None:
-        """Set the share of the run that is done. Schedules depend on it."""
+        """Set the share of the run that is done, for schedules."""
         self.progress = progress
 
     def around(self, work: Callable[[], Result]) -> Result:
-        """Do work that calls the student directly. As in forward, FSDP2 gathers the weights outside of its layers."""
+        """Do work that calls the student directly. FSDP2 gathers the weights outside of layers, as for forward."""
         return work()
 
 
@@ -183,7 +183,7 @@ class DistillStep(Objective):
                 self.student, ids[:, :-1], counted, positions
             )
             return self._sums(hidden, head, ids, mask, counted, teacher).unsqueeze(0)
-        assert self.offsets is not None  # depths are theirs
+        assert self.offsets is not None  # offsets draw the depths
         packed = pack(ids[:, :-1], depths, self.offsets.token, positions)
         attention_mask = packed.mask.unsqueeze(1)
         hidden, head = self.head.hidden_and_weight(

@@ -176,7 +176,7 @@ def _checkpoint_bytes(student: PreTrainedModel, loop: Loop) -> int:
 
 
 def read_log(path: Path) -> list[StepRecord | EvalRecord]:
-    """Return the records of a log, each step once. The last record of a step replaces those from before a resume.
+    """Return the records of a log, each step once. The last record of a step replaces records from before a resume.
 
     An unfinished last line, which a kill may leave, is skipped.
 

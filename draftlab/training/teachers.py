@@ -40,8 +40,8 @@ class ListingTeacher(Protocol):
 class OutputHead:
     """The output head of a model.
 
-    plain: Whether logits are the product of head and last hidden states, which can be computed in parts. Models that
-    scale or cap their logits are not plain, and models whose head is on disk or in other processes are treated alike.
+    plain: Whether logits are the product of head and last hidden states, which can be computed in parts. Not plain are
+    models that scale or cap their logits, and models whose head is on disk or in other processes.
     vocab: Number of first logits that count; further logits are padding. With a trimmed head, the logits of its ids
     count. takes_packed: Whether the model separates the sequences of a row by their positions.
     """
@@ -101,8 +101,8 @@ class OutputHead:
 def _keeps_apart(model: PreTrainedModel) -> bool:
     """Return whether restarted positions separate two sequences in a row, by running a few tokens.
 
-    State-space models do not separate them. To tell rounding from leaks, the change of the second sequence is compared
-    with its change if its positions continue the first sequence.
+    State-space models do not separate sequences. To tell rounding from leaks, the change of the second sequence is
+    compared with its change if its positions continue the first sequence.
     """
     decoder, was_training = model.get_decoder(), model.training
     if (

@@ -46,7 +46,7 @@ class TrainingText:
 
     Args:
         shares: Share of the steps for each kind of text: "data", "target" (the target continues starts of the data) and
-            "draft" (the student continues them).
+            "draft" (the student continues starts of the data).
         loss_on: Tokens of conversations that count. None for data without conversations.
         prompt_tokens: Length of the starts that a model continues.
         temperature: Temperature of generated text.

@@ -65,7 +65,7 @@ class LengthComparison:
 class LengthEvaluator(Protocol):
     """Measures tokens per target pass.
 
-    A call evaluates a student at K = 4 and stores the result of the step; compare compares two stored steps at every K.
+    A call evaluates a student at K = 4 and stores the step's result. compare() compares two stored steps at every K.
     """
 
     def __call__(self, student: PreTrainedModel, step: int) -> float: ...
@@ -116,7 +116,7 @@ class EvalRecord:
     agreement: Share of tokens where student and teacher have the same argmax. acceptance and agreement are None without
     a teacher. slack: If only the most probable tokens are stored, the true acceptance is at most acceptance + slack.
     mean_acceptance_length: Tokens per target pass at K = 4, None if not measured. offsets: Acceptance at each offset of
-    a parallel draft. Its loss is a mean over all offsets; the other means are those of offset 1.
+    a parallel draft, whose loss is a mean over all offsets, and whose other means are those of offset 1.
     """
 
     step: int

@@ -102,7 +102,7 @@ class DrafterContext:
         return self.load(self.draft_path(text, name))
 
     def own_engine(self, spec: DrafterSpec, model: Decoder) -> Llama:
-        """Return a model that draftlab's engine runs. Raises UserError: transformers runs the model."""
+        """Return the model as a Llama of draftlab's engine. Raises UserError: transformers runs the model."""
         if not isinstance(model, Llama):
             raise spec.refused_by_transformers()
         return model

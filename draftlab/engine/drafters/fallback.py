@@ -17,8 +17,8 @@ from draftlab.sampling import SamplingParams
 class FallbackDrafter(Drafter):
     """Proposes the draft of the first drafter, or the draft of the second drafter if the first has no draft.
 
-    second_tokens: Most tokens that the second drafter drafts. They cost more than copied tokens, and are right less
-    often.
+    second_tokens: Most tokens that the second drafter drafts. Its tokens cost more than copied tokens, and are right
+    less often.
     """
 
     def __init__(

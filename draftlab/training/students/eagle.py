@@ -22,7 +22,7 @@ Layers = Annotated[
 
 @student("eagle")
 class EagleStudent(StudentSpec):
-    """ttt_steps: steps of training-time test: the number of tokens in a row that the head learns to draft.
+    """ttt_steps: steps of training-time test, and so the number of tokens in a row that the head learns to draft.
 
     layer_ids: layers of the target whose states the head reads, as 2+12+21; by default 2, n / 2 and n - 3 of n layers.
     norm_before_residual: take the residual after hidden_norm; SGLang does not support this. EAGLE-3.1 has
@@ -40,7 +40,7 @@ class EagleStudent(StudentSpec):
             "reweigh_steps",
         }
     )
-    lr_share = 0.5  # of the learning rate for pruned drafts; chosen by runs on SmolLM2-135M
+    lr_share = 0.5  # share of the rate of pruned drafts, from runs on SmolLM2-135M
     ttt_steps: int = Field(4, ge=1, le=16)
     layer_ids: Layers = None
     norm_before_residual: bool = False

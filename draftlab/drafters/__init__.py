@@ -1,4 +1,4 @@
-"""The kinds of drafters, one module per kind without torch at import, and the names that plug-ins import."""
+"""The kinds of drafters: a module each, under the name of the kind, without torch; and what plug-ins need of them."""
 
 from draftlab.config.kinds import DrafterSpec, Input, RunFacts, drafter, split_at
 

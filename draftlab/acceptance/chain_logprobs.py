@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens along the chains that an EAGLE-3 head drafts, from a pass of all chains per token.
+"""Log-probabilities of given tokens along the chains of an EAGLE-3 head: pass a drafts token a + 1 of all chains.
 
-n scored tokens of a text, K drafted tokens, T places of the head, D hidden, V vocab. At place i the head reads the
-target's states of token i and the embedding of token i + 1 (engine/drafters/eagle.py). The chain that begins there
-drafts tokens i + 2, i + 3, ...; it attends to the target's states up to i and to its own.
+n scored tokens of a text, K drafted tokens, T positions of the head, D hidden, V vocab. At position i the head reads
+the target's states of token i and the embedding of token i + 1 (engine/drafters/eagle.py). The chain that begins at
+position i drafts tokens i + 2, i + 3, ...; it attends to the target's states up to i and to its own states.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +29,13 @@ def score_chains(
     k: int,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[TokenLogprobs]:
-    """Return the head's view of each token by the age of the step, arrays of [n, K] as score_offsets returns.
+    """Return log-probability and rank of each token in the head's chains, arrays [n, K], as score_offsets does.
 
-    Steps that would begin before the prompt's last token have probability 0.
+    Entry [i, a] is for token i as token a + 1 of its chain. Chains that would begin before the prompt's last token have
+    probability 0.
 
     Args:
-        vocab: Number of logits that count.
+        vocab: Number of logits that count; further logits are padding.
 
     Raises:
         UserError: A text is longer than the context of the head or of the target.
@@ -64,7 +65,7 @@ def _score(
     first, places = (
         max(0, len(prompt) - 2),
         len(whole) - 2,
-    )  # the first place that drafts, and all of them
+    )  # first position that drafts; number of positions
     result = TokenLogprobs.unlikely(len(completion), k, vocab)
     if places <= first:
         return result
@@ -75,10 +76,10 @@ def _score(
         head.shape.kv_heads,
         places * k,
         head.shape.head_dim,
-    )  # perhaps longer than a text may be
+    )  # may exceed the head's context
     cache = Cache(head.embed.new_zeros(size), head.embed.new_zeros(size))
     for age, metadata in enumerate(_passes(head, places, min(k, places - first))):
-        # beyond the text they are drafted from by no step that counts
+        # only chains that do not count read the tokens that roll wraps around
         following = whole.roll(-1 - age)[:places]
         logits, states = head.decode_states(
             following[None], states, cache, metadata, places - first
@@ -98,7 +99,7 @@ def target_states(target: Llama | HFDecoder, layer_ids: tuple[int, ...], ids: Te
 
 
 def _passes(head: EagleLlama, places: int, k: int) -> list[AttentionMetadata]:
-    """Return the metadata of each pass: the first pass drafts all chains' first tokens, the second their second."""
+    """Return the attention metadata of k passes. Pass a drafts token a + 1 of all chains."""
     own = torch.eye(places, dtype=torch.bool, device=head.device)
     passes, causal = [], torch.ones_like(own).tril()
     for age in range(k):

@@ -1,11 +1,12 @@
 """Expected acceptance of every K from one teacher-forced pass over the target's text: arithmetic on probabilities.
 
-Given the target's own text, its tokens are accepted independently: token t with probability min(1, q(x_t) / p(x_t))
-when both sample, and 0 or 1 when both are greedy. A rejected token is replaced by that very token. So the positions
-where steps begin follow by recursion from the first token, exactly and without decoding, and with them the expectation
-of every count of live speculation.
+Given the target's own text, its tokens are accepted independently: token t with probability min(1, q(x_t) / p(x_t)) if
+target and draft sample, and 0 or 1 if both are greedy. After a rejection the target emits the same token t. So a
+recursion from the first token gives the probability that a step begins at each token, exactly and without decoding.
+These probabilities give the expectation of every count of live speculation.
 
-R texts, padded to n tokens, D deepest draft. Age a of a step at token i: it began at i - a, and all since was accepted.
+R texts, padded to n tokens, D deepest draft. A step of age a at token i began at token i - a, and has accepted all a
+tokens since.
 """
 
 from dataclasses import dataclass
@@ -14,25 +15,25 @@ import numpy as np
 
 from draftlab.results.decoding import AcceptanceMetrics, acceptance_from_counts
 
-ROWS = 1024  # texts walked at once, so that the arrays stay in the processor's cache
+ROWS = 1024  # texts per recursion, so that its arrays stay in the processor's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Expected counts over the steps of each of R texts; exact integers where all chances are 0 or 1.
+    """Expected counts over the steps of each of R texts; integers if all chances are 0 or 1.
 
-    The last token before the length limit is a pass without a draft, and so no step.
+    A step is a pass with a draft. A pass that emits the last token before the length limit has no draft.
     """
 
-    starts: np.ndarray  # [R, n] passes that begin at each token
+    starts: np.ndarray  # [R, n] target passes that begin at each token
     tokens: np.ndarray  # [R]
     passes: np.ndarray  # [R] target passes
-    steps: np.ndarray  # [R] passes that had a draft to verify
+    steps: np.ndarray  # [R] passes with a draft
     drafted: np.ndarray  # [R]
     reached: np.ndarray  # [R, D + 1] steps that accepted at least a tokens
-    # [R, D] steps that drafted a (a+1)th token and reached it, inside the text
+    # [R, D] steps that accepted a tokens and drafted one more, inside the text
     examined: np.ndarray
-    # [R] steps that ended the text with a drafted token, so that the target's own was dropped
+    # [R] steps that ended the text with a drafted token, so that the target's next token was dropped
     truncated: np.ndarray
 
     @property
@@ -57,21 +58,21 @@ class Counts:
 class Texts:
     """Texts padded to n tokens, with their lengths and the length limits of decoding, [R] each."""
 
-    # [R, n]; of a drafter whose chances differ by the age of the step [R, n, D]
+    # [R, n], or [R, n, D] if the chances differ by the age of the step
     chances: np.ndarray
     lengths: np.ndarray
     limits: np.ndarray
 
     def room(self) -> np.ndarray:
-        """Return how many tokens a step that begins at each token may draft, [R, n]; the target adds one more."""
+        """Return how many tokens a step may draft if it begins at each token, [R, n]. The target adds one token."""
         return np.clip(self.limits[:, None] - np.arange(self.chances.shape[1]) - 1, 0, None)
 
 
 def chances(log_q: np.ndarray, log_p: np.ndarray) -> np.ndarray:
     """Return the probability that each of the target's tokens is accepted: min(1, q / p) (Leviathan et al.).
 
-    With the match rule, which accepts a drafted token if it equals the target's own sample, it is q: pass log_p = 0.
-    The same holds for a greedy target; a greedy draft's q is 0 or 1.
+    Pass log_p = 0 for a greedy target, and for the match rule, which accepts a drafted token if it equals the target's
+    own sample: the probability is then q. A greedy draft has q = 0 or 1.
     """
     return np.exp(np.minimum(0.0, np.asarray(log_q, dtype=np.float64) - log_p))
 
@@ -86,20 +87,19 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Texts:
-    """Pad texts. Without limits, each text ended at its length limit."""
+    """Pad texts. Without `limits`, the length of each text is its limit."""
     lengths = np.array([len(c) for c in chances], dtype=np.int64)
     return Texts(padded(chances), lengths, lengths if limits is None else limits)
 
 
 def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
-    """Return the expected number of steps that begin at each token, [n] or [R, n]; their sum is the target passes.
+    """Return the expected number of steps that begin at each token, [n] or [R, n]. Their sum is the target passes.
 
-    Later tokens have no influence, so that any padding will do.
+    Later tokens have no influence, so padding may have any value.
 
     Args:
-        chances: Probability of each token to be accepted, [n] or [R, n], or by the age of the step [R, n, D].
-        k: Number of tokens drafted per step, fewer only at the end of the text. An array has a number for the step that
-            begins at each token.
+        chances: Probability that each token is accepted, [n] or [R, n], or by the age of the step [R, n, D].
+        k: Number of tokens drafted per step. An array has the number for a step that begins at each token.
     """
     rows = np.atleast_2d(np.asarray(chances, dtype=np.float64))
     lengths = np.full(len(rows), rows.shape[1])
@@ -108,13 +108,13 @@ def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
 
 
 def chain(texts: Texts, k: int | np.ndarray) -> Counts:
-    """Count steps that draft a chain of k tokens; k may differ by the token where a step begins, [R, n]."""
+    """Count steps that draft chains of k tokens. An array k [R, n] has the length of a chain at each token."""
     depth = np.minimum(k, texts.room())
     return count(texts.lengths, texts.chances, depth, depth, int(np.max(k)))
 
 
 def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
-    """Return tokens and expected passes of each text, [texts, 2]; their ratio of sums is the tokens per target pass."""
+    """Return tokens and expected passes of each text, [R, 2]. The ratio of their sums is the tokens per target pass."""
     counts = chain(texts_of([c for c in chances if len(c)]), k)
     return np.stack([counts.tokens, counts.passes], 1)
 
@@ -125,9 +125,9 @@ def count(
     """Count steps by the recursion from the first token, ROWS texts at a time.
 
     Args:
-        chances: Probability of each token to be accepted, [R, n], or by the age of the step [R, n, D].
-        depth: Depth of the draft of the step that begins at each token, [R, n].
-        drafted: Number of tokens of that draft, [R, n].
+        chances: Probability that each token is accepted, [R, n], or by the age of the step [R, n, D].
+        depth: Depth of the draft of a step that begins at each token, [R, n].
+        drafted: Number of tokens of the same draft, [R, n].
         deepest: Largest depth to count.
     """
     by_age = chances[:, :, None] if chances.ndim == 2 else chances[:, :, :deepest]
@@ -167,7 +167,7 @@ def _walk(
         if i == n:
             break
         starts[i] = now[0]
-        # drafted a token at this position
+        # expected steps of each age that drafted a token at this position
         drafting = now * (depths[i : i + deepest + 1][::-1] > ages)
         steps += drafting[0]
         examined += drafting[:-1]

@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens: one teacher-forced pass over each text, in parts where memory is short.
+"""Log-probabilities of given tokens: one teacher-forced pass over each text, in parts if memory is short.
 
-A parallel draft gives them at every offset, from packed passes (model/parallel.py). B texts in a pass, W tokens fed of
-each, n scored tokens of a text, K offsets, V vocab.
+A parallel draft gives log-probabilities at every offset, from packed passes (model/parallel.py). B texts in a pass, W
+fed tokens of a text, n scored tokens of a text, K offsets, V vocab.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from draftlab.model.decoder import Decoder
 from draftlab.model.parallel import pack
 from draftlab.sampling import SamplingParams
 
-MAX_LOGITS = 1 << 25  # elements of logits in one pass over several texts: wider passes gain nothing
+MAX_LOGITS = 1 << 25  # logits in a pass over several texts: larger passes are no faster
 BYTES_PER_LOGIT = 16  # peak memory: the model's own logits, a copy in fp32, and probabilities
 
 Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
@@ -26,14 +26,17 @@ Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A model's view of each token of one completion, [n]; by the age of the step that drafts it, [n, K]."""
+    """A model's log-probability and rank of each token of a completion, [n].
+
+    Arrays [n, K] have an entry for each age of the step that drafts the token, see acceptance/expected.py.
+    """
 
     logprobs: np.ndarray  # log-probability in the distribution that the model would sample from
     ranks: np.ndarray  # number of more probable tokens; ties go to the lowest id
 
     @classmethod
     def unlikely(cls, n: int, k: int, vocab: int) -> "TokenLogprobs":
-        """Return the view of tokens that no step drafts, by the age of the step, [n, k]."""
+        """Return probability 0 and rank `vocab` for all tokens, [n, k]."""
         return cls(np.full((n, k), -np.inf), np.full((n, k), vocab))
 
     def put(self, index: Any, own: "TokenLogprobs") -> None:
@@ -48,10 +51,10 @@ def score_tokens(
     advance: Callable[[int], None] = lambda done: None,
     memory: float = 2.0,
 ) -> list[TokenLogprobs]:
-    """Return the log-probabilities of completions given their prompts, long texts first.
+    """Return the log-probabilities of completions given their prompts. Long texts are scored first.
 
     Args:
-        vocab: Number of logits that count.
+        vocab: Number of logits that count; further logits are padding.
         memory: GB for the logits of a pass.
 
     Raises:
@@ -86,7 +89,7 @@ def check_fits(model: Decoder, texts: Sequence[Text]) -> None:
 
 
 def max_positions(vocab: int, memory: float) -> int:
-    """Return how many positions' logits fit the memory, in GB."""
+    """Return the number of positions whose logits fit `memory` GB."""
     return max(1, int(memory * 1e9 / (BYTES_PER_LOGIT * vocab)))
 
 
@@ -94,9 +97,9 @@ def max_positions(vocab: int, memory: float) -> int:
 def logits_in_parts(
     model: Decoder, ids: Tensor, first: int, limit: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the logits of ids [B, W] from position first on, with the position of each part: [B, t, V], t B <= limit.
+    """Yield the logits of ids [B, W] from position `first` on, in parts: first position, and logits [B, t, V].
 
-    Texts that do not fit one pass go through a KV cache.
+    A part has t B <= limit, unless t = 1. Several parts share a KV cache.
     """
     rows, width = ids.shape
     step = max(1, limit // rows)
@@ -115,7 +118,7 @@ def _score(
     texts: list[Text], model: Decoder, vocab: int, sampling: SamplingParams, limit: int
 ) -> list[TokenLogprobs]:
     width = max(map(_length, texts)) - 1  # nothing follows the last token
-    # padding comes after a row's text: causal, never attended
+    # padding comes after a row's text, so causal attention never reads it
     ids = torch.zeros(len(texts), width, dtype=torch.long)
     for row, (prompt, completion) in zip(ids, texts, strict=True):
         row[: len(prompt) + len(completion) - 1] = _long(np.concatenate([prompt, completion])[:-1])
@@ -140,7 +143,7 @@ def _concatenated(parts: list[TokenLogprobs]) -> TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingParams) -> TokenLogprobs:
-    """Return the view of tokens [n] of a model with these logits [n, V]; NaN where logits are not finite."""
+    """Return log-probability and rank of tokens [n] by logits [n, V]; NaN where a model's logits are not finite."""
     own = logits.gather(1, tokens[:, None])  # [n, 1]
     lower_ids = torch.arange(logits.shape[1], device=logits.device) < tokens[:, None]
     ranks = ((logits > own) | ((logits == own) & lower_ids)).sum(1)
@@ -170,13 +173,13 @@ def score_offsets(
     advance: Callable[[int], None] = lambda done: None,
     memory: float = 2.0,
 ) -> list[TokenLogprobs]:
-    """Return the view of each token by offset, arrays of [n, K]: of token i, offset a + 1 from token i - a - 1.
+    """Return log-probability and rank of each token at each offset of a parallel draft, arrays [n, K].
 
-    That is the token that a step of age a drafts at token i (acceptance/expected.py). Offsets that would begin before
-    the prompt's last token have probability 0.
+    Entry [i, a] is for token i at offset a + 1 from token i - a - 1, as a step of age a drafts it
+    (acceptance/expected.py). Offsets from tokens before the prompt's last token have probability 0.
 
     Args:
-        token: The mask token. The other arguments are those of score_tokens.
+        token: The mask token. All other arguments are those of score_tokens.
 
     Raises:
         UserError: A text is longer than the model's context.

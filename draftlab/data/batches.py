@@ -1,6 +1,6 @@
-"""Token batches, held-out windows and prompts of text: a batch is a function of seed and step.
+"""Batches of token ids to train on, held-out windows and prompts. The seed and the step decide a batch.
 
-A batch of token ids has a mask, and rows that can be split, packed and shared out.
+B rows, T predicted tokens of a row, k listed tokens, N tokens of a stream or windows.
 """
 
 import functools
@@ -32,7 +32,10 @@ from draftlab.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """A target's k most probable tokens at each position: ids and log-probabilities [B, T, k], log tail mass [B, T]."""
+    """The target's k most probable tokens at each position, [B, T, k].
+
+    tail: Log-probability of all other tokens together, [B, T].
+    """
 
     ids: np.ndarray
     log_p: np.ndarray
@@ -41,13 +44,13 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Token ids [B, T + 1] and mask [B, T], which is 1 if the token after a position is trained on or scored.
+    """Token ids [B, T + 1] and a mask [B, T]: 1 at positions whose next token is trained on or scored.
 
     Args:
-        top_logprobs: Stored lists of the target at these positions.
+        top_logprobs: Most probable tokens of the target that a store has for these positions.
         positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
-        depths: Number of tokens that a parallel draft predicts from each position, [B, T]. None predicts the next token
-            at each position of the mask.
+        depths: Number of tokens that a parallel draft predicts from each position, [B, T]. With None, each position of
+            the mask predicts its next token.
     """
 
     ids: np.ndarray
@@ -58,7 +61,7 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the number of tokens of each row with an influence, [B]: up to the last in the mask, at least 1."""
+        """Return how many tokens of each row a model must read, [B]: up to the last in the mask, at least 1."""
         return np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)
 
     @property
@@ -67,7 +70,7 @@ class Batch:
         return int(self.mask.sum() if self.depths is None else self.depths.sum())
 
     def predictions_by_offset(self, offsets: int) -> np.ndarray:
-        """Return the predictions of each offset from 1 on, [offsets]."""
+        """Return the number of predictions at each of the offsets 1, 2, ..., [offsets]."""
         if self.depths is None:
             return np.full(offsets, self.predictions)
         return (self.depths[..., None] > np.arange(offsets)).sum((0, 1))
@@ -80,9 +83,9 @@ class Batch:
         return [self.rows(slice(i, i + rows)) for i in range(0, len(self.ids), rows)]
 
     def packed(self) -> "Batch":
-        """Put short sequences one after another, in rows of up to twice the longest one's length.
+        """Put several short sequences into one row. A row has at most twice the length of the longest sequence.
 
-        The gradient is that of the rows apart, for a model that keeps sequences apart by their positions.
+        Packing does not change the gradient of a model that separates the sequences of a row by their positions.
         """
         needed = self.lengths + 1
         widths = [int(needed.max() * (1 + eighths / 8)) for eighths in range(9)]
@@ -91,14 +94,14 @@ class Batch:
         return self if len(rows) == len(self.ids) else self._joined(rows, needed, width)
 
     def _joined(self, rows: list[list[int]], needed: np.ndarray, width: int) -> "Batch":
-        """Return a row of width tokens for each list of sequences. Each token of padding is a sequence of its own."""
+        """Return a row of `width` tokens for each list of sequences. Each padding token is a sequence of its own."""
         number, place = np.full((len(rows), width), -1), np.zeros((len(rows), width), np.int64)
         for row, numbers in enumerate(rows):
             lengths = needed[numbers]
             number[row, : lengths.sum()] = np.repeat(numbers, lengths)
             place[row, : lengths.sum()] = np.concatenate([np.arange(n) for n in lengths])
         ids = np.where(number < 0, 0, self.ids[number, place])
-        # not the last token: it predicts none of the next
+        # a sequence's last token must not predict the first token of the next sequence
         ends = (number < 0) | (place >= needed[number] - 1)
         at, top = (
             (number[:, :-1], place[:, :-1].clip(max=self.mask.shape[1] - 1)),
@@ -108,14 +111,17 @@ class Batch:
         return Batch(ids, np.where(ends[:, :-1], 0, self.mask[at]), top, place[:, :-1])
 
     def parts(self, tokens: int) -> "list[Batch]":
-        """Return parts of at most `tokens` tokens and at least one row each, long rows together; 0 gives one part."""
+        """Split the batch into parts of at most `tokens` tokens, but at least one row; 0 gives a single part.
+
+        Rows of similar length share a part.
+        """
         return [part for _, part in self.numbered_parts(tokens)]
 
     def numbered_parts(self, tokens: int) -> "list[tuple[list[int], Batch]]":
-        """Return parts, see there, with the numbers of their rows.
+        """Return the parts that `parts` returns, each with the numbers of its rows in the batch.
 
-        Each part ends at its longest row's last token in the mask; later tokens have no influence. The mask tokens of
-        parallel drafting count.
+        A part is cut after the last position in the mask of its rows. The mask tokens of a parallel draft count as
+        tokens.
         """
         lengths = self.lengths
         fed = lengths if self.depths is None else lengths + np.maximum(self.depths - 1, 0).sum(1)
@@ -138,7 +144,7 @@ class Batch:
         return Batch(self.ids[rows, : length + 1], self.mask[index], top, positions, depths)
 
     def shard(self, index: int, count: int) -> "Batch":
-        """Return the share of a process: every count-th row from index on, or a row with an empty mask."""
+        """Return a process's share: every count-th row from `index` on, or one row with an empty mask."""
         if index < len(self.ids):
             return self.rows(slice(index, None, count))
         spare = self.rows(slice(0, 1))
@@ -147,7 +153,7 @@ class Batch:
 
 
 def _first_fit(lengths: np.ndarray, width: int) -> list[list[int]]:
-    """Share sequences out over as few rows of a width as first fit finds, the longest first."""
+    """Assign the numbers of sequences to rows of `width` tokens by first fit, the longest sequence first."""
     rows: list[list[int]] = []
     room: list[int] = []
     for number in np.argsort(-lengths, kind="stable").tolist():
@@ -169,9 +175,9 @@ def text_batch(rows: list[np.ndarray]) -> Batch:
 def tokenize(
     docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
 ) -> np.ndarray:
-    """Return documents as one stream of token ids, [N]: bos, text, eos, bos, text, ...; at most limit of them.
+    """Return documents as one stream of at most `limit` token ids, [N]: bos, text, eos, bos, text, ...
 
-    Conversations have the form of the chat template.
+    The chat template renders conversations.
     """
     eos: int | None = tokenizer.eos_token_id  # pyright: ignore[reportAssignmentType]
     ends = [] if eos is None else [eos]
@@ -198,9 +204,9 @@ def _ids(doc: Document, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> 
 class TokenBatches:
     """Batches of a weighted mixture of token streams; batch t is a function of (seed, t).
 
-    Each source has a fixed number of rows in every batch (largest remainder of its weight), and is read in a new
-    random order each epoch, so that nothing repeats within an epoch. Sources of conversations have rows with masks in
-    place of a stream.
+    Each source has the same number of rows in every batch: its weight, rounded by largest remainder. A source is read
+    in a new random order each epoch, and no row repeats within an epoch. Sources in `conversations` have rows with
+    masks in place of a stream.
     """
 
     streams: dict[str, np.ndarray]
@@ -211,7 +217,7 @@ class TokenBatches:
     conversations: dict[str, Batch] = field(default_factory=dict)
 
     def rows_of(self, weights: dict[str, float] | None = None) -> dict[str, int]:
-        """Return the rows of each source in a batch, by these weights or its own."""
+        """Return the number of rows of each source in a batch. Without weights, self.weights decide."""
         exact = {name: weight * self.rows for name, weight in (weights or self.weights).items()}
         rows = {name: int(value) for name, value in exact.items()}
         for name in sorted(exact, key=lambda n: rows[n] - exact[n])[
@@ -224,7 +230,7 @@ class TokenBatches:
         return self.picked(places(self.rows_of(), step, dict.fromkeys(self.weights, 0)))
 
     def picked(self, places: list[tuple[str, int]]) -> Batch:
-        """Return rows by their sources and indices."""
+        """Return the rows with these sources and indices as a batch."""
         if not self.conversations:
             return text_batch([self.row(*place) for place in places])
         parts = [
@@ -244,7 +250,7 @@ class TokenBatches:
         return talks.rows(slice(row, row + 1))
 
     def row(self, name: str, index: int) -> np.ndarray:
-        """Return a row of a source, [seq_len + 1], in the order of its epochs."""
+        """Return row number `index` of a source, [seq_len + 1]. Numbers continue from epoch to epoch."""
         stream = self.streams[name]
         chunks = (len(stream) - 1) // self.seq_len
         if chunks < 1:
@@ -257,7 +263,7 @@ class TokenBatches:
 
 
 def places(rows: dict[str, int], step: int, read: dict[str, int]) -> list[tuple[str, int]]:
-    """Return the sources and indices of a step's rows. read has the rows of each source before step 0."""
+    """Return the source and the index of each row of a step. read: Number of rows of each source before step 0."""
     chosen: list[tuple[str, int]] = []
     for name, n in rows.items():
         first = read[name] + step * n
@@ -267,17 +273,17 @@ def places(rows: dict[str, int], step: int, read: dict[str, int]) -> list[tuple[
 
 @dataclass(slots=True)
 class DynamicBatches:
-    """A mixture with more rows of the sources whose loss exceeds their reference loss.
+    """A mixture that gives more rows to the sources whose loss exceeds their reference loss.
 
-    Dynamic batch loading of Sheared-LLaMA (2310.06694, algorithm 1). A batch is a function of its step and of the
-    weights set before it, all of which are in the state, so that a resumed run reads the same text.
+    This is the dynamic batch loading of Sheared-LLaMA (2310.06694, algorithm 1). The step and the weights set before it
+    decide a batch. The state dict has all these weights, so a resumed run reads the same text.
     """
 
     base: TokenBatches
     heldout: dict[str, list[Batch]]
     reference: dict[str, float]  # expected cross-entropy of each source
     every: int  # steps between changes of the weights
-    # first step, weights, rows read before
+    # first step of each phase, its weights, and the rows of each source that were read before
     phases: list[tuple[int, dict[str, float], dict[str, int]]]
 
     @classmethod
@@ -297,7 +303,7 @@ class DynamicBatches:
         return self.base.picked(places(self.base.rows_of(weights), step - start, read))
 
     def reweigh(self, step: int, losses: dict[str, float]) -> None:
-        """From step on, multiply weights by exp(loss - reference), with a lower bound on each share."""
+        """Multiply the weights from `step` on by exp(max(0, loss - reference)), with a lower bound on each share."""
         start, weights, read = self.phases[-1]
         rows = self.base.rows_of(weights)
         scaled = {
@@ -330,7 +336,8 @@ def open_batches(
     """Return training batches of a mixture's train split, without copies of held-out standard-library files.
 
     Args:
-        loss_on: Tokens that count in a conversation, which is then a row of its own. None reads conversations as text.
+        loss_on: Tokens of a conversation that count; each conversation is then one row. None reads conversations as
+            text.
     """
     weights = parse_mixture(spec)
     heldout = documents("stdlib", "heldout") if PYTHON_SOURCES.keys() & weights else []
@@ -346,10 +353,10 @@ def open_batches(
 
 
 def loss_on_of(spec: str, asked: LossOn | None) -> LossOn | None:
-    """Return the tokens that count in the conversations of a mixture, None for a mixture without conversations.
+    """Return which tokens of conversations count, by default the assistant's; None for data without conversations.
 
     Raises:
-        UserError: Some tokens were asked for, and the mixture has no conversations.
+        UserError: `asked` is set, and the mixture has no conversations.
     """
     if any(has_conversations(name) for name in parse_mixture(spec)):
         return asked or "assistant"
@@ -367,10 +374,12 @@ def _conversations(
     seq_len: int,
     loss_on: LossOn,
 ) -> Batch:
-    """Return conversations as rows, cut or padded. Conversations in which nothing counts are left out.
+    """Return conversations as rows, cut or padded to seq_len + 1 tokens.
+
+    A conversation is left out if none of its tokens counts.
 
     Raises:
-        UserError: Some rows have another form, or nothing counts in any conversation.
+        UserError: A document is no conversation, or no conversation has a token that counts.
     """
     if other := next((doc.name for doc in docs if not doc.messages), None):
         raise UserError(
@@ -404,14 +413,14 @@ class HeldOut:
         return np.concatenate([batch.ids for batch in self.batches])
 
     def subset(self, count: int) -> "HeldOut":
-        """Return count windows in one batch, spread evenly over all; all if there are fewer."""
+        """Return `count` windows, spread evenly over the text, in one batch; all windows if there are fewer."""
         ids, mask = self.ids, np.concatenate([batch.mask for batch in self.batches])
         count = min(count, len(ids))
         chosen = [i * len(ids) // count for i in range(count)]
         return HeldOut([Batch(ids[chosen], mask[chosen])], self.bytes_per_token)
 
     def starts(self, count: int, length: int) -> list[np.ndarray]:
-        """Return the first ids of count windows; of a conversation, all ids before the first that counts."""
+        """Return the first `length` ids of `count` windows. A conversation ends before its first token that counts."""
         masks = itertools.chain.from_iterable(batch.mask for batch in self.batches)
         rows = zip(self.ids[:count], masks, strict=False)
         return [ids[:length] if mask.all() else ids[: int(mask.argmax()) + 1] for ids, mask in rows]
@@ -422,7 +431,7 @@ class HeldOut:
         return HeldOut(list(parts), self.bytes_per_token)
 
     def bits_per_byte(self, cross_entropy: float) -> float:
-        """Convert from nats per token; bos and eos are tokens of no bytes."""
+        """Convert a cross-entropy in nats per token to bits per byte. bos and eos count as tokens of 0 bytes."""
         return cross_entropy / math.log(2) / self.bytes_per_token
 
 
@@ -436,11 +445,11 @@ def open_heldout(
     loss_on: LossOn | None = None,
     least: int | None = None,
 ) -> HeldOut:
-    """Return the first most_rows windows of the held-out split of a mixture's first source, in batches of rows.
+    """Return the first `most_rows` held-out windows of a mixture's first source, `rows` windows in a batch.
 
     Args:
         loss_on: Same as in open_batches.
-        least: Tokens that a single window needs, where the text is shorter than seq_len.
+        least: If set, a text of more than `least` and at most seq_len tokens becomes a single shorter window.
 
     Raises:
         UserError: The text is shorter than a window.
@@ -475,10 +484,10 @@ def open_heldout(
 def heldout_prompts(
     spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int
 ) -> list[list[int]]:
-    """Return prompts of length tokens: starts of held-out documents, then of later parts of them.
+    """Return `count` prompts of `length` tokens: starts of held-out documents, then later parts of these documents.
 
     Raises:
-        UserError: the held-out split of the mixture's first source is too short.
+        UserError: The held-out split of the mixture's first source is too short.
     """
     source = first_source(spec)
     docs = documents(source, "heldout")
@@ -507,9 +516,9 @@ class SplitSize:
 
     Attributes:
         rows: Number of documents.
-        conversations: Documents that are conversations.
-        answers: Turns of the assistant.
-        questions: Turns of the user that have an answer, or end a conversation: prompts.
+        conversations: Number of documents that are conversations.
+        answers: Number of the assistant's turns.
+        questions: Number of prompts in the conversations, see prompts_of.
     """
 
     rows: int = 0
@@ -537,7 +546,7 @@ class SourceSize:
 
 
 def measure_source(source: str, tokenizer: PreTrainedTokenizerBase) -> SourceSize:
-    """Return the size of a source, with the tokens of conversations in the form of the chat template.
+    """Return the size of a source. Tokens of conversations are counted as the chat template renders them.
 
     Raises:
         UserError: The source cannot be read, or a conversation does not suit the chat template.

@@ -1,6 +1,6 @@
-"""Prompts of our own writing, for chat models without their users' prompts; code from docstrings on this disk.
+"""Prompts made from templates, and from the standard library's docstrings, for chat models without prompts of users.
 
-python -m draftlab.data.instructions COUNT prints them as unanswered conversations, one in a line.
+python -m draftlab.data.instructions COUNT prints the prompts as conversations without answers, one per line.
 """
 
 import ast
@@ -97,7 +97,7 @@ def questions(rng: random.Random) -> Iterator[str]:
 
 
 def code(rng: random.Random) -> Iterator[str]:
-    """Yield docstrings of the standard library's functions."""
+    """Yield tasks to write a function of the standard library by its docstring."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     rng.shuffle(files)
     for file in files:
@@ -112,7 +112,7 @@ def code(rng: random.Random) -> Iterator[str]:
 
 
 def mixed(seed: int, count: int) -> list[dict[str, str]]:
-    """Return distinct prompts with their categories, in a random order."""
+    """Return `count` distinct prompts with their categories, in a random order."""
     rng = random.Random(seed)
     sources = {"instruction": instructions(rng), "question": questions(rng), "code": code(rng)}
     share = -(-count // len(sources))

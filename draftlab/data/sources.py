@@ -1,9 +1,9 @@
 """Documents of text sources, split by hash into training and held-out text.
 
 A source is ``stdlib`` (the Python standard library on this disk, without its tests), ``stdlib-tests``, ``packages``
-(Python packages installed with draftlab), ``hf:NAME`` (a data set of the hub), or a path of a ``.txt``, ``.md``,
-``.py``, ``.jsonl``, ``.json`` or ``.parquet`` file or a folder of these; data/text.py has the forms of rows. A mixture
-is ``stdlib=0.5,packages=0.5``.
+(Python packages installed with draftlab), ``hf:NAME`` (a data set of the hub), or the path of a ``.txt``, ``.md``,
+``.py``, ``.jsonl``, ``.json`` or ``.parquet`` file or of a folder of such files. data/text.py has the forms of rows. A
+mixture is written ``stdlib=0.5,packages=0.5``.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from draftlab.reading import reading
 
 Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 0.08  # share of documents, chosen by a hash of their names
-HUB_ROWS = 50_000  # streamed from a hub data set; calibration and distillation need no more
+HUB_ROWS = 50_000  # rows streamed from a hub data set; calibration and distillation need no more
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 NOT_STDLIB = {
     "site-packages",
@@ -44,7 +44,7 @@ class Document:
 
 
 def is_heldout(name: str) -> bool:
-    """Return whether a document of this name is in the held-out split, which training never sees."""
+    """Return whether a document with this name is in the held-out split, which training never sees."""
     return unit_hash(name) < HELDOUT_SHARE
 
 
@@ -57,7 +57,7 @@ def parse_mixture(spec: str) -> dict[str, float]:
     """Parse ``a=0.7,b=0.3`` or a source's name to weights that sum to 1.
 
     Raises:
-        UserError: a weight that is not a positive number.
+        UserError: A weight is not a positive number.
     """
     weights: dict[str, float] = {}
     for part in spec.split(","):
@@ -77,10 +77,10 @@ def parse_mixture(spec: str) -> dict[str, float]:
 
 
 def documents(source: str, split: Split | None = None) -> list[Document]:
-    """Return the documents of a source, of one split or all, in the order of a hash of their names.
+    """Return the documents of a source, or of one split of the source, in the order of a hash of their names.
 
     Raises:
-        UserError: unknown source, unreadable file, or an empty split.
+        UserError: The source is unknown or unreadable, or the split is empty.
     """
     found = list(_read(source))
     selected = [d for d in found if split is None or in_split(d.name, split)]
@@ -95,15 +95,16 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
 
 
 def take_bytes(docs: list[Document], limit: int) -> list[Document]:
-    """Return the first documents up to limit bytes of text, and at least a single document."""
+    """Return the first documents, with at most `limit` bytes of text, but at least one document."""
     sizes = np.cumsum([len(d.text.encode()) for d in docs])
     return docs[: max(1, int(np.searchsorted(sizes, limit, side="right")))]
 
 
 def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -> list[Document]:
-    """Drop documents with more than a fifth of their long lines in held-out text.
+    """Drop documents that share more than a fifth of their long lines with held-out text.
 
-    Packages vendor standard-library modules (setuptools has distutils), which would flatter held-out numbers.
+    Packages contain copies of standard-library modules (setuptools has distutils), which would improve held-out
+    numbers.
     """
     heldout_lines: set[str] = set().union(*(_long_lines(d.text) for d in heldout))
     return [d for d in candidates if _overlap(_long_lines(d.text), heldout_lines) <= 0.2]
@@ -137,7 +138,7 @@ def _read(source: str) -> Iterator[Document]:
         return
     hub.check_local_text(source)
     path = Path(source)
-    suffixes = set(hub.TEXT_SUFFIXES) - {".json"}  # folders have .json files that are no text
+    suffixes = set(hub.TEXT_SUFFIXES) - {".json"}  # .json files in folders are rarely text
     files = (
         [f for f in sorted(path.rglob("*")) if f.suffix in suffixes] if path.is_dir() else [path]
     )
@@ -179,7 +180,7 @@ def _python_files(root: Path, label: str) -> Iterator[Document]:
 
 
 def _text_file(path: Path) -> Iterator[Document]:
-    """Yield documents of about 4,000 characters, cut at blank lines, or at any line if none is blank."""
+    """Yield documents of about 4,000 characters, cut at blank lines, or at any line if the file has no blank line."""
     text = path.read_text("utf-8", errors="replace")
     paragraphs, separator = re.split(r"\n[ \t]*\n", text), "\n\n"
     if len(paragraphs) == 1:
@@ -202,7 +203,7 @@ def _row_file(path: Path) -> Iterator[Document]:
 def _hub_dataset(name: str) -> Iterator[Document]:
     from datasets import load_dataset
 
-    hub.check_data(f"hf:{name}")  # without it the client tries for half a minute
+    hub.check_data(f"hf:{name}")  # else the client tries for half a minute
     with reading(f"data set {name!r} could not be loaded"):
         values = load_dataset(name, split="train", streaming=True)
     rows = checked_rows(name, enumerate(values.take(HUB_ROWS)), row_of)

@@ -1,9 +1,9 @@
-"""One reader of people's text, to train on and as prompts: rows of JSON lines, JSON arrays, Parquet files and the hub.
+"""Read rows of text, for training and as prompts, from JSON lines, JSON arrays, Parquet files and the hub.
 
-A row is a conversation (`messages`, ShareGPT's `conversations`, or `prompt` with `completion` as TRL has them), the
-turns of a user (`turns`), or a plain text. A message's content is a text, or a list of parts of which the texts count;
-calls and answers of tools are left out. A conversation is rendered by a chat template, and the assistant's tokens are
-marked. n tokens.
+A row is a conversation (`messages`, ShareGPT's `conversations`, or TRL's `prompt` with `completion`), the turns of a
+user (`turns`), or a plain text. The content of a message is a text or a list of parts, whose texts are joined. Calls
+and answers of tools are left out. A chat template renders a conversation, and the assistant's tokens are marked.
+n tokens.
 """
 
 import re
@@ -38,7 +38,7 @@ class TextRow:
     """A row of text.
 
     Args:
-        text: The text; of a conversation, the contents of its messages.
+        text: The text. For a conversation, the joined contents of its messages.
         messages: The messages of a conversation.
         later: Turns of the user after the first turn, for rows without answers.
         left_out: Number of messages without text.
@@ -57,7 +57,7 @@ class TextRow:
 
 
 def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
-    """Return the turns up to each answer; a conversation that ends with the user is a single prompt."""
+    """Return the messages before each answer as a prompt. A conversation that ends with the user is a single prompt."""
     if messages and messages[-1]["role"] == "user":
         return [messages]
     roles = [message["role"] for message in messages]
@@ -67,19 +67,19 @@ def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
 
 
 def rows_of(file: Path, parse: "Callable[[Any, str], TextRow]") -> Iterator[tuple[int, TextRow]]:
-    """Yield number and content of every row of a file that is not blank, from 1 on; see checked_rows."""
+    """Yield number (from 1 on) and content of every row of a file that is not blank; see checked_rows."""
     return checked_rows(str(file), _values(file), parse)
 
 
 def check_prompts(file: Path) -> None:
-    """Raises UserError: no such file, or too many rows that are no prompts."""
+    """Raises UserError: there is no such file, or too many of its rows are no prompts."""
     deque(rows_of(file, prompt_of), maxlen=0)
 
 
 def checked_rows(
     name: str, values: Iterable[tuple[int, Any]], parse: "Callable[[Any, str], TextRow]"
 ) -> Iterator[tuple[int, TextRow]]:
-    """Yield numbers and parsed values of a source. Bad rows are named and left out, up to a share of MOST_BAD.
+    """Yield numbers and parsed values of a source's rows. Bad rows are left out, up to a share of MOST_BAD.
 
     Raises:
         UserError: The first row is bad, or too many rows are bad.
@@ -111,7 +111,7 @@ def checked_rows(
 
 
 def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:
-    """Return a row of text to train on. A plain text is in the first of the columns that the row has.
+    """Return a row of text to train on. A plain text comes from the first of `columns` that the row has.
 
     Raises:
         UserError: The row has none of the forms.
@@ -140,7 +140,7 @@ def prompt_of(value: Any, where: str) -> TextRow:
     """Return a row that has a prompt: a text, or a conversation in which the user says something to answer.
 
     Raises:
-        UserError: The row has none of the forms, its text is empty, or nobody asks anything in its conversation.
+        UserError: The row has none of the forms, its text is empty, or its conversation has no turn of the user.
     """
     row = row_of(value, where, PROMPT_COLUMNS)
     if row.messages and isinstance(value.get("prompt"), str):  # TRL's prompt with completion
@@ -155,7 +155,7 @@ def prompt_of(value: Any, where: str) -> TextRow:
 
 
 def read_messages(value: object, where: str) -> list[Message]:
-    """Return the messages that have text. Raises UserError: not a list of messages, or none has text."""
+    """Return the messages that have text. Raises UserError: `value` is no list of messages, or none has text."""
     messages: list[Message] = []
     for each in value if isinstance(value, list) else [None]:
         given = each if isinstance(each, dict) else {}
@@ -181,7 +181,7 @@ def read_messages(value: object, where: str) -> list[Message]:
 
 
 def _messages(value: dict[str, Any]) -> list[Any] | None:
-    """Return the messages of a conversation as they stand in a row, None for a row of another form."""
+    """Return the unchecked messages of a conversation's row, or None for a row of another form."""
     for name in ("messages", "conversations"):
         if name in value:
             return value[name] if isinstance(value[name], list) else []
@@ -199,7 +199,7 @@ def _messages(value: dict[str, Any]) -> list[Any] | None:
 
 
 def _values(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of every row; in place of a line that is not JSON, the error."""
+    """Yield number and value of every row. A line that is not JSON yields its UserError as the value."""
     if file.suffix == ".parquet":
         from datasets import load_dataset
 
@@ -221,13 +221,13 @@ def _values(file: Path) -> Iterator[tuple[int, Any]]:
         yield number, value
 
 
-# a template's own mark of the assistant's text
+# the tag by which a chat template marks the assistant's text
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Token ids [n], and the tokens that count [n]: all, or the assistant's with the token that ends each turn."""
+    """Token ids [n] and `counted` [n]: True for all tokens, or only for the assistant's with its end-of-turn tokens."""
 
     ids: np.ndarray
     counted: np.ndarray
@@ -248,10 +248,10 @@ def chat_ids(
     *,
     reply: bool = True,
 ) -> list[int]:
-    """Return the ids of a conversation; with reply, they are ready for the assistant's answer.
+    """Return the ids of a conversation. With reply, the ids end with the start of the assistant's answer.
 
     Raises:
-        UserError: The chat template does not take the conversation, or renders nothing.
+        UserError: The chat template refuses the conversation, or renders nothing.
     """
     with reading(f"{where}: the chat template does not take it"):
         ids: Any = tokenizer.apply_chat_template(
@@ -265,10 +265,13 @@ def chat_ids(
 def render(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, loss_on: LossOn
 ) -> Conversation:
-    """Return a whole conversation, in which the template's own mask or its rendered prefixes say who speaks.
+    """Return a conversation's tokens, and which of them count.
+
+    The assistant's tokens are marked by the template's generation tags or, without tags, by rendering the messages
+    before and up to each answer.
 
     Raises:
-        UserError: There is no template, it does not take the conversation, or it renders a message in another way once
+        UserError: There is no template, the template refuses the conversation, or it renders a message differently once
             more messages follow.
     """
     if not tokenizer.chat_template:
@@ -297,7 +300,7 @@ def render(
 
 
 def _end_of_turn(ids: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the position after the token that ends a turn: the last special token, or the last token."""
+    """Return the position after the turn's last special token, or len(ids) without a special token."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     places = [place for place in range(start, len(ids)) if ids[place] in special]
     return places[-1] + 1 if places else len(ids)

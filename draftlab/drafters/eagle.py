@@ -1,4 +1,4 @@
-"""An EAGLE-3 head, which drafts chains from the states of the target."""
+"""An EAGLE-3 head, which drafts chains from the target's states."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class HeadSpec(DrafterSpec):
-    """A head on states of the target. heads: its directory."""
+    """A head on the target's states. heads: Directory of the head."""
 
-    format: ClassVar[str]  # name of the head's kind
-    remedy: ClassVar[str] = ""  # end of the message if there is no head
+    format: ClassVar[str]  # name of the kind of head
+    remedy: ClassVar[str] = ""  # end of the message if the directory has no head
 
     heads: str
 
@@ -44,7 +44,7 @@ class HeadSpec(DrafterSpec):
             )
 
     def target_of(self, context: "DrafterContext") -> "Llama | HFDecoder":
-        """Return the target, whose layers show their states. Raises UserError: they do not."""
+        """Return the target. Raises UserError: the states of its layers are not accessible."""
         from draftlab.model.hf_decoder import HFDecoder
         from draftlab.model.llama import Llama
 
@@ -53,7 +53,7 @@ class HeadSpec(DrafterSpec):
         return context.target
 
     def facts(self) -> dict[str, object]:
-        """Return a score's description of the head."""
+        """Return the facts by which a score describes the head."""
         return {"heads_sha256": provenance.fingerprint(Path(self.heads))}
 
 
@@ -97,10 +97,10 @@ class EagleHeadSpec(HeadSpec):
 
 @drafter("eagle", served_by=("vllm", "sglang", "llama.cpp"))
 class EagleSpec(EagleHeadSpec, GateSpec):
-    """prompt_lookup_max: given, prompt lookup comes first."""
+    """prompt_lookup_max: longest n-gram of a prompt lookup before the head; by default the head drafts alone."""
 
     by_age = True
-    cache_lag = 1  # the state of the prompt's last token is read with the first token after it
+    cache_lag = 1  # the head reads the state of the prompt's last token with the first token after the prompt
     prompt_lookup_max: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")

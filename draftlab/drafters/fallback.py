@@ -1,4 +1,4 @@
-"""Prompt lookup, and the draft model where no match is long enough."""
+"""Prompt lookup, with a draft model that drafts if no match is long enough."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +17,11 @@ MATCH_KINDS = 3  # see GateSpec.min_match
 
 
 class GateSpec(DrafterSpec):
-    """Prompt lookup before another drafter, which drafts where no match is long enough.
+    """Prompt lookup before another drafter, which drafts if no match is long enough.
 
-    min_match: tokens of a match, where its n-gram occurred once before, several times followed by the same token, or by
-    different tokens. draft_tokens: Limit of the other drafter's tokens; None: the number that is copied.
+    min_match: least tokens of a match whose n-gram occurred once before, several times followed by the same token, and
+    several times followed by different tokens, as 3x1x5. draft_tokens: most tokens of the other drafter; by default as
+    many as prompt lookup copies.
     """
 
     min_match: Annotated[list[int], split_at("x")] = Field([1, 1, 1])

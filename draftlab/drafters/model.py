@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @drafter("model", served_by=("vllm", "sglang", "llama.cpp", "transformers"))
 class DraftModelSpec(DrafterSpec):
-    """A drafter with a draft model. draft: its checkpoint; empty: the first draft of the run."""
+    """A drafter with a draft model. draft: checkpoint of the draft model; empty: the first draft of the run."""
 
     draft: str = ""
 
@@ -31,7 +31,7 @@ class DraftModelSpec(DrafterSpec):
 
     @classmethod
     def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
-        # the last of k was never read
+        # the draft never read the last of k drafted tokens
         return passes.step(k, unread=2 if accepted == passes.k else 1)
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":

@@ -1,4 +1,4 @@
-"""An n-gram model of a corpus, or of the target's own text."""
+"""An n-gram model of a corpus or of the target's own text."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ class OutputsSpec(DrafterSpec):
 
 @drafter("ngram")
 class NgramSpec(OutputsSpec):
-    """tokens: the number of tokens of the corpus to count. data: its source; empty: that of the run."""
+    """tokens: number of tokens to count. data: source of the text to count; empty: the data of the run."""
 
     order: int = Field(4, ge=2)
     tokens: int = Field(2_000_000, ge=1)
@@ -79,7 +79,7 @@ class NgramSpec(OutputsSpec):
         return context.run(NgramDrafter(NgramModel(corpus, context.vocab, self.order)))
 
     def _answers(self) -> "np.ndarray":
-        """Return the target's texts as one stream, each text after the last tokens of its prompt."""
+        """Return the target's texts as one stream, each text after the last order - 1 tokens of its prompt."""
         import numpy as np
 
         from draftlab.target_outputs.store import read_store

@@ -1,4 +1,4 @@
-"""A parallel draft: all tokens of a draft from one pass."""
+"""A parallel draft, which drafts all tokens in one pass."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Suffix decoding: continues the text as its own repetitions and the target's earlier answers continued."""
+"""Suffix decoding: drafts the tokens that followed the same suffix in the text or in the target's earlier answers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @drafter("suffix", served_by=("vllm",))
 class SuffixSpec(OutputsSpec):
-    """outputs: a store of the target's earlier answers, to remember from the start; empty: none.
+    """outputs: a store of the target's earlier answers to draft from, too; empty: only the text itself.
 
-    The other options have vLLM's names without their prefix suffix_decoding_, and its defaults.
+    All other options have vLLM's defaults, and vLLM's names without the prefix suffix_decoding_.
     """
 
     max_tree_depth: int = Field(24, ge=2)
@@ -24,7 +24,7 @@ class SuffixSpec(OutputsSpec):
     min_token_prob: float = Field(0.1, ge=0, le=1)
 
     def speculative_config(self, k: int) -> dict[str, object]:
-        """vLLM remembers the answers that it gives, and needs the package arctic-inference."""
+        """Return vLLM's configuration. vLLM remembers its own answers, and needs the package arctic-inference."""
         names = ("max_tree_depth", "max_spec_factor", "min_token_prob")
         options = {f"suffix_decoding_{name}": getattr(self, name) for name in names}
         return {"method": "suffix", "num_speculative_tokens": k, **options}

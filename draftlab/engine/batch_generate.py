@@ -1,7 +1,7 @@
 """Batched generation for evaluation, training text and stored outputs.
 
-B prompts decoded together, P tokens of a prompt, n generated tokens, k listed, V vocab. Each prompt has random numbers
-of its own, so samples do not depend on the other prompts of the batch.
+B prompts of a batch, P tokens of a prompt, n generated tokens, k listed, V vocab. Each prompt has its own random
+numbers, so its samples do not depend on the other prompts of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from draftlab.sampling import FinishReason, SamplingParams
 from draftlab.turns import Answer
 
 GIGABYTE = 1_000_000_000
-# share of a batch's texts; when no more are unfinished, the batch shrinks to those
+# the batch shrinks to its unfinished texts when their share is at most this
 MOST_RUNNING = 0.75
 BYTES_PER_LOGIT = 32  # peak of a step that samples: logits, probabilities and their sums in fp64
 
@@ -36,9 +36,9 @@ BYTES_PER_LOGIT = 32  # peak of a step that samples: logits, probabilities and t
 class Batching:
     """Batching of prompts.
 
-    vocab: ids from there on are padding and never sampled.
-    batch_size: Limit of prompts per pass; memory, in GB for logits and KV cache, may lower it.
-    unfinished: returns, for the unfinished texts of a batch, those of all processes that pass together.
+    vocab: Number of ids that may be sampled; larger ids are padding. batch_size: Most prompts per pass. memory: Limit
+    of logits and KV cache, GB, which may lower the batch size. unfinished: Returns the number of unfinished texts over
+    all processes, from their number in this process.
     """
 
     vocab: int | None = None
@@ -49,7 +49,7 @@ class Batching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Tokens generated after one prompt. logprobs are those of the distribution sampled from (greedy: 0)."""
+    """Tokens generated after one prompt. logprobs: Log-probabilities in the sampling distribution; 0 if greedy."""
 
     ids: np.ndarray  # [n]
     logprobs: np.ndarray  # [n]
@@ -72,7 +72,7 @@ def load_generator(
 ) -> Decoder:
     """Load a checkpoint in the mode that generates fastest on the device.
 
-    dtype: None is checkpoint.compute_dtype's.
+    dtype: None takes checkpoint.compute_dtype.
     """
     dtype = dtype or checkpoint.compute_dtype(directory, device)
     note(f"loading {hub.checkpoint_name(directory)} in {checkpoint.dtype_name(dtype)}")
@@ -91,10 +91,11 @@ def generate_batch(
 ) -> list[Completion]:
     """Generate a completion of each prompt.
 
-    numbers: one per prompt; with the seed they decide the samples. advance: Takes the number of prompts done.
+    numbers: A number per prompt, which with the seed decides its samples. advance: Receives the number of finished
+    prompts.
 
     Raises:
-        UserError: a prompt and its completion do not fit the model's context, or logits are not finite.
+        UserError: A prompt and its completion do not fit the model's context, or logits are not finite.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
     check_context(max(map(len, prompts), default=0), sampling.max_tokens, model.context)
@@ -109,7 +110,7 @@ def generate_batch(
 
 
 def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer:
-    """Return the function that lets a model answer the earlier turns of prompts."""
+    """Return a function by which the model answers the earlier turns of prompts."""
 
     def answer(prompts: list[Prompt], numbers: list[int]) -> list[list[int]]:
         with progress("the target answers earlier turns", len(prompts)) as advance:
@@ -127,7 +128,7 @@ def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer
 
 
 def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:
-    """Raises UserError: the prompt with max_tokens more does not fit the context."""
+    """Raises UserError: the prompt and max_tokens new tokens do not fit the context."""
     if prompt_tokens + max_tokens > context:
         raise UserError(
             f"a prompt has {prompt_tokens} tokens; with {max_tokens} more it does "
@@ -138,7 +139,7 @@ def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:
 def _groups(
     model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, batching: Batching
 ) -> Iterator[list[int]]:
-    """Yield the prompts of each batch, the longest first; transformers' cache needs prompts of one length."""
+    """Yield the indices of each batch's prompts, the longest first. transformers' cache needs prompts of one length."""
     group: list[int] = []
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
         if group:
@@ -155,7 +156,7 @@ def _groups(
 
 
 def batch_size_for(model: Decoder, length: int, batching: Batching) -> int:
-    """Return how many texts of that length fit the memory, at least one and at most batching.batch_size."""
+    """Return how many texts of `length` tokens fit the memory, at least 1 and at most batching.batch_size."""
     text_bytes = BYTES_PER_LOGIT * (model.vocab or 0) + length * model.kv_bytes
     return max(1, min(batching.batch_size, int(batching.memory * GIGABYTE / text_bytes)))
 
@@ -173,7 +174,7 @@ def _generate(
     fed = _prefill(model, cache, prompts)
     uniform = torch.stack([_uniform(sampling, number) for number in numbers]).to(device)  # [B, T]
     stops = torch.tensor(sampling.stop_token_ids, device=device, dtype=torch.long)
-    rows = torch.arange(len(prompts), device=device)  # those of the cache
+    rows = torch.arange(len(prompts), device=device)  # prompt of each row of the cache
     running = torch.ones_like(rows, dtype=torch.bool)
     written = torch.zeros_like(uniform, dtype=torch.long)
     chosen, t = torch.zeros_like(uniform), 0  # log-probabilities
@@ -188,7 +189,7 @@ def _generate(
             left = int(running.sum())
             if not batching.unfinished(left):
                 break
-            # with no row left here, other processes still have some and need the pass of this one
+            # with no row left, this process still runs passes for the unfinished texts of other processes
             shrinks = isinstance(cache, Cache | HFCache | RecurrentCache)
             if shrinks and 0 < left <= MOST_RUNNING * len(rows):
                 cache, rows = cache.rows(running), rows[running]
@@ -198,7 +199,7 @@ def _generate(
 
 
 def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor:
-    """Return the ids to feed first: whole prompts, or, where their lengths differ, the last token of each."""
+    """Return the ids to feed first: the prompts or, after a pass over prompts of several lengths, their last tokens."""
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     if shortest == longest:
         return torch.tensor([list(p) for p in prompts], device=model.device)  # [B, P]

@@ -8,13 +8,13 @@ import torch
 
 
 class Instant(Protocol):
-    """A point in time; the difference of two is in seconds."""
+    """A point in time. The difference of two instants is in seconds."""
 
     def __sub__(self, earlier: Any, /) -> float: ...
 
 
 Clock = Callable[[], float]
-StepClock = Callable[[], Instant]  # read three times a step; differences are taken at its end
+StepClock = Callable[[], Instant]  # read several times in a step; subtracted at its end
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -30,7 +30,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 class EventTime:
-    """A point in a device's queue, which is not waited for until it is subtracted from."""
+    """A point in a device's queue. Only subtraction waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
@@ -42,5 +42,5 @@ class EventTime:
 
 
 def step_clock_for(device: torch.device) -> StepClock:
-    """Return a clock for the phases of a step, between which the host need not wait for the device."""
+    """Return a clock for the phases of a step that does not make the host wait for the device between phases."""
     return time.perf_counter if device.type != "cuda" else lambda: EventTime(device)

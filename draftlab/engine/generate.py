@@ -1,7 +1,7 @@
 """Plain and speculative decoding with the same engine, and the time of each step.
 
-B rows, K drafted tokens per step, T = K + 1 tokens verified, V vocab. Rows advance at their own pace. Invariant of
-every cache: it holds each row's tokens except the last token, which is fed first in the next pass.
+B rows, K drafted tokens per step, T = K + 1 tokens verified, V vocab. Rows advance at their own pace. Invariant: a
+cache holds all tokens of a row but the last token, which the next pass feeds first.
 """
 
 import time
@@ -32,8 +32,8 @@ from draftlab.sampling import SamplingParams
 class Step:
     """One row's share of a target pass and of the drafting before it.
 
-    accepted: drafted tokens among tokens; only the last step of a row may have fewer than accepted + 1 tokens. Seconds
-    are those of the pass divided by the rows still decoding, so that their sum over rows is wall time.
+    accepted: Number of drafted tokens in `tokens`. Only a row's last step may have fewer than accepted + 1 tokens. The
+    seconds of a pass are divided by the number of rows still decoding, so their sum over rows is wall time.
     """
 
     row: int
@@ -49,10 +49,13 @@ class Step:
 class Draft:
     """Proposed tokens of each row.
 
-    ids: [B, K]. q: the distributions they were drawn from, [B, K, V]; None: deterministic, q is one-hot.
-    counts: valid tokens of each row, [B]; 0 is no draft. parents: None is a chain; in a token tree the number of each
-    token's parent, counted from 1, or 0 for the last token of the text; parents come before their children; a list has
-    a tree for each row. rule: the rule that verifies this draft, unless the run names one; a tree needs one to sample.
+    Args:
+        ids: Token ids, [B, K].
+        q: Distributions that the ids were drawn from, [B, K, V]. None is a deterministic draft, with one-hot q.
+        counts: Number of valid tokens of each row, [B]. A row with 0 has no draft.
+        parents: None is a chain. In a token tree, the number of each token's parent: tokens count from 1, and 0 is the
+            last token of the text. Parents come before their children. A list has a tree for each row.
+        rule: Rule that verifies this draft unless the run names a rule. Sampling with a token tree needs a rule.
     """
 
     ids: Tensor
@@ -83,27 +86,27 @@ class Drafter(Protocol):
     ) -> Draft:
         """Propose up to count tokens to follow each text.
 
-        uniform: draws in [0, 1), [B, count], the only randomness to use. Finished texts stay in the batch; their
+        uniform: Draws in [0, 1), [B, count], the only randomness to use. Finished texts stay in the batch; their
         drafts are ignored.
         """
         ...
 
     def attach(self, cache: Any) -> None:
-        """Receive the cache of the target, before its first pass; for drafters that read it."""
+        """Receive the target's cache before its first pass. By default, do nothing."""
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
-        """Read each text, a prompt and the token after it, before the first draft; for drafters with a cache."""
+        """Read each prompt and the token after it, before the first draft. By default, do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Samples a draft model's tokens. vocab: the target's, where the draft's head is padded to another size."""
+    """Samples a draft model's tokens. vocab: The target's number of logits; None if the draft has the same number."""
 
     sampling: SamplingParams
     vocab: int | None
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return tokens [B] of logits [B, V] and, unless greedy, the distributions they were drawn from, [B, V]."""
+        """Sample tokens [B] from logits [B, V]. Return them and, unless greedy, their distributions [B, V]."""
         logits = fit_vocab(logits, self.vocab)
         if self.sampling.temperature == 0:
             return logits.argmax(-1), None
@@ -119,10 +122,7 @@ def fit_vocab(logits: Tensor, vocab: int | None) -> Tensor:
 
 
 class ModelDrafter(Drafter):
-    """A draft model with a KV cache of its own, rolled back to the emitted tokens.
-
-    vocab: the target's, where the draft's head is padded to another size.
-    """
+    """A draft model whose KV cache is rolled back to the emitted tokens. vocab: Same as in Sampler."""
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         self.model, self.vocab = model, vocab
@@ -132,7 +132,7 @@ class ModelDrafter(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         self.cache = None  # frees its memory before the next one is allocated
         self.cache = self.model.new_cache(rows, capacity)
-        # tokens fed; those of self.drafted follow them
+        # tokens fed before self.drafted
         self.cached: list[list[int]] = [[] for _ in range(rows)]
         self.drafted: Tensor | None = None
 
@@ -148,7 +148,7 @@ class ModelDrafter(Drafter):
         return Draft(ids=self.drafted, q=q, counts=[count] * len(texts))
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
-        """Read all but the last token, which the first draft reads."""
+        """Read all tokens of each text but the last token, which the first draft reads."""
         self.last_logits([text[:-1] for text in texts])
 
     def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
@@ -157,7 +157,7 @@ class ModelDrafter(Drafter):
         return feed(self.model, self.cache, texts, self.own_vocab, last)
 
     def roll_back(self, texts: Sequence[list[int]]) -> None:
-        """Drop cached tokens with which the texts do not begin; the texts count as read from now on."""
+        """Keep only cached tokens that the texts begin with. From now on the texts count as read."""
         drafted = [[]] * len(texts) if self.drafted is None else self.drafted.tolist()
         for row, text in enumerate(texts):
             cached = self.cached[row] + drafted[row]
@@ -175,7 +175,7 @@ def decode(
     clock: StepClock = time.perf_counter,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[Step]:
-    """Decode one token per row and target pass; otherwise as ``speculative_decode``."""
+    """Decode one token per row in each target pass. Arguments are those of ``speculative_decode``."""
     return speculative_decode(target, None, prompts, 0, sampling, clock, numbers)
 
 
@@ -190,15 +190,17 @@ def speculative_decode(
     rule: Rule | None = None,
     draft_temperature: float | None = None,
 ) -> Iterator[Step]:
-    """Draft k tokens, verify them in one target pass, emit the accepted tokens and a further token; lossless.
+    """Draft k tokens, verify them in one target pass, emit the accepted tokens and one more token; lossless.
 
-    The first pass is the prefill: it emits one token per row and drafts nothing, as in engines with a separate
-    prefill; its draft_seconds are those of the drafter's own prefill. After each pass the steps of the rows in it are
-    yielded; a finished row idles until all are finished.
-    numbers: one per prompt; with the seed they decide a prompt's random draws, whatever the other rows are. rule: None
-    is that of each draft, and the rejection rule of Leviathan et al. for drafts without one. With greedy decoding all
-    rules agree.
-    draft_temperature: The temperature of the drafter, 0 is greedy; None: the target's.
+    The first pass is the prefill, which emits one token per row and drafts nothing, as in engines with a separate
+    prefill. Its draft_seconds are the time of the drafter's own prefill. Each pass yields a step for every row still
+    decoding. A finished row waits until all rows are finished.
+
+    Args:
+        numbers: A number per prompt. Seed and number decide a prompt's random draws, whatever the other rows are.
+        rule: None takes the rule of each draft, or the rejection rule of Leviathan et al. for a draft without a rule.
+            With greedy decoding all rules agree.
+        draft_temperature: Temperature of the drafter; 0 is greedy. None takes the target's.
     """
     rows = _Rows(prompts, sampling)
     capacity = max(rows.limits, default=1) + k
@@ -268,12 +270,12 @@ def verify_batch(
     uniform: Tensor,
     rule: Rule | None = None,
 ) -> list[tuple[list[int], list[int]]]:
-    """Return for each row the accepted drafted tokens by number, and the tokens to emit: those and one more.
+    """Return each row's indices of accepted drafted tokens, and the tokens to emit: the accepted and one more.
 
     Args:
-        logits: the target's after the text's last token and after each drafted token, [B, T, V].
+        logits: Logits of the target after the text's last token and after each drafted token, [B, T, V].
         counts: Number of each row's drafted tokens to verify, [B].
-        uniform: draws in [0, 1): one for each drafted token, then one for the last token, [B, T].
+        uniform: Draws in [0, 1): one for each drafted token, then one for the token after them, [B, T].
         rule: Same as in speculative_decode.
     """
     parents = [
@@ -315,7 +317,7 @@ def _verify_greedy(
 def _verify_sampled_chains(
     p: Tensor, draft: Draft | None, counts: Sequence[int], uniform: Tensor
 ) -> list[tuple[list[int], list[int]]]:
-    """Verify chains with target probabilities p [B, T, V]. Raises ValueError: a token tree."""
+    """Verify chains with target probabilities p [B, T, V]. Raises ValueError: the draft is a token tree."""
     if draft is not None and draft.parents is not None:
         raise ValueError("the draft is a token tree without a rule that verifies it")
     ids = uniform.new_empty((len(p), 0), dtype=torch.long) if draft is None else draft.ids
@@ -331,7 +333,7 @@ def _verify_sampled_chains(
 def _verify_sampled(
     p: Tensor, draft: Draft | None, row: int, parents: Sequence[int], uniform: Tensor, rule: Rule
 ) -> tuple[list[int], list[int]]:
-    """Verify one row of a draft by a rule of its own, with target probabilities p [count + 1, V]."""
+    """Verify one row of a draft by `rule`, with target probabilities p [count + 1, V]."""
     count = len(parents)
     ids = (
         torch.empty(0, dtype=torch.long, device=p.device)
@@ -358,7 +360,7 @@ def _target_logits(
 
 
 class _Rows:
-    """The texts of a batch, and which of them are still growing."""
+    """The texts of a batch, and the rows that are still decoding."""
 
     def __init__(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
         self.texts = [list(prompt) for prompt in prompts]
@@ -368,7 +370,7 @@ class _Rows:
         self.live = list(range(len(prompts)))
 
     def room(self) -> list[int]:
-        """Return how many tokens may be drafted for each row; the target adds one itself."""
+        """Return how many tokens may be drafted for each row. The target adds one token."""
         live = set(self.live)
         return [
             limit - len(self.texts[row]) - 1 if row in live else 0
@@ -381,7 +383,7 @@ class _Rows:
             min(len(text) - start, draws.shape[1] - 1)
             for text, start in zip(self.texts, self.starts, strict=True)
         ]
-        # indices on the host would be copied
+        # indexing by a tensor would copy the indices to the device
         return torch.stack([draws[row, i] for row, i in enumerate(at)])
 
     def append(

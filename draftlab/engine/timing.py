@@ -1,4 +1,4 @@
-"""Time tasks in turns, and the limits of a device: memory bandwidth and matrix multiplication."""
+"""Time interleaved tasks, and measure the limits of a device: memory bandwidth and matrix multiplication."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -10,13 +10,13 @@ from draftlab.engine.clocks import Clock, clock_for
 from draftlab.model.checkpoint import is_fast
 from draftlab.results.score import Latency
 
-WARM_UP_ROUNDS = (3, 12)  # least and most
-STEADY = 0.05  # a round is warm if it takes as long as the one before, within this share
-MAX_BUFFER_BYTES = 1 << 30  # most memory on which bandwidth is measured
-SQUARE = {"cpu": 1024, "cuda": 8192}  # sides of the matrices that are multiplied
-SLOW_SQUARE = 256  # size where a product of the larger size takes seconds
-COLUMNS = 4096  # columns of the matrix that is read
-LAPS = 16  # runs of a task between two looks at an accelerator's clock, which take a tenth of a run
+WARM_UP_ROUNDS = (3, 12)  # fewest and most rounds
+STEADY = 0.05  # warm-up ends when a round differs from the previous round by at most this share
+MAX_BUFFER_BYTES = 1 << 30  # largest matrix that measures bandwidth
+SQUARE = {"cpu": 1024, "cuda": 8192}  # side of the multiplied matrices
+SLOW_SQUARE = 256  # side for slow dtypes, whose larger products take seconds
+COLUMNS = 4096  # columns of the matrix that measures bandwidth
+LAPS = 16  # runs of a task per reading of an accelerator's clock: a reading takes a tenth of a run
 
 Task = Callable[[], object]
 Key = TypeVar("Key")
@@ -29,9 +29,10 @@ def time_interleaved(
     clock: Clock,
     advance: Callable[[int], None] = lambda rounds: None,
 ) -> dict[Key, list[float]]:
-    """Return the milliseconds of the second task of each pair, run right after the first, once per round.
+    """Return the milliseconds of the second task of each pair in each round.
 
-    The order turns every round, so that drift of the machine affects all alike; rounds of the warm-up do not count.
+    The first task of a pair runs, untimed, right before the second. The order of the pairs is reversed every round, so
+    that drift of the machine affects all pairs alike. Warm-up rounds do not count.
     """
     order = list(tasks)
 
@@ -72,20 +73,20 @@ def summarize(width: int, times: Sequence[float]) -> Latency:
 
 
 def bandwidth_gbs(weights: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the bandwidth of a matrix-vector product over this number of weights: an upper bound for a decoder."""
+    """Return the bandwidth (GB/s) of a matrix-vector product over `weights` weights: an upper bound for a decoder."""
     size, run = memory_sweep(weights * dtype.itemsize, dtype, device)
     return size / 1e6 / _fastest_ms(run, device)
 
 
 def matmul_tflops(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the rate of one large square matrix product."""
+    """Return the rate of a large square matrix product, in TFLOP/s."""
     side = SQUARE[device.type] if is_fast(dtype, device) else SLOW_SQUARE
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / 1e9 / _fastest_ms(lambda: a @ b, device)
 
 
 def memory_sweep(size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Task]:
-    """Return a product that reads about size bytes, at most MAX_BUFFER_BYTES, and how many it reads."""
+    """Return the bytes that a product reads, about `size` but at most MAX_BUFFER_BYTES, and the product as a task."""
     rows = max(1, min(size, MAX_BUFFER_BYTES) // (COLUMNS * dtype.itemsize))
     matrix = torch.ones(rows, COLUMNS, dtype=dtype, device=device)
     vector = torch.ones(1, COLUMNS, dtype=dtype, device=device)

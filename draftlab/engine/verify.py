@@ -1,10 +1,10 @@
 """Sampling from logits, the rejection rule of speculative sampling, and verify rules for token trees and blocks.
 
-K drafted tokens of a chain, N of a tree, V vocab. Greedy decoding is the same rule with one-hot distributions. Pure
-functions. A rule receives its randomness, so that the same function decodes (``Uniforms``) and can be proved lossless
-by enumerating all outcomes (tests). A draft is a tree of nodes: 0 is the last token of the text, i + 1 the drafted
-token i; ``parents`` has the node that each token follows, and siblings are in the order in which they were drawn. A
-chain is the tree 0, 1, 2, ... Row n of p is the target's distribution after node n.
+K drafted tokens of a chain, N drafted tokens of a tree, V vocab. Greedy decoding is the same rule with one-hot
+distributions. All functions are pure. A rule receives its randomness: ``Uniforms`` in decoding, an enumeration of all
+outcomes in the tests that prove it lossless. A draft is a tree of nodes: node 0 is the last token of the text, node
+i + 1 is drafted token i. ``parents`` has the node that each drafted token follows. Siblings are in the order in which
+they were drawn. A chain has the parents 0, 1, 2, ... Row n of p is the target's distribution after node n.
 """
 
 import math
@@ -24,7 +24,7 @@ COLD = 1e-2
 
 
 def check_logits(logits: Tensor, model: str) -> None:
-    """Raises UserError: some are NaN or infinite. -inf is the logit of an id that a head lacks."""
+    """Raises UserError: the largest logit is NaN or infinite. Single logits may be -inf, for ids that a head lacks."""
     if not math.isfinite(float(logits.max())):
         dtype = str(logits.dtype).removeprefix("torch.")
         raise UserError(
@@ -34,10 +34,10 @@ def check_logits(logits: Tensor, model: str) -> None:
 
 
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return next-token probabilities, [..., V], fp32. Temperature 0: one-hot on the largest logit, ties to the lowest.
+    """Return next-token probabilities, [..., V], fp32. Temperature 0 is one-hot on the lowest id of the largest logit.
 
-    The filters apply in transformers' and vLLM's order: top_k, then top_p over what top_k left (the fewest tokens that
-    reach top_p together, at least one), then min_p relative to the most probable token.
+    Filters apply in the order of transformers and vLLM: top_k; top_p among the remaining tokens (the fewest tokens
+    whose sum reaches top_p, at least one); min_p relative to the most probable token.
     """
     if params.temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(
@@ -54,7 +54,7 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
             else p.sort(-1, descending=True)
         )
         values = values / values.sum(-1, keepdim=True)
-        # all before it have not yet reached top_p
+        # keep a token if the more probable tokens have not reached top_p
         values = values * (values.cumsum(-1) - values < params.top_p)
         p = torch.zeros_like(p).scatter_(-1, ids, values / values.sum(-1, keepdim=True))
     if params.min_p:
@@ -66,8 +66,8 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
 def draw(probabilities: Tensor, u: Tensor) -> Tensor:
     """Sample by the inverse CDF: the first id whose cumulative probability exceeds u. [..., V], [...] -> ids [...].
 
-    Samples follow exactly the distribution given, so q in the verify rule is what the draft sampled from. An id of
-    probability 0 is never drawn, even where the cumulative sum falls short of 1 by rounding.
+    Samples follow `probabilities` exactly, as the verify rule needs of q. An id of probability 0 is never drawn, even
+    if rounding leaves the cumulative sum below 1.
     """
     cumulative = probabilities.to(exact_dtype(probabilities.device)).cumsum(-1)
     total = cumulative[..., -1:]
@@ -84,7 +84,7 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tenso
 
     Args:
         p: target probabilities, [K + 1, V].
-        q: probabilities the drafted tokens were drawn from, [K, V].
+        q: draft probabilities that the drafted tokens were drawn from, [K, V].
         drafted: token ids, [K].
         u: uniform draws in [0, 1), [K].
 
@@ -98,9 +98,9 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tenso
 def verify_rows(
     p: Tensor, q: Tensor, drafted: Tensor, u: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Verify rows as ``verify`` does, without waiting for the device.
+    """Verify a batch of rows as ``verify`` does, without waiting for the device.
 
-    p: [B, K + 1, V]. q: [B, K, V]. drafted, u: [B, K]. counts: Number of each row's drafted tokens that count, [B].
+    p: [B, K + 1, V]. q: [B, K, V]. drafted, u: [B, K]. counts: Number of valid drafted tokens of each row, [B].
 
     Returns: numbers accepted, [B], and the distributions of the next tokens, [B, V].
     """
@@ -114,21 +114,21 @@ def verify_rows(
         return accepted, p_next
     residual = (p_next - _picked(q, accepted.clamp_max(width - 1))).clamp_min(0)
     total = residual.sum(-1, keepdim=True)
-    # if the total is 0, p and q agree up to rounding: rejection had no real chance, and p itself is right
+    # if the total is 0, p and q agree up to rounding: rejection came from rounding, and p itself is right
     rejected = (accepted < counts).unsqueeze(1) & (total > 0)
     return accepted, torch.where(rejected, residual / total, p_next)
 
 
 def _picked(probabilities: Tensor, place: Tensor) -> Tensor:
-    """Return probabilities [B, T, V] at a place of each row, [B, V]."""
+    """Return the probabilities [B, V] at position `place` [B] of each row, from [B, T, V]."""
     return probabilities[torch.arange(len(place), device=place.device), place]
 
 
 class Chance(Protocol):
-    """The randomness of a rule."""
+    """Source of the randomness of a rule."""
 
     def coin(self, chance: Tensor) -> bool:
-        """Return True with this probability; above 1 is certain."""
+        """Return True with probability `chance`, and always if `chance` is 1 or more."""
         ...
 
     def pick(self, probabilities: Tensor) -> int:
@@ -137,7 +137,7 @@ class Chance(Protocol):
 
 
 class Uniforms:
-    """Uniform draws in [0, 1), [n], used in order; a rule needs at most one per drafted token and one more."""
+    """Uniform draws in [0, 1), [n], used in order. For N drafted tokens a rule needs at most N + 1 draws."""
 
     def __init__(self, uniform: Tensor) -> None:
         self.draws = iter(uniform)
@@ -151,14 +151,14 @@ class Uniforms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Drafted tokens: ids [N] and q [N, V], the distributions they were drawn from, given their elder siblings."""
+    """Drafted tokens: ids [N], and q [N, V], the distribution of each token given the siblings drawn before it."""
 
     ids: Sequence[int]
     parents: Sequence[int]
-    q: Tensor | None = None  # deterministic, one-hot
+    q: Tensor | None = None  # None is deterministic: one-hot
 
     def children(self, node: int) -> list[int]:
-        """Return the children of a node and of its siblings with the same token, which stand for the same text."""
+        """Return the children of a node and of all nodes for the same text (siblings with the same token)."""
         same = [node]
         if node:
             same = [
@@ -169,11 +169,11 @@ class Tokens:
         return [i for i, parent in enumerate(self.parents) if parent in same]
 
     def path(self, node: int) -> list[int]:
-        """Return the tokens from the root to node."""
+        """Return the indices of the tokens from the root to `node`."""
         return [*self.path(self.parents[node - 1]), node - 1] if node else []
 
     def drawn_from(self, token: int, p: Tensor) -> Tensor:
-        """Return the distribution [V] that a token was drawn from, of p's dtype."""
+        """Return the distribution [V] that a token was drawn from; without q, one-hot in p's dtype."""
         return (
             torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[token], p), 1)
             if self.q is None
@@ -181,14 +181,14 @@ class Tokens:
         )
 
 
-# accepted tokens, root first; distribution [V] of the next token
+# indices of accepted tokens, root first; distribution [V] of the next token
 Verdict = tuple[list[int], Tensor]
 Rule = Callable[[Tensor, Tokens, Chance], Verdict]
 
 
 @RULES.register("match")
 def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Emit the target's own samples, and accept drafted tokens while they equal them (llama.cpp). Ignores q."""
+    """Emit the target's own samples, and accept drafted tokens that equal these samples (llama.cpp). Ignore q."""
     node = 0
     while True:
         token = chance.pick(p[node])
@@ -200,10 +200,10 @@ def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 @RULES.register("block")
 def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Verify a chain as a whole; accepts no fewer tokens than verifying one by one (Sun et al. 2403.10444, alg. 2).
+    """Verify a chain as a whole (Sun et al. 2403.10444, alg. 2), accepting on average no fewer tokens than verify.
 
     Raises:
-        ValueError: not a chain.
+        ValueError: The draft is a token tree.
     """
     n = len(tokens.ids)
     if list(tokens.parents) != list(range(n)):
@@ -223,12 +223,12 @@ def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 
 def rule_named(name: str) -> Rule | None:
-    """Return the rule of a name, or None for "rejection", which needs none. Raises UserError: no such rule."""
+    """Return the rule with a name, or None for "rejection", the default. Raises UserError: there is no such rule."""
     return None if name == REJECTION else RULES.get(name, f"--rule {name}")
 
 
 def normalised(residual: Tensor, otherwise: Tensor) -> Tensor:
-    """Normalise a residual; where p and q agree up to rounding it is zero, and rejection had no real chance."""
+    """Normalise a residual. A zero residual gives `otherwise`: p and q agree up to rounding."""
     total = residual.sum()
     return residual / total if total > 0 else otherwise
 

@@ -18,7 +18,7 @@ from draftlab.target_outputs.store import (
     read_shard,
 )
 
-SHARDS_IN_MEMORY = 2  # rows of a shard follow each other
+SHARDS_IN_MEMORY = 2  # few suffice: an epoch reads all rows of a shard before the next shard
 
 
 def open_stored(
@@ -27,7 +27,7 @@ def open_stored(
     """Return training batches and the held-out text of a store, for a draft.
 
     Raises:
-        UserError: another vocabulary, or outputs that cannot be distilled from (see StoredBatches).
+        UserError: The vocabularies differ, the store has no held-out text, or StoredBatches raises it.
     """
     batches = StoredBatches(directory, batch_size, temperature, seed)
     check_tokenizer(batches.manifest, draft)
@@ -46,12 +46,12 @@ def open_stored(
 class StoredBatches:
     """Rows of a finished store with the target's top log-probabilities; step t is a pure function of (seed, t).
 
-    The seed gives a new order of the shards, and of the rows in each, for every epoch. Without a seed the rows keep the
-    order of the store.
+    The seed gives a new order of the shards, and of the rows of each shard, for every epoch. Without a seed the rows
+    keep the order of the store.
 
     Raises:
-        UserError: The store is unfinished, has no top log-probabilities or not this temperature, or has a shard that is
-            corrupt, missing or misaligned.
+        UserError: The store is unfinished, lacks top log-probabilities or this temperature, or a shard is corrupt,
+            missing or misaligned.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StoredBatches:
         longest = 0
         for number in range(
             len(manifest.shards)
-        ):  # checked before the expensive part, and not kept in memory
+        ):  # all shards are checked before training, and not kept in memory
             longest = max(longest, *map(len, read_shard(directory, manifest, number)))
         self.seq_len = manifest.seq_len or longest - 1
         self._order = functools.lru_cache(2)(
@@ -98,7 +98,7 @@ class StoredBatches:
 
 
 def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple[int, int]]:
-    """Return all rows of a store as (shard, row), in an epoch's order. sequences counts the rows of each shard."""
+    """Return all rows of a store as (shard, row), in an epoch's order. sequences: Number of rows of each shard."""
     rng = None if seed is None else np.random.default_rng((seed, epoch))
     order: list[tuple[int, int]] = []
     for shard in range(len(sequences)) if rng is None else rng.permutation(len(sequences)).tolist():

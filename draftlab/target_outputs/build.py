@@ -28,13 +28,13 @@ from draftlab.target_outputs.outputs import ROUNDING, TEMPERATURES, TargetOutput
 from draftlab.target_outputs.store import ABOVE_ZERO, Manifest, vocabulary_sha256, write_store
 from draftlab.target_outputs.targets import ServedTarget, Target, outputs_of
 
-ABOVE_ONE = 0.01  # excess over 1 that rounding may give the sum of a list's probabilities
+ABOVE_ONE = 0.01  # excess over 1 that rounding may add to the sum of listed probabilities
 HELD_OUT = 12  # every 12th line is held out
 Logprob = Annotated[float, Field(le=ABOVE_ZERO, allow_inf_nan=False)]
 
 
 class _Line(FileModel):
-    """A request: its tokens, and at each of them the most probable tokens in any order."""
+    """A logged request: its tokens and, for each token, the most probable tokens in any order."""
 
     model_config = ConfigDict(strict=True)
 
@@ -68,7 +68,7 @@ class _Line(FileModel):
         return self
 
     def completion(self) -> ServedCompletion:
-        """Return the request with the most probable tokens first."""
+        """Return the request with its lists in order of probability, the most probable token first."""
         top_ids, top_logprobs = [], []
         for ids, values in zip(self.top_ids, self.top_logprobs, strict=True):
             order = sorted(range(len(ids)), key=lambda i, values=values: -values[i])
@@ -86,20 +86,23 @@ class _Line(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLog:
-    """Lines of a log that have text within seq_len tokens. Every line lists at least top_logprobs tokens."""
+    """Lines of a server's log with text, and a prompt of at most seq_len tokens.
+
+    Every position of a line lists at least top_logprobs tokens.
+    """
 
     path: Path
     vocab: int
     seq_len: int
     top_logprobs: int
-    starts: list[tuple[int, int]]  # line number, byte
+    starts: list[tuple[int, int]]  # number and first byte of each line
 
     @classmethod
     def open(cls, path: Path, *, vocab: int, seq_len: int, top_logprobs: int) -> "ServerLog":
-        """Check every line.
+        """Open a log and check every line.
 
         Args:
-            top_logprobs: Largest number of tokens of each list to use.
+            top_logprobs: Largest number of tokens to use from each list.
 
         Raises:
             UserError: There is no such file, a line is invalid, or fewer than two lines have text.
@@ -152,7 +155,7 @@ class ServerLog:
 
 
 def _checked(text: bytes, where: str, vocab: int) -> _Line:
-    """Raises UserError: the place and the first error."""
+    """Return the parsed line. Raises UserError: the line is invalid; the message has `where` and the first error."""
     with reading(where):
         line = _Line.model_validate(parse_json(text))
     largest = max(chain(line.prompt_ids, line.ids, *line.top_ids))
@@ -161,17 +164,17 @@ def _checked(text: bytes, where: str, vocab: int) -> _Line:
     return line
 
 
-DISTILL_SHARD, REPLAY_SHARD = 256, 32  # sequences; a kill loses at most a shard
+DISTILL_SHARD, REPLAY_SHARD = 256, 32  # sequences per shard; a kill loses at most one shard
 DISTILL_BATCH, REPLAY_BATCH = 64, 16  # prompts decoded together
 DISTILL_TOP_LOGPROBS = 64
 HELDOUT_SEQUENCES = 64
-LEAST_PROMPTS = 10  # distilling holds out the answers to a tenth of them
+LEAST_PROMPTS = 10  # distilling holds out the answers to at most a tenth of the prompts
 Use = Literal["distill", "replay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of text to distil on. The target reads them or, with sampling, continues their first prompt_tokens."""
+    """Rows of text to distil on. The target scores each row or, with sampling, continues its first prompt_tokens."""
 
     data: str
     count: int
@@ -185,7 +188,7 @@ class Rows:
         return self.count * self.seq_len
 
     def write(self, out: Path, target: Target, k: int) -> Manifest:
-        """Write the rows, and a few of held-out text."""
+        """Write a store of the rows, with a few rows of held-out text."""
         tokenizer, loss_on = (
             checkpoint.load_tokenizer(target.directory),
             loss_on_of(self.data, None),
@@ -223,7 +226,7 @@ class Rows:
                 most_rows=HELDOUT_SEQUENCES,
                 loss_on=loss_on,
             )
-            # numbers, and with them seeds, of no training sequence
+            # from self.count on, numbers and seeds differ from those of all training sequences
             return outputs(windows.batches[0], self.count)
 
         manifest = _manifest(
@@ -244,10 +247,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetAnswers:
-    """Prompts for the target to answer, until it stops by itself or has written sampling.max_tokens.
+    """Prompts that the target answers until it stops or has written sampling.max_tokens tokens.
 
     To replay, the longest prompts come first, so that a lack of memory shows at once. To distil, the order is random,
-    and some answers are held out, with all turns of their conversations.
+    and some conversations are held out with all their turns.
     """
 
     prompts: Prompts
@@ -257,11 +260,11 @@ class TargetAnswers:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens the target writes at most."""
+        """Return the largest number of tokens that the target may write."""
         return self.prompts.requests * self.sampling.max_tokens
 
     def check(self, k: int) -> None:
-        """Raises UserError: with k listed tokens per position there is nothing to distil from, or to evaluate on."""
+        """Raises UserError: to distil, k is 0 or there are fewer than LEAST_PROMPTS prompts."""
         if self.use == "distill" and not k:
             raise UserError(
                 "--top-logprobs 0 leaves nothing to distil from; take 1 or more, or --use replay"
@@ -274,7 +277,7 @@ class TargetAnswers:
         """Write the prompts with the target's answers.
 
         Raises:
-            UserError: a prompt with its answer does not fit the context; too few prompts to hold some out.
+            UserError: A prompt and its answer do not fit the context, or check raises it.
         """
         self.check(k)
         prompts = self._with_all_turns(target)
@@ -312,7 +315,7 @@ class TargetAnswers:
         return write_store(out, manifest, shard, tokenizer=target.directory, heldout=held_out)
 
     def _with_all_turns(self, target: Target) -> Prompts:
-        """Return a prompt for every turn."""
+        """Return a prompt for every turn of a conversation. The target answers the earlier turns."""
 
         def answer(asked: list[Prompt], numbers: list[int]) -> list[list[int]]:
             return [
@@ -332,13 +335,13 @@ def build(
     """Write the outputs of a target with its k most probable tokens. A killed build resumes.
 
     Args:
-        inputs: Files that the record names, besides a target in memory.
+        inputs: Files to record. A target in memory is always recorded.
 
     Raises:
         UserError: The text does not fit the target or the server, the output has another store, or the disk is full.
     """
     served = isinstance(target, ServedTarget)
-    if isinstance(text, Rows):  # answers end sooner than their limit
+    if isinstance(text, Rows):  # answers mostly end before their limit
         output.check_space(text.tokens * bytes_per_token(text, k, served), "the outputs")
     manifest = text.write(output.out, target, k)
     about = {"server": target.describe()} if isinstance(target, ServedTarget) else {}
@@ -352,13 +355,13 @@ def build(
 
 
 def bytes_per_token(text: Rows | TargetAnswers, k: int, served: bool) -> int:
-    """Return the bytes of a token: its id, its log-probability if it is sampled, and the lists."""
+    """Return the stored bytes per token: its id, its log-probability if it is sampled, and its list of k tokens."""
     temperatures = 1 if served else len(TEMPERATURES)
     return 4 + (0 if text.sampling is None else 4) + (6 * k + 6 + 4 * temperatures if k else 0)
 
 
 def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
-    """Write the sequences of a server's log. directory has the tokenizer."""
+    """Write the sequences of a server's log as a store. directory: Directory of the tokenizer."""
     trained, heldout = log.split(HELDOUT_SEQUENCES)
     manifest = Manifest(
         source="log",
@@ -393,7 +396,7 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
 
 
 def _whole_conversations(prompts: Prompts, numbers: list[int]) -> list[int]:
-    """Return numbers with those of the other turns of their conversations."""
+    """Add to prompt numbers the numbers of all other turns of the same conversations."""
     talks, already = [prompt.conversation for prompt in prompts.rows], set(numbers)
     chosen = {talks[number] for number in numbers}
     return numbers + [i for i, talk in enumerate(talks) if talk in chosen and i not in already]

@@ -1,4 +1,4 @@
-"""Sequences in memory that a target wrote or read, with its log-probabilities.
+"""Sequences that a target wrote or read, in memory, with the target's log-probabilities.
 
 R sequences, n tokens of a sequence after its prompt, T tokens of a row, k listed tokens.
 """
@@ -11,15 +11,15 @@ import numpy as np
 from draftlab.data import Batch
 from draftlab.sampling import FinishReason
 
-TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # log-normalisers are stored for distilling at these
-# nats by which two log-probabilities of a token may differ in one answer of a server
+TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # distillation temperatures with stored log-normalisers
+# nats by which a token's log-probability may differ from its listed log-probability in the same answer of a server
 ROUNDING = 0.01
-LEAST_REST = 1e-7  # probability of the tokens that are not listed where rounding leaves less
+LEAST_REST = 1e-7  # least probability of all tokens that are not listed, as rounding may leave less
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLogprobs:
-    """The k most probable tokens at each of n positions, by the target's own distribution at temperature 1."""
+    """The k most probable tokens at each of n positions, in the target's distribution at temperature 1."""
 
     ids: np.ndarray  # [n, k], the most probable first
     logprobs: np.ndarray  # [n, k], never renormalised
@@ -45,10 +45,10 @@ class StoredLogprobs:
     def of_lists(
         cls, ids: np.ndarray, logprobs: np.ndarray, token_logprobs: np.ndarray, tokens: np.ndarray
     ) -> "StoredLogprobs":
-        """Return the lists of a server, at temperature 1 alone. tokens [n] are the tokens that follow.
+        """Convert the lists of a server, only for temperature 1. tokens: Next token of each position, [n].
 
         Raises:
-            ValueError: the log-probability of a token contradicts its list.
+            ValueError: The log-probability of a next token contradicts the list at its position.
         """
         inside = ids == tokens[:, None]  # [n, k]
         listed = np.where(inside, logprobs, 0).sum(1)
@@ -65,7 +65,10 @@ class StoredLogprobs:
     def at(
         self, temperature: float, temperatures: Sequence[float]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probabilities at another temperature: of the listed tokens [n, k], of all other tokens [n]."""
+        """Return log-probabilities at a temperature, of listed tokens [n, k] and of all other tokens together [n].
+
+        temperatures: Temperatures of the columns of `normalizers`.
+        """
         if temperature == 1:
             return self.logprobs, self.rest
         normalizers = self.normalizers[:, list(temperatures).index(temperature)]
@@ -79,7 +82,7 @@ class StoredLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput:
-    """A prompt and the n tokens after it, written by the target or, of data, only read by it."""
+    """A prompt and the n tokens after it. The target wrote the tokens or, for text="data", only read them."""
 
     number: int  # position of the prompt in its file or data
     category: str = ""
@@ -102,9 +105,9 @@ def log_rest(logprobs: np.ndarray) -> np.ndarray:
 
 
 def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch:
-    """Return outputs as rows of seq_len + 1 tokens, cut or padded; without seq_len, as long as the longest output.
+    """Return outputs as rows of seq_len + 1 tokens, cut or padded. Without seq_len, the longest output fits a row.
 
-    The tokens after the prompts count, unless outputs mark some of them.
+    The mask has the tokens after a prompt or, if `counted` is set, only the marked tokens.
     """
     width = max(map(len, outputs)) if seq_len is None else seq_len + 1
     ids, mask = (
@@ -120,7 +123,10 @@ def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch
 
 
 def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
-    """Return rows of data as outputs, numbered from `first` on. Each output ends with the last token that counts."""
+    """Return rows of data as outputs, numbered from `first` on. Each output ends after its last token in the mask.
+
+    top: Lists for all positions in the mask, row by row.
+    """
     outputs, ends = [], np.cumsum(batch.mask.sum(1)).astype(int)
     for i, (row, mask, length, end) in enumerate(
         zip(batch.ids, batch.mask > 0, batch.lengths, ends, strict=True)
@@ -139,7 +145,7 @@ def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
 
 
 def with_top(outputs: Sequence[TargetOutput], top: StoredLogprobs) -> list[TargetOutput]:
-    """Return outputs with their parts of top, [sum of n]."""
+    """Return outputs with their parts of `top`, which has the lists of all outputs one after another."""
     ends = np.cumsum([len(output.ids) for output in outputs])
     return [
         replace(o, top=top[end - len(o.ids) : end]) for o, end in zip(outputs, ends, strict=True)

@@ -1,4 +1,4 @@
-"""Replay of a draft over stored target outputs: one teacher-forced pass per text gives acceptance for every K.
+"""Replay drafts over stored target outputs: one teacher-forced pass per text gives the acceptance of every K.
 
 R texts, n tokens of a text, K drafted.
 """
@@ -62,7 +62,7 @@ class ReplayContext:
 
     def load_target(self) -> Llama | HFDecoder:
         target = modes.load(self.target_path, self.dtype, self.device)
-        assert isinstance(target, Llama | HFDecoder)  # there is no other decoder on disk
+        assert isinstance(target, Llama | HFDecoder)  # checkpoints load as no other decoder
         return target
 
 
@@ -70,11 +70,11 @@ FILE = "replay.json"
 Rule = Literal["rejection", "match"]
 
 
-Chance = Annotated[float, Field(ge=0, le=1.001)]  # rounding may put it above 1
+Chance = Annotated[float, Field(ge=0, le=1.001)]  # rounding may lift a probability above 1
 
 
 class ReplayedText(FileModel):
-    """The draft on one text.
+    """Acceptance of the draft on one text.
 
     Args:
         number: Position of the prompt in its file.
@@ -92,7 +92,7 @@ class ReplayedText(FileModel):
 
 
 class Replay(FileModel):
-    """One draft on one store, replay.json; every statistic is derived from it.
+    """Replay of one draft on one store, as replay.json has it. All statistics derive from a replay.
 
     Args:
         sampling: How the target sampled.
@@ -121,12 +121,12 @@ class Replay(FileModel):
     created: str
 
     def chances(self) -> list[np.ndarray]:
-        """Return the chances of each text, [n - 1] or [n - 1, K]. The first token comes from the target's prefill."""
+        """Return each text's chances without the first token, which the prefill emits, [n - 1] or [n - 1, K]."""
         by_age = () if self.offsets is None else (self.offsets,)
         return [np.array(text.chances).reshape(-1, *by_age)[1:] for text in self.texts]
 
     def padded(self) -> Texts:
-        """Return the texts for draftlab.acceptance.expected, with the length limits."""
+        """Return the texts and their length limits, as draftlab.acceptance.expected takes them."""
         longest = self.sampling.max_tokens
         limits = [len(t.chances) if t.finish_reason == "length" else longest for t in self.texts]
         return expected.texts_of(self.chances(), np.array(limits) - 1)
@@ -147,7 +147,7 @@ class Replay(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceRow:
-    """Acceptance over some texts with k tokens drafted, with intervals over texts."""
+    """Acceptance over a group of texts with k drafted tokens, with intervals over the texts."""
 
     group: str
     texts: int
@@ -173,11 +173,11 @@ class AcceptanceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """How drafts are replayed.
+    """Settings of a replay.
 
     Args:
         k: Largest number of drafted tokens.
-        temperature: Temperature of the draft. None is the target's.
+        temperature: Temperature of the draft. None takes the target's.
         target: Checkpoint of the target, for drafters that read its states.
     """
 
@@ -189,7 +189,7 @@ class Drafting:
     target: Path | None = None
 
     def draft_sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """Return how the draft samples: as the target, but for its own temperature."""
+        """Return the draft's sampling parameters: the target's, except for the temperature of the draft."""
         return (
             sampling
             if self.temperature is None
@@ -200,10 +200,10 @@ class Drafting:
 def replay(
     store: StoredOutputs, drafters: Sequence[DrafterSpec], drafting: Drafting, output: Output
 ) -> dict[str, Replay]:
-    """Replay drafts over a store and write one replay.json for each; return them by the drafts' names.
+    """Replay drafts over a store, and write a replay.json for each draft. Return the replays by draft name.
 
     Raises:
-        UserError: a draft or a rule that does not fit the stored outputs.
+        UserError: A draft or the rule does not fit the stored outputs.
     """
     replays = {
         spec.name: replay_draft(store, spec, drafting, output.command_line) for spec in drafters
@@ -218,7 +218,7 @@ def replay(
 
 
 def drafter_of(draft: Path) -> DrafterSpec:
-    """Return the drafter of a checkpoint or head; a parallel draft drafts in one pass."""
+    """Return the drafter spec for a checkpoint: an EAGLE-3 head, a parallel draft or an ordinary draft model."""
     name = hub.checkpoint_name(draft)
     if head := hub.head_kind(draft):
         return DRAFTERS.get(head, name).model_validate({"text": name, "heads": str(draft)})
@@ -227,11 +227,11 @@ def drafter_of(draft: Path) -> DrafterSpec:
 
 
 def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
-    """Return how many logits count, after checking that a drafter and the rule fit the outputs; no model is loaded.
+    """Check that a drafter and the rule fit the outputs, without loading a model. Return how many logits count.
 
     Raises:
-        UserError: text that the target did not write, another tokenizer, ids that the draft does not have, or
-            log-probabilities that the rule cannot use; or the drafter has no acceptance to replay.
+        UserError: The target did not write the text, the tokenizer differs, the draft lacks an id, the rule cannot use
+            the log-probabilities, or the drafter has no acceptance to replay.
     """
     sampling = _target_sampling(store)
     if not spec.replays:
@@ -267,7 +267,7 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
 def replay_draft(
     store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, command: str = ""
 ) -> Replay:
-    """Run one pass of the draft over every text of the store."""
+    """Replay a draft: run one pass over each text of the store."""
     vocab, sampling, manifest = (
         check(store, spec, drafting),
         _target_sampling(store),
@@ -312,12 +312,12 @@ def replay_draft(
 
 
 def read_replay(path: Path) -> Replay:
-    """Read replay.json; raises as read_model."""
+    """Read the replay.json in `path`. Errors are those of read_model."""
     return read_model(Replay, path, FILE, "; draftlab replay writes one")
 
 
 def rows_of(replayed: Replay, ks: Sequence[int]) -> list[AcceptanceRow]:
-    """Return all texts at each K; then, at the last K, each category, and all texts without loops."""
+    """Return a row for all texts at each K; then, at the last K, rows for each category and for texts without loops."""
     counted = [replayed.counts(k) for k in ks]
     everything = np.arange(len(replayed.texts))
     rows = [_row("all", counts, everything, k) for counts, k in zip(counted, ks, strict=True)]
@@ -363,15 +363,15 @@ def _replayed(text: TargetOutput, score: TokenLogprobs, *, certain: bool) -> Rep
 
 
 def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
-    """Return the logits of the target of a drafter without a draft model.
+    """Return the target's number of logits, for a drafter without a draft model.
 
     Raises:
-        UserError: the drafter does not fit the target, or the target did not write the text.
+        UserError: The drafter does not fit the target, or the target did not write the text.
     """
     target = drafting.target
-    assert target is not None  # who names such a drafter locates the target
+    assert target is not None  # located by the caller for such a drafter
     vocab, layers = common_vocabulary(target, store.vocabulary), None
-    with contextlib.suppress(OtherArchitecture, Quantised):  # transformers runs it
+    with contextlib.suppress(OtherArchitecture, Quantised):  # run by transformers
         layers = llama.check_supported(target).layers
     spec.check(
         RunFacts(
@@ -387,7 +387,7 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
 
 
 def _target_sampling(store: StoredOutputs) -> SamplingParams:
-    """Raises UserError: the target did not write the text, or nobody knows how it sampled."""
+    """Return how the target sampled. Raises UserError: it did not write the text, or its sampling is unknown."""
     if store.manifest.text == "data":
         raise UserError(
             f"{store.directory} is of data that the target only read; build it with --use replay"

@@ -1,8 +1,8 @@
-"""One store of target outputs on disk: to distil from, and to replay drafts on, without the target.
+"""Stores of target outputs on disk, to distil from and to replay drafts on without the target.
 
-A store is a directory: manifest.json, shards, the target's vocabulary, and, to distil from, heldout/, a small store of
-held-out text. Arrays of a shard are flat over its R sequences, with offsets. The log-probability of each token must
-agree with the list at its place: a shifted or foreign store is detected when it is opened.
+A store is a directory with manifest.json, shards and the target's vocabulary. A store to distil from also has heldout/,
+a small store of held-out text. A shard concatenates the arrays of its R sequences, with offsets. The log-probability of
+each token must agree with the list at its position, so opening a store detects shifted and foreign outputs.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ LOOP = 0.5  # a text with a smaller share of distinct 4-grams is mostly a loop
 
 
 def distinct_ngrams(texts: Sequence[Sequence[int]], n: int) -> float:
-    """Return the distinct n-grams of each text over all its n-grams, sums over texts; 1 if nothing repeats."""
+    """Divide the number of distinct n-grams by the number of all n-grams, both summed over texts; 1 without repeats."""
     distinct = total = 0
     for tokens in texts:
         grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
@@ -44,7 +44,7 @@ def distinct_ngrams(texts: Sequence[Sequence[int]], n: int) -> float:
 
 
 HELDOUT = "heldout"
-ABOVE_ZERO = 1e-3  # nats that rounding may put a log-probability above 0
+ABOVE_ZERO = 1e-3  # nats by which rounding may lift a log-probability above 0
 Logprobs = Literal["sampled", "raw", "none"]
 TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of its fields
     "top_ids": np.uint32,
@@ -65,18 +65,17 @@ class Shard(FileModel):
 
 
 class TargetInfo(FileModel):
-    """A target as its outputs name it.
+    """Facts about a target that its outputs record.
 
-    logprobs says in which distribution each written token was scored: the distribution that it was sampled from, or the
-    distribution of the raw logits.
+    logprobs: Distribution that scored the written tokens: "sampled", as they were sampled, or that of the "raw" logits.
     """
 
     source: str  # draftlab, the server's kind and version, or log
     target: FolderName
     target_sha256: str | None  # None if the weights were on a server
-    vocab: int = Field(ge=1, le=1 << 24)  # ids that have a meaning
+    vocab: int = Field(ge=1, le=1 << 24)  # number of ids with a token; further logits are padding
     dtype: str
-    batch_size: int  # prompts decoded together, which in half precision affects rounding
+    batch_size: int  # prompts decoded per batch, which affects rounding in half precision
     logprobs: Logprobs
     temperatures: tuple[float, ...]
 
@@ -90,10 +89,10 @@ class Manifest(TargetInfo):
     data: str
     chat: bool = False  # prompts have the form of the tokenizer's chat template
     data_sha256: str | None
-    loss_on: LossOn | None = None  # tokens of conversations that have lists, to train on
+    loss_on: LossOn | None = None  # tokens of conversations to train on; only these have lists
     prompt_tokens: int | None  # prompts were cut to this length
     categories: tuple[str, ...] = ("",)
-    # None if the target did not write the text, or if nobody knows how
+    # None if the target did not write the text, or if its sampling is unknown
     sampling: SamplingParams | None
     top_logprobs: int = Field(ge=0, le=1 << 24)
     # length of the rows to distil from; None is the length of the longest sequence
@@ -126,7 +125,7 @@ class StoredOutputs:
 
     @property
     def vocabulary(self) -> Path:
-        """A directory named as the target, with its tokenizer's files and its number of logits."""
+        """The directory of the target's tokenizer and number of logits; it has the target's name."""
         return self.directory / self.manifest.target
 
 
@@ -145,7 +144,7 @@ def write_store(
         heldout: Function that returns the sequences of held-out text, for a store that has some.
 
     Raises:
-        UserError: The directory has something else, or cannot be written.
+        UserError: The directory has other files or another store, or cannot be written.
     """
     manifest = _claim(out, manifest)
     if manifest.finished:
@@ -179,7 +178,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def finished_manifest(directory: Path) -> Manifest:
-    """Raises UserError: the directory is no store, or an unfinished store."""
+    """Return the manifest of a finished store. Raises UserError: there is no store, or the store is unfinished."""
     manifest = read_manifest(directory)
     if not manifest.finished:
         done = f"{manifest.sequences} of {manifest.planned} sequences"
@@ -203,7 +202,7 @@ def read_store(directory: Path) -> StoredOutputs:
 
 
 def read_texts(directory: Path) -> list[TargetOutput]:
-    """Return the outputs without their log-probabilities, in the order of writing. Raises UserError: See read_store."""
+    """Return the outputs without log-probabilities, in the order of writing. Errors are those of read_store."""
     manifest = finished_manifest(directory)
     outputs: list[TargetOutput] = []
     for number in range(len(manifest.shards)):
@@ -215,7 +214,7 @@ def read_texts(directory: Path) -> list[TargetOutput]:
 
 
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
-    """Raises UserError: the shard is missing or damaged, or no target can have written it."""
+    """Return a shard's outputs. Raises UserError: the shard is missing or damaged, or has impossible values."""
     file, shard = directory / _shard_name(number), manifest.shards[number]
     with reading(file):
         if provenance.file_sha256(file) != shard.sha256:
@@ -228,7 +227,7 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetO
 
 
 def describe(directory: Path) -> dict[str, object]:
-    """Return facts about the texts of a finished store; {} for texts that no target wrote."""
+    """Return facts about the texts that the target wrote; {} for an unfinished store or a store of data."""
     manifest = read_manifest(directory)
     if not manifest.finished or manifest.text == "data":
         return {}
@@ -253,13 +252,17 @@ def check_tokenizer(manifest: Manifest, model: Path) -> None:
 
 
 def vocabulary_sha256(directory: Path) -> str:
-    """Return the hash of a tokenizer's vocabulary by id, which a renamed copy shares."""
+    """Return the hash of a tokenizer's tokens and ids. A renamed copy of the tokenizer has the same hash."""
     vocab = checkpoint.load_tokenizer(directory).get_vocab()
     return hashlib.sha256(json.dumps(sorted(vocab.items())).encode()).hexdigest()
 
 
 def _claim(out: Path, manifest: Manifest) -> Manifest:
-    """Return the manifest of the unfinished store in out, or this one if out is free."""
+    """Return the manifest of the store in `out`, or `manifest` if `out` is free.
+
+    Raises:
+        UserError: `out` has other files, or a store with other settings.
+    """
     if not (out / MANIFEST).exists():
         check_free(out, force=False, remedy=", or remove it")
         return manifest
@@ -308,7 +311,7 @@ def _copy_vocabulary(folder: Path, tokenizer: Path) -> None:
 
 
 def logits_of(directory: Path) -> int:
-    """Return how many logits a checkpoint has, or, without a checkpoint, how many ids its tokenizer has."""
+    """Return the number of logits of a checkpoint, or the number of ids if the directory has only a tokenizer."""
     if (directory / "config.json").is_file():
         return checkpoint.vocab_size(directory)
     return len(checkpoint.load_tokenizer(directory))
@@ -378,7 +381,7 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
 
 
 def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -> None:
-    """Raises ValueError: the manifest does not describe these arrays, or no target can have given them."""
+    """Raises ValueError: the manifest does not describe these arrays, or no target can compute these values."""
     n, tokens, counted = shard.sequences, shard.tokens, arrays.get("counted")
     expected: dict[str, tuple[type, tuple[int, ...]]] = {
         "number": (np.int64, (n,)),
@@ -433,7 +436,7 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
 
 
 def _check_alignment(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises ValueError: tokens contradict the lists at their positions."""
+    """Raises ValueError: the log-probability of a token contradicts the list at its position."""
     logprobs, token = arrays["top_logprobs"], arrays["token_logprob"]
     ids = arrays["ids"][arrays["counted"] > 0] if "counted" in arrays else arrays["ids"]
     inside = arrays["top_ids"] == ids[:, None]  # [n, k]

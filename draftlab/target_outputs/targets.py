@@ -1,6 +1,6 @@
-"""Targets whose outputs are stored, in memory or on a server, and the check of a store against its target.
+"""Targets, in memory or on a server, that score or write text to store; verification of a store by its target.
 
-R rows, T tokens, n of them that count, k listed tokens, V vocab.
+R rows, T tokens, n tokens that count, k listed tokens, V vocab.
 """
 
 import contextlib
@@ -44,19 +44,19 @@ from draftlab.target_outputs.store import (
 )
 
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
-# distance of two prompts' seeds: a server counts the seed up over the prompts of a request
+# distance between the seeds of two prompts: a server adds 1 to the seed for each prompt of a request
 SEEDS = 256
-CPU_TOKENS = 2048  # most tokens of a pass on a CPU: progress shows, and larger passes gain nothing
+CPU_TOKENS = 2048  # most tokens per pass on a CPU: larger passes are no faster, and delay progress
 SCORED_ROWS = {
     "cpu": 16,
     "cuda": 256,
-}  # positions whose log-probabilities are computed at once: few fit a cache
-LEAST_LOGPROB = -1e4  # stands for -inf, since it is finite in float16
+}  # positions per block of log-probabilities; a CPU's cache holds only a small block
+LEAST_LOGPROB = -1e4  # replaces -inf, and is finite in float16
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 
 
 class Target(Protocol):
-    """A model that scores text and writes it. directory is a checkpoint, or a tokenizer alone."""
+    """A model that scores and writes text. directory: Its checkpoint, or only its tokenizer."""
 
     @property
     def directory(self) -> Path: ...
@@ -64,27 +64,30 @@ class Target(Protocol):
     def info(self) -> TargetInfo: ...
 
     def check_length(self, prompt: int, tokens: int) -> None:
-        """Check that a prompt of this length and the new tokens fit the context. Raises UserError: they do not."""
+        """Raises UserError: a prompt of `prompt` tokens and `tokens` new tokens do not fit the context."""
         ...
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:
-        """Return the k most probable tokens at each position that counts."""
+        """Return the k most probable tokens at each position in the batch's mask."""
         ...
 
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
     ) -> list[TargetOutput]:
-        """Continue prompts. Samples depend on the seed and the prompts' numbers, and not on the batch."""
+        """Continue the prompts, with the k most probable tokens of each position.
+
+        The seed and the prompts' numbers decide the samples.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class LocalTarget:
-    """A target in memory, run by the engine if the engine knows its architecture.
+    """A target in memory. draftlab's engine runs it if the engine knows its architecture, else transformers.
 
     Args:
-        dtype: None is the dtype of the weights, as far as the device computes in it.
-        memory: GB that logits and KV cache may take.
+        dtype: None takes the stored dtype, or float32 on a device that is slow in the stored dtype.
+        memory: Most GB for logits and KV cache.
     """
 
     directory: Path
@@ -162,16 +165,16 @@ class LocalTarget:
         return with_top(outputs, self.score(padded(outputs), k)) if k else outputs
 
     def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:
-        """Score a batch whose logits fit into memory, or one row in parts."""
+        """Score a batch whose logits fit into memory, or a single row in several parts."""
         ids, counted = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device), batch.mask > 0
         columns = counted.any(0).nonzero()[0]
         scores = [StoredLogprobs.empty(k, len(TEMPERATURES))]
         if not len(columns):
             return scores[0]
-        first, end = int(columns[0]), int(columns[-1]) + 1  # later tokens decide nothing
+        first, end = int(columns[0]), int(columns[-1]) + 1  # tokens after end have no influence
         for at, logits in logits_in_parts(
             self.model, ids[:, :end], first, most
-        ):  # several parts only of a single row
+        ):  # only a single row comes in several parts
             mask = counted[:, at : at + logits.shape[1]]
             labels = batch.ids[:, 1 + at :][:, : logits.shape[1]][mask]
             chosen = logits[..., : self.vocab][torch.from_numpy(mask).to(logits.device)]
@@ -181,7 +184,7 @@ class LocalTarget:
 
 @dataclass(frozen=True, slots=True)
 class ServedTarget:
-    """A target on a server. directory is a checkpoint or a tokenizer with the same vocabulary."""
+    """A target on a server. directory: A checkpoint or a tokenizer with the same vocabulary."""
 
     server: Server
     directory: Path
@@ -192,10 +195,13 @@ class ServedTarget:
     def connected(
         cls, server: Server, directory: Path, sampling: SamplingParams | None, k: int
     ) -> "ServedTarget":
-        """Check that the server can write with sampling (None: only score), and can list k tokens.
+        """Return the target on a server that can sample with these parameters and list k tokens.
+
+        sampling: None only scores text.
 
         Raises:
-            UserError: The server has another tokenizer, or its log-probabilities are not the model's own.
+            UserError: The server's tokenizer differs, the server cannot score or sample as needed, or its
+                log-probabilities are not the model's own.
         """
         ids, url = check_server_tokenizer(server, directory), server.http.url
         if sampling is None and not server.adapter.has_prompt_logprobs:
@@ -237,7 +243,7 @@ class ServedTarget:
         )
 
     def check_length(self, prompt: int, tokens: int) -> None:
-        """Do nothing: the server refuses a prompt that is too long before it writes."""
+        """Do nothing: the server itself refuses a prompt that is too long."""
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:
         lists = score_on_server(self.server, batch, k, self.vocab)
@@ -269,7 +275,7 @@ class ServedTarget:
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
-    """Return the k most probable tokens of logits [n, V]. tokens [n] are the tokens that follow."""
+    """Return the k most probable tokens of logits [n, V], and log-probabilities of the next tokens, `tokens` [n]."""
     pieces = [StoredLogprobs.empty(k, len(TEMPERATURES))]
     rows = SCORED_ROWS.get(logits.device.type, SCORED_ROWS["cuda"])
     for start in range(0, len(logits), rows):
@@ -289,7 +295,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
 def score_on_server(
     server: Server, batch: Batch, k: int, vocab: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Let a server score the n tokens that count.
+    """Let a server score the n tokens in the mask of a batch.
 
     Returns: ids [n, k] and log-probabilities [n, k] of the most probable tokens, and log-probabilities [n] of the n
     tokens themselves.
@@ -298,7 +304,7 @@ def score_on_server(
         UserError: The server fails, or lists a token beyond vocab.
     """
     counted = batch.mask > 0
-    # later tokens decide nothing
+    # tokens after the last position in the mask have no influence
     ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]
     asked = [number for number, end in enumerate(ends) if end]
     scored = server.prompt_logprobs(
@@ -327,10 +333,10 @@ def outputs_of(
     categories: Sequence[str] | None = None,
     greedy: bool = False,
 ) -> list[TargetOutput]:
-    """Return the completions of a server or its log as outputs, with the first k listed tokens.
+    """Convert completions of a server or of its log to outputs with the first k listed tokens.
 
     Args:
-        greedy: Whether the target wrote the most probable tokens, which then have log-probability 0.
+        greedy: Whether the target decoded greedily, so that each written token has log-probability 0.
 
     Raises:
         ValueError: The log-probability of a token contradicts its list.
@@ -360,7 +366,7 @@ def outputs_of(
 
 
 def check_ids(ids: np.ndarray, vocab: int) -> None:
-    """Raises UserError: a server lists a token beyond vocab."""
+    """Raises UserError: a server lists an id that is not below vocab."""
     if ids.max(initial=0) >= vocab:
         raise UserError(
             f"the server lists token {ids.max()}, and the vocabulary here has {vocab} tokens"
@@ -368,10 +374,10 @@ def check_ids(ids: np.ndarray, vocab: int) -> None:
 
 
 def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
-    """Return the ids of a short text, after checking that the server and the tokenizer in directory agree on them.
+    """Return the ids of a short text, on which the server and the tokenizer in `directory` agree.
 
     Raises:
-        UserError: they do not.
+        UserError: The server's ids differ.
     """
     ids = checkpoint.load_tokenizer(directory)(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     served = server.tokenize(PROBE_TEXT)
@@ -389,17 +395,20 @@ def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
     return ids
 
 
-SEQUENCES, BATCH = 64, 8  # sequences that are scored again, and at once
-# nats by which listed log-probabilities may differ on average when they are computed again: bf16 in vLLM and in
-# transformers are 0.026 apart (embedded target), and weights that are 3 % off 0.10
+SEQUENCES, BATCH = 64, 8  # sequences that verify scores again, and sequences per batch
+# largest mean difference between stored and recomputed log-probabilities, in nats: bf16 in vLLM and in transformers
+# differ by 0.026 (embedded target), weights that are 3 % off by 0.10
 TOLERANCE = 0.06
-ROUNDED_BELOW = -8.0  # there, rounding of the target's own arithmetic is all there is
+ROUNDED_BELOW = -8.0  # lower log-probabilities differ by the rounding of the target's arithmetic
 SAME_TOP = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreVerification:
-    """Differences of listed log-probabilities; same_top is the share of positions with the same most probable token."""
+    """Differences between stored and recomputed log-probabilities, in nats.
+
+    same_top: Share of positions with the same most probable token.
+    """
 
     shards: int
     sequences: int
@@ -419,7 +428,7 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
     """Read every shard, and let the target score up to SEQUENCES sequences again.
 
     Raises:
-        UserError: a corrupt or misaligned shard, another tokenizer, or nothing to compare.
+        UserError: A shard is corrupt or misaligned, the tokenizer differs, or the store has no top log-probabilities.
     """
     store = read_store(directory)
     manifest = store.manifest
@@ -450,7 +459,10 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
 
 
 def _same_tokens(stored: StoredLogprobs, new: StoredLogprobs, vocab: int) -> np.ndarray:
-    """Return new log-probabilities of the stored ids, [n, k]. An id that is not listed now gets the nearest value."""
+    """Return new log-probabilities of the stored ids, [n, k].
+
+    An id that `new` does not list gets its stored value, but at most the last listed value.
+    """
     values = np.empty_like(stored.logprobs)
     new_logprobs = new.logprobs.astype(np.float16).astype(np.float32)
     for row, (ids, logprobs) in enumerate(zip(new.ids, new_logprobs, strict=True)):

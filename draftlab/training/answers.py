@@ -1,4 +1,4 @@
-"""The target's answers to a file of prompts, written once, and kept as stored outputs that later runs find."""
+"""The target's answers to a file of prompts, written once and stored as outputs that later runs use again."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ from draftlab.training.loop import Hardware
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFile:
-    """Prompts that the target answers, and whose answers are trained on.
+    """A file of prompts. The target answers the prompts, and a student learns from the answers.
 
-    name: Name of the target, as the user typed it. of_data: the file is the data, whose held-out conversations are left
-    out: `score` takes its prompts from those.
+    name: Target as --target has it. of_data: Whether the file is --data. The held-out conversations of --data are not
+    answered, as `score` takes its prompts from held-out text.
     """
 
     name: str
@@ -43,7 +43,7 @@ class PromptFile:
     hardware: Hardware
 
     def check(self, loss_temperature: float) -> None:
-        """Raises UserError: a loss temperature that stores do not hold."""
+        """Raises UserError: stores have no log-normalisers at this temperature of the loss."""
         if loss_temperature not in TEMPERATURES:
             known = ", ".join(f"{value:g}" for value in TEMPERATURES)
             raise UserError(f"--temperature {loss_temperature:g}: stored answers have {known}")
@@ -59,13 +59,11 @@ class PromptFile:
         )
 
     def describe(self) -> str:
-        """Return the target's task in words, for a plan. Raises UserError: The errors of file_prompts."""
+        """Describe the target's task, for a plan. Raises UserError: The errors of file_prompts."""
         return f"the target's answers to {len(self.prompts().rows)} prompts of {self.file}"
 
     def store(self) -> Path:
-        """Return the store of the answers, which one process writes if it is missing.
-
-        A killed run leaves what it has, and the next one goes on there.
+        """Return the store of the answers. If the store is unfinished, one process writes the missing answers.
 
         Raises:
             UserError: The errors of target_outputs.build.
@@ -107,7 +105,7 @@ class PromptFile:
         )
 
     def _settings(self) -> OutputsBuildConfig:
-        """Return the settings of outputs build that write the answers, to a place of their own under the runs."""
+        """Return settings of `outputs build` that write the answers to a directory named by a hash of all inputs."""
         text = (
             {"data": str(self.file), "text": "target"}
             if self.of_data

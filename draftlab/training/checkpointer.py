@@ -1,4 +1,4 @@
-"""Files of an unfinished run: checkpoints to resume from, and the best weights so far, with DeepSpeed and FSDP."""
+"""Files of an unfinished run: checkpoints to resume from, and the best weights so far; also for DeepSpeed and FSDP."""
 
 import atexit
 import contextlib
@@ -34,14 +34,14 @@ from draftlab.model.checkpoint import resolve_device
 from draftlab.trust import trusts_remote_code
 
 BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"
-# time that a process waits while another writes text; NCCL's own is ten minutes
+# time that a process waits while another process writes text; NCCL's default is ten minutes
 PATIENCE = timedelta(days=1)
 
 
 def process_state(device: torch.device | None = None) -> PartialState:
-    """Return accelerate's state of the processes of this run, set to CPUs where there is nothing else.
+    """Return accelerate's state of the run's processes, on CPUs if there is no accelerator.
 
-    device: Device of a run in one process, if this is the first call; None leaves it to accelerate.
+    device: Device of a run in one process, which the first call sets. None lets accelerate choose.
     """
     forced = parse_flag_from_env("ACCELERATE_USE_CPU") or (
         device is not None and device.type == "cpu"
@@ -60,7 +60,7 @@ def process_state(device: torch.device | None = None) -> PartialState:
 
 
 def select_device(name: str) -> torch.device:
-    """Choose the device to train on, before anything else does, and return it; auto leaves it to accelerate."""
+    """Set the device to train on and return it; auto lets accelerate choose. Call this before accelerate is used."""
     state = process_state(None if name == "auto" else resolve_device(name))
     return cast(torch.device, state.device)
 
@@ -69,12 +69,12 @@ def select_device(name: str) -> torch.device:
 def _destroy_process_group() -> None:
     """End the group's threads while Python runs: a thread that frees a tensor later aborts the process."""
     if dist.is_available() and dist.is_initialized():
-        gc.collect()  # FSDP2 keeps its last transfers in cycles
+        gc.collect()  # FSDP2 keeps its last transfers in reference cycles
         dist.destroy_process_group()
 
 
 class Counter(Protocol):
-    """State of a run other than tensors, as JSON has it."""
+    """An object of a run whose state is JSON values, without tensors."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -82,7 +82,7 @@ class Counter(Protocol):
 
 
 class Best:
-    """The best evaluation of a run so far. Every checkpoint holds it."""
+    """The best evaluation of a run so far. Every checkpoint saves its metric and its step."""
 
     def __init__(self) -> None:
         self.metric, self.step = -math.inf, 0
@@ -90,7 +90,7 @@ class Best:
     def offer(
         self, metric: float, step: int, accelerator: Accelerator, module: nn.Module, state: Path
     ) -> None:
-        """Save the trained weights of module in state if the metric is the highest so far; call it in every process."""
+        """Save the trained weights in `state` if the metric is the highest so far. Every process must call this."""
         if not metric > self.metric:
             return
         self.metric, self.step = float(metric), step
@@ -99,7 +99,7 @@ class Best:
             for name, p in accelerator.unwrap_model(module).named_parameters()
             if p.requires_grad
         }
-        weights: dict[str, Any] = accelerator.get_state_dict(module)  # gathers what is sharded
+        weights: dict[str, Any] = accelerator.get_state_dict(module)  # gathers sharded weights
         if accelerator.is_main_process:
             save(
                 state / BEST,
@@ -114,7 +114,7 @@ class Best:
 
 
 def best_weights(state: Path, part: str) -> dict[str, Tensor]:
-    """Return the trained weights at the best evaluation. part: student or constraint."""
+    """Return the trained weights of the best evaluation. part: "student" or "constraint"."""
     prefix = part + "."
     return {
         n.removeprefix(prefix): w for n, w in load(state / BEST).items() if n.startswith(prefix)
@@ -123,7 +123,7 @@ def best_weights(state: Path, part: str) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A training, to save and to restore."""
+    """The objects of a run that checkpoints save and restore."""
 
     accelerator: Accelerator
     module: nn.Module
@@ -132,17 +132,19 @@ class Training:
 
     @property
     def sharded(self) -> bool:
-        """Return whether accelerate alone can save it, in a format with pickles."""
+        """Return whether weights are sharded, so that accelerate must save them, in a format with pickles."""
         return self.accelerator.distributed_type in (
             DistributedType.FSDP,
             DistributedType.DEEPSPEED,
         )
 
     def save(self, state: Path, step: int, *, ended: bool = False) -> None:
-        """Write step-N under a temporary name, rename it, and remove the checkpoint before it.
+        """Write the checkpoint step-N under a temporary name, rename it, and remove earlier checkpoints.
+
+        ended: Whether all steps are done; the checkpoint then has no weights.
 
         Raises:
-            UserError: state cannot be written.
+            UserError: `state` cannot be written.
         """
         work, main = state / WRITING, self.accelerator.is_main_process
         try:
@@ -151,7 +153,7 @@ class Training:
                 work.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
             if self.sharded and not ended:
-                self.accelerator.save_state(str(work))  # each process writes files of its own
+                self.accelerator.save_state(str(work))  # each process writes its own files
             content = self._content(step, ended)
             self.accelerator.wait_for_everyone()
             if main:
@@ -162,7 +164,7 @@ class Training:
                 sync(state)
                 for earlier in _checkpoints(state)[:-1]:
                     shutil.rmtree(earlier)
-        except (OSError, RuntimeError, UserError) as error:  # torch reports a full disk so
+        except (OSError, RuntimeError, UserError) as error:  # a full disk, in torch
             shutil.rmtree(work, ignore_errors=True)
             raise UserError(
                 f"cannot write a checkpoint to {state}: {one_line(error, 200)}"
@@ -170,10 +172,10 @@ class Training:
         self.accelerator.wait_for_everyone()
 
     def restore(self, state: Path) -> int | None:
-        """Load the newest checkpoint into the prepared objects, and return its step; None if there is none.
+        """Load the newest checkpoint into the prepared objects, and return its step; None without a checkpoint.
 
         Raises:
-            UserError: it is damaged, of another run, or of another version of draftlab or torch.
+            UserError: The checkpoint is damaged, of another run, or of another version of draftlab or torch.
         """
         if self.accelerator.is_main_process:
             shutil.rmtree(state / WRITING, ignore_errors=True)
@@ -182,7 +184,7 @@ class Training:
         if newest is None:
             return None
         content = load(newest / CONTENT, run_identity(state))
-        load(state / BEST)  # read at the end, and checked now
+        load(state / BEST)  # needed only at the end, but checked now
         try:
             for counter, values in zip(self.counters, content["counters"], strict=True):
                 counter.load_state_dict(values)
@@ -195,7 +197,7 @@ class Training:
         return content["step"]
 
     def _content(self, step: int, ended: bool) -> dict[str, Any]:
-        """Return the content of a checkpoint besides the files of accelerate."""
+        """Return the content of state.pt: the checkpoint without accelerate's own files."""
         content = {
             "step": step,
             "ended": ended,
@@ -228,10 +230,10 @@ class Training:
             note(f"the checkpoint is of {before} processes, and this run has {now}: it may differ")
 
     def _own_weights(self) -> dict[str, Tensor]:
-        """Return the parameters that are trained, and the buffers: all other tensors are the inputs' own."""
+        """Return trained parameters and buffers. Frozen parameters are loaded from the run's inputs again."""
         module = self.accelerator.unwrap_model(self.module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        # tied ones once
+        # counts tied parameters once
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         return {
             n: value
@@ -247,12 +249,12 @@ def _sync_files(folder: Path) -> None:
 
 
 def save(file: Path, content: Mapping[str, Any], run: str | None = None) -> None:
-    """Write tensors and numbers of an unfinished run, whole or not at all.
+    """Write tensors and numbers of an unfinished run atomically.
 
-    run: identity of the run; None: of the run that claimed the folder of the file.
+    run: Identity of the run. None takes the identity of the run that claimed the file's folder.
 
     Raises:
-        OSError, RuntimeError: the file cannot be written.
+        OSError, RuntimeError: The file cannot be written.
     """
     identity = run_identity(file.parent) if run is None else run
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -264,10 +266,10 @@ def save(file: Path, content: Mapping[str, Any], run: str | None = None) -> None
 
 
 def load(file: Path, run: str | None = None) -> dict[str, Any]:
-    """Return what save wrote; code in pickles is not run.
+    """Return the content that save wrote. Code in pickles is not run.
 
     Raises:
-        UserError: the file is missing, damaged or another run's.
+        UserError: The file is missing, damaged or of another run.
     """
     advice = f"--force starts again, or remove {file.parent}"
     try:
@@ -285,7 +287,7 @@ def load(file: Path, run: str | None = None) -> dict[str, Any]:
 
 
 def load_or_make(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the arrays in a file, which one process makes if it is missing: a resumed run reads the same."""
+    """Return the arrays in a file. One process makes a missing file, and a resumed run reads the same arrays."""
     with process_state().main_process_first():
         if not file.exists():
             save(file, {name: torch.from_numpy(array) for name, array in make().items()})
@@ -307,7 +309,7 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def check_resumable(state: Path) -> None:
-    """Raises UserError: the newest checkpoint has pickles, and nobody trusts them; said before models are loaded."""
+    """Raises UserError: the newest checkpoint has pickles without --trust-remote-code. Call before loading models."""
     for checkpoint in _checkpoints(state)[-1:]:
         if any(file.is_file() and file.name != CONTENT for file in checkpoint.rglob("*")):
             _check_trusted(checkpoint)
@@ -327,7 +329,7 @@ def _checkpoints(state: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """Yield a list to which SIGTERM, SIGHUP and the first Ctrl-C are added, so that a checkpoint is saved first."""
+    """Yield a list that collects SIGTERM, SIGHUP and the first Ctrl-C, so that a run can save a checkpoint and stop."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -354,7 +356,7 @@ def deferred_signals() -> Iterator[list[int]]:
 
 
 def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
-    """Raises UserError: the launcher chose DeepSpeed or FSDP for what these cannot train."""
+    """Raises UserError: the launcher chose DeepSpeed or FSDP, which cannot train with this optimizer or with masks."""
     chosen = next((name for name in ("DeepSpeed", "FSDP") if _chosen(name)), None)
     if chosen and optimizer == "muon":
         raise UserError(
@@ -369,24 +371,24 @@ def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
 def new_accelerator(dtype: str, clip: float) -> Accelerator:
     """Return an accelerator that computes in dtype on fp32 weights.
 
-    clip: largest gradient norm. DeepSpeed clips and counts by itself: its configuration is overwritten, so that the
-    settings of the command alone decide a run.
+    clip: Largest gradient norm. DeepSpeed clips and accumulates gradients by itself. Its configuration is overwritten,
+    so that only the settings of the command decide a run.
     """
     if not _chosen("DeepSpeed"):
-        # the loop accumulates, whatever the launcher says
+        # the training loop accumulates gradients, whatever the launcher sets
         alone = GradientAccumulationPlugin(num_steps=1)
         return Accelerator(
             mixed_precision="bf16" if dtype == "bfloat16" else "no",
             gradient_accumulation_plugin=alone,
         )
     accelerator = Accelerator(mixed_precision="no")  # DeepSpeed's bf16 rounds the weights, too
-    unset_hf_deepspeed_config()  # or transformers shards models that one process loads later
+    unset_hf_deepspeed_config()  # else transformers shards models that one process loads later
     plugin: Any = accelerator.deepspeed_plugin
     config: dict[str, Any] = plugin.deepspeed_config
     for name in ("optimizer", "scheduler"):
         config.pop(name, None)
     config |= {
-        "train_micro_batch_size_per_gpu": 1,  # required, and decides nothing: the loop shares rows out
+        "train_micro_batch_size_per_gpu": 1,  # required, without effect: the loop distributes the rows
         "train_batch_size": accelerator.num_processes,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": clip,
@@ -394,13 +396,13 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
         "fp16": {"enabled": False},
         "torch_autocast": {"enabled": dtype == "bfloat16", "dtype": "bfloat16"},
     }
-    # fp32 ones, too
+    # gathers fp32 weights, too
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return accelerator
 
 
 def _chosen(name: str) -> bool:
-    """Return whether accelerate uses it; on CPUs it uses DDP alone."""
+    """Return whether accelerate uses DeepSpeed or FSDP, by name. On CPUs accelerate uses only DDP."""
     return parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}") and not parse_flag_from_env(
         "ACCELERATE_USE_CPU"
     )

@@ -1,4 +1,4 @@
-"""Drafts as students: ordinary and parallel language models, with the target as teacher in memory, stored or served."""
+"""Train ordinary and parallel draft models, with the target as teacher in memory, from stored outputs or a server."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,9 +35,10 @@ from draftlab.training.trainer import TrainingSetup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenDraft:
-    """A draft that is trained. like: the checkpoint that it comes from. offsets: The offsets of a parallel draft.
+    """A draft model in training.
 
-    vocab: number of logits to write; None: the number that like has.
+    like: Checkpoint that training starts from. offsets: Offsets of a parallel draft. vocab: Number of logits to write;
+    None writes as many as `like` has.
     """
 
     module: PreTrainedModel
@@ -47,7 +48,7 @@ class OpenDraft:
     vocab: int | None
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the best weights in the dtype of like; return the notes of the record."""
+        """Write the best weights in the dtype of `like`. Return notes for the record."""
         trained, dtype = (
             checkpointer.best_weights(state, "student"),
             checkpoint.stored_dtype(self.like),
@@ -66,7 +67,7 @@ class OpenDraft:
 
 
 def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
-    """Return models and cost of a distillation, for people. Raises UserError: text that cannot be read."""
+    """Describe the models and the cost of a distillation. Raises UserError: the text cannot be read."""
     assert job.draft is not None  # starts_from_draft
     if job.outputs is None and job.answers is None:
         job.text.check(job.draft, job.loop)
@@ -86,7 +87,7 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
     """Return the draft in fp32 with its teacher and text.
 
     Raises:
-        UserError: The errors of stored_setup, served_teacher and Text.open.
+        UserError: The errors of stored_setup, served_teacher and TrainingText.open.
     """
     assert job.draft is not None  # starts_from_draft
     student = _load(job, job.draft, offsets)
@@ -131,10 +132,10 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
 def stored_setup(
     outputs: Path, draft: Path, loss: str, temperature: float, *, rows: int, seed: int
 ) -> TrainingSetup:
-    """Return a setup from stored target outputs. temperature: The temperature of both distributions in the loss.
+    """Return a setup from stored target outputs. temperature: Temperature of both distributions in the loss.
 
     Raises:
-        UserError: another vocabulary, unfinished or corrupt outputs, or a temperature that they do not hold.
+        UserError: The vocabularies differ, or the outputs are unfinished, corrupt or not stored at this temperature.
     """
     check_embeds(draft)
     batches, heldout = open_stored(
@@ -154,7 +155,7 @@ def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
     """Return a teacher that asks a server for its k most probable tokens.
 
     Raises:
-        UserError: another tokenizer, or a server that cannot score given text.
+        UserError: The tokenizers differ, or the server cannot score given text.
     """
     check_server_tokenizer(server, draft)
     if not server.adapter.has_prompt_logprobs:
@@ -167,9 +168,10 @@ def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
 def _text_setup(
     job: Distillation, student: PreTrainedModel, draft: Path, state: Path, offsets: Offsets | None
 ) -> TrainingSetup:
-    """Return a setup from text, with the target loaded here or run by a server; with neither if text alone is learnt.
+    """Return a setup from text, with the target as teacher in memory or on a server, or without a teacher.
 
-    What the target writes is written first and stored in state, so that the target is in memory once at a time.
+    The target first writes all its text, which is stored in `state`. The target as writer and as teacher is never in
+    memory twice.
     """
     tokenizer, loss = checkpoint.load_tokenizer(draft), parse_loss(job.loss)
     served = None if job.server is None else served_teacher(job.server, draft, job.top_logprobs)
@@ -188,7 +190,7 @@ def _text_setup(
         temperature=job.temperature,
         length=length,
     )
-    del author  # and the target with it, before it is loaded as a teacher
+    del author  # frees the target as writer before it is loaded as teacher
     return (
         setup
         if job.target is None or not loss.needs_teacher

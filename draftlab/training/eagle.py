@@ -1,4 +1,4 @@
-"""Training an EAGLE-3 head as a student of the one loop: the target is frozen, and its states are made on the fly."""
+"""Train an EAGLE-3 head in the common training loop. The frozen target computes its states in each step."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from draftlab.training.students.eagle import LARGEST_DEFAULT, EagleStudent
 from draftlab.training.texts import HELDOUT_ROWS, Author, continued, in_turns, target_text
 from draftlab.training.trainer import TrainingSetup
 
-HELDOUT_SHARE = 0.05  # share of a store without held-out text
+HELDOUT_SHARE = 0.05  # share that is held out of a store without held-out text
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ def within_chains(batch: Batch, steps: int) -> Batch:
 def open_texts(
     directory: Path, target: Path, *, rows: int, seq_len: int, seed: int, most_heldout: int
 ) -> tuple[StoredRows, HeldOut]:
-    """Return training rows and held-out text of a store; log-probabilities are not kept in memory.
+    """Return training rows and held-out text of a store, without log-probabilities.
 
     Raises:
-        UserError: another tokenizer, an unfinished store, or no sequence of which seq_len tokens hold an answer.
+        UserError: The tokenizer differs, the store is unfinished, or too few answers begin within seq_len tokens.
     """
     manifest = finished_manifest(directory)
     check_tokenizer(manifest, target)
@@ -111,13 +111,17 @@ def _sequences(directory: Path, seq_len: int) -> list[TargetOutput]:
     ]
 
 
-FITTED_TOKENS = 16_384  # tokens of the text from which a head starts
-BYTES = 16  # memory of a trained weight: fp32 with its gradient and two moments
+FITTED_TOKENS = 16_384  # tokens of text for the least squares that start a head
+BYTES = 16  # bytes per trained weight: fp32, its gradient and two moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenHead:
-    """A head that is trained. coverage: share of the tokens that are draft ids. k: tokens that it learns to draft."""
+    """A head in training.
+
+    begun: Head that training continues; None for a new head. coverage: Share of tokens that are draft ids. k: Number of
+    tokens that the head learns to draft.
+    """
 
     module: EagleHead
     setup: TrainingSetup
@@ -127,7 +131,7 @@ class OpenHead:
     k: int
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the head of the best evaluation in SpecForge's layout; return the notes of the record."""
+        """Write the head of the best evaluation in SpecForge's layout. Return notes for the record."""
         student, dtype = self.module, checkpoint.stored_dtype(self.target)
         student.load_state_dict(best_weights(state, "student"))
         weights = {name: weight.to(dtype) for name, weight in student.weights().items()}
@@ -141,8 +145,8 @@ class OpenHead:
 
 
 def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
-    """Return the head to train. Raises UserError: it does not fit the target."""
-    assert job.target is not None  # a head reads its states
+    """Return the shape of the head to train. Raises UserError: the head does not fit the target."""
+    assert job.target is not None  # a head reads the target's states
     if job.draft is not None:
         return eagle.check(job.draft, job.target)
     vocab = checkpoint.vocab_size(job.target)
@@ -152,8 +156,8 @@ def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
 
 
 def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
-    """Return the head and the costs of its training here, for people. No weights are read."""
-    assert job.target is not None  # a head reads its states
+    """Describe the head and the costs of its training, without reading weights."""
+    assert job.target is not None  # a head reads the target's states
     dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
     head, size = head_of(spec, job), read_size(job.target)
     weights, rows, seq_len = head.params(), job.loop.batch_size, job.text.seq_len
@@ -176,10 +180,10 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
     """Return a head on the frozen target, with its text.
 
     Raises:
-        UserError: a target or text that cannot be used.
+        UserError: The target or the text cannot be used.
     """
     target = job.target
-    assert target is not None  # a head reads its states
+    assert target is not None  # a head reads the target's states
     head, device = head_of(spec, job), select_device(job.hardware.device)
     begun = None if job.draft is None else eagle.read(job.draft, target, torch.float32)
     batches, heldout = _texts(job, target, spec.ttt_steps, state)
@@ -204,7 +208,7 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
 
 
 def _texts(job: Distillation, target: Path, chain: int, state: Path) -> tuple[Batches, HeldOut]:
-    """Return text to train on and held-out text: stored, data, or the target's continuations of data."""
+    """Return training text and held-out text: stored outputs, data, or the target's continuations of data."""
     text, loop = job.text, job.loop
     if job.outputs is not None:
         stored, heldout = open_texts(
@@ -237,12 +241,12 @@ def _within_chains(heldout: HeldOut, steps: int) -> HeldOut:
 def _draft_ids(
     head: HeadShape, begun: Head | None, batches: Batches, steps: int, target: Path, state: Path
 ) -> tuple[np.ndarray, float]:
-    """Return the most frequent ids that are trained on, and the share of tokens that they cover; found once.
+    """Return the most frequent ids of the training text, and the share of tokens that these ids cover.
 
-    A head that was begun keeps its ids.
+    A head whose training continues keeps its ids. The ids are stored in `state`.
 
     Raises:
-        UserError: too few ids for the special tokens.
+        UserError: The head has too few ids for the special tokens.
     """
 
     def find() -> dict[str, np.ndarray]:
@@ -271,7 +275,7 @@ def start_head(
     seq_len: int,
     state: Path,
 ) -> EagleHead:
-    """Return a head to train: the one that was begun, or one from least squares on a little of the text; found once."""
+    """Return the head to train: `begun`, or a new head from least squares on a little text. `state` stores the head."""
     torch.manual_seed(loop.seed)
     student = (
         EagleHead(head, teacher.embedding)

@@ -3,10 +3,10 @@
 B rows, T positions, N tokens that count, L steps, D hidden, E hidden of the target, A layers read, V vocab, W draft
 vocab.
 
-The head at position i reads the token at i + 1 with the target's states of i, and predicts the token at i + 2. In
-step l of a chain that begins at i it reads the token at i + 1 + l with its own state of step l - 1, at rotary
-position i + l. It attends to the target's states up to i and to its own of this chain: as servers decode with it.
-One pass of the target gives the distributions and the states.
+The head at position i reads the target's states of token i and the token at i + 1, and predicts the token at i + 2. In
+step l of a chain that begins at i, the head reads the token at i + 1 + l and its own state of step l - 1, at rotary
+position i + l. It attends to the target's states up to i and to its own states of the chain, as in servers. One pass of
+the target gives the distributions and the states.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from draftlab.training.teachers import OutputHead, logits_of
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """The target's distributions over the draft ids, and its states, [B, T, A E], from which a head learns."""
+    """Outputs of the target that a head learns from: distributions over the draft ids, and states [B, T, A E]."""
 
     distributions: Dense
     states: Tensor
@@ -45,9 +45,10 @@ class TargetPass:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of tokens. rotary: cosines and sines of each step. masks: positions that each step reads, [B, 1, T, T].
+    """Rotary embeddings and attention masks of the steps.
 
-    None reads all earlier positions. A mask keeps apart the sequences that share a row, and holds a sliding window.
+    rotary: Cosines and sines of each step. masks: Positions that each step reads, [B, 1, T, T]; None reads all earlier
+    positions. A mask separates the sequences of a row, and limits positions to a sliding window.
     """
 
     rotary: list[tuple[Tensor, Tensor]]
@@ -55,7 +56,7 @@ class Places:
 
 
 class Attention(nn.Module):
-    """The attention of one step: all positions of the first step up to its own, and its chain's later positions."""
+    """Attention of one step. Position i reads positions up to i of step 0, and position i of the later steps."""
 
     def __init__(self, config: HeadShape) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, at: "Places", step: int, earlier: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """x: [B, T, 2 D]. earlier: keys and values [B, H, T, C] of the steps before, to which this one's are added."""
+        """Attend from x [B, T, 2 D], and append this step's keys and values [B, H, T, C] to `earlier`."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -94,7 +95,7 @@ class Attention(nn.Module):
 def _attend_along_chains(
     q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor | None
 ) -> Tensor:
-    """Attend from q [B, H, T, C] to the first step's positions up to each own, and to its own place in later steps."""
+    """Attend from position i of q [B, H, T, C] to positions up to i of step 0, and to position i of later steps."""
     (first_k, first_v), *own = steps
     width, scale = q.shape[2], q.shape[3] ** -0.5
     scores = torch.matmul(q, first_k.transpose(2, 3))  # [B, H, T, T]
@@ -139,15 +140,16 @@ class Layer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The student. Its parameters have the names of speculators; the target's embedding is read, and not trained.
+    """The student. Its parameters have the names of speculators. The target's embedding is frozen.
 
-    scale: sizes of the target's states, by which fc divides while it learns: some are a thousand times as large.
+    scale: Root mean square of each state, [A E], by which the target's states are divided in training: some are a
+    thousand times as large as others.
     """
 
     scale: Tensor
 
     def __init__(self, config: HeadShape, embedding: Tensor) -> None:
-        """embedding: the target's, [V, E]."""
+        """embedding: Embedding of the target, [V, E]."""
         super().__init__()
         self.config = config
         layers, size = len(config.layer_ids), config.target_hidden
@@ -158,7 +160,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = LlamaRMSNorm(config.hidden, config.eps)
         self.lm_head = nn.Linear(config.hidden, config.draft_vocab, bias=False)
-        self.embedding = [embedding]  # a list, so that it is no part of the student
+        self.embedding = [embedding]  # a list, so that torch does not register a parameter
         self.scale = nn.Buffer(torch.ones(self.fc.in_features), persistent=False)
         self.rotary = LlamaRotaryEmbedding(cast(Any, config.llama_config()))
 
@@ -170,7 +172,7 @@ class EagleHead(nn.Module):
 
     @property
     def reads_normed(self) -> bool:
-        """Return whether there are norms before fc."""
+        """Return whether norms come before fc."""
         return self.config.norm_before_fc or self.config.fc_norm
 
     @property
@@ -184,16 +186,21 @@ class EagleHead(nn.Module):
         return self.lm_head
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of a head that reads the states as they are."""
+        """Return the weights of the same head for states that are not divided by `scale`."""
         tensors = self.state_dict()
         return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
 
     def forward(
         self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None
     ) -> list[Tensor]:
-        """Return what lm_head reads after each step, [B, T, D] each; the last 1 + l positions of step l mean nothing.
+        """Return the input of lm_head for each step, [B, T, D] each.
 
-        ids: [B, T]. states: the target's, [B, T, A E]. positions: See Batch; the end of each sequence means nothing.
+        The last 1 + l positions of a sequence are invalid in step l.
+
+        Args:
+            ids: Token ids, [B, T].
+            states: States of the target, [B, T, A E].
+            positions: Same as in Batch.
         """
         embedded = F.embedding(ids, self.embedding[0]).to(states)
         hidden, earlier, outputs = self.fc(self.features(states)), [], []
@@ -206,7 +213,7 @@ class EagleHead(nn.Module):
         return outputs
 
     def features(self, states: Tensor) -> Tensor:
-        """Return what fc reads of the target's states, [..., A E]."""
+        """Return the input of fc from the target's states, normed or divided by `scale`, [..., A E]."""
         if self.input_norm is not None:
             return self.input_norm(states)
         if self.fc_norm is None:
@@ -231,15 +238,15 @@ class EagleHead(nn.Module):
 
 
 class EagleObjective(Objective):
-    """The student and its loss: the mean over the steps of training-time test, each on the same tokens."""
+    """The student and its loss: the mean over the steps of training-time test. All steps predict the same tokens."""
 
     takes_packed = True
-    rates = MappingProxyType({"lm_head.weight": 0.25})  # the target's, which needs little change
+    rates = MappingProxyType({"lm_head.weight": 0.25})  # starts as the target's: little to learn
 
     def __init__(
         self, student: EagleHead, ids: Tensor, loss: Loss, temperature: float, steps: int
     ) -> None:
-        """ids: the target's id of each draft id, [W]."""
+        """ids: Id in the target's vocabulary of each draft id, [W]."""
         super().__init__()
         self.student, self.loss, self.temperature, self.steps = student, loss, temperature, steps
         self.trimmed = TrimmedHead.of(ids, student.config.vocab)
@@ -252,20 +259,26 @@ class EagleObjective(Objective):
         positions: Tensor | None = None,
         depths: None = None,
     ) -> Tensor:
-        """Return the sums of DistillStep, [G, 6]: their mean over the steps; without gradients each step's own.
+        """Return the sums of DistillStep, [G, 6].
 
-        ids: [B, T + 1]. mask: [B, T], zero in the first L positions of a sequence: no chain of L steps ends there.
-        positions: Same as in Batch. depths: none, as this is no parallel draft.
+        G is 1, for the mean over the steps. Without gradients G is L: each step has its own sums.
+
+        Args:
+            ids: Token ids, [B, T + 1].
+            mask: Weights of the next tokens, [B, T]. The first L positions of a sequence must be 0, as no chain of L
+                steps ends there.
+            positions: Same as in Batch.
+            depths: Unused; only parallel drafts have depths.
         """
         counted = mask.flatten().nonzero().squeeze(1)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
         outputs = self.student(ids[:, :-1], teacher.states, self.steps, positions)
-        # L of [N, D]
+        # L tensors of [N, D]
         read = [out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)]
         target = teacher.distributions
         if not torch.is_grad_enabled():
             return torch.stack([self._sums(hidden, labels, weights, target) for hidden in read])
-        # all steps in one, so that the target's head is applied once per token
+        # one call for all steps, so that the target's head is applied once per token
         rows = torch.arange(len(counted), device=ids.device).repeat_interleave(self.steps)
         target = replace(target, rows=rows)
         hidden = torch.stack(read, 1).flatten(0, 1)
@@ -286,13 +299,13 @@ class EagleObjective(Objective):
         return torch.stack([*(value.detach() for value in watched), loss_sum.objective])
 
 
-ROWS = 256  # rows of whole logits at once
+ROWS = 256  # positions per block of logits over the whole vocabulary
 
 
 class EagleTeacher:
     """A frozen target that transformers runs, with hooks on the layers that the head reads.
 
-    It may be spread over devices and disk by accelerate. All that it returns is on device, the student's.
+    accelerate may spread the target over devices and disk. All returned tensors are on `device`, the student's device.
     """
 
     def __init__(
@@ -303,10 +316,10 @@ class EagleTeacher:
         temperature: float,
         device: torch.device,
     ) -> None:
-        """ids: the target's id of each draft id, [W]. temperature: The temperature of the loss.
+        """Add the hooks. ids: Id of each draft id in the target's vocabulary, [W]. temperature: The loss's temperature.
 
         Raises:
-            UserError: the model's layers cannot be found.
+            UserError: The model's layers are not found.
         """
         self.model = model.eval().requires_grad_(False)
         self.ids, self.temperature, self.device = ids.to(device), temperature, device
@@ -349,12 +362,12 @@ class EagleTeacher:
 
     @torch.no_grad()
     def distributions(self, batch: Batch) -> TargetPass:
-        """Return the target's distributions at the positions that count, and its states at all."""
+        """Return the target's distributions at the positions in the mask, and its states at all positions."""
         ids = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device)
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1)
         positions = None if batch.positions is None else torch.from_numpy(batch.positions)
         hidden = self.head.hidden_and_weight(self.model, ids, counted, positions)[0].to(self.device)
-        states = self._joined()  # states of that pass
+        states = self._joined()  # the states of the pass above
         if self.whole_head is None:
             return TargetPass(
                 Dense(hidden[:, self.ids], None, log_total=self._log_total(hidden)), states
@@ -366,7 +379,7 @@ class EagleTeacher:
 
     @torch.no_grad()
     def states_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states that the head reads, [B, T, A E], and what the target's output layer reads, [B, T, E]."""
+        """Return the states that the head reads, [B, T, A E], and the input of the target's lm_head, [B, T, E]."""
         decoder, ids = cast(Any, self.model.get_decoder()), ids.to(self.model.device)
         read = decoder(input_ids=ids, use_cache=False).last_hidden_state
         return self._joined(), read.to(self.device)

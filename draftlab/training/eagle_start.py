@@ -1,15 +1,16 @@
-"""The start of an EAGLE-3 head's training: a linear prediction of the target's next state, by least squares.
+"""Initial weights of an EAGLE-3 head: a linear prediction of the target's next state, by least squares.
 
 N tokens, D hidden, E hidden of the target (D = E here), A layers read, R rank of the values, C size of a head.
 
-With random weights a head spends most of a short run on what linear algebra knows. Let u(i) be what the target's output
-layer reads at position i, in units of its own sizes. fc starts as the best linear map of the layers' states to u(i).
-Attention starts by looking at its own position, and v and o as the best map, of rank R, of that state and of the next
-token's embedding to u(i + 1) - u(i). The MLP adds nothing yet, the norm's weight gives the output its size, the smaller
-the less of u(i + 1) is predicted, and lm_head is the target's.
+With random weights, a head needs most of a short run to learn a linear map that least squares gives at once. Let u(i)
+be the input of the target's lm_head at position i, each feature divided by its root mean square. fc starts as the best
+linear map from the layers' states to u(i). Attention starts by reading its own position only. v and o start as the best
+map of rank R from the output of fc and the next token's embedding to u(i + 1) - u(i). The MLP starts at 0, and lm_head
+as the target's. The last norm's weight starts as the best scale of the output, which is small if little of u(i + 1) is
+predicted.
 
-With norms before fc, their weights start as the units of what fc reads. With norm_output the state that is fed back has
-the target's own sizes, so fc and attention write these, and hidden_norm divides by them.
+Norms before fc start with weights that give fc inputs of mean square 1. With norm_output, the state that is fed back
+has the sizes of the target's states: fc and attention write states of these sizes, and hidden_norm divides by them.
 """
 
 from collections.abc import Iterable
@@ -27,14 +28,16 @@ from draftlab.model.llama import rms_norm
 from draftlab.training.eagle_head import EagleHead, EagleTeacher, Layer
 
 RIDGE = 1e-2  # share of the mean square of a feature
-OWN = 12.0  # attention score of a position with itself; those of other tokens are about normal
-LARGE = 8.0  # times the median norm: states that sum up the text before, as a first token's, which no map should fit
+OWN = 12.0  # attention score of a position with itself; scores with other tokens are about N(0, 1)
+LARGE = 8.0  # states above this multiple of the median norm are left out, as a first token's
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """states: at positions i, [N, A E]. embedded: the tokens at i + 1, [N, E]. now, after: Inputs of the target's
-    output layer at i and i + 1, [N, E].
+    """Data for the least squares.
+
+    states: The target's states at positions i, [N, A E]. embedded: Embeddings of the tokens at i + 1, [N, E]. now,
+    after: Inputs of the target's lm_head at i and i + 1, [N, E].
     """
 
     states: Tensor
@@ -45,7 +48,7 @@ class Sample:
 
 @torch.no_grad()
 def sample(teacher: EagleTeacher, batches: Iterable[Batch], advance: Advance) -> Sample:
-    """Run the target on batches, and return all pairs of neighbours in their texts, but for outlying states."""
+    """Run the target on batches. Return all pairs of neighbouring positions without outlying states."""
     parts: list[list[Tensor]] = []
     for number, batch in enumerate(batches):
         advance(number, "batches")
@@ -71,7 +74,7 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     features = student.features(sampled.states) if student.reads_normed else sampled.states
     fc = ridge(features, now)
     state, ones = features @ fc, torch.ones_like(unit)
-    size = unit if c.norm_output else ones  # scale of the state, in present units
+    size = unit if c.norm_output else ones  # scale of the state, in units of u
     embedded, normed = (rms_norm(x, ones, c.eps) for x in (sampled.embedded, state * size))
     hidden_norm = 1 / (normed / size).pow(2).mean().sqrt() / size
     normed = normed * hidden_norm if c.norm_output else normed
@@ -101,14 +104,14 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
 
 @torch.no_grad()
 def start_again(student: EagleHead, sampled: Sample) -> None:
-    """Let fc of a student with another head's weights read states in units of their own sizes; it computes the same."""
+    """Scale the inputs of a trained head to mean square 1, and its fc by the inverse. The outputs stay the same."""
     if not student.reads_normed:
         _measure_scale(student, sampled)
         student.fc.weight.mul_(student.scale)
 
 
 def _measure_scale(student: EagleHead, sampled: Sample) -> None:
-    """Let fc read features of mean square 1: by the weights of the norms before it, or by the student's scale."""
+    """Scale the inputs of fc to mean square 1, by the weights of the norms before fc or by the student's scale."""
     size = student.features(sampled.states).pow(2).mean(0).sqrt().clamp_min(student.config.eps)
     if student.input_norm is not None:
         student.input_norm.weight.div_(size)
@@ -120,13 +123,13 @@ def _measure_scale(student: EagleHead, sampled: Sample) -> None:
 
 
 def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, size: int) -> None:
-    """Let queries and keys of a head for each value be the same product of the token's embedding."""
+    """Set queries and keys to the same map of the token's embedding, for one query head per key head."""
     hidden = embedded.shape[1]
     mean = torch.nn.functional.normalize(embedded.mean(0), dim=0)
     k.zero_()
     for number, head in enumerate(own.tolist()):
         random = torch.randn(hidden, size).to(k)
-        # the mean of all embeddings tells no position from another
+        # the mean of all embeddings does not distinguish positions
         random -= torch.outer(mean, mean @ random)
         directions = torch.linalg.qr(random).Q.T if size <= hidden else random.T * hidden**-0.5
         directions = (
@@ -138,7 +141,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
 
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:
-    """Return the map [I, O] from x [N, I] to y [N, O] with the least squares, in fp64."""
+    """Return the ridge regression from x [N, I] to y [N, O], [I, O]; solved in fp64."""
     x, outputs = exact(x), exact(y)
     gram = x.T @ x
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())

@@ -1,4 +1,4 @@
-"""Acceptance length of a student: tokens per target pass on text that the target wrote, for every K from one pass.
+"""Acceptance length of a student: tokens per target pass on the target's text, at every K from one pass per text.
 
 R texts, P prompt tokens, N generated tokens of all texts.
 """
@@ -32,15 +32,15 @@ EVALUATED_TEXTS, EVALUATED_PROMPT, EVALUATED_LENGTH = (
     48,
     64,
     64,
-)  # texts of the target for acceptance length
-CPU_OPERATIONS = 7e11  # operations of an evaluation on a CPU, some four seconds: fewer texts where they need more
+)  # number of texts, prompt tokens and generated tokens for acceptance length
+CPU_OPERATIONS = 7e11  # operations per evaluation on a CPU, about four seconds: limits the texts
 
 
 @dataclass(frozen=True, slots=True)
 class TargetText:
-    """Text that the target wrote: ids of (prompt, continuation), and its log-probabilities of each continuation.
+    """Text that the target wrote: ids of (prompt, continuation), and log-probabilities of the continuations.
 
-    temperature: The temperature of log_p; 0: greedy.
+    temperature: Temperature of the sampling and of log_p. 0 is greedy.
     """
 
     texts: list[tuple[np.ndarray, np.ndarray]]
@@ -49,7 +49,7 @@ class TargetText:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], temperature: float = 0.0) -> "TargetText":
-        """Return what generate() returned as arrays."""
+        """Convert the arrays that generate() returns."""
         ends, starts = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["prompt_lengths"])[:-1]
         texts = list(
             zip(np.split(arrays["prompts"], starts), np.split(arrays["ids"], ends), strict=True)
@@ -64,7 +64,7 @@ def generate(
     batching: Batching,
     advance: Callable[[int], None],
 ) -> dict[str, np.ndarray]:
-    """Let the target continue R prompts; return them, lengths [R], ids [N] and log_p [N] as arrays of a file."""
+    """Let the target continue R prompts. Return arrays to store: prompts, lengths [R], ids [N] and log_p [N]."""
     texts = generate_batch(
         target, [ids.tolist() for ids in prompts], sampling, batching, advance=advance
     )
@@ -80,9 +80,9 @@ def generate(
 def acceptance_probabilities(
     student: PreTrainedModel, text: TargetText, memory: float = 2.0, offsets: Offsets | None = None
 ) -> list[np.ndarray]:
-    """Return the probability that each token of the target is accepted, by text; a text's first is not drafted.
+    """Return for each text the probability that each token is accepted, without the first token, from the prefill.
 
-    offsets: The offsets of a parallel draft, whose values are by offset, [n, K].
+    offsets: Offsets of a parallel draft, which has a probability for each offset, [n, K].
     """
     was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
     sampling = SamplingParams(temperature=text.temperature)
@@ -108,7 +108,7 @@ def compare_lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[L
     for k in KS if before[0].ndim == 1 else range(1, before[0].shape[1] + 1):
         old, new = tokens_per_pass(before, k), tokens_per_pass(after, k)
         now = ratio(new)
-        gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))  # same texts: passes over passes
+        gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))  # same tokens: ratio of passes
         first = float(old[:, 0].sum() / old[:, 1].sum())
         comparisons.append(
             LengthComparison(
@@ -119,7 +119,7 @@ def compare_lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[L
 
 
 def affordable(most: int, operations: float, device: torch.device) -> int:
-    """Return how many texts an evaluation takes: on a CPU a quarter of most, at least, where each needs much work."""
+    """Return how many texts to evaluate on: `most`, or down to a quarter on a CPU if a text needs many operations."""
     return (
         most
         if device.type != "cpu"
@@ -129,7 +129,7 @@ def affordable(most: int, operations: float, device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TargetTextEvaluator:
-    """Evaluates a student on text of the target. state: keeps the acceptance probabilities of every evaluation."""
+    """Evaluates a student on the target's text. state: Directory that stores the probabilities of every evaluation."""
 
     text: TargetText
     state: Path
@@ -146,7 +146,7 @@ class TargetTextEvaluator:
         offsets: Offsets | None = None,
         temperature: float = 0.0,
     ) -> "TargetTextEvaluator | None":
-        """Let the target write; None where it ends every text with its first token, so that nothing is drafted."""
+        """Let the target write the texts. Return None if no prompt fits the context, or if every text has one token."""
         context = min(max_model_len(author.target), max_model_len(draft))
         prompt = min(EVALUATED_PROMPT, context // 2)
         sampling = author.sampling(min(EVALUATED_LENGTH, context - prompt), temperature)
@@ -173,7 +173,7 @@ class TargetTextEvaluator:
         return cls(TargetText.of(arrays, temperature), state, author.hardware.memory, offsets)
 
     def __call__(self, student: PreTrainedModel, step: int) -> float:
-        """Return tokens per target pass at K = 4, or fewer if a parallel draft has fewer offsets."""
+        """Return tokens per target pass at K = 4, or at a parallel draft's number of offsets if that is smaller."""
         chances = acceptance_probabilities(student, self.text, self.memory, self.offsets)
         checkpointer.load_or_make(
             self._file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)}

@@ -1,16 +1,16 @@
 """Loss and gradients in one pass, a chunk of tokens at a time, so that logits of all tokens never exist at once.
 
-N tokens, c of them in a chunk, b of those in a block, D hidden, V vocab, k listed tokens. Gradients with respect to
-hidden states and head are computed in the forward pass (the idea of Liger's fused linear losses, 2410.10989) by the one
-rule of losses.py; the backward pass only scales them. The teacher's head is applied once per token. Heads are applied
-to a chunk; the loss goes through it in blocks that fit the processor's cache, and overwrites logits with gradients.
+N tokens, c tokens in a chunk, b tokens in a block, D hidden, V vocab, k listed tokens. The forward pass computes the
+gradients with respect to hidden states and head (as Liger's fused linear losses, 2410.10989) by the rule of losses.py.
+The backward pass only scales these gradients. The teacher's head is applied once per token. Heads are applied to a
+chunk. The loss goes through a chunk in blocks that fit the processor's cache, and overwrites logits with gradients.
 
-A student with a trimmed head has S of the V logits. The teacher's distribution is not renormalised over them, so that
-acceptance is what the engine will measure: the p of other ids is lost to it. One more column, of a probability that
-rounds to nothing, stands for them all. No gradient goes through it, and the losses are the divergences of measures
-whose mass is less than 1: fkl leaves out the infinite part, p log p / q of the lost ids, and counts their p; the others
-are exact, up to a constant. Cross-entropy leaves out the tokens that the head lacks. Of listed tokens the head's
-bucket stands for all that are not listed, lost ids too.
+A student with a trimmed head has S of the V logits. The teacher's distribution is not renormalised over these S ids, so
+that acceptance is the same as in the engine, which never accepts a lost id. An additional column, whose probability
+rounds to 0, stands for all lost ids. No gradient goes through this column. The losses are then divergences of measures
+whose mass is less than 1: fkl leaves out the infinite part, p log p / q of the lost ids, and counts their p; all other
+losses are exact, up to a constant. Cross-entropy leaves out tokens that the head lacks. If the teacher lists k tokens,
+the bucket for all tokens that are not listed includes lost ids.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,24 +28,24 @@ from draftlab.training.losses import Loss, Pair, log_probs, wide
 CPU_BUDGET, BUDGET = (
     128 << 20,
     1 << 30,
-)  # bytes of a chunk's logits, the student's and the teacher's, in fp32
+)  # bytes of a chunk's logits in fp32, for student and teacher together
 CPU_ROWS, ROWS = (
     512,
     4096,
 )  # most rows of a chunk: matrix products gain nothing from more, and launches cost time
-CPU_BLOCK, BLOCK = 1 << 19, 1 << 27  # bytes of an fp32 [b, V]; about ten live at once
-LOST = -80.0  # log-probability of what has none
-# rows of the head's gradient that a CPU adds to at once where it is wider than the head
+CPU_BLOCK, BLOCK = 1 << 19, 1 << 27  # bytes of an fp32 tensor [b, V]; about ten exist at a time
+LOST = -80.0  # log-probability of lost ids and of an empty bucket
+# rows per addition to the head's gradient on a CPU, where the gradient has a wider dtype than the head
 SLICE = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Whole distributions: hidden [N, D] and head [V, D]; or logits [N, V] and no head.
+    """Distributions over all ids, as hidden states [N, D] and head [V, D], or as logits [N, V] without a head.
 
-    rows: If several tokens have one distribution, the row of each token in hidden, ascending, [tokens].
-    log_total: log-normalisers [N] at the loss's temperature, where these are the teacher's logits of the S ids of a
-    trimmed student alone.
+    rows: If tokens share distributions, the row of each token in `hidden`, ascending, [tokens]. log_total: If the
+    teacher's logits are only those of a trimmed student's S ids, the log-normalisers over all ids at the loss's
+    temperature, [N].
     """
 
     hidden: Tensor
@@ -59,15 +59,15 @@ class Dense:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
+        """Return the dtype of the logits."""
         return self.hidden.dtype if self.head is None else self.head.dtype
 
     def buffer(self, rows: int) -> Tensor:
-        """Return room for the logits of some rows, [rows, V]."""
+        """Return an empty tensor for the logits of `rows` tokens, [rows, V]."""
         return self.hidden.new_empty(rows, self.vocab, dtype=self.dtype)
 
     def logits(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
-        """Return logits [c, V]; in the buffer, if it is passed and a head makes them."""
+        """Return logits [c, V]. A head writes its logits into the buffer, if there is one."""
         if self.rows is None:
             return self._product(self.hidden[rows], buffer)
         distinct, of_token = self.rows[rows].unique_consecutive(return_inverse=True)
@@ -83,7 +83,7 @@ class Dense:
         )
 
     def total(self, tokens: slice) -> Tensor | None:
-        """Return the log-normalisers of some tokens, if they have their own."""
+        """Return the log-normalisers of some tokens, or None without log_total."""
         if self.log_total is None:
             return None
         return self.log_total[tokens if self.rows is None else self.rows[tokens]]
@@ -105,13 +105,13 @@ class TopK:
 
 
 Teacher = Dense | TopK | None
-# rows, values of their tokens, gradient of their weighted sum: see _chunks
+# token slice, values and gradient of a chunk: see _chunks
 Chunk = tuple[slice, Tensor, Tensor]
 Chunks = Callable[[Dense], Iterator[Chunk]]
 
 
 def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
-    """Return a teacher's distributions at some places, ascending and perhaps repeated, of those that it has."""
+    """Return a teacher's distributions at `places`, some of its `counted` positions. Places ascend, and may repeat."""
     rows = torch.searchsorted(counted, places)
     if isinstance(teacher, Dense):
         return Dense(teacher.hidden, teacher.head, rows, teacher.log_total)
@@ -124,10 +124,10 @@ def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Sums over tokens by their weights. Only objective carries a gradient.
+    """Weighted sums over tokens. Only objective carries a gradient.
 
-    acceptance is exact for a whole distribution. From k tokens and a tail it is a lower bound, and acceptance + slack
-    an upper bound (slack: the smaller of both tail masses).
+    acceptance is exact for distributions over all ids. From k tokens and a tail, acceptance is a lower bound and
+    acceptance + slack an upper bound. slack: The smaller tail mass of student and teacher.
     """
 
     objective: Tensor
@@ -148,13 +148,13 @@ def fused_loss(
     budget: int | None = None,
     trimmed: TrimmedHead | None = None,
 ) -> Sums:
-    """Return weighted sums over tokens of the loss and of the values to report. One backward pass is possible.
+    """Return weighted sums over tokens of the loss and of the reported values. Only one backward pass is possible.
 
     Args:
-        hidden: input of the head, [N, D]; without a head, logits [N, V].
-        head: [V, D], or [S, D] if trimmed.     labels: next tokens, [N].     weights: [N].
-        temperature: softens p and q in the divergence, not in cross-entropy.
-        trimmed: the ids of the student's logits; None: it has all.
+        hidden: Input of the head, [N, D], or logits [N, V] without a head.
+        head: [V, D], or [S, D] if trimmed.     labels: Next tokens, [N].     weights: [N].
+        temperature: Temperature of p and q in the divergence, but not in cross-entropy.
+        trimmed: Ids of the student's logits. None for a student with all ids.
     """
 
     def chunks(student: Dense) -> Iterator[Chunk]:
@@ -194,7 +194,7 @@ class _Fused(torch.autograd.Function):
                 states = hidden[rows].to(student.dtype)
                 if d_head.dtype == states.dtype:
                     d_head.addmm_(gradient.T, states)
-                else:  # CUDA's addmm with fp32 output saves 2 % here, and takes an fp32 sum from torch 2.10 on only
+                else:  # CUDA's addmm with fp32 output would save 2 %, but adds to an fp32 sum only from torch 2.10 on
                     for part in _slices(len(d_head), SLICE if _on_cpu(d_head) else len(d_head)):
                         d_head[part].add_(gradient[:, part].T @ states)
         ctx.save_for_backward(d_hidden, d_head)
@@ -203,13 +203,13 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale = upstream[0][0]
-        # multiplied in place, as the head's gradient is large
+        # in place, as the head's gradient is large
         scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]
         return (*scaled, None, None, None)
 
 
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
-    """Return the student with its head in autocast's dtype."""
+    """Return the student's distributions, with its head in autocast's dtype."""
     device = hidden.device.type
     if (
         head is not None
@@ -236,9 +236,9 @@ def _chunks(
     objective: "_Objective",
     budget: int | None,
 ) -> Iterator[Chunk]:
-    """Yield rows of a chunk, values of its tokens [5, c], and the gradient of their weighted sum by its logits [c, V].
+    """Yield each chunk's token slice, its values [5, c], and the gradient of the weighted loss by its logits [c, V].
 
-    Each gradient overwrites the one before.
+    All chunks share the memory of the gradient.
     """
     total, on_cpu = len(student.hidden), _on_cpu(student.hidden)
     budget = budget or (CPU_BUDGET if on_cpu else BUDGET)
@@ -261,7 +261,7 @@ def _chunks(
 
 
 def _teacher_rows(teacher: Teacher, rows: slice, buffer: Tensor | None) -> Tensor | TopK | None:
-    """Return the teacher's logits [c, V] or listed tokens of these rows."""
+    """Return the teacher's logits [c, V], or its listed tokens, for a slice of tokens."""
     if isinstance(teacher, Dense):
         return teacher.logits(rows, buffer)
     return None if teacher is None else teacher[rows]
@@ -276,7 +276,7 @@ class _Objective:
     def block(
         self, z: Tensor, labels: Tensor, teacher: Tensor | TopK | None, log_total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return values [5, b] of tokens with logits z [b, V], and the gradient of each loss by its z, [b, V].
+        """Return values [5, b] of tokens with logits z [b, V], and the gradient of each token's loss by z, [b, V].
 
         log_total: Same as in Dense.
         """
@@ -309,9 +309,9 @@ class _Objective:
     def _dense(
         self, log_q: Tensor, log_p: Tensor, whole: bool
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return value, [acceptance, slack, agreement] and gradient.
+        """Return the divergence, [acceptance, slack, agreement] and the gradient.
 
-        whole: log_p is the whole distribution of the teacher; else what it has for the ids of a trimmed head.
+        whole: Whether log_p covers all ids of the teacher; else log_p covers only the ids of a trimmed head.
         """
         top = log_p.max(-1, keepdim=True).indices
         if whole and self.trimmed is not None:
@@ -322,7 +322,7 @@ class _Objective:
         return value, [x.alpha, torch.zeros_like(x.alpha), _tops(log_q, top)], gradient
 
     def _listed(self, log_q: Tensor, teacher: TopK) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Do the same with k tokens and a bucket as atoms; tokens in the bucket share its slope in proportion to q."""
+        """Return the same as _dense for k listed tokens and a bucket, whose tokens share its slope by their q."""
         ids, q, listed = self._rows(teacher.ids), log_q.exp(), teacher.log_p
         if self.trimmed is not None:
             listed = torch.where(ids < len(self.trimmed.ids), listed, LOST)
@@ -339,11 +339,11 @@ class _Objective:
         return value, [x.alpha - slack, slack, _tops(log_q, top)], gradient
 
     def _rows(self, ids: Tensor) -> Tensor:
-        """Return the student's logits of ids, S for those that a trimmed head lacks."""
+        """Return the column of each id in the student's logits; S for ids that a trimmed head lacks."""
         return ids if self.trimmed is None else self.trimmed.rows[ids]
 
     def _with_lost(self, log_probs: Tensor) -> Tensor:
-        """Return log-probabilities with a column for all ids that a trimmed head lacks, [b, S + 1]."""
+        """Append a column for all ids that a trimmed head lacks, [b, S + 1]."""
         return log_probs if self.trimmed is None else pad(log_probs, (0, 1), value=LOST)
 
 

@@ -1,4 +1,4 @@
-"""The loop of a training as values: how long, how fast, how often, on what. Importing it imports no torch."""
+"""Settings of a training loop: steps, learning rate, evaluations, checkpoints and hardware. No torch at import."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class Batches(Protocol):
-    """The text of a run: the rows of each step are a pure function of the step."""
+    """The text of a run. The rows of a step are a pure function of the step."""
 
     def batch(self, step: int) -> Batch: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Where the target runs. Its logits and KV caches may take memory GB."""
+    """Where the target runs. memory: GB that the target's logits and KV caches may take."""
 
     device: str = "auto"
     device_map: str | None = None
@@ -33,12 +33,12 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """How a student is trained, whatever it is and reads.
+    """Settings of the training loop, for every kind of student and text.
 
-    batch_size: sequences of a step, over all processes. lr: peak learning rate. warmup_ratio: share of the steps in
-    which the rate rises. dtype: bfloat16 is autocast with fp32 weights; auto takes it where it is fast.
-    micro_batch_tokens: most tokens per forward pass; 0: all of a step at once. eval_steps, save_steps: steps between
-    evaluations on held-out text, and between checkpoints.
+    batch_size: Sequences per step, over all processes. lr: Peak learning rate. warmup_ratio: Share of the steps in
+    which the rate rises. dtype: bfloat16 is autocast with fp32 weights; auto takes bfloat16 on devices that are fast in
+    it. micro_batch_tokens: Most tokens per forward pass; 0 feeds a step in one pass. eval_steps: Steps between held-out
+    evaluations. save_steps: Steps between checkpoints.
     """
 
     steps: int
@@ -55,6 +55,6 @@ class Loop:
     save_steps: int = 100
 
     def rate(self, step: int) -> float:
-        """Return the share of the peak rate at a step: linear warm-up, then linear to zero (Bergsma et al. 2025)."""
+        """Return a step's share of the peak rate: linear warm-up, then linear decay to 0 (Bergsma et al. 2025)."""
         warmup = max(1, round(self.warmup_ratio * self.steps))
         return min((step + 1) / warmup, (self.steps - step) / max(1, self.steps - warmup), 1.0)

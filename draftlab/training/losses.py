@@ -1,10 +1,10 @@
 """Divergences between the teacher's distribution p and the student's q, per token: the readable reference.
 
-N tokens, A atoms: the vocabulary, or k tokens and one bucket for the rest. A divergence D takes a pair of distributions
-[N, A] and gives its value [N] in nats, written so that it stays non-negative and exact when p and q nearly agree, where
-the textbook sum cancels (``p (log p - log q)`` loses all digits in fp32 at an acceptance of 0.996), and its slope q h
-[N, A] with h = dD/dq up to a constant. From slopes every loss has one gradient with respect to the student's logits z:
-dD/dz = (q h - q sum(q h)) / temperature.
+N tokens, A atoms: the vocabulary, or k tokens and one bucket for all other tokens. A divergence D takes a pair of
+distributions [N, A] and returns its value [N] in nats and its slope q h [N, A], with h = dD/dq up to a constant. Values
+are written so that they stay non-negative and exact when p and q nearly agree: there the textbook sum cancels
+(``p (log p - log q)`` loses all digits in fp32 at an acceptance of 0.996). The gradient of every loss with respect to
+the student's logits z follows from its slope: dD/dz = (q h - q sum(q h)) / temperature.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.registry import CROSS_ENTROPY, LOSSES
 
-LOWEST_ALPHA = 1e-5  # below it -log alpha is flat: its gradient would have no bound
+LOWEST_ALPHA = 1e-5  # for smaller alpha, -log alpha is flat: its gradient would have no bound
 SWITCH = 0.2  # share of a run after which ``a -> b`` goes from a to b
 
 
@@ -27,7 +27,7 @@ SWITCH = 0.2  # share of a run after which ``a -> b`` goes from a to b
 class Pair:
     """p and q with their logs, [N, A] each, and the acceptance probability.
 
-    alpha: sum min(p, q) = 1 - total variation, [N] in [0, 1]: the chance that a sampled draft token is accepted
+    alpha: sum min(p, q) = 1 - total variation, [N] in [0, 1]: the probability that a sampled draft token is accepted
     (Leviathan et al. 2023, corollary 3.6).
     """
 
@@ -48,9 +48,10 @@ Divergence = Callable[[Pair], tuple[Tensor, Tensor]]  # value [N] and slope [N, 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of loss. make: the divergence of an argument. default, low, high: Bounds of the argument, if any.
+    """A kind of loss.
 
-    hint: begins the message about an argument out of range.
+    make: Returns the divergence for an argument. default, low, high: Default and bounds of the argument; default None
+    takes no argument. hint: Start of the message about an argument out of range.
     """
 
     make: Callable[[float], Divergence]
@@ -61,7 +62,7 @@ class Kind:
 
 
 def loss(name: str) -> Callable[[Divergence], Divergence]:
-    """Return a decorator that registers a divergence without argument under a name of --loss."""
+    """Return a decorator that registers a divergence without an argument as a name for --loss."""
 
     def decorate(divergence: Divergence) -> Divergence:
         LOSSES.register(name)(Kind(lambda _: divergence))
@@ -73,7 +74,7 @@ def loss(name: str) -> Callable[[Divergence], Divergence]:
 def loss_of(
     name: str, default: float, *, low: float = 0.0, high: float = math.inf, hint: str = ""
 ) -> Callable[[Callable[[float], Divergence]], Callable[[float], Divergence]]:
-    """Return a decorator that registers a divergence with an argument above low and below high: NAME(0.5)."""
+    """Return a decorator that registers a divergence with an argument between low and high, as NAME(0.5)."""
 
     def decorate(make: Callable[[float], Divergence]) -> Callable[[float], Divergence]:
         LOSSES.register(name)(Kind(make, default, low, high, hint))
@@ -97,13 +98,13 @@ def rkl(x: Pair) -> tuple[Tensor, Tensor]:
 
 @loss("tvd")
 def tvd(x: Pair) -> tuple[Tensor, Tensor]:
-    """Total variation, 1 - alpha, in [0, 1]. The slope is -q where q < p, half of it at q = p: no gradient there."""
+    """Total variation, 1 - alpha, in [0, 1]. The slope is -q where q < p, 0 where q > p, and -q / 2 where q = p."""
     return 1 - x.alpha, -0.5 * x.q * (1 + (x.p - x.q).sign())
 
 
 @loss("nla")
 def nla(x: Pair) -> tuple[Tensor, Tensor]:
-    """-log alpha, in [0, inf): the negative log of the chance to be accepted (LK losses, 2602.23881)."""
+    """-log alpha, in [0, inf): the negative log of the acceptance probability (LK losses, 2602.23881)."""
     alpha = x.alpha.clamp_min(LOWEST_ALPHA)
     return -alpha.log(), tvd(x)[1] * ((x.alpha > LOWEST_ALPHA) / alpha).unsqueeze(-1)
 
@@ -112,12 +113,12 @@ def nla(x: Pair) -> tuple[Tensor, Tensor]:
 def jsd(beta: float) -> Divergence:
     """Generalised Jensen-Shannon: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q.
 
-    In [0, H(beta)], ln 2 at one half. beta weighs the teacher, as in GKD (Agarwal et al. 2024, eq. 1).
+    In [0, H(beta)], with H(1/2) = ln 2. beta weighs the teacher, as in GKD (Agarwal et al. 2024, eq. 1).
     """
 
     def divergence(x: Pair) -> tuple[Tensor, Tensor]:
         m = torch.lerp(x.q, x.p, beta)
-        # if m underflows, so do p and q, and nothing is lost
+        # if m underflows, p and q underflow, too, and their terms are 0
         log_m = m.clamp_min(torch.finfo(m.dtype).tiny).log()
         gap = log_m - x.log_q
         terms = beta * kl_terms(x.p, m, log_m - x.log_p) + (1 - beta) * kl_terms(x.q, m, gap)
@@ -128,9 +129,9 @@ def jsd(beta: float) -> Divergence:
 
 @loss_of("lk", 3.0)
 def lk(eta: float) -> Divergence:
-    """lambda FKL + (1 - lambda) TVD with lambda = exp(-eta alpha), held constant in the gradient (2602.23881).
+    """lambda FKL + (1 - lambda) TVD with lambda = exp(-eta alpha), a constant in the gradient (2602.23881).
 
-    Forward KL where the draft is far off, total variation where it is near.
+    Forward KL dominates where acceptance is low, total variation where acceptance is high.
     """
 
     def divergence(x: Pair) -> tuple[Tensor, Tensor]:
@@ -143,9 +144,9 @@ def lk(eta: float) -> Divergence:
 
 
 def kl_terms(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
-    """Return the terms of KL(a || b) as b - a - a d, d = log b - log a: each is >= 0, and their sum is the same.
+    """Return the terms of KL(a || b) as b - a - a d, with d = log b - log a. Each term is >= 0; the sum is KL(a || b).
 
-    b - a is written (a + b) tanh(d / 2), which has all its digits when both nearly agree and no overflow when not.
+    b - a is computed as (a + b) tanh(d / 2), which keeps all digits when a and b nearly agree, and never overflows.
     """
     return (a + b) * (d / 2).tanh() - a * d
 
@@ -153,7 +154,7 @@ def kl_terms(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
 def log_probs(logits: Tensor, temperature: float, log_total: Tensor | None = None) -> Tensor:
     """Return log-softmax of logits / temperature over the last axis, in fp32 at least.
 
-    log_total: log of the sum of exp(logits / temperature), [N], where logits of other tokens belong to it.
+    log_total: Log of the sum of exp(logits / temperature) over all tokens, [N], if `logits` has only some tokens.
     """
     logits = wide(logits)
     logits = logits if temperature == 1 else logits / temperature
@@ -163,18 +164,21 @@ def log_probs(logits: Tensor, temperature: float, log_total: Tensor | None = Non
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in fp32, or in fp64 if it is that already."""
+    """Return x in fp32, or unchanged in fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A weighted sum of divergences and of cross-entropy with the text, and the loss that follows it in the run."""
+    """A weighted sum of divergences and of cross-entropy with the text.
+
+    until: Share of the run after which the loss `then` applies.
+    """
 
     name: str
     terms: tuple[tuple[float, Divergence], ...]
     cross_entropy: float = 0.0
-    until: float = 1.0  # share of the run
+    until: float = 1.0
     then: "Loss | None" = None
 
     @property
@@ -200,7 +204,7 @@ def parse_loss(spec: str) -> Loss:
     """Parse ``fkl``, ``jsd(0.5)``, ``0.9*fkl + 0.1*ce``, or a schedule: ``fkl -> lk(3)``, ``fkl@0.5 -> tvd``.
 
     Raises:
-        UserError: an unknown name, or a number out of its range.
+        UserError: A name is unknown, or a number is out of its range.
     """
     later: Loss | None = None
     phases = spec.split("->")

@@ -1,7 +1,7 @@
-"""Objectives of training: a student with its loss, and modules that are trained with it.
+"""Objectives of training: a student with its loss, and modules that are trained with a student.
 
-B rows, T predicted tokens per row, N of them that count, K offsets of a parallel draft (PARD, 2504.18583). Conditional
-drop of tokens (COD): of the positions that predict offset j, a random share goes on to offset j + 1, so that a step
+B rows, T predicted tokens per row, N tokens that count, K offsets of a parallel draft (PARD, 2504.18583). Conditional
+drop of tokens (COD): a random share of the positions that predict offset j also predicts offset j + 1, so that a step
 costs about a third of all K T predictions.
 """
 
@@ -26,7 +26,7 @@ from draftlab.training.teachers import OutputHead, logits_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offsets:
-    """Offsets of a parallel draft. token: the mask token. share, floor: of the positions of each offset, see drawn."""
+    """Offsets that a parallel draft predicts, 1 to count. token: Id of the mask token. share, floor: See drawn."""
 
     count: int
     token: int
@@ -36,12 +36,12 @@ class Offsets:
 
     @property
     def cost(self) -> float:
-        """Return the tokens that a step reads, relative to those of its text."""
+        """Return the number of tokens that a step reads, with mask tokens, per token of its text."""
         return sum(max(self.share**j, self.floor) for j in range(self.count))
 
     @property
     def config(self) -> dict[str, object]:
-        """Return what config.json says of a parallel draft, as PARD's do and vLLM reads."""
+        """Return the entries of config.json for a parallel draft, as PARD writes and vLLM reads them."""
         return {
             parallel.PARD_TOKEN: self.token,
             parallel.SPD_TYPE: "pard",
@@ -49,22 +49,23 @@ class Offsets:
         }
 
     def prepare(self, student: PreTrainedModel) -> None:
-        """Give the mask token the mean embedding, unless the student is a parallel draft with this token already."""
+        """Give the mask token the mean embedding, unless the student already is a parallel draft with this token."""
         if student.config.to_dict().get(parallel.PARD_TOKEN) != self.token:
             embedding = student.get_input_embeddings().get_parameter("weight")
             with torch.no_grad():
                 embedding[self.token] = embedding.mean(0)
 
     def drawn(self, batch: Batch, number: int) -> Batch:
-        """Return the batch with the offsets to predict from each position, a function of seed and number.
+        """Return the batch with random depths. The seed and `number` decide the draw.
 
-        Of a row's n positions that count, max(share^(j - 1), floor) n predict offset j, always among those of j - 1,
-        and only where all tokens up to j count: a draft does not cross the end of an answer.
+        If n positions of a row count, max(share^(j - 1), floor) n positions predict offset j. They are a subset of the
+        positions for offset j - 1. A position predicts offset j only if all j tokens after it count, so no draft
+        crosses the end of an answer.
         """
         rng = np.random.default_rng((self.seed, number + (1 << 32)))
         counted = batch.mask > 0
         ahead = _run_lengths(counted)
-        # random rank in its row
+        # random rank of each position in its row
         order = np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
         positions = counted.sum(1, keepdims=True)
         depths = np.zeros(counted.shape, dtype=np.int64)
@@ -75,7 +76,7 @@ class Offsets:
 
 
 def _run_lengths(counted: np.ndarray) -> np.ndarray:
-    """Return how many positions in a row count from each on, [B, T]."""
+    """Return the length of the run of counted positions that begins at each position, [B, T]."""
     ahead = np.zeros(counted.shape, dtype=np.int64)
     for t in range(counted.shape[1] - 1, -1, -1):
         ahead[:, t] = np.where(
@@ -85,7 +86,7 @@ def _run_lengths(counted: np.ndarray) -> np.ndarray:
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
-    """Return the tokens per target pass of K drafted tokens that are accepted independently with these chances."""
+    """Return the tokens per target pass if K drafted tokens are accepted independently with probabilities [K]."""
     return 1 + float(np.cumprod(acceptance).sum())
 
 
@@ -93,23 +94,23 @@ Result = TypeVar("Result")
 
 
 class Constraint(Protocol):
-    """A module that is trained along with a student, such as masks, with parameters of its own."""
+    """A module with its own parameters that is trained with a student, such as masks."""
 
     progress: float  # share of the run that is done
 
-    def draw(self) -> None: ...  # called before every forward pass, to sample what is random
+    def draw(self) -> None: ...  # samples random state; called before every forward pass
 
     def penalty(self) -> Tensor: ...
 
-    # groups of parameters for AdamW, with their rates
+    # AdamW's parameter groups, with their learning rates
     def groups(self) -> list[dict[str, Any]]: ...
 
 
 class Objective(nn.Module):
     """Student and loss in one forward pass, so that the hooks of DDP and FSDP cover both.
 
-    It is called and returns as DistillStep. takes_packed: rows of a batch may hold several sequences. rates: shares of
-    the learning rate, of the student's parameters by name.
+    Arguments and results are those of DistillStep. takes_packed: Whether rows of a batch may hold several sequences.
+    rates: Share of the learning rate for some of the student's parameters, by name.
     """
 
     takes_packed = False
@@ -117,11 +118,11 @@ class Objective(nn.Module):
     progress = 0.0
 
     def set_progress(self, progress: float) -> None:
-        """Set the share of the run that is done, on which schedules depend."""
+        """Set the share of the run that is done, for schedules."""
         self.progress = progress
 
     def around(self, work: Callable[[], Result]) -> Result:
-        """Do work with passes of the student alone: FSDP2 gathers for it, too, the weights outside of its layers."""
+        """Do work that calls the student directly. FSDP2 gathers the weights outside of layers, as for forward."""
         return work()
 
 
@@ -133,7 +134,7 @@ class DistillStep(Objective):
         student: PreTrainedModel,
         loss: Loss,
         temperature: float,
-        vocab: int | None = None,  # logits that count: fewer where one of both heads is padded
+        vocab: int | None = None,  # logits without padding
         constraint: Constraint | None = None,
         offsets: Offsets | None = None,
     ) -> None:
@@ -148,7 +149,7 @@ class DistillStep(Objective):
 
     @property
     def _no_split_modules(self) -> set[str] | list[str] | None:
-        """The layers that accelerate shards one by one (FSDP2): the student's."""
+        """Return the student's layer classes, which accelerate shards one by one (FSDP2)."""
         return self.student._no_split_modules
 
     def set_progress(self, progress: float) -> None:
@@ -164,11 +165,15 @@ class DistillStep(Objective):
         positions: Tensor | None = None,
         depths: Tensor | None = None,
     ) -> Tensor:
-        """Return sums over tokens, [G, 6]: objective, cross-entropy, acceptance, its slack, agreement, total cost.
+        """Return sums over tokens, [G, 6]: objective, cross-entropy, acceptance, slack, agreement, objective + penalty.
 
-        ids: [B, T + 1]. mask: [B, T], weights of the next tokens. teacher: of the N tokens whose weight is not zero.
-        positions, depths: See Batch. G is 1; for a parallel draft without gradients the number of offsets, each by
-        itself.
+        G is 1. For a parallel draft without gradients G is K: each offset has its own sums.
+
+        Args:
+            ids: Token ids, [B, T + 1].
+            mask: Weights of the next tokens, [B, T].
+            teacher: Distributions at the N positions whose weight is not 0.
+            positions, depths: Same as in Batch.
         """
         if self.constraint is not None:
             self.constraint.draw()
@@ -178,7 +183,7 @@ class DistillStep(Objective):
                 self.student, ids[:, :-1], counted, positions
             )
             return self._sums(hidden, head, ids, mask, counted, teacher).unsqueeze(0)
-        assert self.offsets is not None  # depths are theirs
+        assert self.offsets is not None  # offsets draw the depths
         packed = pack(ids[:, :-1], depths, self.offsets.token, positions)
         attention_mask = packed.mask.unsqueeze(1)
         hidden, head = self.head.hidden_and_weight(
@@ -204,13 +209,13 @@ class DistillStep(Objective):
         predicted: Tensor,
         teacher: Teacher,
     ) -> Tensor:
-        """Return the sums over tokens that are predicted at places of the mask, [6]."""
+        """Return the sums over the tokens at positions `predicted` of the flat mask, [6]."""
         labels, weights = ids[:, 1:].flatten()[predicted], mask.flatten()[predicted]
         loss, trimmed = self.loss.at(self.progress), trimmed_head_of(self.student)
         sums = fused_loss(
             hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed
         )
-        # the penalty counts on every token, as the objective is a sum over tokens
+        # the penalty counts once per token, as the objective is a sum over tokens
         total = sums.objective + (
             0 if self.constraint is None else self.constraint.penalty() * weights.sum()
         )

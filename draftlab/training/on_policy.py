@@ -1,6 +1,6 @@
-"""Text to train on besides the data: text of the target, and text of the draft itself (on-policy).
+"""Generated text to train on: text of the target, and text of the draft itself (on-policy).
 
-N rows, P prompt tokens, G generated tokens. Text is tokens: no gradient goes through sampling.
+N rows, P prompt tokens, G generated tokens. No gradient goes through sampling.
 """
 
 import math
@@ -24,7 +24,7 @@ from draftlab.training.loop import Batches
 
 @dataclass(frozen=True, slots=True)
 class MixedBatches:
-    """Batches of several sources in turn. turns: The source of each step, and the number of its batch."""
+    """Batches that several sources give in turn. turns: Source of each step, and number of the batch in its source."""
 
     sources: Mapping[str, Batches]
     turns: list[tuple[str, int]]
@@ -33,7 +33,7 @@ class MixedBatches:
     def of(
         cls, sources: Mapping[str, Batches], weights: dict[str, float], steps: int
     ) -> "MixedBatches":
-        """Share the steps out by weight: after n steps no source is more than a step off."""
+        """Distribute the steps over the sources by weight. At any step, no source is off by more than one step."""
         counts, turns = dict.fromkeys(weights, 0), []
         for number in range(1, steps + 1):
             name = max(weights, key=lambda n: weights[n] * number - counts[n])
@@ -48,7 +48,10 @@ class MixedBatches:
 
 @dataclass(frozen=True, slots=True)
 class StudentBatches:
-    """Rows that the student generates after prompts with its current weights; seed and step decide what is sampled."""
+    """Rows that the student generates after prompts with its current weights. Seed and step decide the samples.
+
+    prompt: Number of prompt tokens. ends: Stop token ids. known: Number of ids that may be sampled.
+    """
 
     student: PreTrainedModel
     prompts: Batches
@@ -60,7 +63,7 @@ class StudentBatches:
     memory: float = 2.0
 
     def batch(self, step: int) -> Batch:
-        """Let every process write its share of the rows, and return them all."""
+        """Let every process generate its share of the rows, and return all rows."""
         prompts, state = self.prompts.batch(step).ids, process_state()
         rows, processes = len(prompts), state.num_processes
         # equal shares, so that all processes make the same passes
@@ -93,14 +96,17 @@ class StudentBatches:
 
 
 def _in_all_processes(count: int) -> int:
-    """Sum a number over the processes: they end a text together, as FSDP and ZeRO need all of them in every pass."""
+    """Sum a number over the processes. FSDP and ZeRO need every process in every pass, so all end at the same token."""
     local = torch.tensor(count, device=process_state().device)
     return int(cast(Tensor, reduce(local, "sum")))
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedRows:
-    """Prompts and a model's text after them, ids [N, P + G], of which the first lengths [N] of the G count."""
+    """Prompts and a model's text after them, ids [N, P + G].
+
+    lengths: Number of generated tokens in each row, [N]; later ids are padding. prompt: P. rows: Rows in a batch.
+    """
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -111,7 +117,7 @@ class GeneratedRows:
     def of(
         cls, prompts: np.ndarray, texts: Sequence[Completion], length: int, rows: int
     ) -> "GeneratedRows":
-        """Join prompts [N, P] and texts. length: the longest possible text; shorter texts are padded."""
+        """Join prompts [N, P] and texts. length: G, to which shorter texts are padded."""
         ids = np.zeros((len(texts), prompts.shape[1] + length), dtype=np.uint32)
         ids[:, : prompts.shape[1]] = prompts
         for row, text in zip(ids, texts, strict=True):
@@ -119,9 +125,9 @@ class GeneratedRows:
         return cls(ids, np.array([len(text.ids) for text in texts]), prompts.shape[1], rows)
 
     def batch(self, step: int) -> Batch:
-        """Return the next rows in their order, which is random already."""
+        """Return the next rows in order: the prompts are in random order already."""
         picked = (step * self.rows + np.arange(self.rows)) % len(self.ids)
-        # place of each predicted token in the generated text
+        # index of each predicted token in the generated text
         place = np.arange(self.ids.shape[1] - 1) - (self.prompt - 1)
         mask = (place >= 0) & (place < self.lengths[picked, None])
         return Batch(self.ids[picked].astype(np.int64), mask.astype(np.float32))

@@ -1,4 +1,4 @@
-"""AdamW, or Muon for matrices; and the dtype to train in."""
+"""Optimizers, AdamW or Muon for matrices, and the dtype to train in."""
 
 import re
 from collections.abc import Mapping
@@ -20,8 +20,9 @@ def optimizers_for(
 ) -> list[torch.optim.Optimizer]:
     """Return AdamW; or Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other parameters.
 
-    other_groups: parameter groups with rates of their own, for AdamW. shares: of the rate, for AdamW, of parameters by
-    name. Muon's update is scaled to AdamW's size (Liu et al. 2025), so that one learning rate serves both.
+    Muon's update is scaled to the size of AdamW's update (Liu et al. 2025), so both optimizers use the same learning
+    rate. other_groups: AdamW's parameter groups with their own rates. shares: Share of the learning rate for some
+    parameters by name, which AdamW trains.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     slower = [{"params": [p], "lr": shares[name] * loop.lr} for name, p in named if name in shares]
@@ -29,7 +30,7 @@ def optimizers_for(
         [(name, p) for name, p in named if name not in shares],
         [*other_groups, *slower],
     )
-    # model.layers.3.mlp, transformer.h.3.attn; what joins layers in an EAGLE-3 head
+    # model.layers.3.mlp, transformer.h.3.attn; fc of an EAGLE-3 head
     in_blocks = {name for name, _ in named if re.search(r"\.\d+\.|^fc\.", name)}
     matrices = [p for name, p in named if p.ndim == 2 and name in in_blocks]
     others = [p for name, p in named if p.ndim > 2 or (p.ndim == 2 and name not in in_blocks)]
@@ -55,14 +56,14 @@ def optimizers_for(
     muon = kind(
         matrices, lr=loop.lr, weight_decay=loop.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    rest = others + vectors  # none where LoRA trains adapters alone
+    rest = others + vectors  # empty if LoRA trains only adapters
     return [muon, adamw([], rest)] if rest or other_groups else [muon]
 
 
 class Float32Muon(torch.optim.Muon):
-    """torch's Muon, with Newton-Schulz iterations in float32: for CPUs where torch's, in bfloat16, take most of a step.
+    """torch's Muon with Newton-Schulz iterations in float32, for CPUs where bfloat16 iterations take most of a step.
 
-    Its state is torch's, so that a run may go on with either.
+    Its state is the state of torch's Muon, so a run may resume with either class.
     """
 
     @torch.no_grad()
@@ -86,7 +87,7 @@ class Float32Muon(torch.optim.Muon):
 def orthogonal(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Return a matrix with the same singular vectors and values near 1 (Newton-Schulz, Jordan et al. 2024), float32."""
+    """Return the matrix with its singular values moved to about 1 (Newton-Schulz, Jordan et al. 2024), in float32."""
     a, b, c = coefficients
     x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
     x = x / x.norm().clamp(min=eps)
@@ -97,7 +98,7 @@ def orthogonal(
 
 
 def training_dtype(name: str) -> str:
-    """Return what auto means here: bfloat16 where it is fast, which it is not on a CPU without AVX-512."""
+    """Resolve "auto" to bfloat16 on devices that are fast in bfloat16, else to float32 (CPUs without AVX-512)."""
     if name != "auto":
         return name
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Train a student of a target, and write it: log and save checkpoints, and resume a killed run."""
+"""Train a student and write it: log records, save checkpoints, and resume a killed run."""
 
 import contextlib
 import json
@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that logs the numbers of a step or of an evaluation to accelerate's trackers of these names.
+    """Yield a function that logs the numbers of a record to accelerate's trackers with these names.
 
-    Those of an evaluation are named heldout/... Files go next to the output, in a folder of the tracker's name.
+    Numbers of a step are named train/..., numbers of an evaluation heldout/... A tracker's files go next to the output,
+    into a folder with the tracker's name.
     """
     trackers = [_start(name, output) for name in names]
 
@@ -85,10 +86,11 @@ STEPS, EVALUATIONS = TypeAdapter(StepRecord), TypeAdapter(EvalRecord)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """Measurements of a finished run. seconds count every step once, also those before a resume.
+    """Measurements of a finished run.
 
-    after: the best evaluation, whose weights are written. lengths: tokens per target pass for every K, empty where no
-    target could write text. notes: The student's notes on its output.
+    after: The best evaluation, whose weights are written. seconds: Time of all steps, also of steps before a resume.
+    lengths: Tokens per target pass for every K; empty if no target could write text. notes: The student's notes on its
+    output.
     """
 
     before: EvalRecord
@@ -100,16 +102,17 @@ class TrainingResult:
     notes: dict[str, object] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
-        """Return the measurements and the notes of the student side by side."""
+        """Return the measurements and the student's notes in one dict."""
         facts = asdict(self)
         return facts.pop("notes") | facts
 
 
 def claimed_state(output: Output, inputs: Sequence[Path]) -> Path:
-    """Return the state directory of a run, claimed for it, in every process.
+    """Claim the state directory for this run, and return it in every process.
 
     Raises:
-        UserError: it belongs to another run and force is off, cannot be written, or has a checkpoint with pickles.
+        UserError: The directory belongs to another run and force is off, or cannot be written, or its checkpoint has
+            pickles that are not trusted.
     """
     with checkpointer.process_state().main_process_first():
         output.claim_state(inputs)
@@ -127,10 +130,10 @@ def fit(
     constraint: Constraint | None = None,
     log: Callable[[StepRecord | EvalRecord], None] | None = None,
 ) -> TrainingResult:
-    """Train student in place. state: keeps checkpoints, the log and the best weights until the caller removes it.
+    """Train student in place. state: Directory of checkpoints, log and best weights, which the caller removes.
 
     Raises:
-        UserError: state cannot be written, the disk is too small for it, or training fails.
+        UserError: `state` cannot be written, the disk is too small for checkpoints, or training fails.
     """
     check_space(state, _checkpoint_bytes(student, loop), "checkpoints")
     with progress(what, loop.steps) as advance:
@@ -148,13 +151,13 @@ def fit(
     records = read_log(state / LOG_FILE)
     if (
         checkpointer.process_state().is_main_process
-    ):  # each step once, as a run has it that was not killed
+    ):  # each step once, as in a run that was never killed
         write_atomic(
             state / LOG_FILE, "".join(json.dumps(asdict(record)) + "\n" for record in records)
         )
     steps = [r for r in records if isinstance(r, StepRecord)]
     evals = [r for r in records if isinstance(r, EvalRecord)]
-    best = max(evals, key=lambda r: r.selection_metric)  # the first of equals, as Best
+    best = max(evals, key=lambda r: r.selection_metric)  # the first of equal ones, as in Best
     after = best if constraint is None else evals[-1]
     return TrainingResult(
         before=evals[0],
@@ -166,19 +169,19 @@ def fit(
 
 
 def _checkpoint_bytes(student: PreTrainedModel, loop: Loop) -> int:
-    """Return the bytes of the best weights and of checkpoints, with two moments of an optimizer, all in fp32."""
+    """Return the bytes of the best weights and of checkpoints, which have two optimizer moments, all in fp32."""
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    count = min(2, loop.steps // loop.save_steps)  # the newest, and one more while it is written
+    count = min(2, loop.steps // loop.save_steps)  # the newest, and the next while it is written
     return 4 * trained * (1 + 3 * count)
 
 
 def read_log(path: Path) -> list[StepRecord | EvalRecord]:
-    """Return the records of a log, each step once: those that a killed run wrote after its checkpoint are replaced.
+    """Return the records of a log, each step once. The last record of a step replaces records from before a resume.
 
-    The half of a line that a kill may leave at the end is skipped.
+    An unfinished last line, which a kill may leave, is skipped.
 
     Raises:
-        UserError: another line is damaged, or the evaluation before the first step is missing.
+        UserError: Another line is damaged, or the evaluation before the first step is missing.
     """
     latest: dict[tuple[bool, int], StepRecord | EvalRecord] = {}
     for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
@@ -209,26 +212,29 @@ class OpenStudent(Protocol):
 
     @property
     def module(self) -> Any:
-        """The module that is trained, a PreTrainedModel or a module like it."""
+        """The module to train: a PreTrainedModel or a module with the same methods."""
         ...
 
     @property
     def setup(self) -> TrainingSetup: ...
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the best weights of state into the directory work; return notes for its record."""
+        """Write the best weights in `state` to the directory `work`. Return notes for the record."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
-    """What to train, from what and how.
+    """Settings of a distillation.
 
-    draft: the checkpoint to train; None: a new student of the target's own. target: None where no target is loaded
-    here. outputs: stored outputs to learn from in place of text and target. answers: prompts that the target answers
-    first, and whose answers become the outputs. server: runs the target, and lists its top_logprobs most probable
-    tokens. temperature: The temperature of both distributions in the loss. vocab: ids that the
-    student can propose; None: all, or what the kind of student takes by default.
+    Args:
+        draft: Checkpoint to train. None trains a new student that is made for the target.
+        target: None if this machine does not load a target.
+        temperature: Temperature of both distributions in the loss.
+        vocab: Number of ids that the student can propose. None takes the default of the kind of student.
+        outputs: Stored outputs to learn from, in place of text and target.
+        answers: Prompts that the target answers first; the answers become `outputs`.
+        server: Server that runs the target, and lists its top_logprobs most probable tokens.
     """
 
     student: StudentSpec
@@ -249,7 +255,7 @@ class Distillation:
 
     @property
     def target_vocab(self) -> int | None:
-        """Return the target's logits, None where they are not known. Raises UserError: unfinished outputs."""
+        """Return the target's number of logits, None if unknown. Raises UserError: `outputs` is unfinished."""
         if self.outputs is not None:
             from draftlab.target_outputs.store import finished_manifest
 
@@ -261,7 +267,7 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
     """Train a student, and write the weights of its best evaluation.
 
     Raises:
-        UserError: checkpoints, text or outputs that cannot be used, or training fails.
+        UserError: Checkpoints, text or outputs cannot be used, or training fails.
         Interrupted: SIGTERM or Ctrl-C, after a checkpoint was saved.
     """
     if job.answers is not None:

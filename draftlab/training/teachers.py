@@ -1,6 +1,6 @@
 """The target as teacher: its distributions from memory, from disk or from a server.
 
-B rows, T tokens, N of them that count, D hidden, V vocab, k listed tokens.
+B rows, T tokens, N tokens that count, D hidden, V vocab, k listed tokens.
 """
 
 import inspect
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class ListingTeacher(Protocol):
-    """A teacher that is not in memory, and lists its most probable tokens.
+    """A teacher outside of memory that lists its most probable tokens.
 
-    takes_packed: rows of a batch may hold several sequences.
+    takes_packed: Whether rows of a batch may hold several sequences.
     """
 
     @property
@@ -38,12 +38,12 @@ class ListingTeacher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """The head of a model, which makes its logits.
+    """The output head of a model.
 
-    plain: The product of its head and the last hidden states, so that it may be taken in parts. Models that scale or
-    cap their logits give whole logits instead, and so do models whose head lies on disk or in other processes. vocab:
-    the first logits count, others are padding; of a trimmed head those of its ids count. takes_packed: the model keeps
-    the sequences of a row apart by their positions.
+    plain: Whether logits are the product of head and last hidden states, which can be computed in parts. Not plain are
+    models that scale or cap their logits, and models whose head is on disk or in other processes.
+    vocab: Number of first logits that count; further logits are padding. With a trimmed head, the logits of its ids
+    count. takes_packed: Whether the model separates the sequences of a row by their positions.
     """
 
     plain: bool
@@ -52,7 +52,7 @@ class OutputHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel, vocab: int) -> "OutputHead":
-        """Run a few tokens through the model to see its kind."""
+        """Find the properties of a model's head by running a few tokens."""
         head = _head(model)
         weight = head.get_parameter("weight")
         if weight.is_meta or isinstance(weight, DTensor):
@@ -74,8 +74,8 @@ class OutputHead:
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states [N, D] and head [V, D], or logits [N, V] and None, at the counted positions of ids.
 
-        positions: Positions of tokens in their sequences, [B, T], if rows hold several. attention_mask: of other than
-        causal attention, [B, 1, T, T].
+        positions: Position of each token in its sequence, [B, T], if rows hold several sequences. attention_mask: Mask
+        [B, 1, T, T], if attention is not causal.
         """
         trimmed = trimmed_head_of(model)
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
@@ -99,10 +99,10 @@ class OutputHead:
 
 @torch.no_grad()
 def _keeps_apart(model: PreTrainedModel) -> bool:
-    """Run two sequences in one row, to see whether positions that start again keep the second from the first.
+    """Return whether restarted positions separate two sequences in a row, by running a few tokens.
 
-    Not so for state-space models, whose state goes on. Rounding is told from leaks by what the first sequence changes
-    where positions go on.
+    State-space models do not separate sequences. To tell rounding from leaks, the change of the second sequence is
+    compared with its change if its positions continue the first sequence.
     """
     decoder, was_training = model.get_decoder(), model.training
     if (
@@ -134,18 +134,18 @@ def _head(model: PreTrainedModel) -> nn.Module:
 
 
 def shard_by_layer(model: PreTrainedModel) -> None:
-    """Shard a model's weights over all processes (FSDP2); each layer is gathered while it runs."""
+    """Shard a model's weights over all processes (FSDP2). A layer's weights are gathered while the layer runs."""
     for layer in model.get_decoder().get_submodule("layers").children():
         fully_shard(layer)
     fully_shard(model)
 
 
 class LocalTeacher:
-    """The target in memory, perhaps spread over devices and disk by accelerate. Its distributions come to device."""
+    """The target in memory; accelerate may spread it over devices and disk. Its distributions are on `device`."""
 
     def __init__(self, model: PreTrainedModel, vocab: int, device: torch.device) -> None:
         self.model, self.head, self.device = model, OutputHead.of(model, vocab), device
-        self._weight: Tensor | None = None  # copy of a head that is elsewhere; it does not learn
+        self._weight: Tensor | None = None  # copy of the frozen head, if it is on another device
 
     @property
     def takes_packed(self) -> bool:
@@ -153,7 +153,7 @@ class LocalTeacher:
 
     @torch.no_grad()
     def distributions(self, batch: Batch) -> Dense:
-        """Return the target's distributions at the positions that count."""
+        """Return the target's distributions at the N positions in the mask of the batch."""
         ids = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device)
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1)
         positions = None if batch.positions is None else torch.from_numpy(batch.positions)
@@ -167,16 +167,16 @@ class LocalTeacher:
 
 @dataclass(frozen=True, slots=True)
 class StoredTeacher:
-    """The target's outputs as stored with the text; the target itself is not needed."""
+    """A teacher that reads the target's stored outputs, without the target itself."""
 
     vocab: int
     takes_packed: bool = True
 
     def distributions(self, batch: Batch) -> TopK:
-        """Return the target's distributions at the positions that count.
+        """Return the target's distributions at the N positions in the mask of the batch.
 
         Raises:
-            ValueError: the batch carries none.
+            ValueError: The batch has no top log-probabilities.
         """
         if batch.top_logprobs is None:
             raise ValueError("the batch carries no outputs of a target")
@@ -187,7 +187,7 @@ class StoredTeacher:
 
 @dataclass(frozen=True, slots=True)
 class ServedTeacher:
-    """A target that runs on a server and is asked for its k most probable tokens for every batch."""
+    """A target on a server, which lists its k most probable tokens for every batch."""
 
     server: "Server"
     k: int
@@ -195,10 +195,10 @@ class ServedTeacher:
     takes_packed: bool = False  # a server reads every text from its start
 
     def distributions(self, batch: Batch) -> TopK:
-        """Return the target's distributions at the positions that count.
+        """Return the target's distributions at the N positions in the mask of the batch.
 
         Raises:
-            UserError: the server fails, or lists a token beyond the vocabulary.
+            UserError: The server fails, or lists an id that is not below vocab.
         """
         from draftlab.target_outputs.outputs import log_rest
         from draftlab.target_outputs.targets import score_on_server
@@ -208,7 +208,7 @@ class ServedTeacher:
 
 
 def moved_to(device: torch.device, teacher: Dense | TopK) -> Dense | TopK:
-    """Return listed tokens on a device; a local teacher's distributions are there already."""
+    """Move listed tokens to a device. A local teacher's distributions are on the device already."""
     if not isinstance(teacher, TopK):
         return teacher
     return TopK(teacher.ids.to(device), teacher.log_p.to(device), teacher.tail.to(device))

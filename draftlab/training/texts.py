@@ -1,4 +1,4 @@
-"""Text to train on: of sources, and text of the target or the draft.
+"""Text to train on: text of data sources, of the target and of the draft.
 
 N rows, P prompt tokens, G generated tokens.
 """
@@ -44,9 +44,13 @@ HELDOUT_ROWS = 64
 class TrainingText:
     """Text to train on in sequences of seq_len tokens.
 
-    shares: of the steps, by "data", "target" (the target continues starts of the data) and "draft" (the student does).
-    loss_on: of conversations; None: the data has none. prompt_tokens, temperature: of generated text. reweigh_steps:
-    steps between updates of a mixture's weights by held-out loss; 0: fixed weights.
+    Args:
+        shares: Share of the steps for each kind of text: "data", "target" (the target continues starts of the data) and
+            "draft" (the student continues starts of the data).
+        loss_on: Tokens of conversations that count. None for data without conversations.
+        prompt_tokens: Length of the starts that a model continues.
+        temperature: Temperature of generated text.
+        reweigh_steps: Steps between updates of a mixture's weights by held-out loss. 0 keeps fixed weights.
     """
 
     data: str
@@ -65,8 +69,7 @@ class TrainingText:
         """Return the batches to train on and the held-out windows of the data.
 
         Raises:
-            UserError: the data cannot be read or has too little text, or it has conversations that a model is to
-                continue.
+            UserError: The data cannot be read, has too little text, or has conversations that a model should continue.
         """
         if self.loss_on is not None and self.generated:
             raise UserError(
@@ -94,12 +97,9 @@ class TrainingText:
         return batches, heldout
 
     def check(self, directory: Path, loop: Loop) -> None:
-        """Open the files of the data as training does, for a plan; built-in text and sets of the hub are left alone.
+        """Open the data as training does, for a plan, if all its sources are files. Errors are those of open.
 
-        directory: The directory of the tokenizer.
-
-        Raises:
-            UserError: The errors of open.
+        directory: Directory of the tokenizer.
         """
         if all(Path(name).exists() for name in parse_mixture(self.data)):
             self.open(checkpoint.load_tokenizer(directory), loop)
@@ -107,7 +107,10 @@ class TrainingText:
 
 @dataclass(frozen=True)
 class Author:
-    """The target as a writer of text, loaded at first use. known: ids that the draft knows, too."""
+    """The target as a writer of text, loaded at first use.
+
+    known: Number of ids that the target may write; the draft knows all of them.
+    """
 
     target: Path
     known: int
@@ -157,7 +160,7 @@ def mixed(
     memory: float,
     state: Path,
 ) -> Batches:
-    """Mix data, text of the target and text of the draft by their shares of steps."""
+    """Mix data, text of the target and text of the draft by their shares of the steps."""
     sources: dict[str, Batches] = {"data": data}
     if "target" in text.shares and author is not None:
         sources["target"] = target_text(text, data, author, state)
@@ -187,7 +190,7 @@ def in_turns(text: TrainingText, sources: Mapping[str, Batches], loop: Loop) -> 
 
 
 def target_text(text: TrainingText, data: Batches, author: Author, state: Path) -> GeneratedRows:
-    """Return rows that begin like those of data and that the target continues; made once, and stored in state."""
+    """Return rows that continue the starts of data rows with the target's text. The rows are stored in `state`."""
     loop = author.loop
     steps = min(loop.steps, math.ceil(loop.steps * text.shares["target"]) + 1)
     starts = [data.batch(step).ids[:, : text.prompt_tokens] for step in range(steps)]
@@ -197,9 +200,9 @@ def target_text(text: TrainingText, data: Batches, author: Author, state: Path) 
 def continued(
     prompts: np.ndarray, text: TrainingText, author: Author, file: Path, purpose: str
 ) -> GeneratedRows:
-    """Return prompts [N, P] with the target's text after them, up to the length of a row; made once, in a file.
+    """Return prompts [N, P] with the target's text after them, up to the length of a row. `file` stores the rows.
 
-    purpose: completes "text to ..." for the bar of progress.
+    purpose: Completes "text to ..." for the progress bar.
     """
     rows, length = author.loop.batch_size, text.seq_len + 1 - prompts.shape[1]
 
@@ -224,10 +227,10 @@ def reweighing(
 ) -> DynamicBatches:
     """Return batches whose weights follow the student's held-out loss on each source, relative to the target's.
 
-    Xia et al. 2023 (Sheared LLaMA, 2310.06694), dynamic batch loading.
+    This is the dynamic batch loading of Xia et al. 2023 (Sheared LLaMA, 2310.06694).
 
     Raises:
-        UserError: a source without one held-out window.
+        UserError: A source has no held-out window.
     """
     note(f"loading {hub.checkpoint_name(author.target)} for its loss on each source")
     reference, rows = author.load_model().eval(), min(8, batches.rows)

@@ -48,9 +48,10 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthComparison:
-    """Tokens per target pass at K before and after training, with the 95 % interval of the latter over texts.
+    """Tokens per target pass with k drafted tokens, before and after training.
 
-    gain_low: lower end of after / before, from the same bootstrap draws.
+    low, high: 95 % interval of `after` over texts. gain_low: Lower bound of after / before, from the same bootstrap
+    draws.
     """
 
     k: int
@@ -62,7 +63,10 @@ class LengthComparison:
 
 
 class LengthEvaluator(Protocol):
-    """Measures tokens per target pass: at K = 4 of a student after a step; later, at every K of two such steps."""
+    """Measures tokens per target pass.
+
+    A call evaluates a student at K = 4 and stores the step's result. compare() compares two stored steps at every K.
+    """
 
     def __call__(self, student: PreTrainedModel, step: int) -> float: ...
 
@@ -73,9 +77,9 @@ class LengthEvaluator(Protocol):
 class TrainingSetup:
     """Teacher, text, loss and evaluation of a student.
 
-    teacher: None to learn from the text alone. temperature: of both distributions in the divergence. offsets: of a
-    student that learns to draft in parallel. objective: in DistillStep's place, where the student is not a language
-    model by itself.
+    teacher: None learns from the text alone. temperature: Temperature of both distributions in the divergence. offsets:
+    Offsets that a parallel draft learns. objective: Replaces DistillStep for a student that is no language model by
+    itself.
     """
 
     teacher: TeacherModel
@@ -90,9 +94,10 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimizer step. loss in nats per token; acceptance is sum min(p, q), None without a teacher.
+    """One optimizer step.
 
-    grad_norm: None where it is not finite, or DeepSpeed does not tell it.
+    loss: Nats per token. acceptance: Mean of sum min(p, q), None without a teacher. grad_norm: None if the norm is not
+    finite, or DeepSpeed does not report the norm.
     """
 
     step: int
@@ -106,11 +111,12 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """Held-out means over tokens, teacher-forced. agreement: share of tokens with the same argmax.
+    """Teacher-forced means over held-out tokens.
 
-    acceptance and agreement are None without a teacher. slack: Acceptance that may be added, where only the
-    most probable tokens are stored. mean_acceptance_length: tokens per target pass at K = 4, None if not measured.
-    offsets: acceptance of each offset of a parallel draft; loss is over all of them, the others are of the first.
+    agreement: Share of tokens where student and teacher have the same argmax. acceptance and agreement are None without
+    a teacher. slack: If only the most probable tokens are stored, the true acceptance is at most acceptance + slack.
+    mean_acceptance_length: Tokens per target pass at K = 4, None if not measured. offsets: Acceptance at each offset of
+    a parallel draft, whose loss is a mean over all offsets, and whose other means are those of offset 1.
     """
 
     step: int
@@ -125,7 +131,7 @@ class EvalRecord:
 
     @property
     def selection_metric(self) -> float:
-        """The value that is highest at the best step: acceptance length, else acceptance, else likelihood."""
+        """The value that is highest at the best step: acceptance length, else acceptance, else the negative loss."""
         if self.mean_acceptance_length is not None:
             return self.mean_acceptance_length
         if self.acceptance is None:
@@ -140,13 +146,15 @@ def train(
     state: Path,
     constraint: Constraint | None = None,
 ) -> Iterator[StepRecord | EvalRecord]:
-    """Train student in place; yield a record per step and per held-out evaluation: before, during and after.
+    """Train student in place, and yield a record of each step and of each held-out evaluation.
 
-    state: directory of checkpoints and of the weights of the best evaluation (checkpointer.best_weights). A checkpoint
-    that is there already is resumed from. constraint: trained along; then the last evaluation counts as the best.
+    Evaluations run before, during and after training.
+
+    state: Directory of checkpoints and of the best evaluation's weights (checkpointer.best_weights). Training resumes
+    from its newest checkpoint. constraint: Module trained with the student; the last evaluation then counts as best.
 
     Raises:
-        UserError: the loss needs a teacher and there is none, the loss is not finite, or state cannot be written.
+        UserError: The loss needs a teacher and there is none, the loss is not finite, or `state` cannot be written.
         Interrupted: SIGTERM or Ctrl-C, after a checkpoint was saved.
     """
     if setup.loss.needs_teacher and setup.teacher is None:
@@ -213,7 +221,7 @@ class Trainer:
         for group in _groups(optimizers):
             group["peak_lr"] = group["lr"]
         self.module, *self.optimizers = self.accelerator.prepare(module, *optimizers)
-        register_fsdp_forward_method(self.module, "around")  # does nothing but under FSDP2
+        register_fsdp_forward_method(self.module, "around")  # has no effect without FSDP2
         if loop.torch_compile:
             student.get_decoder().compile()
         self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, loop.torch_compile)
@@ -230,7 +238,7 @@ class Trainer:
         )
 
     def evaluate(self, done: int) -> EvalRecord:
-        """Evaluate on held-out text, and keep the weights if they are the best so far."""
+        """Evaluate on held-out text, and save the weights if they are the best so far."""
         record = self._heldout(self.setup.heldout.batches, self.teacher, done)
         if self.setup.length is not None:
             length = self.setup.length
@@ -275,7 +283,7 @@ class Trainer:
         )
 
     def reweigh(self, done: int) -> None:
-        """Update the weights of a mixture where that is due."""
+        """Update the weights of the text's mixture if an update is due after `done` steps."""
         batches = self.setup.batches
         if isinstance(batches, DynamicBatches) and done % batches.every == 0:
             losses = {
@@ -285,11 +293,14 @@ class Trainer:
             batches.reweigh(done, losses)
 
     def in_any_process(self, flag: bool) -> bool:
-        """Return whether it is so in any process, which must save and stop together."""
+        """Return whether the flag is set in any process. All processes must save and stop at the same step."""
         return bool(self._total(torch.tensor(int(flag))))
 
     def _micro_batches(self, index: int) -> list[Batch]:
-        """Return this process's rows, in parts: made before they are shared out, so that all make the same passes."""
+        """Return this process's rows of a step, in parts.
+
+        The batch is split into parts before processes take their shares, so all processes run the same passes.
+        """
         processes = self.accelerator.num_processes
         batch = self.accelerator.unwrap_model(self.module).around(
             lambda: self.setup.batches.batch(index)
@@ -298,18 +309,18 @@ class Trainer:
         return [part.shard(self.accelerator.process_index, processes) for part in parts]
 
     def _packed(self, batch: Batch, draw: int) -> Batch:
-        """Pack short sequences together, unless the student or the teacher wants a text in every row.
+        """Pack short sequences into shared rows, unless the student or the teacher needs one sequence per row.
 
-        draw: Number that decides, with the seed, the offsets that a parallel draft predicts.
+        draw: Number that, with the seed, decides which offsets a parallel draft predicts.
         """
         batch = batch.packed() if self.packs else batch
         return batch if self.setup.offsets is None else self.setup.offsets.drawn(batch, draw)
 
     def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:
-        """Return the sums of DistillStep over all parts, [6]. tokens: Tokens of the whole step, in all processes."""
+        """Return the sums of DistillStep over all parts, [6]. tokens: Predictions of the step in all processes."""
         totals, accelerator = torch.zeros(6, dtype=torch.float64), self.accelerator
         for number, part in enumerate(parts, 1):
-            # DeepSpeed clips and steps in that backward pass
+            # DeepSpeed clips and steps in the last backward pass
             accelerator.sync_gradients = number == len(parts)
             unsynced = (
                 contextlib.nullcontext()
@@ -318,7 +329,7 @@ class Trainer:
             )
             with unsynced:
                 sums = self._sums(self.teacher, part)[0]
-                # DDP averages over processes; the token count is that of the whole step, so scale back
+                # DDP averages over processes, but `tokens` counts all processes: scale back
                 accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
             totals += exact(sums.detach()).cpu()
         return totals
@@ -367,7 +378,7 @@ class Trainer:
         return self.module(ids, mask, listed, positions, depths)
 
     def _total(self, values: Tensor) -> Tensor:
-        """Sum over all processes; one moves nothing, as Apple's GPUs have no float64."""
+        """Sum over all processes. A single process returns values where they are: Apple's GPUs have no float64."""
         if self.accelerator.num_processes == 1:
             return values
         return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device)))
@@ -378,7 +389,7 @@ def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]
 
 
 def _shared_vocab(student: PreTrainedModel, teacher: TeacherModel) -> int:
-    """Return how many logits both have: those beyond pad a head."""
+    """Return how many logits student and teacher share. Further logits of either model are padding."""
     own = logits_of(student)
     if teacher is None:
         return own
@@ -395,7 +406,7 @@ def _prepare_teacher(
         shard_by_layer(model)
     elif (
         getattr(model, "hf_device_map", None) is None
-    ):  # accelerate has not spread it over devices already
+    ):  # accelerate has not spread the model over devices already
         model.to(cast(Any, accelerator.device))
     if compiled:
         model.get_decoder().compile()

@@ -1,4 +1,4 @@
-"""The logits of a trained draft: the target's number, since padding must not win; or a trimmed head. V vocab."""
+"""The logits of a trained draft: as many as the target's, or those of a trimmed head. V vocab."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,14 +16,14 @@ from draftlab.training.loop import Batches
 from draftlab.training.on_policy import MixedBatches, StudentBatches
 from draftlab.training.teachers import logits_of
 
-COUNTED_TOKENS = 4_000_000  # most tokens that are counted to trim a head
+COUNTED_TOKENS = 4_000_000  # most tokens to count for a trimmed head
 
 
 def resize(directory: Path, vocab: int) -> str | None:
-    """Give the checkpoint in directory vocab logits; return the change for the record, None if there is none.
+    """Resize a checkpoint to `vocab` logits. Return the change for the record, or None without a change.
 
-    Rows of padding are dropped. Added rows are the mean of old rows: their logit is the mean logit, so by Jensen's
-    inequality the probability of each is below 1 / V whatever the text, in practice far below.
+    Rows beyond `vocab` are dropped. Added rows are the mean of the old rows. Their logit is the mean logit, so by
+    Jensen's inequality the probability of an added id is less than 1 / V for any text, and far less in practice.
 
     Raises:
         UserError: The errors of tensors_of_ids.
@@ -43,10 +43,10 @@ def resize(directory: Path, vocab: int) -> str | None:
 
 
 def tensors_of_ids(directory: Path) -> list[str]:
-    """Return the tensors of a checkpoint that have a row per id: embedding and head, and their biases.
+    """Return the names of a checkpoint's tensors with a row per id: embedding, head and their biases.
 
     Raises:
-        UserError: none of its tensors is the embedding that transformers builds.
+        UserError: No tensor has the name of the embedding or head in transformers, or config.json has no vocab_size.
     """
     config, weights = checkpoint.read_config(directory), checkpoint.Weights(directory)
     sized = sorted(name for name in _rows_of_ids(config) if name in weights)
@@ -60,7 +60,7 @@ def tensors_of_ids(directory: Path) -> list[str]:
 def trim(
     student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], models: Iterable[Path]
 ) -> None:
-    """Trim a student's head to the most frequent ids of texts. models: checkpoints whose special ids stay.
+    """Trim a student's head to the `size` most frequent ids of texts. models: Checkpoints whose special ids stay.
 
     Raises:
         UserError: The errors of frequent_ids.
@@ -79,7 +79,7 @@ def trim(
 
 
 def trained_texts(batches: Batches, steps: int) -> list[np.ndarray]:
-    """Return the tokens that are trained on; of text that the student will write, those that it is to continue."""
+    """Return the tokens that are trained on. Text that the student will write is replaced by the data it continues."""
     texts, tokens, step = [], 0, 0
     while step < steps and tokens < COUNTED_TOKENS:
         batch = _without_student(batches, step)
@@ -96,7 +96,7 @@ def _without_student(batches: Batches, step: int) -> Batch:
 
 
 def _rows_of_ids(config: dict[str, object]) -> set[str]:
-    """Return the names of embedding and head in files, with and without the base model's prefix."""
+    """Return the parameter names of embedding and head, with and without the base model's prefix."""
     model = checkpoint.meta_model(config, torch.float32)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     own = {

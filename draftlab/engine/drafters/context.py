@@ -1,4 +1,4 @@
-"""The run that drafters are built for, and the drafters built."""
+"""The run that drafters are built for, and the built drafters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ from draftlab.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterRun:
-    """A drafter, its draft model if it has one, and the numbers of tokens to try.
+    """A built drafter, its draft model if any, and the numbers of tokens to try.
 
-    learnt: the drafter with what it learnt when it was built, as --drafter takes it. facts: how a score describes its
-    model, fields of results.score.Model.
+    learnt: Text for --drafter that includes the options which the drafter learnt when it was built. facts: Fields of
+    results.score.Model by which a score describes the drafter's model.
     """
 
     drafter: Drafter
@@ -35,7 +35,7 @@ class DrafterRun:
 
 
 class DrafterContext:
-    """The target and the settings of a run; the parts that drafters share are made once."""
+    """The target and the settings of a run, and objects that several drafters share."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class DrafterContext:
         clock: Clock,
         int8: bool = False,
     ) -> None:
-        """draft: the default draft. load: loads a checkpoint in the mode of the run. int8: heads are rounded."""
+        """load: Loads a checkpoint in the run's mode. draft: Default draft. int8: Whether heads are rounded to int8."""
         self.target, self.target_path, self.load, self.draft = target, target_path, load, draft
         self.data, self.sampling, self.ks, self.clock = data, sampling, ks, clock
         self.mode: Mode = mode
@@ -67,7 +67,7 @@ class DrafterContext:
         learnt: str | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> DrafterRun:
-        """Return a drafter with the facts that the run needs. ks: Default: the run's."""
+        """Return a drafter with the facts that the run needs. ks: None takes the run's numbers of tokens."""
         return DrafterRun(
             drafter=drafter,
             model=model,
@@ -82,10 +82,12 @@ class DrafterContext:
         return self.target.weights_dtype == "int8"
 
     def draft_path(self, text: str, name: str) -> Path:
-        """Return the directory of a draft model, for an empty name the default draft.
+        """Return the directory of a draft model. An empty name gives the default draft.
+
+        text: The drafter, for the message of the error.
 
         Raises:
-            UserError: there is no default draft. text: the drafter, for the message.
+            UserError: The name is empty, and there is no default draft.
         """
         if name:
             return hub.locate(name)
@@ -96,17 +98,17 @@ class DrafterContext:
         return self.draft
 
     def load_draft(self, text: str, name: str) -> Decoder:
-        """Load a draft model; arguments and errors are those of draft_path."""
+        """Load a draft model. Arguments and errors are those of draft_path."""
         return self.load(self.draft_path(text, name))
 
     def own_engine(self, spec: DrafterSpec, model: Decoder) -> Llama:
-        """Return a model that draftlab's engine runs. Raises UserError: transformers runs the model."""
+        """Return the model as a Llama of draftlab's engine. Raises UserError: transformers runs the model."""
         if not isinstance(model, Llama):
             raise spec.refused_by_transformers()
         return model
 
     def corpus(self, source: str, tokens: int) -> np.ndarray:
-        """Return tokens of a data source, [N]."""
+        """Return the first `tokens` tokens of a data source, [N]. A mixture gives at most twice as many."""
         batches = data.open_batches(source, self.tokenizer, rows=1, seq_len=tokens, steps=1, seed=0)
         return np.concatenate([stream[:tokens] for stream in batches.streams.values()])[
             : 2 * tokens

@@ -1,8 +1,8 @@
-"""Drafting with a DFlash head: states of read tokens are projected once, and one pass drafts all tokens.
+"""Drafting with a DFlash head: the target's states are projected once per token, and one pass drafts all tokens.
 
-B rows, T tokens, K drafted tokens, V vocab. In a text of n tokens the target has read n - 1, whose states are the
-context; the last token begins the block. Each token is drawn from its own q, which does not depend on the other tokens
-of the draft, so the rules for chains hold.
+B rows, T tokens, K drafted tokens, V vocab. In a text of n tokens the target has read n - 1 tokens, whose states are
+the context. The last token begins the block. Each drafted token has its own q, which does not depend on the other
+drafted tokens, so the rules for chains hold.
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,10 @@ class DFlashDrafter(StatesDrafter[DFlash]):
         return Draft(ids=ids, q=q, counts=[ids.shape[1]] * len(texts))
 
     def read_states(self, texts: Sequence[list[int]]) -> None:
-        """Project the states that are new since the last call.
+        """Project the target's states that are new since the last call.
 
-        States of drafted tokens that were rejected are not used: positions are read again once the target has read
-        their tokens.
+        States of rejected tokens are never used: their positions are read again when the target has read the new
+        tokens.
         """
         _, positions = self.new_positions(texts)
         self.head.read(self.states_at(positions), positions, self.cache)

@@ -1,4 +1,4 @@
-"""A drafter after another, which drafts where the first has no draft.
+"""A drafter that falls back to a second drafter when the first drafter has no draft.
 
 B rows, K drafted, V vocab.
 """
@@ -15,9 +15,10 @@ from draftlab.sampling import SamplingParams
 
 
 class FallbackDrafter(Drafter):
-    """Proposes the first drafter's draft, or the second drafter's if the first has none.
+    """Proposes the draft of the first drafter, or the draft of the second drafter if the first has no draft.
 
-    second_tokens: most that the second drafts, for its tokens cost more and are right less often than long copies.
+    second_tokens: Most tokens that the second drafter drafts. Its tokens cost more than copied tokens, and are right
+    less often.
     """
 
     def __init__(

@@ -19,17 +19,17 @@ from draftlab.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """All n-grams of one length: contexts as sorted numbers, each with its followers and their counts."""
+    """All n-grams of one length: contexts as sorted numbers, and the followers of each context with their counts."""
 
     contexts: np.ndarray  # [C] uint64
     offsets: np.ndarray  # [C + 1] into followers
     followers: np.ndarray  # [P]
-    # [P]; for all but the longest n-grams the number of distinct tokens before them
+    # [P]; shorter n-grams than the longest are counted by the distinct tokens before them
     counts: np.ndarray
     discount: float
 
     def after(self, context: np.uint64) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the followers of a context and their counts, or None if the corpus does not have it."""
+        """Return the followers of a context and their counts, or None for a context that is not in the corpus."""
         at = int(np.searchsorted(self.contexts, context))
         if at == len(self.contexts) or self.contexts[at] != context:
             return None
@@ -45,12 +45,13 @@ def contexts_fit(vocab: int, order: int) -> bool:
 class NgramModel:
     """An interpolated Kneser-Ney model (Ney, Essen, Kneser 1994): every token has some probability.
 
-    p(w | h) = max(c(h w) - D, 0) / c(h) + D N(h) / c(h) p(w | h'), with h' the context without its first token and N(h)
-    its number of followers. Shorter n-grams are counted by the tokens before them. D = n1 / (n1 + 2 n2) of each order.
+    p(w | h) = max(c(h w) - D, 0) / c(h) + D N(h) / c(h) p(w | h'), where h' is the context h without its first token
+    and N(h) the number of its distinct followers. c counts the longest n-grams by occurrences, and shorter n-grams by
+    distinct tokens before them. Each order has its D = n1 / (n1 + 2 n2), from the n-grams with counts 1 and 2.
     """
 
     def __init__(self, ids: np.ndarray, vocab: int, order: int) -> None:
-        """Count the corpus ids [N], one stream of at least order tokens. Raises ValueError: contexts do not fit."""
+        """Count the n-grams of a stream of at least `order` ids [N]. Raises ValueError: contexts do not fit 64 bits."""
         if not contexts_fit(vocab, order):
             raise ValueError(f"contexts of {order - 1} tokens of {vocab} do not fit 64 bits")
         self.vocab = vocab
@@ -134,9 +135,10 @@ MATCH_KINDS: tuple[MatchKind, ...] = ("once", "agree", "differ")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest n-gram at the end of a text that it has before, too. start: Position after its latest occurrence.
+    """The longest n-gram at the end of a text that also occurs earlier in the text.
 
-    kind: it occurred once before, several times followed by the same token, or by different tokens.
+    start: Position after its latest earlier occurrence. kind: "once" if it occurs once before; "agree" if it occurs
+    several times, always followed by the same token; else "differ".
     """
 
     length: int
@@ -145,7 +147,7 @@ class Match:
 
 
 def latest_match(ids: np.ndarray, longest: int) -> Match | None:
-    """Return the match of a text [N] with an n-gram of at most longest tokens, or None."""
+    """Return the match at the end of a text [N], at most `longest` tokens long, or None."""
     ends = np.flatnonzero(ids[:-1] == ids[-1]) + 1  # ends of matches
     if len(ends) == 0:
         return None
@@ -162,7 +164,7 @@ def latest_match(ids: np.ndarray, longest: int) -> Match | None:
 
 
 class TextDrafter(Drafter):
-    """A drafter whose tokens follow from each text alone: they are certain, and may be fewer than asked for."""
+    """A deterministic drafter that drafts from each text alone, perhaps fewer tokens than asked for."""
 
     @abstractmethod
     def draft(self, text: list[int], count: int) -> list[int]:
@@ -184,8 +186,8 @@ class TextDrafter(Drafter):
 class PromptLookupDrafter(TextDrafter):
     """Prompt lookup: copies the tokens after the most recent match of the text's last n-gram, longest n-gram first.
 
-    The copy continues into itself, so a loop is drafted to any length. No match is no draft, nor one shorter than
-    min_match, by MATCH_KINDS.
+    The copy continues into itself, so a loop is drafted to any length. There is no draft without a match, or if the
+    match has fewer tokens than min_match has for its kind (MATCH_KINDS).
     """
 
     def __init__(self, longest: int, min_match: Sequence[int] = (1, 1, 1)) -> None:
@@ -201,7 +203,7 @@ class PromptLookupDrafter(TextDrafter):
 def _order(
     contexts: np.ndarray, followers: np.ndarray, counts: np.ndarray
 ) -> tuple[Order, np.ndarray]:
-    """Return the n-grams of one length, and the position of the first occurrence of each distinct n-gram."""
+    """Return the n-grams of one length, and the index of the first occurrence of each distinct n-gram."""
     sorted_by = np.lexsort((followers, contexts))
     c, f = contexts[sorted_by], followers[sorted_by]
     # start of each distinct n-gram

@@ -1,8 +1,8 @@
-"""Drafting with a parallel draft (PARD, 2504.18583): all tokens from one pass, each from its own mask token.
+"""Drafting with a parallel draft (PARD, 2504.18583): one pass drafts all tokens, all but the first from mask tokens.
 
-B rows, K drafted tokens, V vocab. A pass reads what the cache lacks of the texts and K - 1 mask
-tokens, as vLLM's parallel_drafting does; the cache is then rolled back to the texts. Each token is drawn from its own
-q, which does not depend on the other drafted tokens, so the rules for chains and trees hold.
+B rows, K drafted tokens, V vocab. A pass reads the tokens of the texts that are not cached, and K - 1 mask tokens, as
+vLLM's parallel_drafting does. Then the cache is rolled back to the texts. Each token is drawn from its own q, which
+does not depend on the other drafted tokens, so the rules for chains and trees hold.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class ParallelDrafter(ModelDrafter):
     """A parallel draft that drafts a chain."""
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
-        """Raises UserError: not a parallel draft."""
+        """Raises UserError: the model is no parallel draft."""
         super().__init__(model, vocab)
         self.token = mask_token(model)
 
@@ -35,17 +35,17 @@ class ParallelDrafter(ModelDrafter):
 def offset_logits(
     drafter: ModelDrafter, token: int, texts: Sequence[list[int]], count: int
 ) -> Tensor:
-    """Return the logits of each offset after the texts, [B, count, V], and leave the cache at the texts."""
+    """Return the logits at offsets 1 to count after the texts, [B, count, V]. Only the texts stay in the cache."""
     drafter.roll_back(texts)
     masked = [text + [token] * (count - 1) for text in texts]
     logits = feed(drafter.model, drafter.cache, masked, drafter.own_vocab, count)
-    # keys of mask tokens are not those of the text
+    # drops the keys of mask tokens
     drafter.cache.used = [len(text) for text in texts]
     return logits
 
 
 def mask_token(model: Decoder) -> int:
-    """Return the mask token of a parallel draft. Raises UserError: it is none."""
+    """Return the mask token of a parallel draft. Raises UserError: the model is no parallel draft."""
     token = model.pard_token if isinstance(model, Llama) else None
     if token is None:
         raise UserError(
@@ -60,7 +60,7 @@ def drafts_in_parallel(model: Decoder) -> bool:
 
 
 def model_drafter(model: Decoder, vocab: int | None) -> ModelDrafter:
-    """Return the drafter of a draft model: in one pass for a parallel draft, else in a pass for each token."""
+    """Return a drafter for a draft model: one pass per draft for a parallel draft, else one pass per token."""
     return (
         ParallelDrafter(model, vocab) if drafts_in_parallel(model) else ModelDrafter(model, vocab)
     )

@@ -1,6 +1,6 @@
 """Drafters with heads that read the states of the target's layers.
 
-B rows, T positions, A layers that are read, D hidden. In a text of n tokens the target has read n - 1.
+B rows, T positions, A layers that are read, D hidden. In a text of n tokens the target has read n - 1 tokens.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ Head = TypeVar("Head", bound=StatesHead)
 
 
 class StatesDrafter(Drafter, Generic[Head]):
-    """Follows the states of the target: which positions of each row are read, and which are new."""
+    """Follows the states of the target, and knows which positions of each row are new."""
 
     cache: Any
     layer_states: LayerStates
@@ -50,16 +50,16 @@ class StatesDrafter(Drafter, Generic[Head]):
     def reset(self, rows: int, capacity: int) -> None:
         self.cache = None  # frees its memory before the next one is allocated
         self.cache = self.head.new_cache(rows, capacity)
-        self.read = [0] * rows  # positions of each row that hold the target's states
+        self.read = [0] * rows  # positions of each row that the head has read
 
     def attach(self, cache: Any) -> None:
         self.layer_states = self.target.new_layer_states(cache, self.head.layer_ids)
         cache.layer_states = self.layer_states
 
     def new_positions(self, texts: Sequence[list[int]]) -> tuple[list[int], Tensor]:
-        """Return the first position to read of each row, and the positions, [B, T].
+        """Return the first position that each row reads, and all positions to read, [B, T].
 
-        Every row reads the largest number of new positions in the batch, at least the last position.
+        All rows read the same number of positions: the largest number of new positions in the batch, at least 1.
         """
         ends = [len(text) - 1 for text in texts]
         width = max(end - min(read, end - 1) for end, read in zip(ends, self.read, strict=True))
@@ -68,6 +68,6 @@ class StatesDrafter(Drafter, Generic[Head]):
         return starts, staged(starts, device).unsqueeze(1) + torch.arange(width, device=device)
 
     def states_at(self, positions: Tensor) -> Tensor:
-        """Return the target's states at positions [B, T], [B, T, A D]."""
+        """Return the target's states at `positions` [B, T], as [B, T, A D]."""
         rows = torch.arange(len(positions), device=positions.device).unsqueeze(1)
         return self.layer_states.states[rows, positions]

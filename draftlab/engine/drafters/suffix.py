@@ -1,7 +1,7 @@
-"""Suffix decoding: continue the text as its own repetitions and earlier answers continued.
+"""Suffix decoding: draft the tokens that followed the same suffix earlier in the text or in earlier answers.
 
-K drafted. Oliaro et al. 2024 (arXiv 2411.04975). vLLM's method "suffix" takes Arctic Inference's trees; tests compare
-the drafts with theirs.
+K drafted. Oliaro et al. 2024 (arXiv 2411.04975). vLLM's method "suffix" uses the suffix trees of Arctic Inference.
+Tests compare the drafts with those of Arctic Inference.
 """
 
 from collections import Counter
@@ -12,19 +12,19 @@ import numpy as np
 
 from draftlab.engine.drafters.ngram import TextDrafter
 
-END = -1  # stands after each text of a memory
+END = -1  # marks the end of each text
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Tokens that may follow. score: sum of the share of occurrences that went on so, over the tokens."""
+    """Drafted tokens. score: Sum, over the tokens, of the estimated probability of the draft up to the token."""
 
     ids: list[int]
     score: float
 
 
 class Memory:
-    """Texts whose continuations are known: all of them by their tokens. N tokens, each text's END included."""
+    """Earlier texts, with an index of their tokens. N tokens, including an END for each text."""
 
     def __init__(self, texts: Iterable[Sequence[int] | np.ndarray]) -> None:
         parts = [np.append(np.asarray(text, dtype=np.int64), END) for text in texts]
@@ -33,15 +33,16 @@ class Memory:
         self._sorted = self.ids[self._order]
 
     def after(self, token: int) -> np.ndarray:
-        """Return the positions that follow an occurrence of a token, in order."""
+        """Return the positions after each occurrence of a token, ascending."""
         first, last = np.searchsorted(self._sorted, [token, token + 1])
         return self._order[first:last] + 1
 
 
 class SuffixDrafter(TextDrafter):
-    """Draft the continuation with the highest score, of all suffixes of the text of at most depth tokens.
+    """Drafts the guess with the highest score, over all suffixes of the text of fewer than `depth` tokens.
 
-    A suffix of m tokens drafts at most factor * m tokens, as long as min_prob of its occurrences went on so.
+    A suffix of m tokens drafts at most factor * m tokens. A draft ends when its estimated probability, the share of
+    occurrences with the same continuation, falls below min_prob.
     """
 
     def __init__(self, memory: Memory | None, depth: int, factor: float, min_prob: float) -> None:
@@ -49,7 +50,7 @@ class SuffixDrafter(TextDrafter):
 
     def draft(self, text: list[int], count: int) -> list[int]:
         ids = np.array(text)
-        ended = np.append(ids, END)  # the text's own end is an occurrence that nothing follows
+        ended = np.append(ids, END)  # the end of the text is an occurrence without a next token
         own = self._best(ended, np.flatnonzero(ids == ids[-1]) + 1, ids, count)
         if self.memory is None:
             return own.ids
@@ -57,7 +58,7 @@ class SuffixDrafter(TextDrafter):
         return max(own, earlier, key=lambda guess: guess.score).ids
 
     def _best(self, ids: np.ndarray, after: np.ndarray, text: np.ndarray, count: int) -> Guess:
-        """Return the best guess from ids [N]. after: Positions that follow the text's last token in ids."""
+        """Return the best guess from ids [N]. after: Positions in ids after an occurrence of the text's last token."""
         best = Guess([], 0.0)
         for length in range(1, min(len(text), self.depth)):
             after = after[after >= length]
@@ -71,7 +72,7 @@ class SuffixDrafter(TextDrafter):
         return best
 
     def _follow(self, ids: np.ndarray, at: np.ndarray, most: int) -> Guess:
-        """Return the tokens that follow most often from the positions at, of equals the one seen first."""
+        """Return the most frequent continuation from the positions `at`. Ties go to the token seen first."""
         drafted: list[int] = []
         score, prob = 0.0, 1.0
         while len(drafted) < most:

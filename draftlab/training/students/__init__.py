@@ -1,4 +1,4 @@
-"""The kinds of students that distill trains: a module each, under the name of the kind, without torch."""
+"""The kinds of students that distill trains, one module per kind without torch at import."""
 
 from draftlab.config.kinds import STUDENTS, StudentSpec, parse_student, student
 

@@ -1,4 +1,4 @@
-"""An ordinary draft: a language model with the target's vocabulary, of which one pass drafts one token."""
+"""An ordinary draft: a language model with the target's vocabulary, which drafts one token per pass."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DraftSpec(StudentSpec):
-    """A student that is a checkpoint to train."""
+    """A student that starts from a draft's checkpoint."""
 
     starts_from_draft = True
 
@@ -21,7 +21,7 @@ class DraftSpec(StudentSpec):
         return f"distill-{hub.checkpoint_name(draft).removeprefix('prune-')}"
 
     def offsets(self, job: "Distillation") -> "Offsets | None":
-        """Return the offsets that a parallel draft learns to predict; None: it learns the next token."""
+        """Return the offsets that a parallel draft learns to predict, or None for an ordinary draft."""
         return None
 
     def facts(self, job: "Distillation") -> Mapping[str, object]:

@@ -12,7 +12,7 @@ from draftlab.errors import UserError
 if TYPE_CHECKING:
     from draftlab.training.run import Distillation, OpenStudent
 
-LARGEST_DEFAULT = 32_000  # draft ids, as SafeAILab and speculators have
+LARGEST_DEFAULT = 32_000  # most draft ids by default, as in SafeAILab's and speculators' heads
 
 Layers = Annotated[
     list[int] | None,
@@ -22,12 +22,12 @@ Layers = Annotated[
 
 @student("eagle")
 class EagleStudent(StudentSpec):
-    """ttt_steps: steps of training-time test, tokens in a row that the head learns to draft.
+    """ttt_steps: steps of training-time test, and so the number of tokens in a row that the head learns to draft.
 
-    layer_ids: layers of the target after which the head reads its states, as 2+12+21; by default 2, n / 2 and n - 3.
-    norm_before_residual: take the residual after hidden_norm, which SGLang does not compute. EAGLE-3.1 has
-    norm_before_fc (one RMSNorm of the target's states) or fc_norm (one for each layer), norm_output (feed back the
-    normed state) and sliding_window (latest tokens that the head reads); the names are those of speculators.
+    layer_ids: layers of the target whose states the head reads, as 2+12+21; by default 2, n / 2 and n - 3 of n layers.
+    norm_before_residual: take the residual after hidden_norm; SGLang does not support this. EAGLE-3.1 has
+    norm_before_fc (one RMSNorm of the target's states) or fc_norm (one RMSNorm for each layer), norm_output (feed back
+    the normed state) and sliding_window (number of latest tokens that the head reads). Names are those of speculators.
     """
 
     unused = frozenset(
@@ -40,7 +40,7 @@ class EagleStudent(StudentSpec):
             "reweigh_steps",
         }
     )
-    lr_share = 0.5  # share of the rate of pruned drafts, by runs on SmolLM2-135M
+    lr_share = 0.5  # share of the rate of pruned drafts, from runs on SmolLM2-135M
     ttt_steps: int = Field(4, ge=1, le=16)
     layer_ids: Layers = None
     norm_before_residual: bool = False

@@ -1,4 +1,4 @@
-"""A parallel draft (PARD, An et al. 2025, 2504.18583): one pass drafts K tokens, all but the first from mask tokens."""
+"""A parallel draft (PARD, An et al. 2025, 2504.18583): a pass drafts K tokens, all but the first from mask tokens."""
 
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @student("parallel")
 class ParallelStudent(DraftSpec):
-    """tokens: K. token: id of the mask token; by default an id that no text has.
+    """tokens: number of tokens that one pass drafts. token: id of the mask token; by default an id that no text has.
 
-    share: Share of an offset's positions that predict the next offset, too. floor: the least share of all
-    positions that predict an offset. Both are PARD's.
+    share: share of an offset's positions that predict the next offset, too. floor: least share of all positions that
+    predict an offset. share and floor are from PARD.
     """
 
     tokens: int = Field(8, ge=2, le=32)
@@ -31,10 +31,10 @@ class ParallelStudent(DraftSpec):
         self.offsets(job)
 
     def offsets(self, job: "Distillation") -> "Offsets":
-        """Return the offsets, with the mask token that the options choose, the draft's own or an unused token.
+        """Return the offsets. The mask token is that of the options, else of the draft, else an unused id.
 
         Raises:
-            UserError: a draft that the engine does not run, or no such token.
+            UserError: The engine does not run the draft, or the vocabulary has no id for the mask token.
         """
         from draftlab.model import checkpoint, llama, parallel
         from draftlab.training.objectives import Offsets

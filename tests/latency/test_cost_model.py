@@ -217,7 +217,7 @@ def test_a_head_reads_all_it_is_made_of_at_first_and_then_all_but_what_joins_the
         layer_ids=(2, 40, 77), norm_before_residual=False,
     )  # fmt: skip
     found = parse_profile("llama-65b@h200,graphs,eagle=8000", widths=[1], batches=[1], longest=64)
-    assert found.eagle
+    assert found.drafter == "eagle"
     assert found.shape is None
     joining = 3 * shape.hidden**2
     for points, params in ((found.forward, head.params()), (found.steady, head.params() - joining)):

@@ -1,0 +1,90 @@
+"""Replay of a DFlash head: the log-probabilities that its drafter draws with, and the steps of live decoding."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafter_laws import PROMPTS, VOCAB, dflash_drafter, save_models
+
+from draftlab.acceptance import expected
+from draftlab.acceptance.block_logprobs import score_blocks
+from draftlab.acceptance.token_logprobs import score_tokens
+from draftlab.engine.drafters.dflash import DFlashDrafter
+from draftlab.engine.generate import decode, output_tokens, speculative_decode
+from draftlab.errors import UserError
+from draftlab.model.dflash import DFlash
+from draftlab.model.llama import Llama
+from draftlab.sampling import SamplingParams
+
+K = 6
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+    return save_models(tmp_path_factory.mktemp("models"))["target"]
+
+
+def head_of(target: Llama, **changes: Any) -> DFlash:
+    """A head of random weights with a full and a sliding layer."""
+    head = dflash_drafter(target).head
+    return DFlash(
+        head.config.model_copy(update=changes), head.weights, head.embed, head.head, head.ids,
+        (1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sample_from_anchor": True}, {"causal": (True, False)}],
+    ids=["plain", "anchor", "causal"],
+)
+def test_replay_has_the_log_probabilities_that_the_drafter_draws_with(target, changes):
+    """At every token and age, of more tokens than one pass scores."""
+    head, sampling = head_of(target, **changes), SamplingParams(temperature=0.8)
+    texts = output_tokens(decode(target, PROMPTS, replace(sampling, max_tokens=45)))
+    pairs = [(np.array(p), np.array(t)) for p, t in zip(PROMPTS, texts, strict=True)]
+    scored = score_blocks(target, head, pairs, VOCAB, sampling, K)
+    drafter, uniform = DFlashDrafter(target, head), torch.zeros(1, K)
+    for prompt, text, view in zip(PROMPTS, texts, scored, strict=True):
+        whole = prompt + text
+        drafter.reset(1, len(whole))
+        cache = target.new_cache(1, len(whole))
+        drafter.attach(cache)
+        target.forward(torch.tensor([whole[:-1]]), cache, last=1)
+        drawn = np.full((len(text), K), -np.inf)
+        for anchor in range(len(prompt) - 1, len(whole) - 1):
+            drafter.read = [0]
+            q = drafter.propose([whole[: anchor + 1]], K, sampling, uniform).q
+            assert q is not None
+            for age, token in enumerate(whole[anchor + 1 : anchor + 1 + K]):
+                with np.errstate(divide="ignore"):
+                    drawn[anchor + 1 - len(prompt) + age, age] = np.log(float(q[0, age, token]))
+        np.testing.assert_allclose(view.logprobs, drawn, atol=2e-4)
+        assert np.isfinite(drawn).sum() > 20  # a third of the ids has a probability
+
+
+def test_replay_expects_what_sampling_counts(target):
+    """Over many texts, within five standard errors; ages in another order are another head."""
+    head = head_of(target)
+    sampling, rows, k = SamplingParams(max_tokens=24, temperature=1.5), 200, 3
+    steps = list(
+        speculative_decode(target, DFlashDrafter(target, head), [PROMPTS[0]] * rows, k, sampling)
+    )
+    pairs = [(np.array(PROMPTS[0]), np.array(text)) for text in output_tokens(steps)]
+    log_p = [each.logprobs for each in score_tokens(target, pairs, VOCAB, sampling)]
+    log_q = [each.logprobs for each in score_blocks(target, head, pairs, VOCAB, sampling, k)]
+    chances = [expected.chances(q, p[:, None])[1:] for q, p in zip(log_q, log_p, strict=True)]
+    live = np.array([sum(step.row == row for step in steps) - 1 for row in range(rows)])
+    counts = expected.chain(expected.texts_of(chances), k)
+    differences = live - counts.passes
+    assert abs(differences.mean()) / (differences.std(ddof=1) / rows**0.5) < 5
+    assert counts.accepted.sum() > rows  # a step in ten accepts a token
+
+
+def test_a_text_longer_than_the_heads_context_is_refused(target):
+    head = head_of(target, context=40)
+    pairs = [(np.arange(3, 23), np.arange(3, 23))]
+    with pytest.raises(UserError, match="40"):
+        score_blocks(target, head, pairs, VOCAB, SamplingParams(), K)

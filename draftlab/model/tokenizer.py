@@ -186,7 +186,8 @@ def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: 
 
     Tokens of the draft's tokenizer where the target has padding are never accepted.
     """
-    drafts, targets = ({i: token for token, i in vocab.items()} for vocab in (draft, target))
+    drafts = {i: token for token, i in draft.items()}
+    targets = {i: token for token, i in target.items()}
     first = next((i for i in sorted(targets) if i < size and drafts.get(i) != targets[i]), None)
     return None if first is None else f"id {first} is {drafts.get(first)!r} and {targets[first]!r}"
 

@@ -97,6 +97,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _same_numbers(name: str, other: str) -> bool:
     """Return whether a name may be a typing error of another: 66b may stand for 65b, but 8b is not 70b."""
-    a, b = ("".join(c for c in text if c.isdigit()) for text in (name, other))
+    a, b = ("".join(filter(str.isdigit, text)) for text in (name, other))
     one_wrong = len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= 1
     return one_wrong or sorted(a) == sorted(b) or a.startswith(b) or b.startswith(a)

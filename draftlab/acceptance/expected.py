@@ -135,12 +135,10 @@ def count(
     for at in range(0, max(1, len(lengths)), ROWS):
         rows = slice(at, at + ROWS)
         parts.append(_walk(lengths[rows], by_age[rows], depth[rows], drafted[rows], deepest))
-    return Counts(
-        **{
-            name: np.concatenate([getattr(part, name) for part in parts])
-            for name in Counts.__slots__
-        }
-    )
+    arrays: dict[str, np.ndarray] = {}
+    for name in Counts.__slots__:
+        arrays[name] = np.concatenate([getattr(part, name) for part in parts])
+    return Counts(**arrays)
 
 
 def _walk(

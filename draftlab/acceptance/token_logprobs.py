@@ -5,7 +5,7 @@ fed tokens of a text, n scored tokens of a text, K offsets, V vocab.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -137,9 +137,8 @@ def _score(
 
 
 def _concatenated(parts: list[TokenLogprobs]) -> TokenLogprobs:
-    return TokenLogprobs(
-        *(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(TokenLogprobs))
-    )
+    logprobs = np.concatenate([part.logprobs for part in parts])
+    return TokenLogprobs(logprobs, np.concatenate([part.ranks for part in parts]))
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingParams) -> TokenLogprobs:

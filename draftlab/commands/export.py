@@ -261,7 +261,7 @@ def check(found: tuple[Path, list[Finding]]) -> Checked:
         else []
     )
     rows = [
-        {name: getattr(each, name) for name in ("about", "level", "text", "fix")}
+        {"about": each.about, "level": each.level, "text": each.text, "fix": each.fix}
         for each in findings
     ]
     return Checked(

@@ -320,9 +320,10 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
     show += [best_k_table(draft) for draft in drafts if len(draft.best_ks) > 1]
     show += [f"{p.name}: {verdict(p)}" if several else verdict(p) for p in predictions]
     show += [draft.schedule.verdict() for draft in drafts if draft.schedule is not None]
-    show += [
-        f"note: {text}" for text in dict.fromkeys(text for p in predictions for text in p.notes)
-    ]
+    notes: dict[str, None] = {}
+    for prediction in predictions:
+        notes |= dict.fromkeys(prediction.notes)
+    show += [f"note: {text}" for text in notes]
     data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
     return Predicted(path=None, show=show, data=data, predictions=drafts, next="draftlab score")
 

@@ -75,8 +75,10 @@ def k_table(prediction: Prediction) -> Table:
         "perfect\ndraft",
         "% draft,\nverify, host",
     )
-    rows = [
-        [
+    rows = []
+    for row in prediction.rows:
+        shares = (f"{100 * row.shares[name]:.0f}" for name in ("draft", "verify", "host"))
+        cells = [
             str(row.k),
             f"{row.tokens_per_pass.value:.2f}",
             f"{row.break_even_length:.2f}",
@@ -84,10 +86,9 @@ def k_table(prediction: Prediction) -> Table:
             str(row.speedup),
             f"{row.free_draft:.2f}",
             f"{row.perfect_draft:.2f}",
-            ", ".join(f"{100 * row.shares[name]:.0f}" for name in ("draft", "verify", "host")),
+            ", ".join(shares),
         ]
-        for row in prediction.rows
-    ]
+        rows.append(cells)
     best = prediction.best
     rows.insert(
         0,

@@ -392,7 +392,8 @@ def _shown(
 def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
     from draftlab.results.tables import terminal_table
 
-    positions = [f"at\n{i}" for i in range(1, max(row.k for row in rows) + 1)]
+    deepest = max(row.k for row in rows)
+    positions = [f"at\n{i}" for i in range(1, deepest + 1)]
     heads = ["texts\nof", "n", "K", "acceptance\nlength", "acceptance\nrate", *positions]
     cells: list[list[str]] = []
     for row in rows:

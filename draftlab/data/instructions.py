@@ -116,11 +116,12 @@ def mixed(seed: int, count: int) -> list[dict[str, str]]:
     rng = random.Random(seed)
     sources = {"instruction": instructions(rng), "question": questions(rng), "code": code(rng)}
     share = -(-count // len(sources))
-    rows = [
-        {"prompt": text, "category": category}
-        for category, source in sources.items()
-        for text in itertools.islice(dict.fromkeys(itertools.islice(source, 4 * share)), share)
-    ]
+    rows: list[dict[str, str]] = []
+    for category, source in sources.items():
+        distinct = dict.fromkeys(itertools.islice(source, 4 * share))
+        rows += [
+            {"prompt": text, "category": category} for text in itertools.islice(distinct, share)
+        ]
     rng.shuffle(rows)
     return rows[:count]
 

@@ -52,11 +52,12 @@ def time_interleaved(
         if number + 1 >= WARM_UP_ROUNDS[0] and abs(total - last) <= STEADY * last:
             break
         last = total
-    rounds = []
+    measured: dict[Key, list[float]] = {key: [] for key in tasks}
     for number in range(repeats):
-        rounds.append(run_round(number))
+        for key, milliseconds in run_round(number).items():
+            measured[key].append(milliseconds)
         advance(number + 1)
-    return {key: [times[key] for times in rounds] for key in tasks}
+    return measured
 
 
 def summarize(width: int, times: Sequence[float]) -> Latency:

@@ -517,7 +517,8 @@ def spelled_alike(draft: Iterable[str], target: Iterable[str]) -> int:
     """Return the number of tokens that vLLM and transformers take for the same: but for the sign of a space at their
     start they are the same characters, so that a tokenizer of another kind spells other bytes otherwise.
     """
-    words, others = (
-        {f" {t[1:]}" if t.startswith(SPACES) else t for t in tokens} for tokens in (draft, target)
-    )
-    return len(words & others)
+
+    def words(tokens: Iterable[str]) -> set[str]:
+        return {f" {t[1:]}" if t.startswith(SPACES) else t for t in tokens}
+
+    return len(words(draft) & words(target))

@@ -135,10 +135,8 @@ class CostModel:
 
     @staticmethod
     def of(profile: Profile, *, extrapolate: bool = False) -> "CostModel":
-        axes = [
-            np.unique([getattr(p, name) for p in profile.forward])
-            for name in ("width", "batch", "context")
-        ]
+        points = ((p.width, p.batch, p.context) for p in profile.forward)
+        axes = [np.unique(column) for column in zip(*points, strict=True)]
         sizes = [len(axis) for axis in axes[1:]]
         forward = sorted(profile.forward, key=lambda p: (p.width, p.batch, p.context))
         steady = sorted(profile.steady, key=lambda p: (p.after, p.batch, p.context))

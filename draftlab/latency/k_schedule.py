@@ -115,10 +115,10 @@ def schedule_of(ks: Mapping[int, int]) -> Schedule:
     ks: Best K by number of streams; 0 for no draft.
     """
     streams = sorted(ks)
-    each = [
-        ks[max(n for n in streams if n <= max(batch, streams[0]))]
-        for batch in range(1, streams[-1] + 1)
-    ]
+    k, each = ks[streams[0]], []
+    for batch in range(1, streams[-1] + 1):
+        k = ks.get(batch, k)
+        each.append(k)
     return Schedule(ranges=ranges(each), pays_up_to=each.index(0) if 0 in each else len(each))
 
 

@@ -379,14 +379,11 @@ def _halved(
         "verify": (replace(costs, verify=(costs.verify + costs.verify[0]) / 2), by_k),
         "host": (replace(costs, host=costs.host / 2), by_k),
     }
-    return {
-        name: plain
-        / min(
-            float(expected_time(case, work.prompt_tokens, s).total.sum())
-            for s in all_steps.values()
-        )
-        for name, (case, all_steps) in cases.items()
-    }
+    speedups: dict[str, float] = {}
+    for name, (case, all_steps) in cases.items():
+        times = [expected_time(case, work.prompt_tokens, s).total for s in all_steps.values()]
+        speedups[name] = plain / min(float(time.sum()) for time in times)
+    return speedups
 
 
 def _notes(

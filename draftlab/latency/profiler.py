@@ -118,22 +118,22 @@ def measure(
             for at, run in ones
         }
     times = time_interleaved(tasks, repeats=grid.repeats, clock=clock, advance=advance)
-    return {
-        name: LatencyCurves(
+    curves: dict[str, LatencyCurves] = {}
+    for name, model in models.items():
+        curves[name] = LatencyCurves(
             forward=[
                 _point(times, name, 0, at)
                 for at in itertools.product(grid.widths, grid.batches, grid.contexts)
             ],
             steady=[
-                SteadyPoint(**_point(times, name, n, (1, *at)).model_dump(), after=n)
-                for n in AFTER
+                SteadyPoint(**_point(times, name, after, (1, *at)).model_dump(), after=after)
+                for after in AFTER
                 for at in itertools.product(grid.batches, grid.contexts)
             ],
             prefill=[summarize(length, times[name, 0, (length, 1, 0)]) for length in grid.prompts],
             host=[summarize(width, host_times(model, width, grid, clock)) for width in grid.widths],
         )
-        for name, model in models.items()
-    }
+    return curves
 
 
 def measure_latency(

@@ -90,7 +90,7 @@ class ScalingLaw:
 
     def profile(self, shape: Shape, name: str) -> Profile:
         """Return a profile of a shape in which every latency is predicted."""
-        fields = {
+        fields: dict[str, object] = {
             "kind": "fitted",
             "name": name,
             "sha256": None,
@@ -98,11 +98,9 @@ class ScalingLaw:
             "command": "",
             "created": "",
         }
-        points = {
-            part: [self._predicted(*point, shape) for point in curves]
-            for part, curves in self._curves.items()
-        }
-        return Profile.model_validate(self.profiles[0].model_dump() | fields | points)
+        for part, curves in self._curves.items():
+            fields[part] = [self._predicted(*point, shape) for point in curves]
+        return Profile.model_validate(self.profiles[0].model_dump() | fields)
 
     def verdict(self) -> str:
         """Return in words the parts of a pass, and the accuracy of the law."""
@@ -123,20 +121,13 @@ class ScalingLaw:
     @cached_property
     def _curves(self) -> dict[str, list[tuple[Latency, FittedCurve]]]:
         """Return the fitted curve of every measured pass, with the pass's measurement in the first profile."""
-        return {
-            part: [
-                (
-                    column[0],
-                    fit(
-                        self.shapes,
-                        np.array([point.median_ms for point in column]),
-                        self.bytes_per_weight,
-                    ),
-                )
-                for column in zip(*(getattr(p, part) for p in self.profiles), strict=True)
-            ]
-            for part in ("forward", "steady", "prefill", "host")
-        }
+        curves: dict[str, list[tuple[Latency, FittedCurve]]] = {}
+        for part in ("forward", "steady", "prefill", "host"):
+            curves[part] = []
+            for column in zip(*(getattr(p, part) for p in self.profiles), strict=True):
+                measured = np.array([point.median_ms for point in column])
+                curves[part].append((column[0], fit(self.shapes, measured, self.bytes_per_weight)))
+        return curves
 
     def _predicted(self, measured: Latency, curve: FittedCurve, shape: Shape) -> dict[str, object]:
         return measured.model_dump() | exact(curve.ms(shape, self.bytes_per_weight))
@@ -158,10 +149,10 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
             raise UserError(
                 f"profiles of one law must have the same {name}, not {' and '.join(values)}"
             )
-    if (
-        len({tuple((p.width, p.batch, p.context) for p in profile.forward) for profile in profiles})
-        > 1
-    ):
+    grids = set()
+    for profile in profiles:
+        grids.add(tuple((p.width, p.batch, p.context) for p in profile.forward))
+    if len(grids) > 1:
         raise UserError(
             "profiles of one law must have the same widths, batches and contexts: measure them together"
         )

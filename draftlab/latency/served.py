@@ -67,10 +67,9 @@ class ServedPasses:
         slopes = {n: float(np.polyfit(contexts, ms, 1)[0]) for n, (contexts, ms) in lines.items()}
         weight = sum(n * n for n in slopes)
         cached = max(0.0, sum(n * slope for n, slope in slopes.items()) / weight) if slopes else 0.0
-        bare = [
-            float(np.mean([ms - cached * n * c for c, ms in by_streams[n]]))
-            for n in sorted(by_streams)
-        ]
+        bare = []
+        for n in sorted(by_streams):
+            bare.append(float(np.mean([ms - cached * n * c for c, ms in by_streams[n]])))
         if min(bare) <= 0:
             raise UserError(
                 "--server: cached tokens seem to cost more than passes: other work disturbs the servers"
@@ -256,6 +255,7 @@ def _profile(
     command: str,
 ) -> Profile:
     local = (model / "config.json").is_file()
+    widest = max(p.width for p in forward)
     return Profile(
         kind="served",
         name=model.name,
@@ -268,7 +268,7 @@ def _profile(
         forward=forward,
         steady=[SteadyPoint(**p.model_dump(), after=1) for p in forward if p.width == 1],
         prefill=[Latency(width=n, **exact(ms, repeats)) for n, ms in prefill.items()],
-        host=[Latency(width=w, **exact(0.0)) for w in (1, max(p.width for p in forward))],
+        host=[Latency(width=w, **exact(0.0)) for w in (1, widest)],
         bandwidth_gbs=None,
         matmul_tflops={},
         command=command,

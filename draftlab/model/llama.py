@@ -358,12 +358,10 @@ class Multiplied(Mapping[str, Tensor]):
             factor = float(str(config.get(key, 1.0)))
             if key == "attention_multiplier":
                 factor *= shape.head_dim**0.5
-            names = [
-                shape.names(layer).get(role) for layer in range(shape.layers) for role in roles
-            ]
-            self.factors |= dict.fromkeys(
-                (n for n in names if n), 1 / factor if key == "logits_scaling" else factor
-            )
+            factor = 1 / factor if key == "logits_scaling" else factor
+            for layer in range(shape.layers):
+                names = shape.names(layer)
+                self.factors |= {names[role]: factor for role in roles if role in names}
 
     def __getitem__(self, name: str) -> Tensor:
         # a tied head is the embedding

@@ -83,7 +83,8 @@ def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: 
 
     Draft tokens with an id that is padding in the target are ignored, because they are never accepted.
     """
-    drafts, targets = ({i: token for token, i in vocab.items()} for vocab in (draft, target))
+    drafts = {i: token for token, i in draft.items()}
+    targets = {i: token for token, i in target.items()}
     first = next((i for i in sorted(targets) if i < size and drafts.get(i) != targets[i]), None)
     return None if first is None else f"id {first} is {drafts.get(first)!r} and {targets[first]!r}"
 

@@ -169,10 +169,8 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
             raise UserError(
                 f"the answers to earlier turns are gone from {turns.FOLDER}; score --server again"
             )
-        return [
-            completion.ids
-            for completion in server.generate([p.ids for p in prompts], requests.sampling)
-        ]
+        completions = server.generate([p.ids for p in prompts], requests.sampling)
+        return [completion.ids for completion in completions]
 
     named = comparison.stored or server
     assert named is not None  # prepare() wanted one of the two

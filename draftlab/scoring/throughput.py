@@ -13,7 +13,8 @@ are repeated.
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
+from operator import attrgetter
 from statistics import median_low
 from typing import TypeVar
 
@@ -48,16 +49,17 @@ class TimedStep:
 
 def timed_steps(rows: Sequence[Sequence[Step]]) -> list[list[TimedStep]]:
     """Return the steps of each row of a batch but its prefill."""
-    return [
-        [TimedStep(s, sum(len(other) > i for other in rows)) for i, s in enumerate(row) if i]
-        for row in rows
-    ]
+    lengths = np.array([len(row) for row in rows])
+    timed: list[list[TimedStep]] = []
+    for row in rows:
+        timed.append([TimedStep(s, int((lengths > i).sum())) for i, s in enumerate(row) if i])
+    return timed
 
 
 def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]:
     """Return all generations of one arm, with the time of stalled steps replaced."""
     kinds: dict[Hashable, list[Step]] = defaultdict(list)
-    every = [timed for run in runs for timed in run]
+    every = list(chain.from_iterable(runs))
     for timed in every:
         kinds[_kind(timed)].append(timed.step)
     whole = _Usual.of([timed.step for timed in every]) if every else None
@@ -76,8 +78,7 @@ class _Usual:
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> "_Usual":
-        # [steps, 3]
-        seconds = np.array([[getattr(step, phase) for phase in PHASES] for step in steps])
+        seconds = np.array(list(map(attrgetter(*PHASES), steps)))  # [steps, 3]
         limit = FACTOR * float(np.quantile(seconds.sum(1), USUAL))
         return cls(limit, tuple(np.median(seconds[seconds.sum(1) <= limit], axis=0).tolist()))
 
@@ -177,7 +178,8 @@ def measure_throughput(
         rows = run(arm, group)
         runs_of[arm][repeat, number] = _runs(group, rows)
         if repeat == 0:
-            tokens[arm] += [[t for step in steps for t in step.tokens] for steps in rows]
+            for steps in rows:
+                tokens[arm].append([t for step in steps for t in step.tokens])
         advance(repeat * len(prompts) + group[-1] + 1)
     if all(len(text) < 2 for text in tokens[PLAIN]):
         raise UserError(
@@ -327,13 +329,13 @@ def _repeat_stalled(
 
 def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]]:
     """Return the repeats and groups of an arm in which too many steps stalled."""
-    mended = iter(without_stalls([run.steps for each in runs.values() for run in each]))
-    steps = {at: [timed for _ in each for timed in next(mended)] for at, each in runs.items()}
-    return [
-        at
-        for at, each in steps.items()
-        if sum(t.stall > 0 for t in each) > MANY_STALLED * len(each)
-    ]
+    mended = iter(without_stalls([run.steps for run in chain.from_iterable(runs.values())]))
+    stalled: list[tuple[int, int]] = []
+    for at, each in runs.items():
+        steps = list(chain.from_iterable(islice(mended, len(each))))
+        if sum(step.stall > 0 for step in steps) > MANY_STALLED * len(steps):
+            stalled.append(at)
+    return stalled
 
 
 def _generations(runs: list[_Run]) -> list[Generation]:

@@ -5,6 +5,7 @@ R sequences, n tokens of a sequence after its prompt, T tokens of a row, k liste
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -36,9 +37,7 @@ class StoredLogprobs:
 
     @classmethod
     def joined(cls, parts: "Sequence[StoredLogprobs]") -> "StoredLogprobs":
-        columns = zip(
-            *([getattr(part, name) for name in cls.__slots__] for part in parts), strict=True
-        )
+        columns = zip(*map(attrgetter(*cls.__slots__), parts), strict=True)
         return cls(*map(np.concatenate, columns))
 
     @classmethod

@@ -185,10 +185,11 @@ class TargetTextEvaluator:
 
     def compare(self, before: int, after: int) -> list[LengthComparison]:
         """Compare two evaluated steps at every K."""
-        rows = [checkpointer.load(self._file(step)) for step in (before, after)]
-        return compare_lengths(
-            *([chances[name].numpy() for name in sorted(chances)] for chances in rows)
-        )
+        rows: list[list[np.ndarray]] = []
+        for step in (before, after):
+            chances = checkpointer.load(self._file(step))
+            rows.append([chances[name].numpy() for name in sorted(chances)])
+        return compare_lengths(*rows)
 
     def _file(self, step: int) -> Path:
         return self.state / f"acceptance-{step:08d}.pt"

@@ -123,7 +123,7 @@ def file_prompts(
     A conversation that ends with an answer gives one prompt per answer: the turns before the answer.
 
     Args:
-        count: Number of rows to read from the start of the file.
+        count: Number of prompts to take from the start of the file.
         tokens: Length to which every prompt is cut.
         chat: Whether to apply the chat template. With the template, later turns of a row are kept for turns.answered.
             Without it, only the first turn is used.

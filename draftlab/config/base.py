@@ -192,7 +192,7 @@ class Config(BaseModel):
         return self
 
     def is_set(self, name: str) -> bool:
-        """Return whether a setting was given and differs from its default. A computed default counts as different."""
+        """Return whether a setting was given and differs from its default. Computed defaults are not compared."""
         field = type(self).model_fields[name]
         if name not in self.model_fields_set or field.default_factory is not None:
             return name in self.model_fields_set

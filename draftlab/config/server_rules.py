@@ -1,4 +1,4 @@
-"""Acceptance as servers compute it; each server's own file has its rules, and docs/servers.md their sources."""
+"""Acceptance rules of servers. The module of each server defines its rules, and docs/servers.md has the sources."""
 
 from typing import Annotated, Any, NamedTuple
 

@@ -201,7 +201,7 @@ def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
 
 
 def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -> Sampling:
-    """Return how the draft samples above temperature 0: the method with the longer acceptance when verified."""
+    """Return how the draft samples above temperature 0: the best method in the verification, if any."""
     if heterogeneous:
         return Sampling("greedy", "all that vLLM does where vocabularies differ")
     if verified is None or len(verified.by_method) == 1:

@@ -94,7 +94,7 @@ class Lockstep:
         """Yield the draft's tensors, fitted on chunks of token ids [1, T].
 
         Args:
-            heldout: Token ids, [1, T + 1]. A matrix keeps its cut weights if the fit does not lower the error here.
+            heldout: Token ids, [1, T + 1]. A matrix keeps its cut weights unless its fit lowers the error on these ids.
             advance: Function that is called with the number of source layers done.
         """
         self.fitted = len(chunks)

@@ -128,7 +128,7 @@ class Source:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the cut weights and of the draft's passes: float32 if the stored dtype is slow here."""
+        """Return the dtype of the cut weights and of the draft's passes: float32 if the stored dtype is slow."""
         return checkpoint.compute_dtype(self.directory, self.device)
 
     @cached_property

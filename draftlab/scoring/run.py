@@ -129,7 +129,7 @@ class Models:
 
     @property
     def other_target(self) -> Decoder | None:
-        """Return the target at the precision that does not verify, or None if only one precision is timed."""
+        """Return the target at the precision that is timed in plain decoding only, or None without int8."""
         return (
             self.running(self.comparison.target, not self.engine.target_int8)
             if self.engine.int8

@@ -196,7 +196,7 @@ class StepRunner:
         return out
 
     def seconds(self, part: str = "") -> float:
-        """Return the seconds of finished steps, or of finished steps in one folder. part: Name of the folder."""
+        """Return the seconds of finished steps. part: Only the step of this name, or the steps in this folder."""
         names = [name for name in self.done if not part or name.split("/")[0] == part]
         return sum(record_of(self.folder / name).total_seconds for name in names)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @drafter("cascade")
 class CascadeSpec(DraftModelSpec, NgramSpec):
-    """Options of a cascade. inner: The cheaper drafter, which drafts inner_tokens at a time. Others: as of ngram."""
+    """Options of a cascade, besides those of ngram. inner: Cheaper drafter. inner_tokens: Tokens per inner draft."""
 
     inner: Literal["ngram", "prompt-lookup"] = "ngram"
     inner_tokens: int = Field(2, ge=1)

@@ -12,7 +12,7 @@ from draftlab.results.score import Score
 
 
 def environment(threads: int) -> dict[str, object]:
-    """Return the day, the machine, its processor and the versions that a result comes from."""
+    """Return date, machine, processor and versions, to store with a result."""
     return {
         "date": date.today().isoformat(),
         "threads": threads,
@@ -23,7 +23,7 @@ def environment(threads: int) -> dict[str, object]:
 
 
 def cpu_name() -> str:
-    """Return the processor's model and the extensions that decide how fast products are."""
+    """Return the processor's model, with the extensions that decide the speed of matrix products."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -40,7 +40,7 @@ def cpu_name() -> str:
 
 
 def drafting_row(score: Score) -> dict[str, Any]:
-    """Return what a table of drafts shows of one. Intervals are [value, low, high], at a K chosen on other prompts."""
+    """Return a draft's row for a table. Intervals are [value, low, high], at a K chosen on other prompts."""
     k, shape, tpot = score.best_k, score.draft.shape, score.best_k_tpot_speedup
     return {
         "parameters": shape.params() if shape else None,
@@ -67,7 +67,7 @@ def mean(estimate: Interval | None) -> float | None:
 
 
 def speedups(row: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the speed-ups of a row of score --json, of whole requests and TPOT, as [value, low, high]."""
+    """Return the speed-ups of whole requests and of TPOT in a row of score --json, as [value, low, high]."""
     return {
         name: [row[name], row[f"{name}_low"], row[f"{name}_high"]]
         for name in ("speedup", "tpot_speedup")

@@ -1,8 +1,8 @@
-"""Does a draft's accuracy say how well it drafts? Correlations over drafts, from their scores.
+"""Does a draft's accuracy predict how well it drafts? Correlations over drafts, from their scores.
 
-Reads the scores of `score --tasks`. Of each lm-eval metric, the correlation with tokens per target pass and with the
-speed-up at the same K; and of the cost of a draft pass with the speed-up.
-Pearson's, with a bootstrap interval over drafts: few drafts, wide intervals.
+The script reads the scores of `score --tasks`. It correlates each lm-eval metric with tokens per target pass and with
+the speed-up at the same K, and the cost of a draft pass with the speed-up. Correlations are Pearson's, with bootstrap
+intervals over drafts, which are wide because drafts are few.
 """
 
 import json
@@ -52,7 +52,7 @@ def _figures(score: Score, k: int) -> dict[str, float]:
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """Pearson's r with its 95 % bootstrap interval over drafts; samples without spread are left out."""
+    """Return Pearson's r with its 95 % bootstrap interval over drafts. Samples without variance are left out."""
     rng = np.random.default_rng(0)
     drawn = [rng.integers(0, len(x), len(x)) for _ in range(DRAWS)]
     found = [_pearson(x[at], y[at]) for at in drawn]

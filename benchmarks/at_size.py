@@ -1,13 +1,14 @@
-"""Speculative decoding at the cost of a 1.3B and a 3B target, live: SmolLM2-135M expanded, with its own drafts.
+"""Speculative decoding at the cost of a 1.3B and a 3B target, live: SmolLM2-135M expanded, with SmolLM2's drafts.
 
-An expansion writes what its source writes (expand.py), so that drafts of SmolLM2 keep their acceptance and meet a
-target of 10 and 22 times its size. Profiles of the expansions and replays of the drafts over SmolLM2's own answers are
-taken first, each by itself; predict combines them, and score then times the same prompts live. Wide against deep is
-measured twice: on drafts of equal blocks that were trained alike, and on one draft expanded in both ways to equal
-parameters, which write the same text and differ in latency alone. Drafts come from the folder of benchmarks.smollm2,
-which runs (--quick) if it is not there, and one of 24 layers is cut here: beside a target of 3B, a draft of nearly
-SmolLM2's own size is cheap. --quick: the embedded target and untrained drafts, in a few minutes. A run that was killed
-goes on in its folder; one with other settings has its own.
+An expansion writes the same text as its source (expand.py). Drafts of SmolLM2 therefore keep their acceptance with a
+target of 10 or 22 times SmolLM2's size. Profiles of the expansions and replays of the drafts over SmolLM2's answers are
+made separately. predict combines them, and score then times the same prompts live.
+
+Wide and deep drafts are compared twice: drafts with equal parameters in their blocks and equal training, and one draft
+expanded in both ways to equal parameters, which writes the same text, so that only latency differs. Drafts come from
+the folder of benchmarks.smollm2, which is run (--quick) if the folder is missing. A draft of 24 layers is cut as well,
+because a draft of nearly SmolLM2's size is cheap for a target of 3B. --quick uses the embedded target and untrained
+drafts, and takes a few minutes. A killed run resumes in its folder. Runs with other settings have other folders.
 """
 
 import json
@@ -39,7 +40,7 @@ from draftlab.target_outputs.store import read_store
 
 ROOT = Path(__file__).parents[1]
 COST = "about 25 minutes on one quiet core, 7 GB of memory, 9 GB of disk for a while; --quick takes a few minutes"
-LONGEST = 300  # characters of a prompt: a prefill of 3B parameters takes seconds here
+LONGEST = 300  # most characters of a prompt; a prefill of 3B parameters takes seconds
 SIZES: dict[
     str, dict[str, Any]
 ] = {  # four times the source's width: all scales are powers of two, exact in bf16
@@ -54,7 +55,11 @@ QUICK: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A target with its drafts. trained: wide and deep drafts trained alike; deeper: layers of the same text."""
+    """A target with its drafts.
+
+    trained: A wide and a deep draft of equal training. to_expand: Draft to expand to a wide and to a deep draft.
+    deeper: Layers of the deep expansion.
+    """
 
     target: Path
     drafts: list[Path]
@@ -111,7 +116,7 @@ def of_tiny(folder: Path, prompts: int) -> Study:
 
 
 def of_smollm2(folder: Path, study: Path, prompts: int) -> Study:
-    """Raises UserError: SmolLM2 is not there."""
+    """Return the study on SmolLM2. Raises UserError: the package with SmolLM2 is missing."""
     runs = study / "runs"
     if not (runs / "distilled").is_dir():
         run.smollm2_file()
@@ -136,7 +141,7 @@ def of_smollm2(folder: Path, study: Path, prompts: int) -> Study:
 
 
 def shortest_prompts(source: Path, out: Path, count: int) -> Path:
-    """Write short prompts of one turn, of each category in turn."""
+    """Write short prompts of one turn, in alternating order of their categories."""
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     short = [row for row in rows if len(row["prompt"]) <= LONGEST]
     by_category = [
@@ -151,7 +156,7 @@ def shortest_prompts(source: Path, out: Path, count: int) -> Path:
 
 
 def result(folder: Path, study: Study, running: dict[str, Any], quick: bool) -> dict[str, Any]:
-    """Expand, profile and replay, then predict and score at both sizes; expansions are deleted at the end."""
+    """Expand, profile and replay, then predict and score at both sizes. Expansions are deleted at the end."""
     answers = made(
         "outputs build", folder / "answers", use="replay", target=str(study.target),
         max_new_tokens=running["max_new_tokens"], **study.prompts,
@@ -192,7 +197,7 @@ def result(folder: Path, study: Study, running: dict[str, Any], quick: bool) -> 
 
 
 def expanded_drafts(folder: Path, study: Study) -> tuple[Path, Path]:
-    """Return one draft expanded to more neurons and to more layers, of equal parameters."""
+    """Return two expansions of one draft with equal parameters: one with more neurons, and one with more layers."""
     deep = expansion(study.to_expand, folder / "deep-one-text", layers=study.deeper)
     params = str(checkpoint.read_shape(deep).params())
     return expansion(study.to_expand, folder / "wide-one-text", params=params), deep
@@ -200,7 +205,7 @@ def expanded_drafts(folder: Path, study: Study) -> tuple[Path, Path]:
 
 @torch.inference_mode()
 def equality(source: Path, expanded: Path, answers: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the largest error of a logit over the largest logit, and the share of equal greedy tokens."""
+    """Return the largest error of a logit relative to the largest logit, and the share of equal greedy tokens."""
     texts = [
         [*map(int, output.prompt), *map(int, output.ids)] for output in read_store(answers).outputs
     ]
@@ -256,7 +261,7 @@ def measured(
 
 
 def compared(folder: Path, size: str, ks: list[int]) -> list[dict[str, Any]]:
-    """Return the rows of a score of the expansion, each with its prediction; speed-ups are those of TPOT."""
+    """Return the rows of a score of the expansion, each with its prediction. Speed-ups are of TPOT."""
     rows = []
     for file in sorted((folder / f"score-{size}").glob("*/score.json")):
         score = read_score(file)
@@ -266,7 +271,7 @@ def compared(folder: Path, size: str, ks: list[int]) -> list[dict[str, Any]]:
         for k in sorted(score.speculative):
             gain = score.best_k_tpot_speedup if k == score.best_k else score.tpot_speedup(k)
             measured = score.tpot_speedup_value(k)
-            assert gain is not None  # no server decoded
+            assert gain is not None  # only scores of servers lack a TPOT
             assert measured is not None
             rows.append(
                 {
@@ -284,7 +289,7 @@ def compared(folder: Path, size: str, ks: list[int]) -> list[dict[str, Any]]:
 def predicted(
     profiles: Path, replays: Path, size: str, draft: str, ks: list[int]
 ) -> dict[int, float]:
-    """Return the predicted speed-up by K, none for drafters without a model of their own."""
+    """Return the predicted speed-up by K, or {} for drafters without a draft model."""
     if not (profiles / f"{draft}.yaml").is_file():
         return {}
     found: Any = COMMANDS["predict"](
@@ -295,20 +300,20 @@ def predicted(
 
 
 def ratio(scored: Path, wide: Path, deep: Path) -> list[float]:
-    """Return the speed-up of one draft over that of another, with its 95 % interval."""
+    """Return the speed-up of the wide draft over the speed-up of the deep draft, with the 95 % interval."""
     found = speedup_ratio(*(read_score(scored / path.name / "score.json") for path in (wide, deep)))
     return [found.value, found.low, found.high]
 
 
 def expansion(source: Path, out: Path, **sizes: Any) -> Path:
-    """Return an expansion, which is there already if an earlier run was killed."""
+    """Return an expansion. An expansion of an earlier run is not made again."""
     return (
         out if out.exists() else expand(source, out, larger(checkpoint.read_shape(source), **sizes))
     )
 
 
 def made(command: str, out: Path, **settings: Any) -> Path:
-    """Return a command's output, which is there already if an earlier run was killed."""
+    """Return a command's output. An output of an earlier run is not made again."""
     if not (out / "draftlab.json").exists():
         COMMANDS[command](**settings, out=out)
     return out

@@ -1,10 +1,12 @@
-"""From targets to served drafts in one command: python -m benchmarks.auto; JSON on its last line, null where not run.
+"""From targets to served drafts in one command: python -m benchmarks.auto
 
-tiny runs here from an empty folder, beside the drafts of recipes/quickstart.yaml, which are scored with it in one
-process. Finished runs on SmolLM2 are read with --smollm2. server_rule_gap is draftlab's tokens per target pass less the
-server's, of the draft chosen for tiny in the server that --vllm names; without it, or where no draft was chosen, the
-largest that benchmarks.server_rules measured last. server_rule_half_width: of draftlab's interval there.
-streams_prediction_error: what benchmarks.streams measured last.
+The last line is a JSON object, with null for parts that did not run. auto runs on tiny in an empty folder. The choice
+is then scored in one process with the drafts of recipes/quickstart.yaml. --smollm2 reads finished runs on SmolLM2.
+
+server_rule_gap: draftlab's tokens per target pass minus the server's, for the draft chosen for tiny, in the server that
+--vllm names. Without --vllm, or without a chosen draft, the largest gap of the last benchmarks.server_rules.
+server_rule_half_width: half width of draftlab's interval for the same draft. streams_prediction_error: result of the
+last benchmarks.streams.
 """
 
 import json
@@ -73,9 +75,9 @@ def main(
 
 
 def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
-    """Return the speed-up of auto's choice, 1 of no draft, over the best way made by hand, timed in one process.
+    """Return the speed-up of auto's choice (1 for no draft) over the best drafter made by hand, in one process.
 
-    By hand: prompt lookup, the drafts of recipes/quickstart.yaml, and lookup in front of each.
+    Drafters made by hand are prompt lookup, the drafts of recipes/quickstart.yaml, and prompt lookup before each draft.
     """
     drafts = [str(BY_HAND / "distilled" / name) for name in ("3x128", "4x192")]
     if not all(Path(draft, "draftlab.json").is_file() for draft in drafts):
@@ -106,9 +108,9 @@ def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
 
 
 def gap(folder: Path, vllm: Path, minutes: float) -> Any:
-    """Return the acceptance of the choice in vLLM beside draftlab's of the same texts, as export counts both.
+    """Return the acceptance of the choice in vLLM and in draftlab on the same texts, from export --verify-with.
 
-    None: prompt lookup or no draft was chosen, which exports nothing to verify.
+    None if auto chose prompt lookup or no draft, as there is no export to verify.
     """
     out = folder.with_name(f"{folder.name}-vllm")
     auto(target="tiny", minutes=minutes, threads=1, server="vllm", verify_with=vllm, out=out)

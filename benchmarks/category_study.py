@@ -1,4 +1,4 @@
-"""Which draft at which K for which text: what `draftlab run recipes/study-categories.yaml` scored, as one file."""
+"""The best draft and K for each category of text: the scores of recipes/study-categories.yaml, as one file."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a device can do at best: bytes per second of one large matrix-vector product, operations of a square one."""
+"""The limits of a device: bytes per second of a large matrix-vector product, and FLOP/s of a square matrix product."""
 
 import json
 from typing import Annotated

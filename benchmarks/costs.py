@@ -1,7 +1,7 @@
-"""What a draft costs to make for targets of 1B, 8B and 70B parameters, by arithmetic: python -m benchmarks.costs
+"""The computed cost of making a draft for targets of 1B, 8B and 70B parameters: python -m benchmarks.costs
 
-Nothing is run. Operations are counted as `--dry-run` counts them; hours assume one H100 at 40 % of its bf16 peak for
-training and calibration, and the bandwidth that a decoder gets of it where the target writes, 32 texts at once.
+No model is run. Operations are counted as `--dry-run` counts them. Hours assume one H100 at 40 % of its bf16 peak for
+training and calibration. While the target writes, 32 texts at a time, they assume a decoder's share of its bandwidth.
 """
 
 import json
@@ -40,7 +40,7 @@ PAIRS = [
 def costs(
     pair: Pair, shapes: dict[str, Shape], peak_tflops: float, bandwidth_gbs: float
 ) -> dict[str, object]:
-    """Return operations, memory and disk of making a draft, and hours on one such device."""
+    """Return operations, memory and disk of making a draft, and hours on one device of this speed."""
     target, source = shapes[pair.target], shapes[pair.source]
     draft = resolve(source, layers=pair.layers, hidden=pair.hidden)
     calibration = 2 * CALIBRATION_TOKENS * source.flops_per_token(SEQ_LEN // 2)

@@ -40,7 +40,7 @@ def measured(folder: Path) -> dict[str, Any]:
     ]
     records = {str(path.relative_to(folder)): provenance.read_record(path) for path in folders}
     first = scores[0]
-    assert first.conditions.threads is not None  # as for a server
+    assert first.conditions.threads is not None  # only scores of servers have none
     return {
         "command": "make demo",
         "mode": first.conditions.mode,
@@ -59,7 +59,7 @@ NAMES = {"fallback": "prompt lookup followed by 3 x 128", "prompt-lookup": "prom
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw the speed-up of each way to draft with its 95 % interval."""
+    """Draw the speed-up of each drafter with its 95 % interval."""
     rows = sorted(result["drafts"].items(), key=lambda row: row[1]["speedup"][0])
     figure = Figure(figsize=(7, 2.4), layout="constrained")
     axes = figure.subplots()
@@ -96,7 +96,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _learnt(record: provenance.Record) -> dict[str, object]:
-    """Return held-out acceptance before and after distilling, and the tokens that took."""
+    """Return held-out acceptance before and after distillation, and the number of training tokens."""
     before, after = record.notes["before"], record.notes["after"]
     assert isinstance(before, dict)
     assert isinstance(after, dict)

@@ -1,8 +1,8 @@
 """Latency against depth at equal parameters: the paper's figure 3a, on this machine, with random weights.
 
-Shapes are ``draftlab design``'s; each is measured alone, so that one at a time has to fit. share_of_bandwidth: of what
-one large matrix-vector product reads here, measured first (bandwidth_gbs). On one CPU thread the clock counts CPU
-seconds, which other work on the machine lengthens less than the wall's.
+Shapes come from ``draftlab design``. Only one model is in memory at a time. share_of_bandwidth: Bytes per second of a
+pass over those of one large matrix-vector product, which is measured first (bandwidth_gbs). On one CPU thread, the
+clock counts CPU seconds, which other work lengthens less than wall seconds.
 """
 
 import json
@@ -95,7 +95,7 @@ def _measured(
 
 
 def _line(rows: list[dict[str, float]], of: str, what: str) -> dict[str, float]:
-    """The straight line through all points, and the share of the variance that it explains."""
+    """Fit a straight line to all points. Return its slope and intercept, and the share of variance explained."""
     x, y = (np.array([row[name] for row in rows]) for name in (of, what))
     slope, intercept = np.polyfit(x, y, 1)
     left = y - slope * x - intercept

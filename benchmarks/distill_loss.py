@@ -1,10 +1,10 @@
 """Memory and time of the fused losses, against naive autograd on whole logits and against peers on the same tensors.
 
-Naive is each loss's textbook formula on fp32 logits, in as few tensor operations as torch has for it. Memory is what a
-forward and backward pass add at most to the resident size before it (CUDA: to torch's allocated bytes), less the
-gradients that all of them return. Times are medians of runs that take turns: CPU seconds, and wall seconds beside them,
-which alone are reported on CUDA (`wall_ratio`). Every loss has a process of its own, so that memory goes back to the
-system. TRL and Liger are measured where they are installed.
+Naive is each loss's textbook formula on fp32 logits, in as few tensor operations as torch allows. Memory is the largest
+increase of the resident size during a forward and backward pass (CUDA: of torch's allocated bytes), minus the gradients
+that every arm returns. Times are medians of runs in alternating order, in CPU seconds and wall seconds. On CUDA only
+wall seconds are reported (`wall_ratio`). Every loss runs in a separate process, so that memory is returned to the
+system. TRL and Liger are measured if they are installed.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ from draftlab.training.fused_loss import Dense, TopK, fused_loss
 from draftlab.training.losses import parse_loss
 
 LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)")
-BETAS = {"fkl": 0.0, "rkl": 1.0, "jsd(0.5)": 0.5}  # what peers call them
+BETAS = {"fkl": 0.0, "rkl": 1.0, "jsd(0.5)": 0.5}  # name in draftlab -> beta in TRL and Liger
 DTYPES = ("float32", "bfloat16")  # bfloat16: autocast with fp32 weights, and a teacher in bf16
 PEERS = {"trl": "trl", "trl_gkd": "trl", "liger": "liger_kernel"}  # arm -> package
 Arm = Callable[[], Tensor]  # the mean loss of a token
@@ -40,7 +40,7 @@ Arm = Callable[[], Tensor]  # the mean loss of a token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One loss on one set of inputs. top_k: tokens that the teacher lists, 0 where it gives all."""
+    """One loss on one set of inputs. top_k: Tokens that the teacher lists. 0 stands for all tokens."""
 
     loss: str
     dtype: str
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Medians of one arm. cpu_seconds: None on CUDA, where they say nothing."""
+    """Medians of one arm. cpu_seconds: None on CUDA, where CPU time is meaningless."""
 
     cpu_seconds: float | None
     wall_seconds: float
@@ -117,7 +117,7 @@ def main(
 
 
 def _report(cases: list[Case]) -> dict[str, object]:
-    """Ratios of fused over every other arm, by loss, and what they are made of."""
+    """Return the ratios of fused over every other arm, by loss, with the measurements of each arm."""
     ratios: dict[str, dict[str, dict[str, float]]] = {}
     growth, arms = {}, {}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
@@ -150,7 +150,7 @@ def _measure(case: Case) -> dict[str, Found]:
     for number in range(case.repeats + 1):
         for name in arms if number % 2 else reversed(arms):
             run = inputs.run(arms[name])
-            runs[name] += [run] if number else []  # the first warms up
+            runs[name] += [run] if number else []  # the first run warms up
     twice = _Inputs(case, 2 * case.tokens)
     runs["twice"] = [twice.run(twice.fused) for _ in range(2)]
     medians = {
@@ -164,11 +164,11 @@ def _measure(case: Case) -> dict[str, Found]:
 
 
 class _Inputs:
-    """One set of tensors; an arm gives the mean loss of a token, from which hidden states and head get gradients."""
+    """One set of tensors. Each arm returns the mean loss per token, with gradients for hidden states and head."""
 
     def __init__(self, case: Case, tokens: int) -> None:
         device = _device()
-        # what is drawn on a CPU takes minutes to reach a GPU
+        # drawn on the device, since a copy from CPU to GPU takes minutes
         rng = torch.Generator(device).manual_seed(0)
 
         def draw(*size: int, spread: float = 1.0) -> Tensor:
@@ -195,7 +195,7 @@ class _Inputs:
             self.listed = TopK(ids, log_p[:, :-1], log_p[:, -1])
 
     def run(self, arm: Arm) -> tuple[float, float, float, float]:
-        """CPU seconds, wall seconds, GiB, loss."""
+        """Run an arm. Return CPU seconds, wall seconds, GiB and loss."""
         before = _held(self.device)
         began = _clock(self.device)
         with torch.autocast(
@@ -225,7 +225,11 @@ class _Inputs:
         return TEXTBOOK[self.case.loss](log_p, torch.cat([listed, rest], 1)).mean()
 
     def peers(self) -> dict[str, Arm]:
-        """trl: what its DistillationTrainer uses; trl_gkd: on whole logits; liger: with its defaults."""
+        """Return the peers' arms.
+
+        trl is the chunked loss of TRL's DistillationTrainer. trl_gkd is TRL's loss on complete logits. liger is Liger's
+        loss with default settings.
+        """
         return {"trl": self._trl, "trl_gkd": self._trl_gkd, "liger": self._liger}
 
     def _teacher_logits(self) -> Tensor:
@@ -257,7 +261,7 @@ class _Inputs:
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """KL(a || b), [N]."""
+    """Return KL(a || b), [N]."""
     return functional.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
 
 
@@ -301,7 +305,7 @@ def _clock(device: torch.device) -> tuple[float, float]:
 
 
 def _held(device: torch.device) -> int:
-    """Bytes that are held now; the peak starts anew."""
+    """Return the bytes in use now, and reset the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

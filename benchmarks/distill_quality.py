@@ -1,7 +1,7 @@
-"""What a loss and a text are worth: acceptance before and after distilling one draft, at equal token budgets.
+"""The effect of loss and text: acceptance before and after distilling one draft, at equal token budgets.
 
-Every arm starts from the same pruned draft and counts the same tokens. Arms that are done are read back from --state,
-so a killed run goes on, and several may fill one state.
+Every arm starts from the same pruned draft and trains on the same number of tokens. Finished arms are read from
+--state, so a killed run resumes, and several runs can share one state.
 """
 
 import json
@@ -165,7 +165,7 @@ def _at_four(found: list[LengthComparison]) -> LengthComparison:
 
 
 def _summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """arm -> figure -> mean and spread over seeds. greedy and sampled: tokens per target pass at K = 4."""
+    """Return mean and spread over seeds by arm and figure. greedy, sampled: Tokens per target pass at K = 4."""
 
     def one(values: list[float]) -> dict[str, float]:
         spread = statistics.stdev(values) if len(values) > 1 else 0.0

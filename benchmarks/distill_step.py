@@ -1,9 +1,9 @@
-"""Seconds of a distillation step: against TRL's GKD trainer, and from a cache against from the target in memory.
+"""Seconds of a distillation step: draftlab against TRL's GKD trainer, and stored outputs against a target in memory.
 
-The target is the embedded one, the drafts are cut from it by `draftlab prune`. The arms of a comparison have the same
-weights, rows, loss, dtype, clipping and AdamW, and take turns step by step; each has its own loop, data included.
-TRL's is GKD on given text (lmbda 0), since its DistillationTrainer learns from what the student writes alone, and its
-gradient checkpointing is off. Seconds are of CPU time, which other work on the machine changes less.
+The drafts are cut from the embedded target by `draftlab prune`. The arms of a comparison have the same weights, rows,
+loss, dtype, clipping and AdamW. They run in alternating order, one step at a time, each with its own loop and data
+loader. TRL's arm is GKD on given text (lmbda 0) without gradient checkpointing, because TRL's DistillationTrainer
+trains only on text of the student. Seconds are CPU seconds, which other work changes less than wall seconds.
 """
 
 import importlib.util
@@ -36,8 +36,8 @@ TARGET, BATCHES, WARM_UP, ENDLESS = "tiny", 64, 3, 10**6
 WIDE, SMALL = (
     (3, 256),
     (2, 192),
-)  # layers and width: a good draft; one with an eighth of the target's operations
-BETAS = {"fkl": 0.0, "rkl": 1.0, "jsd(0.5)": 0.5}  # what TRL calls them
+)  # layers and width: of a good draft, and of a draft with an eighth of the target's operations
+BETAS = {"fkl": 0.0, "rkl": 1.0, "jsd(0.5)": 0.5}  # name in draftlab -> beta in TRL
 Dtype = Literal["float32", "bfloat16"]
 Step = Callable[[], object]  # one optimiser step
 
@@ -147,12 +147,12 @@ def _operations_over(draft: Path, seq_len: int) -> float:
 
 
 def _ratio(seconds: dict[str, list[float]], of: str, to: str) -> float:
-    """Of medians."""
+    """Return the ratio of two arms' median seconds."""
     return statistics.median(seconds[of]) / statistics.median(seconds[to])
 
 
 def _taking_turns(arms: dict[str, Step], steps: int) -> dict[str, list[float]]:
-    """CPU seconds of each arm's steps."""
+    """Run the arms in alternating order, and return the CPU seconds of each arm's steps."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(WARM_UP + steps):
         for name in arms if number % 2 else reversed(arms):
@@ -216,7 +216,7 @@ def _theirs(draft: Path, text: TokenBatches, settings: Loop, loss: str) -> Step:
 
 
 class _Turns(TrainerCallback):
-    """KVCache a trainer, which runs in a thread of its own, before each of its steps."""
+    """Pauses a trainer, which runs in a separate thread, before each of its steps."""
 
     def __init__(self) -> None:
         self.go, self.held = threading.Semaphore(0), threading.Semaphore(0)

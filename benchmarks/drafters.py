@@ -1,4 +1,4 @@
-"""Which drafter wins on which text: code, prose, maths, summaries; all drafters in one process, by `draftlab score`."""
+"""The fastest drafter for each kind of text: code, prose, maths, summaries. `draftlab score` times them in one run."""
 
 import json
 import re
@@ -14,7 +14,7 @@ DRAFTERS = [
     "prompt-lookup", "fallback", "cascade:inner=prompt-lookup,inner_tokens=3", "confidence-stop",
     "layer-skip:layers=0+3+6+7+10", "tree:widths=2x1x1",
 ]  # fmt: skip
-SUMMARY_TOKENS = 280  # of each prompt; the shortest has 286
+SUMMARY_TOKENS = 280  # tokens of each prompt; the shortest prompt has 286
 SPEC_BENCH = ("summarization", "math_reasoning")
 
 
@@ -71,7 +71,7 @@ def _category(file: Path, category: str, folder: Path) -> Path:
 
 
 def _articles(file: Path, folder: Path) -> Path:
-    """One file for each of WikiText's articles, which begin with a line like ' = Title = '."""
+    """Write one file per article of WikiText. Articles begin with a line like ' = Title = '."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = re.split(r"(?m)^(?= = [^=].* = $)", file.read_text())
     for i, part in enumerate(parts):

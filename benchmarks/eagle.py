@@ -1,8 +1,8 @@
-"""An EAGLE-3 head for tiny: trained, timed in draftlab's engine, and served by vLLM and llama.cpp, by own commands.
+"""An EAGLE-3 head for tiny: trained and timed in draftlab's engine, and served by vLLM and llama.cpp.
 
-The gap of a server is its tokens per target pass less draftlab's, on the same texts at the same K, greedily, as
-export --verify-with counts them. It should be at most half the width of draftlab's 95 % interval over texts; export
-fails where it is outside of it. null: not measured.
+The gap of a server is the server's tokens per target pass minus draftlab's, on the same greedy texts at the same K, as
+export --verify-with counts them. The gap should be at most half the width of draftlab's 95 % interval over texts.
+export fails if the server's value is outside of the interval. null: not measured.
 """
 
 import json
@@ -93,7 +93,7 @@ def on_path(program: str) -> Path | None:
 
 
 def scored(out: Path, head: Path, temperature: float, k: int, prompts: int) -> dict[str, Any]:
-    """Return the row of the best K."""
+    """Score a head, and return the row of the best K."""
     rows: Any = COMMANDS["score"](
         target=TARGET, drafter=[f"eagle:heads={head}"], data=DATA, k=f"1-{k}", num_prompts=prompts,
         max_new_tokens=TOKENS, temperature=temperature, threads=1, out=out, force=True,
@@ -102,7 +102,10 @@ def scored(out: Path, head: Path, temperature: float, k: int, prompts: int) -> d
 
 
 def of_study(study: Path, folder: Path) -> dict[str, list[dict[str, float]]] | None:
-    """Return the acceptance by context of SmolLM2's head, plain and parallel draft; None without a finished study."""
+    """Return the acceptance by context of SmolLM2's head, plain draft and parallel draft.
+
+    None without a finished study.
+    """
     runs = study / "runs"
     drafts = [runs / "eagle", runs / "distilled" / "plain", runs / "distilled" / "parallel"]
     if not all((draft / "draftlab.json").exists() for draft in drafts):
@@ -119,9 +122,9 @@ def of_study(study: Path, folder: Path) -> dict[str, list[dict[str, float]]] | N
 def by_context(
     folder: Path, drafts: list[Path], trained: int, written: dict[str, Any]
 ) -> dict[str, list[dict[str, float]]]:
-    """Return the acceptance of tokens 1 and 3 of a step by the length of the text before, up to four times trained.
+    """Return the acceptance of tokens 1 and 3 of a draft by context, up to four times the length of training rows.
 
-    written: the texts that the target writes greedily, that long.
+    trained: Tokens of a training row. written: Settings of the texts that the target writes greedily.
     """
     store, longest = folder / "long", min(4 * trained, 1000) - 32
     if not store.exists():
@@ -139,7 +142,7 @@ def by_context(
 
 
 def rows_by_context(found: Replay, trained: int) -> list[dict[str, float]]:
-    """Return one row for each range of contexts. A plain draft's tokens have one chance at every place of a step."""
+    """Return a row per range of contexts. A plain draft's token has the same acceptance at every draft position."""
     contexts = np.concatenate(
         [text.prompt_tokens + np.arange(1, len(text.chances)) for text in found.texts]
     )
@@ -163,7 +166,7 @@ def rows_by_context(found: Replay, trained: int) -> list[dict[str, float]]:
 
 
 def served(out: Path, head: Path, to: str, program: Path | None, k: int) -> Any:
-    """Return what a server accepted of an export, and draftlab of the same texts; None without its program."""
+    """Return the acceptance of an export in a server and in draftlab. None without the server's program."""
     if program is None:
         return None
     options: dict[str, Any] = {"outtype": "f32"} if to == "llama.cpp" else {}

@@ -1,8 +1,9 @@
 """Tokens per second of draftlab's engine, eager and native, and of transformers' generate and assisted generation.
 
-Greedy, batch 1, in one process: same weights, prompts and K, arms taking turns for every prompt. CPU seconds of one
-thread, with the prefill, which transformers does not report apart. transformers is configured as a fair peer: constant
-lookahead, no confidence stop. The floor of a step is the time in which one matrix-vector product reads as many weights.
+Greedy, batch 1, in one process. All arms have the same weights, prompts and K, and take turns for every prompt. Times
+are CPU seconds of one thread, including the prefill, which transformers does not report separately. transformers is
+configured as a fair peer: constant lookahead, no confidence stop. The floor of a step is the time in which one
+matrix-vector product reads as many weights.
 """
 
 import json
@@ -28,14 +29,14 @@ from draftlab.model.llama import Llama
 from draftlab.model.modes import with_mode
 from draftlab.sampling import SamplingParams
 
-COLUMNS = 4096  # of the matrix that the floor reads
-Spoken = tuple[list[int], list[int]]  # tokens, and the accepted ones of each step with a draft
+COLUMNS = 4096  # columns of the matrix that the floor reads
+Spoken = tuple[list[int], list[int]]  # tokens, and accepted tokens of each step
 Decode = Callable[[list[int]], Spoken]
 
 
 @dataclass(slots=True)
 class Arm:
-    """One way to decode, and what came of it."""
+    """One way to decode, and its results."""
 
     decode: Decode
     seconds: float = 0.0
@@ -112,7 +113,7 @@ def _measure(
     }
     ours, theirs = accepted["fast_speculative"], accepted["transformers_assisted"]
     return {
-        "mode": mode,  # of the fast arms
+        "mode": mode,  # mode of draftlab's fast arms
         "tokens_per_second": per_second,
         "over_hf_assisted": per_second["fast_speculative"] / per_second["transformers_assisted"],
         "eager_over_hf_assisted": per_second["draftlab_speculative"] / per_second["transformers_assisted"],
@@ -150,7 +151,7 @@ def _theirs(
 ) -> dict[str, Arm]:
     target, draft = (checkpoint.load_model(path, dtype, device).eval() for path in directories)
     assert draft.generation_config is not None
-    # read from the assistant's own config; given to generate() they are ignored
+    # transformers reads these from the assistant's config, and ignores them as arguments of generate()
     draft.generation_config.num_assistant_tokens = k
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
@@ -181,7 +182,7 @@ def _generate(model: Any, prompt: list[int], new_tokens: int, **options: Any) ->
 
 
 class _Matches:
-    """Has transformers note how many drafted tokens each step accepted."""
+    """Makes transformers record the number of accepted tokens of each step."""
 
     def __init__(self, into: list[int]) -> None:
         self.into, self.real = into, AssistedCandidateGenerator.update_candidate_strategy
@@ -200,12 +201,12 @@ class _Matches:
 
 
 def _same(arm: Arm, other: Arm) -> float:
-    """Share of texts that are the other's, token by token."""
+    """Return the share of texts in which two arms agree token by token."""
     return sum(a == b for a, b in zip(arm.tokens, other.tokens, strict=True)) / len(other.tokens)
 
 
 def _over_floor(model: Llama, context: int, rounds: int = 200) -> float:
-    """Median CPU time of a single-token step over that of reading its weights, in turns."""
+    """Return the median CPU time of a one-token step over the time to read its weights, measured alternately."""
     size = int(active_params(model.shape))
     matrix, vector = (
         model.embed.new_ones(size // COLUMNS, COLUMNS),

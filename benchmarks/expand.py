@@ -2,10 +2,11 @@
 
     python -m benchmarks.expand SOURCE OUT --layers 36 --width 2304 --params 3b
 
-The opposite of a cut: what is added reads zeros or writes zeros. Gesmundo and Maile 2023 (2308.06103); zero padding as
-in LEMON (Wang et al. 2023, 2310.07999). D hidden dimensions of the source, D' of the expansion. Drafts of the source
-keep their acceptance and meet a target of another cost. Not for drafters that read or skip the target's layers: the
-added layers do nothing. Zeros and random weights may draw less power than trained ones.
+Expansion is the opposite of a cut: added weights read zeros or write zeros (Gesmundo and Maile 2023, 2308.06103; zero
+padding as in LEMON, Wang et al. 2023, 2310.07999). D hidden dimensions of the source, D' of the expansion. Drafts of
+the source keep their acceptance, with a target of another cost. The expansion does not suit drafters that read or skip
+the target's layers, because the added layers do nothing. Zeros and random weights may draw less power than trained
+weights.
 """
 
 import math
@@ -37,16 +38,16 @@ WRITES = (
     "embed_tokens",
     "o_proj",
     "down_proj",
-)  # into the residual stream: zero but for the source's own values
+)  # tensors that write the residual stream: zero except for the source's values
 FFN_STEP = 16
 
 
 class Expanded(TensorView):
-    """The source's tensors within larger ones: zeros where they write, random values of the source's scale elsewhere.
+    """The source's tensors inside larger tensors. Added outputs are zero. Other added weights are random.
 
-    The residual stream is padded with zeros, so that its mean square is D / D' times as large: norms are scaled by
-    sqrt(D / D') and their epsilon by D / D' (config_of). Norms of q and k have the same epsilon and keep their width;
-    so q_proj and k_proj before them are scaled as well. Added layers, heads and neurons write zeros.
+    The residual stream is padded with zeros, so its mean square is D / D' times as large. Norms are therefore scaled by
+    sqrt(D / D'), and their epsilon by D / D' (config_of). Norms of q and k have the same epsilon but keep their width,
+    so q_proj and k_proj are scaled as well. Random weights have the scale of the source's weights.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Expanded(TensorView):
         return tensor.uniform_(-spread, spread, generator=rng)
 
     def _places(self, axis: Axis, size: int) -> tuple[slice | Tensor, slice | Tensor]:
-        """Return the places along an axis that are the source's, and which places of the source they are."""
+        """Return the indices along an axis that hold values of the source, and the source's indices to copy."""
         if axis not in ("q", "kv"):
             return slice(size), slice(size)
         have, group = self.source, self.shape.heads // self.shape.kv_heads
@@ -111,10 +112,10 @@ class Expanded(TensorView):
 
 
 def expand(source: Path, out: Path, shape: Shape, seed: int = 0) -> Path:
-    """Write the expansion of a checkpoint to a shape, a tensor at a time.
+    """Write the expansion of a checkpoint to a shape, one tensor at a time.
 
     Raises:
-        UserError: the source's norms do not scale plainly, or the shape does not contain it.
+        UserError: The source's norms are not plain RMSNorms, or the shape does not contain the source's shape.
     """
     config, have = checkpoint.read_config(source), checkpoint.read_shape(source)
     if (kind := config.get("model_type")) not in MODEL_TYPES:
@@ -134,14 +135,14 @@ def expand(source: Path, out: Path, shape: Shape, seed: int = 0) -> Path:
 
 
 def config_of(config: Mapping[str, object], have: Shape, shape: Shape) -> dict[str, object]:
-    """Return config.json of the expansion of a source with this one."""
+    """Return config.json of an expansion. config: config.json of the source."""
     layers = [layer % have.layers for layer in range(shape.layers)]
     eps = float(str(config["rms_norm_eps"])) * have.hidden / shape.hidden
     return checkpoint.config_for(shape, dict(config), layers) | {"rms_norm_eps": eps}
 
 
 def kv_copies(have: Shape, shape: Shape) -> int:
-    """Return how often each kv head is there, so that each serves no more of the source's heads than it can."""
+    """Return the number of copies of each kv head. A kv head of the expansion may serve fewer query heads."""
     return -(-(have.heads // have.kv_heads) // (shape.heads // shape.kv_heads))
 
 
@@ -149,7 +150,7 @@ def check_contains(shape: Shape, have: Shape) -> None:
     """Check that a source can be expanded to a shape.
 
     Raises:
-        UserError: an axis is shorter than the source's; head_dim, vocab or an option differs; the kv heads are too few.
+        UserError: An axis is shorter than the source's; head_dim, vocab or an option differs; the kv heads are too few.
     """
     for field in ("layers", "hidden", "heads", "kv_heads", "ffn"):
         size, least = getattr(shape, field), getattr(have, field)
@@ -166,7 +167,7 @@ def check_contains(shape: Shape, have: Shape) -> None:
         "qk_layernorm",
     ):
         size, own = getattr(shape, field), getattr(have, field)
-        if size != own and not (field == "tied" and own):  # a tied head can be written out
+        if size != own and not (field == "tied" and own):  # an expansion may untie a tied head
             raise UserError(
                 f"{field} {size} differs from the source's {own}, and expansion does not change it"
             )
@@ -186,7 +187,7 @@ def larger(
     ffn: int | None = None,
     params: str | None = None,
 ) -> Shape:
-    """Return a shape of other sizes with the proportions of a source; params, as in 1.3b, solves for the FFN."""
+    """Return a shape of other sizes with the proportions of a source. params: Such as 1.3b, solves for the FFN."""
     hidden = width or have.hidden
     natural = max(have.heads, have.heads * hidden // have.hidden)
     heads = next(

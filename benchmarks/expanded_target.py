@@ -1,10 +1,10 @@
 """A LLaMA-65B-shaped target that writes real text, with drafts of the paper's shapes whose acceptance is real, live.
 
-The target is a small model expanded on the device (expand.py): it writes what the small model writes, at the cost
-of its shape, which is --target's with heads of the source's size and the source's ids. Each draft is a cut of the small
-model, expanded likewise to one of the paper's shapes, so that all of them propose the same tokens and differ in cost
-alone. A shape that does not contain the cut is left out. On a device that does not hold the target it has as many
-layers as fit ("layers"). "beside_paper": Wide-796M over the deep draft here, and over earlier drafts in the paper.
+The target is a small model expanded on the device (expand.py). It writes the text of the small model at the cost of its
+shape, which is --target's shape with the head size and vocabulary of the small model. Each draft is the same cut of the
+small model, expanded to one of the paper's shapes. All drafts therefore propose the same tokens, and only their cost
+differs. A shape that does not contain the cut is left out. If the target does not fit the device, it has as many layers
+as fit ("layers"). "beside_paper": Wide-796M over the deep draft here, and over earlier drafts in the paper.
 """
 
 import gc
@@ -101,7 +101,7 @@ def main(
 
 
 class Bench:
-    """A target and prompts, of which the first warms up."""
+    """A target and its prompts. The first prompt warms up."""
 
     def __init__(
         self, target: Llama, prompts: list[list[int]], new_tokens: int, device: torch.device
@@ -114,7 +114,7 @@ class Bench:
         self.clock, self.step_clock = steady_clock(device), steady_step_clock(device)
 
     def run(self, drafter: ModelDrafter | None, k: int) -> tuple[dict[str, float], list[list[int]]]:
-        """Return tokens per second after the prefill and per target pass, and the texts."""
+        """Return tokens per second after the prefill, tokens per target pass, and the texts."""
         rates, passes, texts = [], [], []
         for number, prompt in enumerate(self.prompts):
             if drafter is None:
@@ -138,7 +138,7 @@ class Bench:
 
 
 def like(shape: Shape, source: Shape) -> Shape:
-    """Return a shape with the heads' size, ids and options of a source, and as many values in all heads as before."""
+    """Return a shape with head size, vocabulary and options of a source. heads x head_dim stays the same."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     heads = {"heads": q // source.head_dim, "kv_heads": kv // source.head_dim}
     return source.model_copy(
@@ -149,10 +149,10 @@ def like(shape: Shape, source: Shape) -> Shape:
 def expanded(
     directory: Path, shape: Shape, dtype: torch.dtype, device: torch.device, context: int
 ) -> Llama:
-    """Return a checkpoint expanded to a shape; its weights are made on the device, each when it is asked for.
+    """Return a checkpoint expanded to a shape. Each weight is made on the device at look-up.
 
     Raises:
-        UserError: the shape does not contain it.
+        UserError: The shape does not contain the checkpoint's shape.
     """
     have, config = checkpoint.read_shape(directory), checkpoint.auto_config(directory)
     check_contains(shape, have)

@@ -1,4 +1,4 @@
-"""Print a number of a result on a page: rounded, with its interval, in another unit; and what two intervals say."""
+"""Formats for numbers on a page: rounded, with an interval, in another unit; and comparisons of intervals."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,7 +8,7 @@ Printed = list[tuple[str, str]]
 
 
 class Value(float):
-    """A number of a JSON file. Whenever it is printed, it notes the text and its key."""
+    """A number of a JSON file. Each time the number is printed, its text and its key are recorded."""
 
     key: str
     printed: Printed
@@ -50,7 +50,7 @@ def _key(number: float) -> str:
 
 
 def tagged(value: Any, key: str, printed: Printed) -> Any:
-    """Return a JSON value whose numbers know their keys."""
+    """Return a JSON value in which every number is a Value with its key."""
     if isinstance(value, dict):
         return {name: tagged(each, _joined(key, name), printed) for name, each in value.items()}
     if isinstance(value, list):
@@ -73,7 +73,7 @@ def percent(share: Value, digits: int = 0) -> str:
 
 
 def bounds(estimate: Any) -> tuple[Value, Value, Value]:
-    """Return value, low and high of an interval, which records keep as a list or by name."""
+    """Return value, low and high of an interval, which is a list or a dict in results."""
     if isinstance(estimate, dict):
         return estimate["value"], estimate["low"], estimate["high"]
     value, low, high = estimate
@@ -103,14 +103,14 @@ def correlation(found: dict[str, Value]) -> str:
 
 
 def separates(first: Any, second: Any) -> bool:
-    """Whether two intervals have nothing in common."""
+    """Return whether two intervals do not overlap."""
     _, low, high = bounds(first)
     _, other_low, other_high = bounds(second)
     return low > other_high or other_low > high
 
 
 def against_plain(speedup: Any) -> str:
-    """Return what the interval of a speed-up says about decoding without a draft."""
+    """Return text on whether a speed-up differs from plain decoding, by its interval."""
     _, low, high = bounds(speedup)
     if low > 1:
         return "faster than no draft"
@@ -122,7 +122,7 @@ def millions(value: Value, digits: int = 0) -> str:
 
 
 def measured(result: dict[str, Any]) -> str:
-    """Return when and on what a result was measured."""
+    """Return the date, threads and processor of a result, as text."""
     threads = result.get("threads")
     on = processor(result)
     if threads is not None:
@@ -131,7 +131,7 @@ def measured(result: dict[str, Any]) -> str:
 
 
 def processor(result: dict[str, Any]) -> str:
-    """Return a processor's name with the last of its extensions that decide how fast products are."""
+    """Return a processor's name with the best of its extensions for matrix products."""
     name, _, flags = result["cpu"].replace("(R)", "").rpartition(" (")
     best = [flag for flag in EXTENSIONS if flag in flags]
     return name.removesuffix(" Processor") + (f" ({best[-1]})" if best else "")

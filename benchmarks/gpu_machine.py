@@ -1,4 +1,4 @@
-"""The machine behind gpu.sh's results: clocks, power, driver, libraries, backends of attention; or its GPU tests."""
+"""The machine of gpu.sh's results (clocks, power, driver, libraries, attention backends), or a run of the GPU tests."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def machine() -> dict[str, object]:
 
 
 def queried() -> list[str]:
-    """Return a line of nvidia-smi for each GPU, none without the program."""
+    """Return a line of nvidia-smi for each GPU, or no lines without nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader"]
     try:
         return (
@@ -59,7 +59,7 @@ def queried() -> list[str]:
 
 
 def tested() -> dict[str, object]:
-    """Run the tests that need a GPU, a line for each as it ends. Exits with 1 if one fails."""
+    """Run the tests that need a GPU, and print a line as each test ends. Exits with 1 if a test fails."""
     command = [sys.executable, "-u", "-m", "pytest", "-m", "gpu", "-n0", "-vv", "-rf", "tests"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         lines = []

@@ -1,7 +1,7 @@
-"""Run by a peer's own Python, not by ours: one pair decoded greedily, asked on stdin, answered on stdout, both JSON.
+"""Greedy decoding of one pair in a peer engine, run by the peer's Python. Request on stdin, answer on stdout, in JSON.
 
-Asked: peer, way (plain, draft, ngram), target, draft, k, prompts in token ids, new_tokens, eos, context, dtype. The
-first prompt warms up. Answered for the others: what timed() returns, and the peer's version.
+The request has peer, way (plain, draft, ngram), target, draft, k, prompts as token ids, new_tokens, eos, context and
+dtype. The first prompt warms up. The answer has the result of timed() for all other prompts, and the peer's version.
 """
 
 import json
@@ -9,11 +9,11 @@ import sys
 import time
 from typing import Any
 
-NGRAM = 3  # longest n-gram that is looked up
+NGRAM = 3  # longest n-gram to look up
 
 
 def transformers(asked: dict) -> tuple[dict, str]:
-    """Plain, assisted and prompt-lookup generation, with as many drafted tokens in every step."""
+    """Time plain, assisted and prompt-lookup generation, with a constant number of drafted tokens."""
     import torch
     import transformers as library
 
@@ -39,7 +39,7 @@ def transformers(asked: dict) -> tuple[dict, str]:
     counted, prefills = (
         [0, 0],
         int(asked["way"] == "plain"),
-    )  # the others draft before their first pass, too
+    )  # assisted generation also drafts before the first pass
 
     def count(*_: object) -> None:
         counted[1] += 1
@@ -88,7 +88,7 @@ def vllm(asked: dict) -> tuple[dict, str]:
         )
         drafts, accepted = (now - then for now, then in zip(drafted(), before, strict=True))
         counted[0] += len(tokens) - 1
-        # lookups find none now and then
+        # some lookups find no match
         counted[1] += drafts if asked["way"] == "draft" else len(tokens) - 1 - accepted
         return tokens
 
@@ -103,10 +103,10 @@ def vllm(asked: dict) -> tuple[dict, str]:
 
 
 def timed(decode, asked: dict, counted: list[int], clock=time.process_time) -> dict:
-    """Decode the prompts but the first, once for one token and once in full; return a list each, by prompt.
+    """Decode all prompts except the first, once for one token and once completely. Return lists by prompt.
 
-    prefill_seconds and seconds: of the CPU, for one token and in full; wall_seconds; texts; steps: tokens after the
-    prefill's, and target passes for them, by which decode increases counted.
+    prefill_seconds: CPU seconds for one token. seconds: CPU seconds of the complete answer. steps: Tokens after the
+    prefill's token, and target passes for these tokens. decode adds both numbers to counted.
     """
     decode(asked["prompts"][0], asked["new_tokens"])
     answer = {"prefill_seconds": [], "seconds": [], "wall_seconds": [], "texts": [], "steps": []}

@@ -1,10 +1,11 @@
 """A LLaMA-65B-shaped target with the paper's five drafts, live: the engine's own steps, with random weights.
 
-Random drafts agree with nothing, so each drafted token is accepted by a coin of chance alpha, in a rule of its own: all
-passes, choices and rollbacks are those of sampled decoding, and alpha is the paper's law. On a device that does not
-hold the target its first layers run, as many as fit ("layers"); a 65B target fits one H200 in bfloat16. "beside_paper":
-the throughput of Wide-796M over that of earlier drafts, on 4 x A100 (2402.01528, third version), and here over that of
-NoFT-1.3B at each alpha. "share_of_bandwidth": what plain decoding reads, of what one large product reads here.
+Random drafts never agree with the target, so a special verify rule accepts each drafted token with probability alpha.
+All passes, choices and rollbacks are those of sampled decoding, and alpha is the acceptance model of the paper. If the
+target does not fit the device, only its first layers run, as many as fit ("layers"). A 65B target fits one H200 in
+bfloat16. "beside_paper": throughput of Wide-796M over earlier drafts on 4 x A100 in the paper (2402.01528, third
+version), and over NoFT-1.3B here, at each alpha. "share_of_bandwidth": bytes per second of plain decoding over those of
+one large matrix product.
 """
 
 import json
@@ -34,7 +35,7 @@ from draftlab.sampling import SamplingParams
 
 DRAFTS = "noft-1.3b,wide-1.3b,wide-796m,wide-543m,wide-290m"
 PAPER = {"wide_796m_over_earlier_drafts": 2.11, "on": "4 x A100-80GB"}
-ROOM = 8e9  # bytes beside the target: the largest draft, caches, graphs
+ROOM = 8e9  # bytes that the target leaves free for the largest draft, caches and graphs
 
 
 def main(
@@ -67,7 +68,7 @@ def main(
         draft = bench.load(shape_of(name))
         rows[name] = [*bench.rows(model, ModelDrafter(draft), ks, chances)]
         del draft
-        plain.append(bench.plain(model))  # beside each draft
+        plain.append(bench.plain(model))  # timed again with each draft
         fastest = best(rows[name], max(chances))
         note(
             f"{name}: {fastest['tokens_per_second']:.1f} tokens/s at {max(chances):g}, {plain[-1]:.1f} without a draft"
@@ -108,7 +109,7 @@ class Bench:
         new_tokens: int,
         k: int,
     ):
-        """k: the largest."""
+        """k: The largest K."""
         self.device, self.dtype, self.prompt = device, checkpoint.DTYPES[dtype], prompt
         self.mode: Mode = mode
         self.sampling = SamplingParams(max_tokens=new_tokens, temperature=1.0)
@@ -120,7 +121,7 @@ class Bench:
 
     def plain(self, target: Llama) -> float:
         """Return tokens per second after the prefill."""
-        # captures graphs
+        # the first run captures graphs
         self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))
         return self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))[0]
 
@@ -153,11 +154,11 @@ class Bench:
 
 
 def by_coin(alpha: float) -> Rule:
-    """Return a rule that accepts each token of a chain with chance alpha, whatever it is."""
+    """Return a verify rule that accepts each token of a chain with probability alpha."""
 
     def rule(p: Tensor, tokens: Tokens, chance: Any) -> Verdict:
         assert isinstance(chance, Uniforms)
-        # one wait
+        # one transfer from the device
         draws = torch.stack([*chance.draws])[: len(tokens.ids)].tolist() if tokens.ids else []
         accepted = next((i for i, draw in enumerate(draws) if draw >= alpha), len(draws))
         return list(range(accepted)), p[accepted]
@@ -172,7 +173,7 @@ def shape_of(name: str) -> Shape:
 
 
 def as_fits(shape: Shape, free: float, itemsize: int) -> Shape:
-    """Return the shape with as many of its layers as fit, at least one."""
+    """Return the shape with as many layers as fit the free bytes, at least one."""
     layer = shape.body_params() / shape.layers * itemsize
     beside = (shape.params() - shape.body_params()) * itemsize
     return shape.model_copy(
@@ -187,7 +188,7 @@ def best(rows: list[dict[str, float]], alpha: float) -> dict[str, float]:
 
 
 def over(speedup: dict[str, float], one: str, other: str) -> float | None:
-    """Return the ratio of two drafts, where both were measured."""
+    """Return the ratio of two drafts' speed-ups, or None if a draft was not measured."""
     return speedup[one] / speedup[other] if {one, other} <= speedup.keys() else None
 
 

@@ -1,7 +1,7 @@
-"""The paper's question by prediction: which draft makes LLaMA-65B on four A100 fastest, at which K and acceptance.
+"""The paper's question by prediction: which draft and K make LLaMA-65B on four A100 fastest, by acceptance alpha.
 
-Nothing is measured: profiles are computed from configs/profiles (the drafts on one A100, as the paper runs them), and
-every token is accepted with the same chance alpha. Prompts of 128 tokens, texts of 200.
+Nothing is measured. Profiles are computed from configs/profiles, with the drafts on one A100 as in the paper. Every
+token is accepted with the same probability alpha. Prompts have 128 tokens, texts 200.
 """
 
 import json
@@ -41,7 +41,7 @@ def main(
     targets = {mode: _cost(f"{TARGET}@{TARGET_ON},{mode}") for mode in MODES}
 
     def rates(mode: str, name: str, alpha: float) -> dict[int, float]:
-        """Tokens per second by K; K = 0 is no draft."""
+        """Return tokens per second by K. K = 0 is plain decoding."""
         work = constant_workload(alpha, tokens=NEW, prompt_tokens=PROMPT)
         found = predict(curves[mode][name], targets[mode], work, KS)
         return {0: found.plain_tokens_per_second} | {
@@ -49,7 +49,7 @@ def main(
         }
 
     def needed(mode: str, name: str, rate: float) -> float | None:
-        """The least alpha at which its best K gives rate; None: not even alpha 1 does."""
+        """Return the least alpha at which a draft's best K reaches `rate` tokens per second, or None if none does."""
 
         def enough(alpha: float) -> bool:
             work = constant_workload(alpha, tokens=NEW, prompt_tokens=PROMPT)
@@ -110,7 +110,7 @@ def _middle() -> Any:
 
 
 def _draw(tables: dict[str, Any], path: Path) -> None:
-    """Tokens per second against K at two acceptances, eager and with graphs."""
+    """Draw tokens per second by K for two values of alpha, eager and with graphs."""
     canvas = Figure(figsize=(9, 6), layout="constrained")
     axes = canvas.subplots(2, 2, sharex=True, sharey="row")
     for row, mode in zip(axes, MODES, strict=True):

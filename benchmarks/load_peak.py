@@ -1,7 +1,7 @@
-"""Peak memory of loading a checkpoint over its weights, each way of loading in a process of its own.
+"""Peak memory of loading a checkpoint over the size of its weights. Each way of loading runs in a separate process.
 
-The checkpoint has the shape of Llama-3.2-1B and random weights. Ratio: how far the process's resident memory rose at
-its highest, over the bytes of the weights in the dtype that they were asked for.
+The checkpoint has the shape of Llama-3.2-1B and random weights. The ratio is the largest increase of the process's
+resident memory, over the bytes of the weights in the requested dtype.
 """
 
 import json
@@ -63,12 +63,12 @@ def main(
 
 
 def load_peak_ratio(directory: Path, dtype: str = "float32") -> float:
-    """The worst of the ways to load a checkpoint."""
+    """Return the largest ratio over all ways to load a checkpoint."""
     return max(peak(way, directory, dtype) for way in WAYS)
 
 
 def peak(way: str, directory: Path, dtype: str) -> float:
-    """Of one way, in a child process."""
+    """Return the ratio of one way to load, measured in a child process."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, way, str(directory), dtype],
         capture_output=True,
@@ -92,7 +92,7 @@ def loaded(way: str, directory: Path, dtype: torch.dtype) -> object:
 
 
 def write_random(shape: Shape, directory: Path, dtype: torch.dtype) -> None:
-    """A LLaMA checkpoint with random weights, a tensor at a time."""
+    """Write a LLaMA checkpoint with random weights, one tensor at a time."""
     directory.mkdir(parents=True)
     config = checkpoint.llama_config(shape, context=8192, bos=1, eos=2, pad=None)
     weights = (
@@ -112,7 +112,7 @@ def _matrix(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def resident(what: str) -> int:
-    """Bytes of VmRSS, resident now, or VmHWM, most since reset."""
+    """Return the bytes of VmRSS (resident now) or VmHWM (most since the last reset)."""
     line = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)
     )

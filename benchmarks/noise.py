@@ -106,7 +106,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make(folder: Path, name: str, *words: str) -> None:
-    """Run a command of draftlab in folder, unless its output is there."""
+    """Run a command of draftlab in a folder, unless its output exists."""
     if (folder / name).exists():
         return
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -131,7 +131,7 @@ def score(options: argparse.Namespace, name: str) -> dict[str, Score]:
 
 @contextlib.contextmanager
 def disturbed(cores: int, seed: int) -> Iterator[None]:
-    """Steal this number of cores at random while the block runs."""
+    """Keep a number of cores busy at random times while the block runs."""
     thieves = [
         multiprocessing.Process(target=steal, args=(seed * 100 + core, os.getpid()), daemon=True)
         for core in range(cores)
@@ -147,7 +147,7 @@ def disturbed(cores: int, seed: int) -> Iterator[None]:
 
 
 def steal(seed: int, parent: int) -> None:
-    """Compute for 5 ms to 2 s at a time, about half of the time, until the parent ends or is killed."""
+    """Alternate between computing and sleeping for 5 ms to 2 s each, until the parent process ends."""
     rng = random.Random(seed)
     while os.getppid() == parent:
         end = time.perf_counter() + 0.005 * 400 ** rng.random()
@@ -189,7 +189,7 @@ def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, 
 
 
 def answer(score: Score) -> bool | None:
-    """Return whether a score calls its draft faster than none, or None if it does not say."""
+    """Return whether a score calls its draft faster than plain decoding, or None if the score decides nothing."""
     gain = score.best_k_speedup
     return None if score.doubt is not None or gain.low <= 1 <= gain.high else gain.low > 1
 

@@ -1,7 +1,7 @@
 """Pages whose numbers come from benchmarks/results: python -m benchmarks.pages writes README.md and pages of docs/.
 
 A source in docs/pages is Markdown with Jinja2 expressions. {{ demo.drafts["3x128"].speedup|interval }} is a key of
-demo.json and its format. {{ tables.demo() }} alone on a line is a table that benchmarks/tables.py makes.
+demo.json with a format. {{ tables.demo() }} on a separate line is a table that benchmarks/tables.py makes.
 """
 
 import json
@@ -34,7 +34,7 @@ class Line:
 
 
 class Missing(StrictUndefined):
-    """A key that no result has: fails where it is named, before a format sees it."""
+    """A key that no result has. It fails at once, before a format receives it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -76,7 +76,7 @@ class Pages:
             raise KeyError(f"{{{{{expression}}}}}: {error.message}") from error
 
     def _refuse_literals(self, expression: str) -> None:
-        """Refuse numbers and texts that are typed: a constant is a key, or an argument of a format."""
+        """Refuse typed numbers and texts. A constant may only be a key or an argument of a format."""
         tree = self.environment.parse(f"{{{{ {expression} }}}}")
         places = [id(item.arg) for item in tree.find_all(nodes.Getitem)]
         places += [
@@ -95,12 +95,12 @@ class Pages:
 
 
 def page(source: Path) -> Path:
-    """Return the page that a source becomes."""
+    """Return the path of the page that is made from a source."""
     return ROOT / source.name if source.name == "README.md" else ROOT / "docs" / source.name
 
 
 def differences(lines: list[Line], committed: list[str], page: str, source: str) -> list[str]:
-    """Return what a page has that its source does not make: line, what it should be, and the keys of its numbers."""
+    """Return the lines of a page that differ from its source: expected text, and keys of the numbers."""
     found = []
     matcher = SequenceMatcher(None, [line.text for line in lines], committed, autojunk=False)
     for kind, first, last, start, end in matcher.get_opcodes():
@@ -116,7 +116,7 @@ def differences(lines: list[Line], committed: list[str], page: str, source: str)
 
 
 def _wrong(line: Line, written: str) -> str:
-    """Return which numbers of a line are wrong and their keys, or the line where others are."""
+    """Return the wrong numbers of a line with their keys, or the expected line if other text differs."""
     wanted, got = NUMBER.findall(line.text), NUMBER.findall(written)
     if len(wanted) != len(got) or wanted == got:
         return f"should be {line.text!r}"

@@ -1,10 +1,10 @@
-"""A parallel draft and an EAGLE-3 head against an ordinary draft at equal training compute, by draftlab's own commands.
+"""A parallel draft and an EAGLE-3 head against an ordinary draft at equal training compute, by draftlab's commands.
 
-Both drafts come from one that was distilled for a while. The ordinary one is distilled further, and the other becomes a
-parallel draft, in so many steps fewer as its steps read more tokens; the head is trained for as long as the ordinary
-draft in all. Then draftlab score times them, the parallel weights as an ordinary draft, prompt lookup and n-grams in
-one process, greedily and at temperature 1. This is on tiny; SmolLM2's two drafts are those of a finished
-recipes/smollm2.yaml, whose scores are read, and only replayed here.
+Both drafts start from the same distilled draft. The ordinary draft is distilled further. The parallel draft is trained
+for as many tokens, so for fewer steps, since each of its steps reads more tokens. The head is trained for as long as
+the ordinary draft in total. draftlab score then times in one process: both drafts, the head, the parallel weights used
+as an ordinary draft, prompt lookup and n-grams; greedily and at temperature 1. All of this is on tiny. For SmolLM2, the
+scores of a finished recipes/smollm2.yaml are read, and its two drafts are only replayed.
 """
 
 import json
@@ -34,7 +34,7 @@ from draftlab.training.run import read_log
 from draftlab.training.trainer import EvalRecord
 
 TEMPERATURES = (0.0, 1.0)
-ACCEPTANCE = (0.5, 0.6, 0.7, 0.8, 0.9)  # to say what could be gained
+ACCEPTANCE = (0.5, 0.6, 0.7, 0.8, 0.9)  # acceptance rates for the largest possible gain
 OTHERS = ["prompt-lookup", "ngram:tokens=500000"]
 
 Rows = list[dict[str, Any]]
@@ -42,7 +42,11 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Of tiny's part. steps: of the ordinary draft, after those in common; the parallel one has as much to read."""
+    """Settings of the study on tiny.
+
+    common: Steps that both drafts share. steps: Further steps of the ordinary draft. The parallel draft reads as many
+    tokens in its further steps.
+    """
 
     k: int
     steps: int
@@ -66,11 +70,11 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What tiny's drafts are made from."""
+    """The start and the texts of tiny's drafts."""
 
-    start: Path  # draft
-    outputs: Path  # to distil from
-    answers: Path  # to replay on
+    start: Path  # draft from which both drafts are trained
+    outputs: Path  # store to distil from
+    answers: Path  # store to replay on
 
 
 def main(
@@ -145,7 +149,7 @@ def main(
 
 
 def tiny_pair(folder: Path, shape: Path, settings: Settings) -> Pair:
-    """Cut a draft of tiny, store what tiny says about its training text, and distil the draft from that."""
+    """Cut a draft from tiny, store tiny's outputs on the training text, and distil the draft from the outputs."""
     common, batch = settings.common, settings.batch
     cut = made(
         "prune", folder / "cut", source="tiny", shape=shape, data="stdlib", calibration_tokens=16384
@@ -216,7 +220,7 @@ def measure(pair: Pair, folder: Path, settings: Settings) -> dict[str, Any]:
 
 
 def studied(study: Path, folder: Path) -> dict[str, Any]:
-    """Return the two drafts of a finished recipes/smollm2.yaml, replayed on what the target writes greedily."""
+    """Return the results of the two drafts of a finished recipes/smollm2.yaml, replayed on greedy texts."""
     runs = study / "runs"
     plain, parallel = (runs / "distilled" / name for name in ("plain", "parallel"))
     questions = {"prompt_file": study / "questions.jsonl", "num_prompts": 44, "max_new_tokens": 96}
@@ -258,9 +262,9 @@ def by_category(score: Score) -> dict[str, Any]:
 def compared(
     rows: dict[str, Rows], replays: dict[str, dict[int, float]], parallel: str
 ) -> dict[str, Any]:
-    """Return a parallel draft against the plain one, each at its best K.
+    """Compare a parallel draft with the plain draft, each at its best K.
 
-    The loss of its weights as an ordinary draft is in replayed tokens per pass, at the plain draft's best K.
+    The parallel weights are also replayed as an ordinary draft, for tokens per pass at the plain draft's best K.
     """
     best = {
         t: {row["draft"].removesuffix("@int8"): row for row in each} for t, each in rows.items()
@@ -294,7 +298,7 @@ def replayed(folder: Path, answers: Path, draft: Path, k: int, parallel: bool) -
 def scored(
     folder: Path, drafts: list[Path], drafters: list[str], k: int, temperature: float, quick: bool
 ) -> Rows:
-    """Return the best row of each way to draft for tiny."""
+    """Score drafts and drafters for tiny, and return the row of each at its best K."""
     row = COMMANDS["score"](
         draft=[str(path) for path in drafts], drafter=drafters, target="tiny", data="stdlib", k=f"1-{k}",
         num_prompts=2 if quick else 16, max_new_tokens=16 if quick else 64, repeats=1 if quick else 3,
@@ -306,15 +310,17 @@ def scored(
 
 
 def best_rows(rows: Rows) -> Rows:
-    """Return what is compared of each drafter at its best K."""
+    """Return the compared numbers of each drafter, at its best K."""
     kept = ("draft", "num_speculative_tokens", "tokens_per_target_pass", "break_even_length", "output_tps",
             "plain_output_tps", "doubt", "identical", "equal_texts")  # fmt: skip
     return [{name: each[name] for name in kept} | speedups(each) for each in rows if each["best"]]
 
 
 def costs(target: Shape, draft: Shape, k: int, passes: int) -> dict[str, Any]:
-    """Return the time of passes by width, also with heads of fewer ids, and how much faster than an ordinary draft a
-    parallel one could be: if all its offsets were accepted as often as the first, by that acceptance.
+    """Return the time of passes by width, with complete and trimmed heads, and the largest gain of a parallel draft.
+
+    The gain is over an ordinary draft, by acceptance rate, if every token of the parallel draft were accepted as often
+    as its first token.
     """
     shapes = {"target": target, "draft": draft} | {
         f"draft, 1/{part} of the ids": draft.model_copy(update={"draft_vocab": draft.vocab // part})
@@ -338,13 +344,15 @@ def costs(target: Shape, draft: Shape, k: int, passes: int) -> dict[str, Any]:
 
 
 def dtype() -> torch.dtype:
-    """Return what models are timed in: 16 bits where the CPU has them."""
+    """Return the dtype in which models are timed: bfloat16 if the CPU is fast in it, else float32."""
     return torch.bfloat16 if checkpoint.is_fast(torch.bfloat16, checkpoint.CPU) else torch.float32
 
 
 def ceiling(target_ms: dict[int, float], draft_ms: dict[int, float], alpha: float, k: int) -> float:
-    """Return the speed of drafting in one pass over that in a pass for each token, each at its best K, if every token
-    is accepted with chance alpha. A parallel draft reads the tokens emitted last and a mask token for each but one.
+    """Return the speed of parallel over ordinary drafting, each at its best K.
+
+    Every token is accepted with probability alpha. A pass of a parallel draft that drafts n tokens reads the tokens of
+    the last step and n - 1 mask tokens.
     """
     tokens = {n: expected_tokens([alpha] * n) for n in range(1, k + 1)}
     wide_ms = {
@@ -355,7 +363,7 @@ def ceiling(target_ms: dict[int, float], draft_ms: dict[int, float], alpha: floa
 
 
 def vllm_gap(folder: Path, parallel: str, program: Path) -> float:
-    """Return by how much vLLM's tokens per pass differ from draftlab's, relatively."""
+    """Return the relative difference between vLLM's and draftlab's tokens per pass."""
     served = {
         "draft": str(folder / parallel),
         "target": "tiny",
@@ -371,14 +379,14 @@ def vllm_gap(folder: Path, parallel: str, program: Path) -> float:
 
 
 def made(command: str, out: Path, **settings: Any) -> Path:
-    """Return a command's output, which is there already if an earlier run was killed."""
+    """Return a command's output. An output of an earlier run is not made again."""
     if not (out / "draftlab.json").exists():
         COMMANDS[command](**settings, out=out)
     return out
 
 
 def heldout(draft: Path) -> list[dict[str, Any]]:
-    """Return the evaluations of a training on held-out text, by offset."""
+    """Return the held-out evaluations of a training, with acceptance by draft position."""
     records = [each for each in read_log(draft / "log.jsonl") if isinstance(each, EvalRecord)]
     return [
         {"step": each.step, "acceptance": each.acceptance, "offsets": each.offsets}

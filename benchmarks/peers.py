@@ -1,9 +1,9 @@
 """One pair in draftlab, transformers, llama.cpp and vLLM's CPU build: whole requests and decoding, each at its best K.
 
-Greedy, batch 1, one thread, the same prompts. Every engine decodes plainly, with the draft as `export` writes it, and
-with n-grams of the text looked up, at each precision that it has here. K is chosen on other prompts than those that are
-timed. Each arm runs in a process of its own; the arms take turns, once for each part of the prompts. Times are CPU
-seconds. Answers are kept in --work, so that a run that was stopped resumes. An engine that is not here is skipped.
+Greedy, batch 1, one thread, the same prompts. Every engine decodes in three ways, at each precision that it supports on
+this machine: plainly, with the exported draft, and with n-gram lookup. K is chosen on other prompts than the timed
+prompts. Each arm runs in a separate process. The arms take turns, once for each part of the prompts. Times are CPU
+seconds. Answers are kept in --work, so a stopped run resumes. Engines that are not installed are skipped.
 """
 
 import json
@@ -40,10 +40,10 @@ from draftlab.sampling import SamplingParams
 INSIDE = Path(__file__).parent / "inside_peers.py"
 WAYS = ("plain", "draft", "ngram")
 OURS = "draftlab"
-DEFAULTS = 0  # in place of K: llama.cpp's own lengths of n-grams, 12 looked up and 48 drafted
+DEFAULTS = 0  # in place of K: llama.cpp's defaults, n-grams of 12 tokens and drafts of 48
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "Q8_0": 8}
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "Q8_0": "q8_0"}
-PRECISIONS = {  # by engine: besides the pair's dtype, the 8 bits that it has on a CPU
+PRECISIONS = {  # 8-bit precisions of each engine on a CPU, besides the pair's dtype
     OURS: ("int8",),
     "transformers": (),
     "llama.cpp": ("Q8_0",),
@@ -56,10 +56,10 @@ MODES = {
     "vllm": "CPU build, compiled (enforce_eager=False), compiling not counted",
 }
 VLLM = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in one process, so that its CPU seconds are all
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that its CPU seconds cover all work
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "NUMBA_NUM_THREADS": "1",  # numba finds its n-grams, and would set OpenMP's threads to all cores, PyTorch's too
+    "NUMBA_NUM_THREADS": "1",  # numba, which finds vLLM's n-grams, would set PyTorch's OpenMP threads to all cores
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -81,7 +81,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What inside_peers.timed() returns. prefill_seconds and seconds are of CPU time, by prompt."""
+    """The result of inside_peers.timed(). prefill_seconds and seconds are CPU seconds by prompt."""
 
     prefill_seconds: list[float]
     seconds: list[float]
@@ -100,7 +100,7 @@ class Answer:
         return [(len(text) - 1, max(seconds - prefill, 1e-9)) for text, seconds, prefill in times]
 
     def and_then(self, other: "Answer") -> "Answer":
-        """Return the answers to these prompts and to those of another part."""
+        """Return the answers to these prompts, followed by the answers to another part of the prompts."""
         mine, theirs = asdict(self), asdict(other)
         return Answer(
             **{name: mine[name] + theirs[name] for name in mine if name != "version"},
@@ -113,7 +113,7 @@ Groups = dict[tuple[str, str, str], dict[int, Answer]]  # by engine, precision a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One pair and its prompts. peer_draft: the draft as peers get it. files: target and draft in GGUF by precision."""
+    """One pair and its prompts. peer_draft: Exported draft. files: GGUF of target and draft, by precision."""
 
     target: Path
     draft: Path
@@ -126,7 +126,7 @@ class Job:
     context: int
 
     def asked(self, arm: Arm) -> dict[str, Any]:
-        """Return what an engine is asked."""
+        """Return the request to an engine (inside_peers.py), as JSON values."""
         return {
             "prompts": self.prompts, "way": arm.way, "k": arm.k, "new_tokens": self.new_tokens, "eos": self.eos,
             "dtype": self.dtype, "context": self.context,
@@ -218,7 +218,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def arms_of(engines: Sequence[str], ks: dict[str, list[int]], dtype: str) -> Iterator[Arm]:
-    """Yield every arm: engines next to each other, so that what changes on the machine reaches all of them."""
+    """Yield every arm. Engines with the same way are adjacent, so that drift of the machine affects all engines."""
     for way, counts in ks.items():
         for engine in engines:
             for precision in (dtype, *PRECISIONS[engine]):
@@ -231,7 +231,7 @@ def _jobs(
     locations: tuple[Path, Path], work: Path, prompts: Prompts, parts: int, new_tokens: int, dtype: str, k: int,
     as_gguf: bool,
 ) -> list[Job]:  # fmt: skip
-    """Return a job for each part of the prompts; the first prompt warms up in all of them."""
+    """Return a job for each part of the prompts. The first prompt warms up in every job."""
     target, draft = locations
     exported = work / "draft"
     if not exported.exists():
@@ -307,7 +307,7 @@ def _theirs(program: Path, job: Job, arm: Arm) -> Answer:
 
 
 def _ask_llama_server(program: Path, job: Job, arm: Arm) -> Answer:
-    """Time llama.cpp's own loop: CPU seconds are the server's, HTTP included; its answers count what was accepted."""
+    """Time llama.cpp through its server, in CPU seconds of the server with HTTP. Answers count accepted tokens."""
     counted = [0, 0]
     with running(_server_command(program, job, arm), os.environ | {"OMP_NUM_THREADS": "1"}) as (
         server,
@@ -338,8 +338,8 @@ def _ask_llama_server(program: Path, job: Job, arm: Arm) -> Answer:
 def _server_command(program: Path, job: Job, arm: Arm) -> list[object]:
     """Return llama-server's command.
 
-    ngram-simple drafts nothing shorter than the n-gram that it looks up, which is therefore at most K long; with
-    DEFAULTS its lengths are its own.
+    ngram-simple drafts at least as many tokens as its n-gram has, so the n-gram has at most K tokens. With DEFAULTS,
+    llama.cpp's default lengths are used.
     """
     one = [
         "--threads",
@@ -378,7 +378,7 @@ def _server_command(program: Path, job: Job, arm: Arm) -> list[object]:
 
 
 def result(answers: dict[Arm, Answer]) -> dict[str, Any]:
-    """Return a row for each engine, precision and way; ours over the best peer's for each number of bits and way."""
+    """Return a row for each engine, precision and way, and draftlab over the best peer for each bits and way."""
     groups: Groups = {}
     for arm, answer in answers.items():
         groups.setdefault((arm.engine, arm.precision, arm.way), {})[arm.k] = answer
@@ -410,14 +410,14 @@ def _row(
 
 
 def _rate(answers: list[Answer], timings: Any) -> Interval:
-    """Return tokens per second, each half of the prompts at the K that is fastest on the other half."""
+    """Return tokens per second with a cross-validated K: see intervals.speedup."""
     one_a_second = [(1, 1.0)] * len(answers[0].texts)
     return intervals.speedup(([timings(answer) for answer in answers], one_a_second))
 
 
 def _over(first: dict[int, Answer], second: dict[int, Answer]) -> Interval:
-    """Return the speed of whole requests over another's, both at a K chosen on other prompts, paired by prompt."""
-    # both speeds are taken over it, and it cancels out
+    """Return the ratio of two speeds of whole requests, paired by prompt, each at a K chosen on other prompts."""
+    # both speed-ups are over these requests, which cancel out
     shared = next(iter(second.values())).requests()
     timings = [
         ([answer.requests() for answer in by_k.values()], shared) for by_k in (first, second)
@@ -426,7 +426,7 @@ def _over(first: dict[int, Answer], second: dict[int, Answer]) -> Interval:
 
 
 def _leads(groups: Groups) -> Iterator[dict[str, Any]]:
-    """Yield our speed of whole requests over the fastest peer's at equal bits, for each way."""
+    """Yield draftlab's speed of whole requests over the fastest peer's at equal bits, for each way."""
     for (engine, precision, way), ours in groups.items():
         peers = {
             key: by_k
@@ -441,7 +441,7 @@ def _leads(groups: Groups) -> Iterator[dict[str, Any]]:
 
 
 def _same(answer: Answer, plain: Answer) -> float:
-    """Return the share of texts that are those of plain decoding; an engine may leave out the end of a text."""
+    """Return the share of texts that equal plain decoding. An engine may leave out the end-of-text token."""
     pairs = zip(answer.texts, plain.texts, strict=True)
     return sum(
         a == b or ([*a, *b[len(a) :]] == b and len(b) - len(a) == 1) for a, b in pairs

@@ -1,7 +1,7 @@
-"""profile, replay and predict against score, typed one after the other as a user does: how far off predictions are.
+"""The error of predictions, with profile, replay, predict and score typed one after the other as a user does.
 
-On the embedded target with drafts that are cut and shortly distilled. Acceptance comes from a replay over the prompts
-that score decodes, so that what differs is the latencies: profiles are measured in a process and a minute of their own.
+The target is the embedded target, with drafts that are cut and briefly distilled. Acceptance comes from a replay over
+the prompts that score decodes. Only latencies can differ, because profiles are measured in another process and minute.
 """
 
 import json
@@ -128,7 +128,7 @@ def _row(shape: str, measured: dict[str, Any], predicted: dict[str, Any]) -> dic
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """The fastest K of each draft, predicted and measured."""
+    """Return the fastest K of each draft, predicted and measured."""
     return {
         shape: {
             side: max((row for row in rows if row["draft"] == shape), key=lambda row: row[side])[
@@ -141,7 +141,7 @@ def _best(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def _type(work: Path, *words: str) -> dict[str, Any]:
-    """Run a command; what it prints for programs, if it was asked to."""
+    """Run a command, and return its JSON if the command has --json."""
     note("draftlab " + " ".join(words))
     done = subprocess.run(
         [sys.executable, "-m", "draftlab", *words],

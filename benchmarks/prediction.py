@@ -1,8 +1,8 @@
 """Predicted against measured speed-up: drafts cut from tiny, some of them distilled, at every K, in one process.
 
-Each round profiles all models and then decodes some prompts in every arm, so that both see the machine as it was then;
-curves are averaged over rounds. Predictions get acceptance from one teacher-forced pass of each draft over what plain
-decoding wrote. Times are CPU seconds of the process, which other work on the machine lengthens less than the wall's.
+Each round profiles all models and then decodes some prompts in every arm, so profiles and decoding share the state of
+the machine. Latency curves are averaged over rounds. Acceptance comes from one teacher-forced pass of each draft over
+the texts of plain decoding. Times are CPU seconds, which other work lengthens less than wall seconds.
 """
 
 import json
@@ -95,7 +95,7 @@ def main(
 
 
 def _draft(name: str, folder: Path) -> Path:
-    """A draft of that shape, made if it is not there."""
+    """Return the draft of a shape, and make it if it is missing. name: LAYERSxWIDTH."""
     layers, width = map(int, name.split("x"))
     pruned, distilled = folder / f"pruned-{name}", folder / f"distilled-{name}"
     if not pruned.exists():
@@ -111,7 +111,7 @@ def _draft(name: str, folder: Path) -> Path:
 
 
 def _cost(name: str, model: Llama, rounds: list[LatencyCurves]) -> CostModel:
-    """Medians of each round, averaged."""
+    """Return the cost model of a model, from the medians of each round, averaged over rounds."""
     profile = Profile(
         kind="measured", name=name, sha256=None, shape=model.shape, device=device_name(model.device), dtype="float32",
         mode="eager", threads=1, bandwidth_gbs=1, matmul_tflops={}, command="", versions={}, created="",
@@ -138,7 +138,7 @@ def _rows(
 ) -> list[dict[str, object]]:
     pairs = [(np.array(p), np.array(w)) for p, w in zip(texts, wrote, strict=True)]
     looked = score_tokens(draft, pairs, draft.shape.vocab, SamplingParams())
-    # the first comes with the prefill
+    # the prefill gives the first token
     accepted = [chances(one.logprobs, np.zeros(len(one.logprobs)))[1:] for one in looked]
     work = workload_of(accepted, [PROMPT] * len(accepted))
     paid = step_costs(costs[name], costs[TARGET], work, max(KS), 1)
@@ -155,7 +155,7 @@ def _row(
     kept: float,
     runs: dict[Arm, list[Generation]],
 ) -> dict[str, object]:
-    """predicted, and what would have been without one part of the model."""
+    """Return measured and predicted speed-up, and the predictions without single terms of the cost model."""
     measured = intervals.speedup(([decode_timings(runs[name, row.k])], decode_timings(runs[PLAIN])))
     counted = sum(len(g.drafted) for g in runs[name, row.k])
     less = {
@@ -189,14 +189,14 @@ def _row(
 
 
 def _without_turns(paid: StepCosts) -> StepCosts:
-    """Return the costs if the first pass of a step cost what one after many passes of the same model does."""
+    """Return the costs if the first pass of a step were as fast as a pass after many passes of the same model."""
     passes = paid.passes
     steady = replace(passes, warmup=0 * passes.warmup, by_width={1: passes.steady})
     return replace(paid, passes=steady, tables={})
 
 
 def _at_middle(paid: StepCosts, work: Workload) -> StepCosts:
-    """Return the costs if every pass cost what it does half way through the texts."""
+    """Return the costs if every pass took the time of a pass halfway through the texts."""
     at, passes = int(work.texts.lengths.mean() / 2), paid.passes
     flat = replace(
         passes,

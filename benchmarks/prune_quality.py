@@ -1,8 +1,8 @@
 """Acceptance of one shape cut in many ways: right after pruning, and after the same short distillations.
 
 Every arm gives the same shape, is distilled on the same text at the same rate, and is measured on the same held-out
-tokens; every budget is a run of its own. Arms that are done are read back from --state, so a killed run goes on, and
-several may fill one state. Costs are CPU seconds, which other work on the machine does not change.
+tokens. Every budget is a separate run. Finished arms are read from --state, so a killed run resumes, and several runs
+can share one state. Costs are CPU seconds, which other work on the machine hardly changes.
 """
 
 import json
@@ -133,7 +133,10 @@ def _random(source: Path, shape: Shape, seed: int, out: Path) -> None:
 def _measured(
     make: Make, target: Path, data: str, seed: int, budgets: list[int], work: Path
 ) -> dict[str, float]:
-    """CPU seconds to make the draft, and held-out acceptance by tokens of distillation; what is missing is measured."""
+    """Return the CPU seconds to make the draft, and held-out acceptance by tokens of distillation.
+
+    Only missing values are measured.
+    """
     file, draft = work / "found.json", work / "draft"
     found: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
     if "seconds" not in found:

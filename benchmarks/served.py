@@ -1,7 +1,8 @@
-"""What servers accept of exported drafts and heads, by export --verify-with: one draft in one server after the other.
+"""The acceptance of exported drafts and heads in servers, by export --verify-with, one export after the other.
 
-gap: the server's tokens per target pass less draftlab's on the same texts. half_width: of draftlab's 95 % interval over
-texts; export fails where the gap leaves the interval. An export with the same settings is not made again.
+gap: The server's tokens per target pass minus draftlab's on the same texts. half_width: Half the width of draftlab's 95
+% interval over texts. export fails if the server's value is outside of the interval. An export with the same settings
+is not made again.
 """
 
 import json
@@ -59,7 +60,7 @@ def main(
 
 
 def served(draft: Path, out: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what a server accepted of an export, and draftlab of the same texts."""
+    """Return the acceptance of an export in a server, and in draftlab on the same texts."""
     record = read_record(out)
     if record is None or any(
         str(record.config[name]) != str(options[name]) for name in record.config.keys() & options

@@ -1,9 +1,9 @@
-"""Servers' rules above temperature 0 against their own counters: vLLM's draft_sample_method, and llama.cpp's server.
+"""Servers' rules above temperature 0 against the servers' counters: vLLM's draft_sample_method, and llama.cpp.
 
-For each draft and method one server samples the same prompts at each temperature, and draftlab counts along what it
-wrote, under that server's rule. server_rule_gap: draftlab's tokens per target pass less the server's. half_width: of
-the 95 % interval of draftlab's over texts. by_method: draftlab's count of the same texts under either method. block:
-vLLM with rejection_sample_method block. What a killed run has measured stays in its folder.
+For each draft and method, one server samples the same prompts at each temperature. draftlab counts steps over the
+server's texts, under the server's rule. server_rule_gap: draftlab's tokens per target pass minus the server's.
+half_width: Half the width of draftlab's 95 % interval over texts. by_method: draftlab's count of the same texts by
+sampling method of the draft. block: vLLM with rejection_sample_method block. The measurements of a killed run are kept.
 """
 
 import json
@@ -31,13 +31,13 @@ from draftlab.servers.kinds import SampleMethod, ServerKind, ServerTrial
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A server with a draft. method: how the draft proposes there; name: of its file."""
+    """A server with a draft. name: Name of the result's file. method: How the draft samples in the server."""
 
     name: str
     server: ServerKind
     method: SampleMethod
     command: list[object]
-    workers: int = 8  # requests at a time
+    workers: int = 8  # concurrent requests
 
 
 def main(
@@ -88,7 +88,7 @@ def main(
             rows += json.loads(file.read_text())
     worst = max(rows, key=lambda row: abs(row["server_rule_gap"]) / row["half_width"])
     about = {"benchmark": "server_rules", "target": place.name, "prompts": asked.sha256}
-    # of the row where it is largest
+    # from the row with the largest gap relative to its half width
     facts = {name: worst[name] for name in ("server_rule_gap", "half_width")}
     print(json.dumps(about | facts | {"rows": rows} | environment(torch.get_num_threads())))
 
@@ -139,7 +139,7 @@ def exported(folder: Path, draft: Path, target: Path, to: str) -> Path:
 def measured(
     setting: Setting, draft: Path, target: Path, texts: TargetTexts, temperatures: list[float]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each temperature; draftlab counts when the server has ended, and its memory is free."""
+    """Yield a row for each temperature. draftlab counts after the server has ended, when memory is free."""
     note(f"starting {setting.name} with {draft.name}")
     answers = []
     with running(setting.command, verify.VLLM_ON_CPU | os.environ) as (server, _):

@@ -28,9 +28,9 @@ from draftlab.target_outputs.store import read_manifest
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "smollm2.yaml"
-DATA = ROOT.parent / "shared" / "data"  # of who has it: prompts of GSM8K, WikiText and Spec-Bench
+DATA = ROOT.parent / "shared" / "data"  # optional texts and prompts: GSM8K, WikiText and Spec-Bench
 TARGET = "models/smollm2-135m-instruct"
-MODELS = ("plain@int8", "parallel@int8")  # of drafters, those that are draft models
+MODELS = ("plain@int8", "parallel@int8")  # the drafters that are draft models
 PHASES = ("draft", "verify", "host")
 DRAWN = {
     "plain draft": "plain@int8",
@@ -38,7 +38,7 @@ DRAWN = {
     "prompt lookup": "prompt-lookup",
     "lookup, then the head": "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3",
 }
-LARGE = 8  # requests of a category that is drawn
+LARGE = 8  # least requests of a category that is drawn
 QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
     "prune": {"calibration_tokens": 4096},
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """Return a parser of the folder and of the texts that its prompts come from."""
+    """Return a parser of options for the folder and for the texts of the prompts."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,13 +91,13 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def program(name: str) -> Path | None:
-    """Return a server's program, which the tests' environment variable or PATH names."""
+    """Return the path of a server's program, from the tests' environment variable or from PATH."""
     found = os.environ.get(f"DRAFTLAB_TEST_{name.upper().replace('-', '_')}") or shutil.which(name)
     return Path(found) if found else None
 
 
 def prepare(options: argparse.Namespace, content: dict[str, Any]) -> None:
-    """Write a recipe, the prompts to learn from and those to score on into the folder, unless they are there."""
+    """Write the recipe, the training prompts and the prompts to score into the folder, unless the files exist."""
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "draftlab.yaml").exists():
@@ -119,7 +119,7 @@ def prepare(options: argparse.Namespace, content: dict[str, Any]) -> None:
 
 
 def recipe(quick: bool) -> dict[str, Any]:
-    """Return the recipe, with fewer prompts and steps to be quick."""
+    """Return the recipe. quick: Whether to take fewer prompts and steps."""
     content = yaml.safe_load(RECIPE.read_text())
     for step in content["steps"] if quick else []:
         ((name, settings),) = step.items()
@@ -139,7 +139,7 @@ def draftlab(folder: Path, *words: str) -> None:
 
 
 def measure_peers(options: argparse.Namespace, draft: str) -> None:
-    """Measure the other engines that are here on the same pair and prompts, into peers.json of the folder."""
+    """Measure the other installed engines on the same pair and prompts. Results go to peers.json in the folder."""
     note("peers")
     folder = options.folder.resolve()
     command = [
@@ -192,7 +192,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 def training(record: provenance.Record) -> dict[str, Any]:
-    """Return what a training's record says of it; training_seconds are those of all sittings."""
+    """Return the facts in a training's record. training_seconds covers all resumed processes."""
     notes = record.notes
     kept = {name: notes.get(name) for name in ("tokens", "before", "after", "coverage")}
     return {"seconds": record.seconds, "training_seconds": notes.get("seconds"), **kept}
@@ -207,7 +207,7 @@ def fastest(scores: Sequence[Score]) -> Score:
 
 
 def settings(scored: Sequence[Score]) -> dict[str, Any]:
-    """Return the settings that all scores of a table share; a request is a turn of a prompt."""
+    """Return the settings that all scores of a table share. Each turn of a prompt is one request."""
     score, about = scored[0], scored[0].conditions
     return {
         "dtype": about.dtype,
@@ -262,7 +262,7 @@ def step_ms(score: Score) -> dict[str, float]:
 
 
 def category(score: Score, prompts: int) -> dict[str, Any]:
-    """Return the speed-up of requests of one category. k is best on them; its speed-ups are of a K chosen on others."""
+    """Return the speed-up of the requests of a category. k is the best K; speed-ups are cross-validated over K."""
     tpot = score.best_k_tpot_speedup
     return {
         "k": score.best_k,
@@ -274,7 +274,7 @@ def category(score: Score, prompts: int) -> dict[str, Any]:
 
 
 def draw(folder: Path, rows: dict[str, dict[str, Any]]) -> None:
-    """Draw the speed-up by K on each large category and on all requests, a panel for each of some drafters."""
+    """Draw the speed-up by K on each large category and on all requests, with a panel for each of DRAWN."""
 
     def points(by_k: dict[int, Any]) -> list[tuple[float, float]]:
         return [(float(k), each[0] if isinstance(each, list) else each) for k, each in by_k.items()]

@@ -77,7 +77,7 @@ def summaries(files: Sequence[Path], rng: random.Random) -> Iterator[str]:
 def prompts(
     gsm8k: Path | None, wikitext: Sequence[Path], seed: int, counts: Mapping[str, int] = COUNTS
 ) -> list[dict[str, str]]:
-    """Return distinct prompts in a random order, at most so many of each category."""
+    """Return distinct prompts in a random order. counts: Most prompts by category."""
     rng = random.Random(seed)
     sources = {
         "math": math(gsm8k, rng), "instruction": instructions(rng), "question": questions(rng),
@@ -97,13 +97,13 @@ def prompts(
 def more_prompts(
     first: Sequence[Mapping[str, str]], gsm8k: Path | None, wikitext: Sequence[Path], seed: int
 ) -> list[dict[str, str]]:
-    """Return prompts that are none of the first."""
+    """Return prompts that are not among the first prompts."""
     known = {row["prompt"] for row in first}
     return [row for row in prompts(gsm8k, wikitext, seed, MORE) if row["prompt"] not in known]
 
 
 def write(file: Path, rows: Sequence[Mapping[str, str]]) -> int:
-    """Write prompts, one JSON line each; return how many there are."""
+    """Write prompts, one JSON line each, and return their number."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return len(rows)
 

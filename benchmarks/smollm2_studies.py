@@ -1,8 +1,8 @@
 """The paper's studies on SmolLM2, collected: python -m benchmarks.smollm2_studies FOLDER
 
-FOLDER is that of python -m benchmarks.smollm2, after `draftlab run` of recipes/smollm2-depth.yaml, -losses.yaml,
--pruning.yaml, -search.yaml, -accuracy.yaml and -batch.yaml there; what was not run is null.
-The last line is one JSON object; --figures writes the figures. A file in place of FOLDER is such an object, to draw.
+FOLDER is the folder of benchmarks.smollm2, in which `draftlab run` has run recipes/smollm2-depth.yaml, -losses.yaml,
+-pruning.yaml, -search.yaml, -accuracy.yaml and -batch.yaml. A study that was not run is null. The last line is one JSON
+object. --figures writes the figures. FOLDER may also be a file with such a JSON object, to draw its figures.
 """
 
 import json
@@ -29,7 +29,7 @@ from draftlab.target_outputs.replay import read_replay
 Rows = dict[str, dict[str, Any]]
 DRAFTED = range(1, 7)
 DRAWN = ("next_sentence acc_norm", "which_article acc", "local_gsm8k_answer bits_per_byte")
-K, LENGTH = 3, "tokens per target pass"  # beside accuracy
+K, LENGTH = 3, "tokens per target pass"  # compared with accuracy
 EQUAL = ["5x576", "8x384", "12x256"]  # 16M parameters in their blocks
 CUTS = {
     "default": "the default", "pca": "untied, rotated", "even": "even layers", "no-refit": "no refit",
@@ -84,7 +84,7 @@ def studies(runs: Path) -> dict[str, Any]:
 
 
 def drafts(folder: Path) -> Rows:
-    """Return what is known of each draft that a study replayed, by its folder's name."""
+    """Return the results of each draft that a study replayed, by the name of its folder."""
     rows: Rows = {}
     for file in sorted(folder.glob("replay/*/replay.json")):
         replay = read_replay(file.parent)
@@ -116,7 +116,7 @@ def drafts(folder: Path) -> Rows:
 
 
 def trainings(folder: Path, names: str) -> dict[str, dict[str, Any]]:
-    """Return what each of some trainings read, how long it took, and its held-out acceptance."""
+    """Return tokens, seconds and held-out acceptance of trainings. names: Pattern of their folders."""
     records = {
         path.parent.name: read_record(path.parent)
         for path in sorted(folder.glob(f"{names}/draftlab.json"))
@@ -159,7 +159,7 @@ def passes(folder: Path) -> Rows | None:
 
 
 def searched(folder: Path) -> dict[str, Any] | None:
-    """Return what a search tried on its last rung, best first, and what it measured."""
+    """Return the candidates of each rung of a search, the best first, and its measurements."""
     if not (folder / "search.json").exists():
         return None
     search = read_search(folder)
@@ -192,7 +192,7 @@ def timed(score: Score) -> dict[str, Any]:
 
 
 def by_seed(rows: Rows) -> Rows:
-    """Return mean and spread over seeds, of runs named NAME-SEED."""
+    """Return mean and spread over seeds by NAME, for runs that are named NAME-SEED."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for name, row in rows.items():
         groups[name.rpartition("-")[0]].append(row)
@@ -214,7 +214,7 @@ def summary(group: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def accuracy(folder: Path, rows: Rows) -> dict[str, Any] | None:
-    """Return each draft's accuracies beside its tokens per pass, and their correlations over drafts."""
+    """Return accuracies and tokens per pass of each draft, and the correlations over drafts."""
     if not folder.exists():
         return None
     scores = {score.name: score for score in map(read_score, sorted(folder.rglob("score.json")))}
@@ -232,7 +232,7 @@ def accuracy(folder: Path, rows: Rows) -> dict[str, Any] | None:
 
 
 def draw(folder: Path, found: dict[str, Any]) -> None:
-    """Write one figure for each study that was run. found: as it is read from JSON."""
+    """Write one figure for each study that was run. found: Results as read from JSON."""
     figures = {
         "depth": depth_panels(found["depth"]),
         "pruning": pruning_panels(found["pruning"]),
@@ -246,7 +246,7 @@ def draw(folder: Path, found: dict[str, Any]) -> None:
 
 
 def depth_panels(depth: dict[str, Any] | None) -> list[Panel]:
-    """Return tokens per pass, the time of a pass and the speed-up of drafts, by layers."""
+    """Return panels of tokens per pass, time of a pass, and speed-up, by the layers of the draft."""
     if not depth or not depth["live"] or not all(depth["passes"].values()):
         return []
     drafts, timed = depth["drafts"], depth["live"]
@@ -277,7 +277,7 @@ def depth_panels(depth: dict[str, Any] | None) -> list[Panel]:
 
 
 def pruning_panels(rows: Rows | None) -> list[Panel]:
-    """Return held-out acceptance right after the cut and distilled, and tokens per pass with intervals."""
+    """Return panels of held-out acceptance, after the cut and after distillation, and of tokens per pass."""
     if not rows:
         return []
     names = [name for name in CUTS if name in rows]
@@ -304,7 +304,7 @@ def pruning_panels(rows: Rows | None) -> list[Panel]:
 
 
 def loss_panels(losses: Rows | None, texts: Rows | None) -> list[Panel]:
-    """Return the acceptance and the tokens per greedy pass of losses, named LOSS-RATE, and of texts; bars: one sd."""
+    """Return panels of acceptance and tokens per greedy pass, for losses (LOSS-RATE) and texts. Bars are one sd."""
     by_rate: dict[str, Rows] = defaultdict(dict)
     for name, row in sorted((losses or {}).items()):
         loss, _, rate = name.rpartition("-")
@@ -320,7 +320,7 @@ def loss_panels(losses: Rows | None, texts: Rows | None) -> list[Panel]:
 
 
 def spread_panel(value: str, label: str, groups: dict[str, Rows], bottom: float = 0) -> Panel:
-    """Return a panel of means over seeds by name, a series for each group."""
+    """Return a panel of means over seeds by name, with a series for each group."""
     names = list(dict.fromkeys(name for rows in groups.values() for name in rows))
     spreads = {group: [rows[name][value] for name in names] for group, rows in groups.items()}
     ends = {
@@ -338,12 +338,12 @@ def spread_panel(value: str, label: str, groups: dict[str, Rows], bottom: float 
 
 
 def error_bars(ends: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return a line that is a bar from low to high at x = 0, 1, ..., with gaps between them."""
+    """Return points of a line that draws a bar from low to high at each x = 0, 1, ..., with gaps between bars."""
     return [(float(x), at) for x, (low, high) in enumerate(ends) for at in (low, high, math.nan)]
 
 
 def batch_panels(timed: Rows | None, passes: Rows | None) -> list[Panel]:
-    """Return the speed-up by prompts at once, for each drafter and K, and the time of a pass by context and rows."""
+    """Return panels of the speed-up by batch size for each drafter and K, and of the time of a pass."""
     gains: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for name, row in (timed or {}).items():
         for k, gain in row["by_k"].items():

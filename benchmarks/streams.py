@@ -1,13 +1,13 @@
-"""K by the number of streams: predicted from a profile of vLLM's servers, against its benchmark client's throughput.
+"""K by the number of streams: predicted from a profile of vLLM's servers, against throughput of vllm bench serve.
 
-One server runs the target alone, one drafts with the largest K: profile --server times both. The draft's acceptance is
-that of a replay over the target's answers to the same prompts. Then vllm bench serve sends these prompts to servers
-with no draft, with every K, and with the schedule that predict writes. Predicted throughput is that of a closed loop:
-a request starts when another ends, its prefill stops all others, and every step costs what it does with as many
-streams as are busy then.
+profile --server times two servers: one with the target alone, and one that drafts with the largest K. Acceptance comes
+from a replay over the target's answers to the same prompts. vllm bench serve then sends these prompts to servers
+without a draft, with every K, and with the schedule that predict writes. Predicted throughput is that of a closed loop:
+a request starts when another request ends, a prefill stops all other requests, and the time of a step depends on the
+number of busy streams.
 
-streams_prediction_error: the median over all K from 1 on and all numbers of streams; other_k_error: over those K of
-which no step was timed; plain_error: without a draft. The vLLM that is named needs pandas for its client.
+streams_prediction_error: median error over all K from 1 on and all numbers of streams. other_k_error: the same for
+values of K without a timed step. plain_error: error without a draft. The named vLLM needs pandas for its client.
 """
 
 import json
@@ -39,8 +39,8 @@ from draftlab.reading import read_json_lines
 from draftlab.servers.vllm import speculative_config
 from draftlab.target_outputs.replay import read_replay
 
-BENCH = "prompts.jsonl"  # of vllm bench serve
-LONGEST = 160  # tokens of a prompt
+BENCH = "prompts.jsonl"  # prompts for vllm bench serve
+LONGEST = 160  # most tokens of a prompt
 Row = dict[str, Any]
 Speculative = dict[str, object] | None
 
@@ -136,7 +136,7 @@ def main(
 
 
 def made(command: str, out: Path, **settings: Any) -> None:
-    """Run a command unless its output is there with the same settings."""
+    """Run a command unless its output exists with the same settings."""
     record = read_record(out)
     if record is None or any(
         str(record.config[name]) != str(value) for name, value in settings.items()
@@ -145,7 +145,7 @@ def made(command: str, out: Path, **settings: Any) -> None:
 
 
 def short_prompts(out: Path, target: Path, questions: Path, count: int, new_tokens: int) -> Path:
-    """Write prompts of one turn, for draftlab and as vllm bench serve's custom data set; return draftlab's file."""
+    """Write prompts of one turn for draftlab, and for vllm bench serve. Return draftlab's file."""
     tokenizer, out_file = checkpoint.load_tokenizer(target), out / "questions.jsonl"
     rows = [{"prompt": each["prompt"]} for _, each in read_json_lines(questions)]
     out.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def short_prompts(out: Path, target: Path, questions: Path, count: int, new_toke
 
 
 def bench(vllm: Path, url: str, target: Path, file: Path, streams: int, prompts: int) -> Row:
-    """Return what vllm bench serve measured with so many requests at once."""
+    """Return the measurements of vllm bench serve with a number of concurrent requests. streams: This number."""
     note(f"vllm bench serve: {streams} streams")
     with tempfile.TemporaryDirectory() as folder:
         words = [
@@ -244,9 +244,12 @@ def row(
 
 
 def closed_loop(prefill_ms: np.ndarray, number: np.ndarray, step_ms: Sequence[np.ndarray]) -> float:
-    """Return the milliseconds of all requests, [R], where one starts when another ends; a prefill stops the others.
+    """Return the total milliseconds of R requests in a closed loop.
 
-    number: of steps of each request, [R]. step_ms: of each request by how many are busy, from 1 on, [R] each.
+    A request starts when another request ends. A prefill stops all other requests.
+
+    number: Steps of each request, [R]. step_ms: Milliseconds of a step of each request, [R], by number of busy streams
+    from 1 on.
     """
     waiting, busy, now = list(range(len(number)))[::-1], {}, 0.0
     while waiting or busy:
@@ -263,7 +266,7 @@ def closed_loop(prefill_ms: np.ndarray, number: np.ndarray, step_ms: Sequence[np
 def result(
     rows: list[Row], scheduled: Mapping[int, Row], written: dict[str, Any], profiled: int
 ) -> Row:
-    """Return the errors, and what the predicted K lose to the best measured ones."""
+    """Return the prediction errors, and the throughput that the predicted K lose against the best measured K."""
     by_streams: dict[int, list[Row]] = {}
     for each in rows:
         by_streams.setdefault(each["streams"], []).append(each)

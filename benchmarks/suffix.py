@@ -1,12 +1,12 @@
 """Suffix decoding beside prompt lookup, simulated on stored answers: python -m benchmarks.suffix GREEDY --earlier STORE
 
-Where a target decodes greedily, a draft that depends on the text alone is accepted as far as it agrees with the
-target's text. So stored greedy texts give the tokens per target pass exactly, on any machine and without a pass.
+Under greedy decoding, a draft that depends only on the text is accepted as far as it agrees with the target's text.
+Stored greedy texts therefore give the exact tokens per target pass, on any machine and without a pass.
 
-own_text: only the prompt and the answer so far are known. earlier_requests: the answers to the prompts before, in the
-order of the store, are remembered, too. repeated: answers of --earlier, sampled by the same target for the same
-prompts, are remembered: traffic that repeats itself. tokens_per_pass: [value, low, high] with 95 % intervals over
-prompts. draft_ms: CPU milliseconds of a draft.
+own_text: Drafts use the prompt and the answer so far. earlier_requests: Drafts also use the answers to earlier prompts,
+in the order of the store. repeated: Drafts also use the answers of --earlier, which the same target sampled for the
+same prompts, as in repeated traffic. tokens_per_pass: [value, low, high] with 95 % intervals over prompts. draft_ms:
+CPU milliseconds of a draft.
 """
 
 import json
@@ -73,7 +73,7 @@ def arm(
 
 
 def decode(output: TargetOutput, drafter: TextDrafter, count: int) -> tuple[int, int, int]:
-    """Return the tokens after the first, the target passes that wrote them, and the tokens drafted."""
+    """Return the number of tokens after the first, of target passes for these tokens, and of drafted tokens."""
     answer = np.asarray(output.ids).tolist()
     text = [*np.asarray(output.prompt).tolist(), *answer[:1]]
     written, passes, drafted = 1, 0, 0

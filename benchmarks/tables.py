@@ -1,4 +1,4 @@
-"""Tables of the pages: functions of benchmarks/results. The order of rows follows what was measured."""
+"""Tables of the pages, from benchmarks/results. Rows are ordered by their measured values."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -60,11 +60,11 @@ class Tables:
     def __init__(self, results: dict[str, Any]) -> None:
         self.results = results
         self.studies = results["smollm2_studies"]
-        # of the studies' tokens per target pass
+        # K of the studies' tokens per target pass
         self.studied_k = f"{self.studies['accuracy']['k']:.0f}"
 
     def smollm2(self, record: str = "") -> Iterator[str]:
-        """Yield SmolLM2's drafters by what a whole request gains."""
+        """Yield SmolLM2's drafters, ordered by the speed-up of whole requests."""
         about = self.results[record or "smollm2"]
         greedy, sampled = about["greedy"], about.get("sampled", {})
         names = ["whole request", "TPOT", "TTFT, ms", "tokens per target pass"]
@@ -79,7 +79,7 @@ class Tables:
             yield cells(label(name), row["k"], request(row), tpot(row), first, length, *of_sampled)
 
     def smollm2_reading(self, record: str = "") -> str:
-        """Return what the whole requests say about plain decoding, prompt lookup and draft models."""
+        """Return a sentence that compares plain decoding, prompt lookup and draft models by whole requests."""
         greedy = self.results[record or "smollm2"]["greedy"]
         lookup = greedy["prompt-lookup"]
         best, row = ordered(greedy, request_gain)[0]
@@ -102,12 +102,12 @@ class Tables:
         return f"Whole requests by their intervals. {' '.join(told)} By the estimates, {text}."
 
     def smollm2_precision(self, record: str = "") -> str:
-        """Return the weights of both sides."""
+        """Return a sentence on the precision of target and drafts."""
         about = self.results[record or "smollm2"]["settings"]["greedy"]
         return f"The target ran in {about['target_weights']} and the drafts in {', '.join(about['draft_weights'])}."
 
     def smollm2_baseline(self, record: str = "") -> str:
-        """Return what the target alone does at each precision; a speed-up is over the fastest that was measured."""
+        """Return a sentence on the target's speed at each precision. Speed-ups are over the fastest precision."""
         row = self.results[record or "smollm2"]["greedy"]["prompt-lookup"]
         if "plain_tokens_per_second_by_weights" in row:
             rates = [
@@ -124,7 +124,7 @@ class Tables:
         return f"{text}what a draft adds to the fastest plain decoding is not known."
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return the row of the drafter that a table calls by a name."""
+        """Return the row of a drafter. name: Name of the drafter in tables."""
         (row,) = [
             row for key, row in self.results["smollm2"]["greedy"].items() if label(key) == name
         ]
@@ -142,7 +142,7 @@ class Tables:
         return f"{gains[0]:.2f} to {gains[-1]:.2f}"
 
     def smollm2_texts(self, record: str = "") -> str:
-        """Return how many greedy texts are those of plain decoding."""
+        """Return a sentence on the share of greedy texts that equal plain decoding."""
         rows = list(self.results[record or "smollm2"]["greedy"].values())
         if all(row["identical"] for row in rows):
             return "Every drafter wrote the text of plain decoding in every greedy request."
@@ -183,7 +183,7 @@ class Tables:
         return f"{text}best on other prompts. Tokens per CPU second. {'; '.join(modes.values())}."
 
     def peers(self) -> Iterator[str]:
-        """Yield engines by the tokens per second of whole requests, for each way to draft."""
+        """Yield engines, ordered by tokens per second of whole requests, for each way to draft."""
         peers = self.results["peers"]
         names = (
             "tokens/s, whole request",
@@ -209,7 +209,7 @@ class Tables:
                 )
 
     def peers_reading(self) -> str:
-        """Return draftlab's speed of whole requests over the fastest other engine's, for each way to draft."""
+        """Return a sentence on draftlab's speed over the fastest peer's, for each way to draft."""
         peers = self.results["peers"]
         leads = []
         for lead in peers["over_best_peer"]:
@@ -265,14 +265,14 @@ class Tables:
             yield cells(drafter, row["batch"], row["k"], tpot(row), says)
 
     def shape_tokens(self) -> str:
-        """Return the tokens of all trainings of the searched draft."""
+        """Return the total training tokens of the searched draft."""
         trainings = self.studies["shape"]["trainings"]
         return str(
             total(row["tokens"] for name, row in trainings.items() if "parallel" not in name)
         )
 
     def contexts(self) -> Iterator[str]:
-        """Yield the share of first tokens that are right, by the number of tokens before them."""
+        """Yield the acceptance of the first drafted token, by the number of tokens before it."""
         drafts = self.results["eagle_tiny"]["smollm2_by_context"]
         yield from header("tokens before", *drafts)
         for rows in zip(*drafts.values(), strict=True):
@@ -284,7 +284,7 @@ class Tables:
         names = "K", "tokens per target pass", "live TPOT", "predicted", "other work ran"
         yield from header("target, ms of its pass", "draft, ms of its pass", *names)
         rows = [row for row in self.results["at_size"]["rows"] if row["best"] and row["predicted"]]
-        # cost the same by construction
+        # the wide and the deep expansion of one draft cost the same by construction
         rows = [row for row in rows if not row["draft"].endswith("one-text")]
         for row in sorted(rows, key=lambda row: -row["speedup"]):
             target = f"{row['size']}, {row['target_pass_ms']:.1f}"
@@ -296,7 +296,7 @@ class Tables:
             )
 
     def served(self) -> Iterator[str]:
-        """Yield what exported drafts and heads are accepted for, by the server's counters and by draftlab."""
+        """Yield the acceptance of exported drafts and heads, by the server's counters and by draftlab."""
         yield from header(
             "served", "in", "temperature", "K", "texts", "server counts", "draftlab counts"
         )
@@ -350,7 +350,7 @@ class Tables:
         return fixed(total(self.results["demo"]["seconds"].values()).scaled(1 / 60), 1)
 
     def demo_reading(self) -> str:
-        """Return what the intervals and the training of the demo's two draft models say."""
+        """Return sentences on the speed-ups and on the training of the demo's two draft models."""
         rows = {
             name: row
             for name, row in self.results["demo"]["drafts"].items()
@@ -367,7 +367,7 @@ class Tables:
         return f"{text}The intervals overlap, so neither is shown to be faster."
 
     def llama_65b(self) -> Iterator[str]:
-        """Yield the predicted tokens per second at the best K, by the chance alpha that a token is accepted."""
+        """Yield the predicted tokens per second at the best K, by the probability alpha that a token is accepted."""
         modes = self.results["llama_65b"]["modes"]
         alphas = list(modes["eager"]["tokens_per_second"]["wide-796m"])[::2]
         yield from header("draft", "mode", "ms of a pass", *(f"alpha {alpha}" for alpha in alphas))
@@ -379,7 +379,7 @@ class Tables:
                 yield cells(draft, mode, fixed(pass_ms, 1), *found)
 
     def batch_of_65b(self) -> str:
-        """Return how the predicted speed-up of one draft falls with the batch, at the shorter prompts."""
+        """Return a sentence on the predicted speed-up of wide-796m by batch size, at the shortest prompts."""
         rows = [
             row
             for row in self.results["study_rows"]["rows"]
@@ -391,7 +391,7 @@ class Tables:
         return f"from {fixed(at[first])} at batch {first} to {fixed(at[last])} at batch {last}"
 
     def large_target(self) -> Iterator[str]:
-        """Yield the predicted speed-up with graphs of each draft, by the chance alpha that a token is accepted."""
+        """Yield each draft's predicted speed-up with CUDA graphs, by the acceptance probability alpha."""
         graphs = self.results["llama_65b"]["modes"]["graphs"]
         alphas = list(graphs["tokens_per_second"]["wide-796m"])[::2]
         yield from header("draft", "c", *(f"speed-up at alpha {alpha}" for alpha in alphas))
@@ -401,7 +401,7 @@ class Tables:
             yield cells(draft, fixed(pass_ms / graphs["target_ms"], 3), *map(fixed, gains))
 
     def trimmed_heads(self) -> Iterator[str]:
-        """Yield the acceptance that drafts keep with an output layer for fewer ids."""
+        """Yield the share of acceptance that drafts keep with a trimmed head."""
         heads = {
             name: row
             for name, row in self.results["trimmed_head"]["heads"].items()
@@ -436,7 +436,7 @@ class Tables:
 
 
 def label(name: str) -> str:
-    """Return what a drafter is called on a page."""
+    """Return the name of a drafter on pages."""
     name = name.removesuffix("@int8")
     return DRAFTERS.get(name, name)
 
@@ -449,7 +449,7 @@ def served(name: str, row: dict[str, Any]) -> str:
 
 
 def request_gain(row: dict[str, Any]) -> Value:
-    """Return the speed-up of a whole request, of which older records have the times alone."""
+    """Return the speed-up of a whole request. Older records have only the times, whose ratio is taken."""
     if "tpot_speedup" in row:
         return bounds(row["speedup"])[0]
     return row["plain_request_ms"] / row["request_ms"]
@@ -460,17 +460,17 @@ def request(row: dict[str, Any]) -> str:
 
 
 def tpot(row: dict[str, Any]) -> str:
-    """Return the speed-up of the tokens after the first: in older records the only one."""
+    """Return the speed-up of TPOT. In older records, speedup is of TPOT."""
     return interval(row.get("tpot_speedup", row["speedup"]))
 
 
 def measure(row: dict[str, Any]) -> str:
-    """Return what a row's speedup is of."""
+    """Return the quantity that the speedup of a row is about."""
     return "whole request" if "tpot_speedup" in row else "TPOT"
 
 
 def relation(row: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return how the gain of a whole request compares with another drafter's."""
+    """Return text that compares the gain of whole requests with another drafter's gain."""
     if "tpot_speedup" in row and not separates(row["speedup"], other["speedup"]):
         return "does not differ clearly from"
     return "gains more than" if request_gain(row) > request_gain(other) else "gains less than"

@@ -22,8 +22,8 @@ CODE_PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:[\r\n]+
 
 
 def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json under out; all bytes are covered, and bos starts each text."""
-    tokenizer: Any = Tokenizer(models.BPE())  # Any: its stubs declare the parts below as read-only
+    """Write tokenizer.json and tokenizer_config.json to `out`. All bytes are covered, and bos starts each text."""
+    tokenizer: Any = Tokenizer(models.BPE())  # Any: the stubs declare attributes as read-only
     split = pre_tokenizers.Split(Regex(CODE_PIECES), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
@@ -51,7 +51,7 @@ def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
 
 
 def sample_texts(spec: str, limit: int) -> list[str]:
-    """Return texts of the train split of a mixture, each source by its weight, up to limit bytes in all."""
+    """Return texts of a mixture's train split, with each source by its weight. limit: Total bytes."""
     return [
         document.text
         for name, weight in parse_mixture(spec).items()
@@ -60,7 +60,7 @@ def sample_texts(spec: str, limit: int) -> list[str]:
 
 
 def write_model(shape: Shape, out: Path, *, context: int, seed: int) -> None:
-    """Write a LLaMA of random weights beside its tokenizer."""
+    """Write a LLaMA model of random weights into the folder of its tokenizer."""
     special = checkpoint.special_ids(checkpoint.load_tokenizer(out))
     config = checkpoint.llama_config(shape, context=context, **special)
     weights = saving.model_weights(checkpoint.new_model(config, seed), torch.bfloat16)

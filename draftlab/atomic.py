@@ -22,16 +22,16 @@ EMPTY: Mapping[str, object] = {}
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:
-    """Write a file whole or not at all. Raises OSError."""
+    """Write a file completely or not at all. Raises OSError."""
     with replacing(path) as part:
         part.write_bytes(text.encode() if isinstance(text, str) else text)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a file to write, which replaces path when the block ends without an error. Raises OSError.
+    """Yield a temporary path to write. It replaces `path` when the block ends without an error. Raises OSError.
 
-    Its name depends on path alone, so the next writer overwrites the file that a killed process left.
+    The temporary name depends only on `path`, so the next writer overwrites the file of a killed process.
     """
     part = _beside(path, "new")
     try:
@@ -44,10 +44,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a log, over the half line that a kill or a full disk may have left.
+    """Append a line to a log. An incomplete last line, from a kill or a full disk, is removed first.
 
     Raises:
-        UserError: the log cannot be written.
+        UserError: The log cannot be written.
     """
     with _writing(path), path.open("ab+") as log:
         start = max(0, log.seek(0, os.SEEK_END) - LONGEST_LINE)
@@ -58,10 +58,10 @@ def append_line(path: Path, line: str) -> None:
 
 @contextlib.contextmanager
 def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
-    """Yield a directory that becomes out when the block ends without an error, and is removed otherwise.
+    """Yield a temporary directory, which is renamed to `out` if the block succeeds, and removed otherwise.
 
     Raises:
-        UserError: out has files in it and force is off, or it cannot be written.
+        UserError: `out` has files and force is off, or cannot be written.
     """
     check_free(out, force=force)
     work = _beside(out, "new")
@@ -80,10 +80,10 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
 
 
 def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace it") -> None:
-    """Refuse to overwrite finished work. remedy ends the message: it names other ways out than another --out.
+    """Check that writing `out` overwrites no finished work. remedy: End of the message, besides another --out.
 
     Raises:
-        UserError: out is a file, or a directory with files and force is off, or it cannot be written.
+        UserError: `out` is a file, or a directory with files while force is off, or cannot be written.
     """
     if out.name in ("", ".."):
         raise UserError(f"--out {out}: name a directory to make")
@@ -97,7 +97,7 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
 
 
 def check_space(out: Path, needed: int, contents: str) -> None:
-    """Raises UserError: the disk of out has fewer than `needed` free bytes for the contents."""
+    """Raise UserError if the disk of `out` has fewer than `needed` free bytes. contents: Name in the message."""
     parent = _existing_parent(out)
     free = shutil.disk_usage(parent).free
     if needed > free:
@@ -108,17 +108,17 @@ def check_space(out: Path, needed: int, contents: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises UserError: a trial shows that nothing can be written at path."""
+    """Write a temporary file next to `path`. Raises UserError: nothing can be written there."""
     with _writing(path):
         TemporaryFile(dir=_existing_parent(path)).close()
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Keep other processes from making out. Remove what killed processes left, and folders and states without work.
+    """Lock `out` against other processes. Remove leftovers of killed processes, and empty folders and states.
 
     Raises:
-        UserError: another process is making out, or nothing can be written next to it.
+        UserError: Another process is making `out`, or the lock file cannot be written.
     """
     if not is_main_process():
         yield
@@ -142,7 +142,7 @@ def locked(out: Path) -> Iterator[None]:
         _recover(out)
         if [file.name for file in state.glob("*")] == [STATE_RECORD]:
             remove_state(state)
-        # before the release: a process that has opened it sees another inode and retries
+        # remove the lock file before the release: a process that has opened it sees another inode and retries
         file.unlink(missing_ok=True)
         lock.release()
         for folder in made:
@@ -151,7 +151,7 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def state_directory(out: Path) -> Path:
-    """Return the directory in which an unfinished run keeps its work, next to out."""
+    """Return the directory next to `out` in which an unfinished run keeps its work."""
     return _beside(out, "state")
 
 
@@ -162,17 +162,17 @@ def claim_state(
     defaults: Mapping[str, object] = EMPTY,
     force: bool = False,
 ) -> None:
-    """Make the state directory of a run, or check that the existing one belongs to the same run.
+    """Make the state directory of a run, or check that an existing directory belongs to the same run.
 
     An empty state directory can be claimed by any run.
 
     Args:
-        identity: Everything that decides the result of the run.
-        defaults: Values of settings that a record lacks because an older version wrote it.
-        force: Remove the work of another run.
+        identity: All values that decide the result of the run.
+        defaults: Values of settings that the record of an older version lacks.
+        force: Whether to remove the work of another run.
 
     Raises:
-        UserError: the directory belongs to another run or is damaged, and force is off; or it cannot be written.
+        UserError: The directory belongs to another run or is damaged while force is off, or it cannot be written.
     """
     record = state / STATE_RECORD
     this_run, assumed = (
@@ -195,20 +195,20 @@ def claim_state(
 
 
 def run_identity(state: Path) -> str:
-    """Return the hash of the record of the run that claimed a state directory, '' if there is none."""
+    """Return the hash of a state directory's record, which identifies its run, or '' without a record."""
     record = state / STATE_RECORD
     return sha256(record.read_bytes()).hexdigest() if record.is_file() else ""
 
 
 def remove_state(state: Path) -> None:
-    """Remove a state directory by a rename first: a part of it must not be resumed."""
+    """Rename and then remove a state directory, so that a run never resumes from a partly removed state."""
     if state.exists():
         state.rename(_beside(state, "new"))
     _recover(state)
 
 
 def sync(path: Path) -> None:
-    """Write a file, or a directory with its files, through to the disk. Raises OSError."""
+    """Flush a file, or a directory with its files, to the disk (fsync). Raises OSError."""
     for file in [*path.rglob("*"), path] if path.is_dir() else [path]:
         mode = file.lstat().st_mode
         if stat.S_ISREG(mode) and mode & 0o777 == 0o600:  # safetensors ignores the umask
@@ -218,7 +218,7 @@ def sync(path: Path) -> None:
 
 
 def _recover(path: Path) -> None:
-    """Remove unfinished work next to path, and restore what it was going to replace."""
+    """Remove unfinished work next to `path`, and restore an output that was being replaced."""
     new, old = _beside(path, "new"), _beside(path, "old")
     if old.exists() and not path.exists():
         old.rename(path)

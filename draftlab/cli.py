@@ -54,10 +54,10 @@ app = typer.Typer(
 
 
 def typer_function(command: Command) -> Callable[..., None]:
-    """Return a function with one parameter per setting of a command, as Typer reads it."""
+    """Return a function for Typer with one parameter per setting of a command."""
 
     def call(ctx: typer.Context, **values: Any) -> None:
-        # compared by name: typer >= 0.27 has its own copy of click, whose enum is another
+        # compared by name, because typer >= 0.27 has a copy of click with a different enum
         sources = {name: ctx.get_parameter_source(name) for name in values}
         typed = {
             name
@@ -110,7 +110,7 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
 
 
 def _check_processes(command: str) -> None:
-    """Raises UserError: a launcher started several processes of a command that is no training."""
+    """Raise UserError if a launcher started several processes of a command that runs in one process only."""
     if processes() > 1 and command not in LAUNCHED:
         raise UserError(
             f"{command} runs in one process; only {', '.join(LAUNCHED)} can be launched in several"
@@ -146,13 +146,13 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a device ran out of memory; then torch is there, which is not imported for this."""
+    """Return whether a device ran out of memory. torch is not imported for this check."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _cures(config: type[Config]) -> str:
-    """Say which settings of a command need less memory of a device, the strongest first."""
+    """Return advice on the settings of a command that reduce device memory, the most effective first."""
     has = config.model_fields
     cures = [f"lower {config.flag(name)}" for name in SIZES if name in has][:2]
     cures += ["spread the target with --device-map auto"] if "device_map" in has else []
@@ -162,7 +162,7 @@ def _cures(config: type[Config]) -> str:
 
 
 def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Parameter:
-    """Return a setting as a Typer parameter; its bounds are shown here and checked by the config."""
+    """Return a setting as a Typer parameter. Typer shows the bounds, and the config checks the bounds."""
     details = extra(field)
     kind: Any = details["typed"] or field.annotation
     default = None if field.default is PydanticUndefined else field.default
@@ -187,7 +187,7 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
 
 
 def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
-    """Return the options that stand for an argument, where other commands have an option of its name."""
+    """Return hidden options that can be typed in place of positional arguments, such as --draft for DRAFT."""
     flags = {name: extra(field) for name, field in config.model_fields.items()}
     return [
         inspect.Parameter(
@@ -202,7 +202,7 @@ def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
 
 
 def _wiring(command: Command) -> list[inspect.Parameter]:
-    """Return the options that every command has, those of outputs, and --dry-run where there is a plan to show."""
+    """Return --config and --json, and --force and --dry-run if the command has them."""
     options: dict[str, tuple[Any, Any]] = {
         "config_file": (
             Path | None,
@@ -249,7 +249,7 @@ def options(
 
 
 class PlainCommand(TyperCommand):
-    """A command that complains about values in draftlab's words."""
+    """A Typer command that reports wrong values in draftlab's wording."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -289,7 +289,7 @@ def main() -> None:
 
 
 def _run_app(app: typer.Typer) -> None:
-    # read by transformers, datasets and the hub client when they are imported: our own progress is enough
+    # transformers, datasets and the hub client read these at import; draftlab shows its own progress
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -305,14 +305,14 @@ def _run_app(app: typer.Typer) -> None:
 
 
 def run_alone(command: Command) -> None:
-    """Run one command as a program of its own, as plug-ins do."""
+    """Run one command as a separate program, for plug-ins."""
     alone = typer.Typer(pretty_exceptions_enable=False)
     alone.command()(typer_function(command))
     _run_app(alone)
 
 
 def _interrupt(number: int, _: object) -> None:
-    """End as Ctrl-C does, so that unfinished work is removed or saved."""
+    """Stop as Ctrl-C does, so that unfinished work is removed or saved."""
     raise KeyboardInterrupt
 
 

@@ -43,13 +43,13 @@ def note(text: str) -> None:
 
 
 def print_words(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line. A terminal breaks it between words, unless it has a path or a command to be copied."""
+    """Print a line. A terminal wraps the line between words, unless it has a path or a command to copy."""
     whole = not console.is_terminal or COPIED.search(text) is not None
     console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=whole)
 
 
 class TimedStream:
-    """A text stream that knows when it was last written to."""
+    """A text stream that records the time of the last write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self.written_at = stream, time.monotonic()
@@ -64,7 +64,7 @@ class TimedStream:
 
 @contextlib.contextmanager
 def never_silent(label: str, seconds: float = MAX_SILENT_SECONDS) -> Iterator[None]:
-    """Print a line on stderr whenever nothing was written there for these seconds."""
+    """Print a line on stderr whenever nothing was written to stderr for `seconds` seconds."""
     if not is_main_process():
         yield
         return
@@ -92,9 +92,9 @@ def never_silent(label: str, seconds: float = MAX_SILENT_SECONDS) -> Iterator[No
 
 @contextlib.contextmanager
 def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None]]:
-    """Report periodically during work of unknown length; the yielded function sets the status to report.
+    """Report periodically during work of unknown length. The yielded function sets the status to report.
 
-    Reports go to the stderr of the start, even while the block redirects it.
+    Reports go to the original stderr, even while the block redirects stderr.
     """
     console, done, status, started = (
         Console(file=sys.stderr, soft_wrap=True),
@@ -122,7 +122,7 @@ def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None
 
 @contextlib.contextmanager
 def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
-    """Print a note if the block takes longer than these seconds."""
+    """Print a note if the block takes longer than `seconds` seconds."""
     timer = threading.Timer(seconds, note, [text])
     timer.daemon = True
     timer.start()
@@ -134,9 +134,9 @@ def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Advance]:
-    """Show a bar with the time left; the yielded function takes the number done and a status text.
+    """Show a bar with the time left. The yielded function takes the number done and a status text.
 
-    Without a terminal, print a line at the start, at every tenth, and after MAX_SILENT_SECONDS of silence.
+    Without a terminal, print a line at the start, at every 10 %, and after MAX_SILENT_SECONDS of silence.
     """
     console = Console(stderr=True)
     if not console.is_terminal or not is_main_process():

@@ -20,7 +20,7 @@ class OtherArchitecture(UserError):
 
 @contextlib.contextmanager
 def about(option: str) -> Iterator[None]:
-    """Begin errors inside the block with the option that they are about."""
+    """Put the name of an option before the message of a UserError from the block."""
     try:
         yield
     except UserError as error:
@@ -34,7 +34,7 @@ EXTRAS = {
     "gguf": "gguf",
     "matplotlib": "report",
     "sentencepiece": "gguf",
-}  # package that only some commands need -> extra of pyproject.toml that installs it
+}  # package that only some commands need -> extra in pyproject.toml
 
 
 COMPLAINTS = {
@@ -49,7 +49,7 @@ COMPLAINTS = {
     r"Input should be less than or equal to (.+)": r"want at most \1",
     r"Input should be less than (.+)": r"want less than \1",
     r"Input should be (.+)": r"want \1",
-}  # beginning of pydantic's message -> what is wanted
+}  # start of pydantic's message -> draftlab's wording
 
 
 class MissingExtra(UserError):
@@ -77,7 +77,7 @@ def one_line(message: object, most: int = 300) -> str:
 
 
 def plain_words(message: str) -> str:
-    """Return pydantic's complaint about a value in draftlab's words, as "want a whole number"."""
+    """Return pydantic's message about a value in draftlab's wording, such as "want a whole number"."""
     for pattern, words in COMPLAINTS.items():
         if match := re.match(pattern, message):
             return match.expand(words)
@@ -96,7 +96,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _same_numbers(name: str, other: str) -> bool:
-    """Return whether a name may be a typing error of another: 66b may stand for 65b, but 8b is not 70b."""
+    """Return whether the digits of two names are close enough for a typing error: 66b and 65b, not 8b and 70b."""
     a, b = ("".join(filter(str.isdigit, text)) for text in (name, other))
     one_wrong = len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= 1
     return one_wrong or sorted(a) == sorted(b) or a.startswith(b) or b.startswith(a)

@@ -17,7 +17,7 @@ SWITCHES = {"force": "Replace an existing output.", "dry_run": "Return the plan 
 
 
 class Unset:
-    """The default of an argument whose value is found when the function is called."""
+    """The shown default of an argument whose default value is computed at the call."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -44,7 +44,7 @@ def library_function(name: str) -> Callable[..., Outcome]:
 
 
 def _as_option(field: FieldInfo | None, value: Any) -> Any:
-    """Return a value as its option takes it: paths may be given where names are, and one value for a list."""
+    """Convert a value to the type of its option: a path to text, and a single value to a list."""
     if field is None:
         return value
     takes_list = get_origin(field.annotation) is list and extra(field)["typed"] is not str

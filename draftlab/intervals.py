@@ -32,7 +32,7 @@ class Interval(FileModel):
         return f"{self.value:.2f}" + (f" ({self.low:.2f} to {self.high:.2f})" if self.n > 1 else "")
 
     def as_speedup(self) -> str:
-        """Return the text "1.52x (1.40 to 1.63)"; an estimate from one prompt has no interval."""
+        """Return text such as "1.52x (1.40 to 1.63)". An estimate from one prompt has no interval."""
         return f"{self.value:.2f}x " + (
             f"({self.low:.2f} to {self.high:.2f})" if self.n > 1 else "(n = 1)"
         )
@@ -41,11 +41,11 @@ class Interval(FileModel):
 def bootstrap(
     statistic: "Callable[[np.ndarray], np.ndarray]", rows: int, seed: int = 0
 ) -> "np.ndarray":
-    """Return a statistic of all rows, then of each bootstrap sample, [1 + S, ...].
+    """Return a statistic of all rows, followed by the statistic of each bootstrap sample, [1 + S, ...].
 
-    The same seed draws the same samples, so that two statistics of the same prompts can be paired.
+    The same seed draws the same samples, so two statistics of the same prompts can be paired.
 
-    statistic: Function of the counts of each row in each sample, [BLOCK, R].
+    statistic: Function of [BLOCK, R] counts, which say how often each sample has each row.
     """
     import numpy as np
 
@@ -55,7 +55,7 @@ def bootstrap(
 
 
 def interval(values: "np.ndarray", n: int) -> Interval:
-    """Return the interval of bootstrapped values, [1 + S]; samples without a value (nan) are left out."""
+    """Return the interval of bootstrapped values, [1 + S]. Samples whose value is nan are left out."""
     import numpy as np
 
     low, high = np.nanpercentile(values[1:], [2.5, 97.5])
@@ -63,7 +63,10 @@ def interval(values: "np.ndarray", n: int) -> Interval:
 
 
 def ratio_intervals(over: "np.ndarray", under: "np.ndarray") -> list[Interval]:
-    """Return, for each column [R, C], the sum of over divided by the sum of under; a ratio over nothing is 0."""
+    """Return sum(over) / sum(under) for each of C columns, with intervals. A ratio with sum(under) = 0 is 0.
+
+    over, under: [R, C].
+    """
     import numpy as np
 
     def ratios(counts: np.ndarray) -> np.ndarray:
@@ -74,7 +77,7 @@ def ratio_intervals(over: "np.ndarray", under: "np.ndarray") -> list[Interval]:
 
 
 def ratio(pairs: "Sequence[tuple[float, float]] | np.ndarray") -> Interval:
-    """Return the sum of the first numbers divided by the sum of the second numbers, with its interval, [R, 2]."""
+    """Return the sum of the first column over the sum of the second, with its interval. pairs: [R, 2]."""
     import numpy as np
 
     over, under = np.array(pairs, dtype=float).T[:, :, None]
@@ -82,35 +85,36 @@ def ratio(pairs: "Sequence[tuple[float, float]] | np.ndarray") -> Interval:
 
 
 def tokens_per_second(timings: Sequence[Timing]) -> float:
-    """Return the sum of tokens over the sum of seconds, 0 without timings."""
+    """Return the sum of tokens over the sum of seconds, or 0 without timings."""
     seconds = sum(seconds for _, seconds in timings)
     return sum(tokens for tokens, _ in timings) / seconds if seconds else 0.0
 
 
 def median_repeat(repeats: Sequence[Timing]) -> Timing:
-    """Return the repeat with the lower median time per token, so that one stall does not count."""
+    """Return the repeat with the (lower) median time per token, so that one stall has no effect."""
     return sorted(repeats, key=_seconds_per_token)[(len(repeats) - 1) // 2]
 
 
 def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
-    """Return the ratio of the slowest to the fastest repeat per token, 1 without timings."""
+    """Return the slowest over the fastest time per token of repeats, or 1 without timings."""
     times = list(map(_seconds_per_token, repeats))
     return max(times) / min(times) if min(times) > 0 else 1.0
 
 
 def speedup(timings: Timings, *, chosen_by: Sequence[Sequence[Timing]] | None = None) -> Interval:
-    """Return tokens per second with drafts over tokens per second without drafts: a ratio of sums over prompts.
+    """Return the speed-up: tokens per second with drafts over tokens per second without drafts.
 
-    A K chosen on the prompts that it is timed on looks faster than it is. With several K, every bootstrap sample splits
-    the prompts in halves, SPLITS times, and each half counts at the K that is fastest on the other half.
+    Both rates are ratios of sums over prompts. A K that is chosen on the timed prompts looks faster than it is. With
+    several K, every bootstrap sample therefore splits the prompts into halves, SPLITS times, and times each half at the
+    K that is fastest on the other half.
 
-    chosen_by: Timings of each K and prompt that choose K. Default: the timings that are compared.
+    chosen_by: Timings by K and prompt from which K is chosen. Default: the timings with drafts.
     """
     return interval(_speedups(timings, chosen_by or timings[0], seed=0), _timed_prompts(timings))
 
 
 def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
-    """Return the first speed-up over the second. paired: Whether both have the same prompts, to be drawn together."""
+    """Return the first speed-up over the second. paired: Whether both share prompts, and so bootstrap samples."""
     ratios = _speedups(first, first[0], seed=0) / _speedups(
         second, second[0], seed=0 if paired else 1
     )
@@ -118,7 +122,7 @@ def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
 
 
 def _speedups(timings: Timings, chosen_by: Sequence[Sequence[Timing]], seed: int) -> "np.ndarray":
-    """Return the speed-up over all prompts, then of each sample, [1 + S]; nan for a sample without timed prompts."""
+    """Return the speed-up over all prompts and of each sample, [1 + S]. A sample without timed prompts has nan."""
     import numpy as np
 
     drafted, plain = (
@@ -141,7 +145,7 @@ def _speedups(timings: Timings, chosen_by: Sequence[Sequence[Timing]], seed: int
 def _at_cross_validated_k(
     drafted: "np.ndarray", judged: "np.ndarray", counts: "np.ndarray"
 ) -> "np.ndarray":
-    """Return tokens and seconds of each sample, [S, 2]; each half of the prompts is at the K fastest on the other."""
+    """Return tokens and seconds of each sample, [S, 2]. K is cross-validated: see speedup."""
     import numpy as np
 
     rng, n = np.random.default_rng(0), drafted.shape[1]
@@ -165,5 +169,5 @@ def _timed_prompts(timings: Timings) -> int:
 
 
 def _seconds_per_token(timing: Timing) -> float:
-    """Return seconds per token, 0 if the prefill wrote all tokens."""
+    """Return seconds per token, or 0 if the prefill wrote all tokens."""
     return timing[1] / timing[0] if timing[0] else 0.0

@@ -46,22 +46,22 @@ class Output:
         return self.config.command_line(self.command)
 
     def check_free(self) -> None:
-        """Raises UserError: there is a finished output, and force is off."""
+        """Raise UserError if a finished output exists and force is off."""
         check_free(self.out, force=self.force)
 
     def check_space(self, needed: int, contents: str) -> None:
-        """Raises UserError: the disk has too few free bytes for the contents; called before the expensive part."""
+        """Raise UserError if the disk has fewer than `needed` free bytes. contents: Name in the message."""
         check_space(self.out, needed, contents)
 
     @contextlib.contextmanager
     def locked(self, *, resumes: bool = False) -> Iterator[None]:
-        """Keep other processes from making the same output, and say after an interruption whether work is saved.
+        """Lock the output against other processes. After an interruption, report whether work is saved.
 
-        resumes: Whether the run continues in its own output.
+        resumes: Whether the command resumes in its output directory.
 
         Raises:
-            UserError: another process is making the output, it cannot be written, or the disk filled up.
-            Interrupted: Ctrl-C or SIGTERM.
+            UserError: Another process is making the output, it cannot be written, or the disk is full.
+            Interrupted: The process received Ctrl-C or SIGTERM.
         """
         with locked(self.out):
             try:
@@ -70,7 +70,7 @@ class Output:
                 raise
             except KeyboardInterrupt:
                 raise Interrupted(f"interrupted; {self._after_interruption(resumes)}") from None
-            except Exception as error:  # safetensors and tokenizers raise types of their own, with the system's words
+            except Exception as error:  # safetensors and tokenizers raise their own types with the system's message
                 reason = next((text for text in FULL if text in str(error)), None)
                 if reason is None:
                     raise
@@ -85,7 +85,7 @@ class Output:
 
     @property
     def state(self) -> Path:
-        """The directory in which an unfinished run keeps its work."""
+        """Return the directory in which an unfinished run keeps its work."""
         return state_directory(self.out)
 
     def claim_state(self, inputs: Sequence[Path], *, but: Sequence[str] = ()) -> None:
@@ -94,7 +94,7 @@ class Output:
         but: Settings that may differ.
 
         Raises:
-            UserError: it belongs to another run and force is off, or it cannot be written.
+            UserError: The directory belongs to another run and force is off, or it cannot be written.
         """
         settings = {
             name: value for name, value in self.config.settings().items() if name not in but
@@ -108,7 +108,7 @@ class Output:
 
     @contextlib.contextmanager
     def directory(self) -> Iterator[Path]:
-        """Yield a temporary directory that becomes out when the block ends without an error."""
+        """Yield a temporary directory, which is renamed to `out` when the block ends without an error."""
         with new_directory(self.out, force=self.force) as work:
             yield work
 

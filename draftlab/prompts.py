@@ -23,8 +23,8 @@ class Prompt:
 
     Args:
         conversation: Number that all requests of a conversation share.
-        messages: Messages that the ids render, for a chat.
-        later: Turns of the user after this request, each of which follows an answer.
+        messages: Messages of a chat, from which the chat template makes ids.
+        later: Later turns of the user. Each follows an answer of the model.
     """
 
     ids: list[int]
@@ -38,14 +38,14 @@ class Prompt:
 class Prompts:
     """Prompts and their source.
 
-    sha256 is the file's hash. Prompts of a data source or in the form of a chat template have the hash of their ids.
+    sha256: Hash of the file. For prompts from a data source or with a chat template, hash of the ids.
     """
 
     rows: list[Prompt]
     source: str
     sha256: str
     tokens: int | None  # each prompt was cut to this length
-    # whether the ids have the form of a chat template, ready for the assistant's answer
+    # whether the chat template was applied, ending where the assistant's answer begins
     chat: bool = False
 
     @property
@@ -62,10 +62,10 @@ class Prompts:
         return max(len(p.ids) for p in self.rows)
 
     def spread(self, count: int | None) -> "Prompts":
-        """Return count of them, evenly spaced: prompt sets list their categories one after the other.
+        """Return `count` evenly spaced prompts, because prompt sets list one category after another.
 
         Raises:
-            UserError: there are fewer.
+            UserError: There are fewer than `count` prompts.
         """
         if count is None:
             return self
@@ -88,10 +88,10 @@ def load_prompts(
     chat: ChatMode = "auto",
     system_prompt: str | None = None,
 ) -> Prompts:
-    """Return count prompts evenly spaced in a file (None: all), or of a data source.
+    """Return `count` prompts: evenly spaced prompts of a file, or prompts from a data source.
 
-    A source gives by default 16 prompts of 64 tokens each. With a chat template, a file of conversations gives prompts
-    of its held-out lines, by default at most 16.
+    Without count, a file gives all its prompts, and a source gives 16 prompts of 64 tokens. If the source is a file of
+    conversations and the tokenizer has a chat template, the prompts are at most 16 held-out conversations.
     """
     if file is not None:
         return file_prompts(
@@ -118,20 +118,20 @@ def file_prompts(
     system_prompt: str | None = None,
     split: data.Split | None = None,
 ) -> Prompts:
-    """Read one prompt per row of a file, in any of the forms of data/text.py, with its `category`.
+    """Read one prompt per row of a file, in any of the formats of data/text.py, with its `category`.
 
-    A conversation that ends with an answer gives a prompt for each answer: the turns before it.
+    A conversation that ends with an answer gives one prompt per answer: the turns before the answer.
 
     Args:
-        count: Number of prompts to keep, from the first on.
+        count: Number of prompts to take from the start of the file.
         tokens: Length to which every prompt is cut.
-        chat: Whether the chat template is applied. With it, the first of several turns is a prompt, which the later
-            turns follow (turns.answered). Without it, only the first turn is used.
+        chat: Whether to apply the chat template. With the template, later turns of a row are kept for turns.answered.
+            Without it, only the first turn is used.
         split: Split of the data source whose lines are read. None reads all lines.
 
     Raises:
-        UserError: There is no such file, a line has no text, a prompt is empty, has too few tokens, or does not suit
-            the chat template; a chat has no template; no line is in the split.
+        UserError: The file is missing, a line has no text, a prompt is empty or too short or does not fit the chat
+            template, the tokenizer has no chat template, or no line is in the split.
     """
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
     numbered = list(islice(rows_of(file, prompt_of), count))  # each row has at least one prompt
@@ -180,7 +180,7 @@ def _has_chat(
     system_prompt: str | None,
     tokens: int | None,
 ) -> bool:
-    """Raises UserError: the tokenizer has no chat template, or prompts in its form cannot be cut."""
+    """Return whether to apply the chat template. Raises UserError: it is missing, or prompts are to be cut."""
     if chat == "off":
         return False
     if not tokenizer.chat_template:

@@ -26,7 +26,7 @@ CURVE_POINTS = 100
 
 
 class Record(FileModel):
-    """The command, settings, inputs and versions that made an output. inputs: Path to its sha256."""
+    """The command, settings, inputs and versions that made an output. inputs: sha256 by path."""
 
     command: str
     config: dict[str, object]
@@ -39,21 +39,21 @@ class Record(FileModel):
 
     @property
     def worked_seconds(self) -> float:
-        """Return the seconds of a training over all its processes, or the seconds of any other command."""
+        """Return the seconds of training over all resumed processes, or the seconds of another command."""
         seconds = self.notes.get("seconds")
         return seconds if isinstance(seconds, float) else self.seconds
 
     @property
     def total_seconds(self) -> float:
-        """Return the seconds of all processes of a run that was killed and resumed."""
+        """Return the seconds of a run, including the processes before a kill and resume."""
         total = self.notes.get("total_seconds")
         return max(self.seconds, self.worked_seconds, total if isinstance(total, float) else 0.0)
 
 
 class CurvePoint(FileModel, extra="ignore"):
-    """A point of a training curve: the mean of some steps up to this step, or an evaluation on held-out text.
+    """A point of a training curve: a mean over the steps up to this step, or an evaluation on held-out text.
 
-    loss: Nats per token. acceptance: Per token of held-out text, None without a target.
+    loss: Nats per token. acceptance: Acceptance per token, or None without a target.
     """
 
     step: int = Field(ge=0, le=10**12)
@@ -66,9 +66,9 @@ class Stage(FileModel):
     """One of the commands that made a draft.
 
     Attributes:
-        output: Name of the directory that it wrote.
-        tokens: Number of tokens that it read or wrote, None if its record does not say.
-        curve: Its training curve.
+        output: Name of the directory that the command wrote.
+        tokens: Number of tokens that the command read or wrote. None if unknown.
+        curve: Training curve of the command.
     """
 
     command: str
@@ -102,15 +102,15 @@ def write_record(
 
 
 def read_record(directory: Path) -> Record | None:
-    """Return the record of an output, or None if it has none. Raises UserError: it cannot be read."""
+    """Return the record of an output, or None without a record. Raises UserError: the record cannot be read."""
     file = directory / RECORD_FILE
     return read_model(Record, file) if file.exists() else None
 
 
 def lineage(directory: Path, target: Path) -> dict[Path, Stage]:
-    """Return the commands that made an output in their order, by the directories that they wrote; {} without a record.
+    """Return the commands that made an output, in order, by the directory of each command. {} without a record.
 
-    Commands that made the target or only converted a checkpoint are left out, and inputs that were moved or rewritten.
+    Commands that made the target or only converted a checkpoint are left out, and so are moved or changed inputs.
     """
     stages: dict[Path, Stage] = {}
     _add_stages(directory.resolve(), target.resolve(), stages, before=datetime.max.isoformat())
@@ -141,7 +141,7 @@ def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before
 
 
 def _curve(log: Path) -> list[CurvePoint]:
-    """Return the evaluations of a training log, and at most CURVE_POINTS means of its steps; [] without a log."""
+    """Return the evaluations and at most CURVE_POINTS means of steps in a training log. [] without a log."""
     if not log.exists():
         return []
     try:
@@ -166,7 +166,7 @@ def fingerprint(path: Path) -> str:
     """Return the sha256 of a file, or of the files of a directory that decide results: configs, weights, manifests.
 
     Raises:
-        UserError: no such path, or a file is not regular.
+        UserError: There is no such path, or a file is not regular.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
@@ -214,7 +214,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit(folder: Path) -> str | None:
-    """Return the commit of a clone; None without git and for an installed package, even inside another clone."""
+    """Return the commit of a clone. None without git, and for an installed package, even inside another clone."""
     git = shutil.which("git")
     if git is None or not (folder / ".git").exists():
         return None

@@ -16,19 +16,19 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class FileModel(BaseModel):
-    """Base of all models of files: unknown keys are errors, and fields do not change after reading."""
+    """Base class of models of files. Unknown keys are errors, and fields are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @contextlib.contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turn any error about a file from outside into one line. what: Path of the file, or the begin of the sentence.
+    """Turn any error of the block into a UserError of one line. what: Path of the file, or start of the sentence.
 
-    Parsers of other projects raise errors of all types at damaged files, and tokenizers panics in Rust.
+    For damaged files, parsers of other projects raise errors of all types, and tokenizers panics in Rust.
 
     Raises:
-        UserError: the block raised an error.
+        UserError: The block raised an error.
     """
     try:
         yield
@@ -48,29 +48,29 @@ def reading(what: object) -> Iterator[None]:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of a JSON text. Infinity, which some config.json have, is accepted; NaN is not.
+    """Return the value of a JSON text. Infinity is accepted, because some config.json have it; NaN is not.
 
     Raises:
-        ValueError: not JSON.
+        ValueError: The text is not JSON.
     """
     return json.loads(data, parse_constant=_constant)
 
 
 def check_regular(file: Path) -> None:
-    """Raises UserError: the file is a pipe, a device or a directory, which may have no end."""
+    """Raise UserError if the file is a directory, or a pipe or device, which may have no end."""
     if file.exists() and not file.is_file():
         raise UserError(f"{file} is not a regular file")
 
 
 def read_json(file: Path) -> Any:
-    """Return the content of a JSON file. Raises UserError: no such file, or not JSON."""
+    """Return the content of a JSON file. Raises UserError: the file is missing or not JSON."""
     check_regular(file)
     with reading(f"{file} cannot be read"):
         return parse_json(file.read_bytes())
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file that is an object. Raises UserError: no such file, or not an object."""
+    """Return the object in a JSON file. Raises UserError: the file is missing, or its content is no object."""
     content = read_json(file)
     if not isinstance(content, dict):
         raise UserError(f"{file} is not a JSON object but {reprlib.repr(content)}")
@@ -78,7 +78,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, first byte and content of every line that is not blank. Raises UserError: no such file."""
+    """Yield number, byte offset and content of every line that is not blank. Raises UserError: no such file."""
     start = 0
     with reading(file), file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
@@ -91,7 +91,7 @@ def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield number and value of every line that is not blank.
 
     Raises:
-        UserError: no such file, or a line that is not JSON, with its number.
+        UserError: The file is missing, or a line is not JSON. The message has the number of the line.
     """
     for number, _, line in read_lines(file):
         with reading(f"{file}:{number}: not JSON"):
@@ -103,12 +103,12 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
     """Read a JSON or YAML file into a model.
 
     Args:
-        path: The file, or the directory that has it.
-        name: Name of the file in a directory.
-        hint: End of the error if there is no such file.
+        path: The file, or the directory of the file.
+        name: Name of the file if path is a directory.
+        hint: End of the error message if there is no such file.
 
     Raises:
-        UserError: no such file, or its content does not fit the model.
+        UserError: The file is missing, or its content does not fit the model.
     """
     file = path / name if name and path.is_dir() else path
     check_regular(file)
@@ -123,13 +123,13 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
 
 
 def read_yaml(path: Path, label: str) -> Any:
-    """Return the content of a YAML file. label: Its name in errors. Raises UserError: no such file, or not YAML."""
+    """Return the content of a YAML file. label: Name of the file in errors. Raises UserError: it is not readable."""
     with reading(label):
         return yaml.safe_load(path.read_bytes())
 
 
 def validation_text(error: ValidationError) -> str:
-    """Return the first three complaints of a pydantic error as one line: field, complaint, value."""
+    """Return the first three messages of a pydantic error as one line, with fields and values."""
     parts = []
     for item in error.errors()[:3]:
         where = ".".join(str(part) for part in item["loc"])[:80] or "top level"

@@ -20,7 +20,7 @@ def read_recipe(path: Path) -> list[CommandStep]:
     """Read every step and check its settings, before anything runs.
 
     Raises:
-        UserError: names the step and the setting.
+        UserError: A step or a setting is wrong. The message names both.
     """
     content = read_yaml(path, f"recipe {path}")
     if (

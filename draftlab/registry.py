@@ -14,13 +14,13 @@ AnyKind = TypeVar("AnyKind")
 
 
 class Registry(Generic[Kind]):
-    """Kinds that register themselves when their module is imported, which happens when they are first asked for.
+    """Kinds by name. The module of a kind is imported at the first request for the kind, and registers it.
 
-    A plug-in names the module of a kind as an entry point of the group, under the name of the kind.
+    A plug-in declares an entry point in the group, whose name is the name of the kind and whose value is its module.
     """
 
     def __init__(self, group: str, what: str, builtin: Mapping[str, str]) -> None:
-        """builtin: Name of each kind of draftlab, and the module that registers it."""
+        """Make a registry. builtin: Module by name of each kind of draftlab. what: Noun for errors."""
         self.group, self.what, self.builtin = group, what, builtin
         self.kinds: dict[str, Kind] = {}
 
@@ -45,11 +45,11 @@ class Registry(Generic[Kind]):
         return found
 
     def names(self) -> list[str]:
-        """Return all names; no kind is loaded."""
+        """Return all names without loading a kind."""
         return list(dict.fromkeys([*self.builtin, *sorted(self.plugins), *self.kinds]))
 
     def loadable(self) -> list[Kind]:
-        """Return all kinds that can be loaded: a broken plug-in breaks nothing else."""
+        """Return all kinds that can be loaded. Broken plug-ins are left out."""
         kinds = []
         for name in self.names():
             with contextlib.suppress(UserError):
@@ -57,10 +57,10 @@ class Registry(Generic[Kind]):
         return kinds
 
     def get(self, name: str, where: str) -> Kind:
-        """Return a kind. where: begins the message of an error, as "--rule x".
+        """Return a kind. where: Start of an error message, such as "--rule x".
 
         Raises:
-            UserError: There is no such kind, two packages offer it, or its package cannot be loaded.
+            UserError: There is no such kind, several packages offer it, or its package cannot be loaded.
         """
         offered = self.plugins.get(name, [])
         if len(offered) + (name in self.builtin) > 1:
@@ -81,7 +81,7 @@ class Registry(Generic[Kind]):
     def _load(self, entry: EntryPoint, where: str) -> None:
         try:
             entry.load()
-        except Exception as error:  # whatever the import of another package raises
+        except Exception as error:  # importing a plug-in may raise any exception
             raise UserError(
                 f"{where}: the package {_package(entry)} cannot be loaded: {one_line(error)}"
             ) from error
@@ -103,7 +103,7 @@ LOSSES: Registry[Any] = Registry(
     "loss",
     dict.fromkeys(("fkl", "jsd", "lk", "nla", "rkl", "tvd"), "draftlab.training.losses"),
 )
-CROSS_ENTROPY = "ce"  # not registered: it compares with the text, not with the target
+CROSS_ENTROPY = "ce"  # not registered: cross-entropy compares with the text, not with the target
 REJECTION = "rejection"  # not registered: the engine computes it for all rows of a batch at once
 SERVERS: Registry[Any] = Registry(
     "draftlab.servers",

@@ -14,7 +14,7 @@ class SamplingParams:
 
     Attributes:
         seed: Prompt number i is sampled with seed + i.
-        stop_token_ids: Each of these ids ends a text and belongs to it.
+        stop_token_ids: Each of these ids ends a text. The text includes the id.
     """
 
     temperature: float = 0.0
@@ -32,11 +32,11 @@ class SamplingParams:
         return (self.temperature, self.top_k, self.top_p, self.min_p) == (1.0, 0, 1.0, 0.0)
 
     def unlimited(self) -> "SamplingParams":
-        """Return the parameters of the distribution, the same for all lengths, seeds and stop tokens."""
+        """Return the parameters without length, seed and stop tokens, which do not change the distribution."""
         return replace(self, max_tokens=0, seed=0, stop_token_ids=())
 
     def describe(self) -> str:
-        """Return the parameters in words, as "greedy" or "temperature 0.7, top-p 0.9"."""
+        """Return text such as "greedy" or "temperature 0.7, top-p 0.9"."""
         if self.temperature == 0:
             return "greedy"
         cuts = {

@@ -40,10 +40,10 @@ def is_name(text: object) -> bool:
 
 
 def checked_name(text: str, label: str) -> str:
-    """Return a name or version that a file or server gives. label: Its meaning, for the error.
+    """Return a name or version that a file or server gives. label: Noun for the error.
 
     Raises:
-        UserError: it is not a name.
+        UserError: The text is not a name.
     """
     if not is_name(text):
         raise UserError(f"{label} is no name: {printable(repr(text)[:80])}")
@@ -51,10 +51,10 @@ def checked_name(text: str, label: str) -> str:
 
 
 def folder_name(text: str, label: str) -> str:
-    """Return the last part of a name, to name a folder.
+    """Return the last part of a name, for use as the name of a folder.
 
     Raises:
-        UserError: it would lead out of the folder.
+        UserError: The part is empty, "." or "..".
     """
     name = checked_name(text, label).replace("\\", "/").rstrip("/").rpartition("/")[2]
     if name in ("", ".", ".."):
@@ -63,7 +63,7 @@ def folder_name(text: str, label: str) -> str:
 
 
 def check_address(url: str | None) -> None:
-    """Raises UserError: the text is not the address of a server. The message has no part of a password."""
+    """Raise UserError if the text is not the address of a server. The message has no part of a password."""
     if url is None:
         return
     try:
@@ -74,7 +74,7 @@ def check_address(url: str | None) -> None:
             and parts.port != 0
             and url.isprintable()
         )
-        # the end of a password with / ? or #
+        # an @ here is the end of a password that contains / ? or #
         good = good and "@" not in parts.path + parts.query + parts.fragment
     except ValueError:
         good = False
@@ -85,7 +85,7 @@ def check_address(url: str | None) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Return the address of a server without user, password, query and fragment; another text as it is."""
+    """Return a server's address without user, password, query and fragment. Other text is returned unchanged."""
     scheme, _, address = text.partition("://")
     if scheme not in ("http", "https"):
         return text

@@ -19,7 +19,7 @@ from draftlab.reading import read_json_lines
 from draftlab.sampling import SamplingParams
 
 FOLDER = "turns"  # under the workspace's runs
-TOGETHER = 64  # conversations that are answered together; a kill loses at most their answers
+TOGETHER = 64  # conversations answered at a time; a kill loses the answers to one such group
 Messages = tuple[Message, ...]
 Answer = Callable[[list[Prompt], list[int]], Sequence[Sequence[int]]]
 
@@ -32,14 +32,13 @@ def answered(
     sampling: SamplingParams,
     answer: Answer,
 ) -> Prompts:
-    """Return a prompt for every turn; those with one turn are unchanged.
+    """Return a prompt for every turn. Prompts with one turn are unchanged.
 
-    The target's answers are made once and kept in a prompt file (see place), so that every command sees the same
-    requests.
+    The target answers once. The answers are kept in a prompt file (see place), so every command sees the same requests.
 
     Args:
         target: Text that identifies the target.
-        answer: Function that returns the target's tokens after prompts, sampled by their numbers.
+        answer: Function of prompts and their numbers, which seed the sampling. Returns the target's answer tokens.
 
     Raises:
         UserError: The template does not take an answer, or the file cannot be written.
@@ -73,7 +72,7 @@ def answered(
 
 
 def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | None:
-    """Return the prompt file that has the answers of this target, sampled like this; None where one turn is all."""
+    """Return the path of the prompt file with a target's answers, or None if every prompt has one turn."""
     if prompts.requests == len(prompts.rows):
         return None
     said = [(p.ids, p.later) for p in prompts.rows]
@@ -85,7 +84,7 @@ def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | Non
 def _write(
     file: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer
 ) -> list[Messages]:
-    """Let the target answer some conversations at a time, and go on where a killed run stopped."""
+    """Let the target answer TOGETHER conversations at a time. The work of a killed run is continued."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
     rows = _read(unfinished) if unfinished.exists() else []
@@ -106,7 +105,7 @@ def _write(
 def _asked(
     prompts: list[Prompt], first: int, tokenizer: PreTrainedTokenizerBase, answer: Answer
 ) -> list[Prompt]:
-    """Return the requests of conversations, turn by turn of each. They are numbered from `first` on."""
+    """Return the requests of conversations, in order of conversations and turns. first: Number of the first."""
     sizes = [1 + len(prompt.later) for prompt in prompts]
     talks = [[prompt] for prompt in prompts]
     numbers = [first + sum(sizes[:i]) for i in range(len(prompts))]
@@ -127,7 +126,7 @@ def _asked(
 
 
 def _read(file: Path) -> list[Messages]:
-    """Raises UserError: the file was changed after it was written."""
+    """Read the messages of every request. Raises UserError: the file is damaged."""
     try:
         rows: list[Messages] = [
             tuple(read_messages(row["messages"], f"{file}:{number}"))

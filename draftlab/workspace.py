@@ -17,8 +17,8 @@ FILE = Path("draftlab.yaml")
 class Workspace(FileModel):
     """Default checkpoints, data, folder of outputs, device and dtype.
 
-    draft is a ready draft, which counts until there is a draft among the outputs.
-    device auto is cuda if there is a GPU; dtype auto is bfloat16 on cuda and float32 on a CPU.
+    draft is a ready draft, which is the default until a command has made a draft.
+    device auto is cuda if there is a GPU. dtype auto is bfloat16 on cuda and float32 on a CPU.
     """
 
     target: str
@@ -61,7 +61,7 @@ DEFAULT = PRESETS["llama-65b"]
 
 
 def preset(name: str) -> Workspace:
-    """Return a preset. Raises UserError: no such preset."""
+    """Return a preset. Raises UserError: there is no such preset."""
     if name in PRESETS:
         return PRESETS[name]
     if Path(name).is_dir():
@@ -78,14 +78,14 @@ def load(folder: Path = Path()) -> Workspace:
     """Return the workspace of a folder, or the paper's models if it has no draftlab.yaml.
 
     Raises:
-        UserError: the file has unknown keys or wrong values.
+        UserError: The file has unknown keys or wrong values.
     """
     file = folder / FILE
     return read_model(Workspace, file) if file.exists() else DEFAULT
 
 
 def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
-    """Return the newest output of these commands directly under runs; ties go to the first command."""
+    """Return the newest output of these commands directly under `runs`. Ties go to the first command."""
     ages: dict[Path, tuple[str, int]] = {}
     for file in runs.glob("[!.]*/draftlab.json"):
         try:
@@ -99,7 +99,7 @@ def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
 
 
 def write(workspace: Workspace, folder: Path = Path(), comment: str | None = None) -> Path:
-    """Write draftlab.yaml; return its path. Raises UserError: it cannot be written."""
+    """Write draftlab.yaml, and return its path. Raises UserError: the file cannot be written."""
     file = folder / FILE
     fields = workspace.model_dump(mode="json", exclude_none=True)
     lines = ["defaults of draftlab's commands", *([comment] if comment else [])]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class AutoConfig(OutputConfig, shared.CheckpointSettings):
-    """The target, how it is served, and the time to find its draft."""
+    """Settings of auto: the target, the way it is served, and the time to find a draft."""
 
     target: str = option(
         help="Checkpoint of the target: a directory, or a hub name with @REVISION.", argument=True
@@ -114,7 +114,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     @property
     def server_kind(self) -> Any:
-        """Return the kind of the server that is named."""
+        """Return the kind of the server that --for names."""
         return SERVERS.get(str(self.server), "--for")
 
 
@@ -126,11 +126,11 @@ class Found(Outcome):
 
 
 def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
-    """Resolve and check the settings, and plan, which measures this machine; an unfinished run keeps its plan.
+    """Resolve and check the settings, measure this machine, and make the plan. An unfinished run keeps its plan.
 
     Raises:
-        UserError: a target, prompts or a program that cannot be used; a run with other settings in the same place; too
-            little time, memory or disk.
+        UserError: The target, prompts or program cannot be used; the directory holds a run with other settings; or
+            time, memory or disk do not suffice.
     """
     with about("TARGET"):
         target = hub.locate(config.target, weights=False)
@@ -199,7 +199,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
 
     def make(name: str, settings: dict[str, Any]) -> "CommandStep":
         shared = running | engine if name in ("search", "score", "replay") else dict(running)
-        if name == "export":  # its device is that of the verification
+        if name == "export":  # export uses its --device for the verification only
             del shared["device"]
         return step_of(name, settings, shared, "auto")
 
@@ -218,7 +218,7 @@ def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
 def _run(
     request: "Request", plan: "Plan", make: "Callable[..., CommandStep]", output: Output
 ) -> "Verdict":
-    """Do every step of the plan, and write its page and its verdict."""
+    """Run every step of the plan, and write the page and the verdict."""
     from draftlab.atomic import write_atomic
     from draftlab.searching.auto import PAGE, PLAN, VERDICT, AutoRun
     from draftlab.searching.schedule import StepRunner
@@ -274,9 +274,9 @@ def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
 
 
 def _rule(config: AutoConfig) -> str | None:
-    """Return the rule by which drafts are accepted. None is greedy decoding, or draftlab's own.
+    """Return the server rule that accepts sampled drafts, or None for greedy decoding and for draftlab's engine.
 
-    A script may ask for another variant than the server's default, as that for vLLM asks for sampled drafts.
+    A server's script may set another variant than the server's default: the script for vLLM samples the drafts.
     """
     if config.temperature == 0 or config.server is None:
         return None

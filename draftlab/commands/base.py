@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 Result = TypeVar("Result", covariant=True)
-LARGE_WEIGHTS = 1 << 27  # weights of a product that is bound by memory
+LARGE_WEIGHTS = 1 << 27  # weights of a matrix product that memory bandwidth limits
 MODEL_SECONDS = 2.0  # a plan assumes that a model takes this many times the time of its products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Outcome:
-    """The result of a command. Commands that Python calls, too, return a subclass with values of the library.
+    """The result of a command. A command that is also a Python function returns a subclass with typed values.
 
     Attributes:
         path: File or directory that the command wrote.
@@ -57,13 +57,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[Result]):
-    """What prepare() returns: a call of the library with all its values but the output.
+    """The result of prepare(): a library call with all its arguments except the output.
 
     Attributes:
-        run: The call. It takes the output if the command writes a directory.
-        name: Name of the output directory under the workspace's runs, unless --out names another.
-        facts: Returns the facts that a dry run shows. Floating-point operations under "flops" and bytes of
-            memory to read under "bytes" are shown as minutes.
+        run: Function to call. It takes the output as its argument if the command writes a directory.
+        name: Name of the output directory under the workspace's runs, unless --out names another directory.
+        facts: Returns the facts that a dry run shows. The dry run converts "flops" (floating-point operations) and
+            "bytes" (memory to read) to minutes.
     """
 
     run: Callable[..., Result]
@@ -72,10 +72,10 @@ class Job(Generic[Result]):
 
 
 def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
-    """Call a function or class of the library with the settings that have the names of its parameters.
+    """Call a library function or class with every setting whose name is one of its parameters.
 
     Args:
-        others: Values of parameters that are no settings, or that differ from the setting of their name.
+        others: Arguments that are no settings, or that replace the setting of the same name.
     """
     same = (
         inspect.signature(kind).parameters.keys() & type(config).model_fields.keys() - others.keys()
@@ -84,28 +84,28 @@ def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
 
 
 def check_data(data: str, weights: bool) -> None:
-    """Raises UserError: text of --data is not there. Without weights nothing is fetched from the hub."""
+    """Raise UserError if the text of --data is missing. Without weights nothing is fetched from the hub."""
     with about("--data"):
         hub.check_data(data) if weights else hub.check_local_data(data)
 
 
 def check_program(path: Path | None) -> None:
-    """Raises UserError: the program of --verify-with is not there."""
+    """Raise UserError if the program of --verify-with is missing."""
     if path is not None and not path.is_file():
         raise UserError(f"--verify-with {path}: no such program")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command of the command line, of recipes and of tests: all build its config, then run it.
+    """A command. The command line, recipes and tests build its config, then run it.
 
     Attributes:
         function: Makes the outcome from the result of the job, and from the output if the command writes a directory.
-            Its docstring is the command's help. Without prepare it takes the config in place of a result.
-        prepare: Resolves and checks the settings, and returns the job. Its second argument is False if the files of
-            weights need not be there.
+            Its docstring is the command's help. Without prepare, the function takes the config in place of a result.
+        prepare: Resolves and checks the settings, and returns the job. Its second argument is False if weight files
+            may be missing.
         dry_run: Whether the command can show its plan.
-        resumes: Whether it continues in its own output directory, which nothing replaces.
+        resumes: Whether the command resumes in its output directory. Such a command has no --force.
     """
 
     name: str
@@ -157,7 +157,7 @@ class Command:
         return config.out or workspace.load().runs / job.name
 
     def output_directory(self, config: OutputConfig) -> Path:
-        """Return where a run with these settings writes; weights are neither read nor fetched."""
+        """Return the directory that a run with these settings writes. Weights are neither read nor fetched."""
         if self.prepare is None or config.out is not None:
             return config.output_directory()
         return self._directory(config, self.prepare(config.resolved(), False))
@@ -201,7 +201,7 @@ def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
 
 @functools.cache
 def _flops_per_second(device: "torch.device") -> float:
-    """Return the rate of one large product, timed in less than a second."""
+    """Time one large float32 matrix product, in less than a second."""
     import torch
 
     from draftlab.engine.timing import matmul_tflops
@@ -211,7 +211,7 @@ def _flops_per_second(device: "torch.device") -> float:
 
 @functools.cache
 def _bytes_per_second(device: "torch.device") -> float:
-    """Return the rate of a product that is bound by memory, timed in less than a second."""
+    """Time a matrix product that memory bandwidth limits, in less than a second."""
     import torch
 
     from draftlab.engine.timing import bandwidth_gbs

@@ -62,7 +62,7 @@ def _proven_lr(settings: dict[str, Any]) -> float:
 
 
 class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
-    """The student, the target that teaches it, the text, the loss, and how long."""
+    """Settings of distill: the student, the target, the training text, the loss and the length of training."""
 
     student: Student = option(
         "draft",
@@ -272,12 +272,12 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
 
     @property
     def may_answer_data(self) -> bool:
-        """Return whether the target answers the data's prompts if they are conversations, which only its rows tell."""
+        """Return whether the target would answer conversations of the data; only the rows show if there are any."""
         return self.text == "target" and self.outputs is None and self.data.endswith(ROW_FILES)
 
     @property
     def trains_on_windows(self) -> bool:
-        """Return whether text is read, or written, in sequences of one length."""
+        """Return whether all training sequences have the same length."""
         return self.outputs is None and self.prompt_file is None
 
     @property
@@ -320,11 +320,11 @@ class Trained(Outcome):
 def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     """Resolve and check the settings.
 
-    weights: the files of weights must be here.
+    weights: Whether weight files must be present.
 
     Raises:
-        UserError: a checkpoint, text, server or outputs that are not there or do not fit each other; settings that
-            cannot be trained.
+        UserError: A checkpoint, text, server or store of outputs is missing, two of them do not fit together, or the
+            settings cannot be trained.
     """
     with note_if_slow("distill: loading torch and transformers"):
         from draftlab.training import checkpointer, run
@@ -457,9 +457,9 @@ def _text(config: DistillConfig, *, answered: bool) -> "TrainingText":
 
 
 def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
-    """Return the prompts that the target answers: those of the file, or the conversations of the data.
+    """Return the prompts that the target answers: the prompts of --prompt-file, or the conversations of --data.
 
-    The held-out conversations are left out: `score` takes its prompts from those.
+    Held-out conversations are left out, because `score` takes its prompts from them.
     """
     from draftlab.data import is_chat_file
     from draftlab.data.text import check_prompts
@@ -494,7 +494,7 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
 
 
 def _server(config: DistillConfig, weights: bool) -> "Server | None":
-    """Return the server of the target; a plan asks none."""
+    """Return the server of the target, or None. A dry run (weights=False) connects to no server."""
     if config.server is None:
         return None
     from draftlab.servers.client import Server

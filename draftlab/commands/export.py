@@ -177,7 +177,7 @@ class ExportConfig(DraftConfig, OutputConfig):
 
     @property
     def server(self) -> Any:
-        """Return the kind of server that loads the export. None if all servers do."""
+        """Return the kind of server that loads the export, or None if every server loads it."""
         name = FORMATS.get(self.to, self.to)
         return SERVERS.get(name, f"--to {self.to}") if name else None
 
@@ -197,7 +197,7 @@ class Checked(Outcome):
 
     @property
     def fits(self) -> bool:
-        """True if nothing has to be fixed before it is served."""
+        """Return whether nothing has to be fixed before the draft is served."""
         return all(finding.level != "error" for finding in self.findings)
 
 
@@ -228,7 +228,7 @@ def _findings(
     data: str,
     prompts: Path | None,
 ) -> tuple[Path, list[Finding]]:
-    """Return the draft with the findings on it. Without a device only files are read."""
+    """Return the draft and its findings. Without a device, only files are read."""
     from draftlab.exporting.artifact import check_files, open_artifact
     from draftlab.exporting.trials import trial_prompts
     from draftlab.servers.kinds import error
@@ -278,8 +278,8 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     """Resolve and check the settings.
 
     Raises:
-        UserError: no such draft or target; another vocabulary than the target's, or an architecture that the server or
-            GGUF does not have; no such scores, predictions, program or prompts.
+        UserError: The draft, target, scores, prediction, program or prompts are missing; the vocabularies differ; or
+            the server or GGUF does not support the architecture.
     """
     check_program(config.verify_with)
     draft, target = _located(config, weights=config.verify_with is not None)
@@ -353,7 +353,7 @@ def export(exported: "Exported", output: Output) -> Outcome:
 
 
 def _located(config: DraftConfig, *, weights: bool) -> tuple[Path, Path]:
-    """Return the directories of draft and target. weights: the target's are needed."""
+    """Return the directories of draft and target. weights: Whether weight files of the target are needed."""
     assert config.draft is not None  # resolved() names the newest draft
     draft = hub.locate(config.draft)
     with about("--target"):
@@ -361,7 +361,7 @@ def _located(config: DraftConfig, *, weights: bool) -> tuple[Path, Path]:
 
 
 def _scores_of(places: list[Path], draft: Path, target: Path) -> "list[Score]":
-    """Return the newest scores of this very draft or head with this target, up to three."""
+    """Return the newest scores, at most three, of exactly this draft or head with this target."""
     from draftlab.provenance import fingerprint
     from draftlab.results.score import read_score, score_files
 

@@ -121,7 +121,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
 
     @property
     def profiles(self) -> Path | None:
-        """Return the directory of profiles that a law is fitted to; None: passes are timed."""
+        """Return the directory of measured profiles to fit a law to, or None if passes are timed first."""
         first = Path(self.models[0]) if len(self.models) == 1 else None
         if not self.law or first is None or not first.is_dir() or (first / "config.json").exists():
             return None
@@ -129,7 +129,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
 
 
 class PredictConfig(Config):
-    """Profiles of a pair and its acceptance."""
+    """Settings of predict: profiles of drafts and target, and the acceptance of the drafts."""
 
     draft_profile: list[str] = option(help=PROFILE_HELP + " Repeat for several drafts.")
     target_profile: str = option(help=PROFILE_HELP)
@@ -329,10 +329,10 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
 
 
 def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
-    """Return the acceptance of a replay or a score, or an assumed number: 0.7, or 2.8@4.
+    """Return the acceptance in the output of replay or score, or an assumed acceptance, written 0.7 or 2.8@4.
 
     Raises:
-        UserError: there is no such file, it cannot be read, or an acceptance length that cannot be.
+        UserError: The file is missing or unreadable, or the acceptance length is impossible.
     """
     from draftlab.latency.cost_model import alpha_for
     from draftlab.latency.predict import DraftAcceptance
@@ -381,7 +381,11 @@ def _law_shapes(names: list[str]) -> dict[str, Shape]:
 
 
 def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
-    """Raises UserError: a server is not vLLM's, a server has no model, or the tokenizers differ."""
+    """Check the servers, and return the job.
+
+    Raises:
+        UserError: A server is not vLLM, a server has no model, or the tokenizers differ.
+    """
     from draftlab.servers.client import Server
 
     if len(config.server) > 2 or len(config.models) != len(config.server):

@@ -50,7 +50,7 @@ def profile_table(profile: Profile) -> Table:
 
 
 def law_table(law: ScalingLaw) -> Table:
-    """Return each shape as measured, as fitted, and as predicted from the other shapes."""
+    """Return a table of each shape's latency: measured, fitted, and the error of a fit to the other shapes."""
     first = law.profiles[0]
     rows = []
     for profile, shape, measured, error in zip(
@@ -64,7 +64,7 @@ def law_table(law: ScalingLaw) -> Table:
 
 
 def k_table(prediction: Prediction) -> Table:
-    """Return one row per K, the fastest marked, which may be no draft."""
+    """Return a table with one row per K and one for plain decoding. The fastest row is marked."""
     heads = (
         "K",
         "tokens\nper pass",
@@ -108,7 +108,7 @@ def k_table(prediction: Prediction) -> Table:
 
 
 def draft_table(predictions: list[Prediction]) -> Table:
-    """Return one row per draft at its best K, and what each needs to be as fast as the fastest, or as no draft."""
+    """Return a table with one row per draft at its best K, and the tokens per pass that would make it the fastest."""
     fastest = max(predictions, key=lambda p: p.best.speedup.value)
     helps = fastest.best.speedup.value > 1
     heads = (

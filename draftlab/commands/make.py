@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class InitConfig(Config):
-    """draftlab.yaml, from a preset, a checkpoint or a GGUF file."""
+    """Settings of init, which writes draftlab.yaml from a preset, a checkpoint or a GGUF file."""
 
     preset: str | None = option(
         None, f"Target, source and text together: {', '.join(workspace.PRESETS)}."
@@ -65,7 +65,7 @@ class InitConfig(Config):
 
 
 class ImportConfig(OutputConfig):
-    """A GGUF file, .bin files or a PEFT adapter as a Hugging Face directory."""
+    """Settings of import, which converts a GGUF file, .bin files or a PEFT adapter to a Hugging Face directory."""
 
     source: str = option(
         help="GGUF file, or directory or hub name with pytorch_model.bin or a PEFT adapter.",
@@ -80,7 +80,7 @@ class ImportConfig(OutputConfig):
 
 
 class DesignConfig(Config):
-    """Shapes of equal budget, one per depth."""
+    """Settings of design, which finds one shape per depth for a budget."""
 
     params: shared.Count = option(None, "Budget: parameters of each shape, as 1.3b, 796m, 4m.")
     kv_kib: float | None = option(None, "Budget: KiB of KV cache per token in bf16.", gt=0)
@@ -118,7 +118,7 @@ class DesignConfig(Config):
 
 
 class EnvConfig(Config):
-    """Versions and machine."""
+    """Settings of env: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -129,7 +129,7 @@ class Designed(Outcome):
 
 
 def prepare_import(config: ImportConfig, weights: bool) -> "Job[ImportSource]":
-    """Resolve and check the settings. Raises UserError: nothing to import, or it cannot be read."""
+    """Resolve and check the settings. Raises UserError: the source is missing or cannot be read."""
     from draftlab.importing.run import convert, inspect
     from draftlab.model.checkpoint import DTYPES
 
@@ -156,7 +156,7 @@ def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewWorkspace:
-    """A new draftlab.yaml. sizes: the sizes of its text sources that are files or folders here."""
+    """A new draftlab.yaml. sizes: Size of each text source that is a local file or folder."""
 
     path: Path
     space: Workspace
@@ -188,7 +188,7 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
         gguf = config.gguf or smollm2_file()
         target = space.target if space else f"models/{gguf.stem.lower()}"
         space = Workspace(target=target, source=target, data="stdlib")
-    assert space is not None  # the settings name one of them
+    assert space is not None  # the settings name a preset, a target or a GGUF file
     space = space.model_copy(update={"data": config.data or space.data})
     return Job(partial(_write, space, gguf, fetch=config.preset is None, force=config.overwrite))
 
@@ -218,7 +218,7 @@ def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> 
 
 
 def _sizes(space: Workspace) -> "dict[str, SourceSize]":
-    """Return the sizes of the sources that are files or folders here, in tokens of a target that is here.
+    """Return the size of each local text source in tokens of the target. Empty if the target is not local.
 
     Raises:
         UserError: A source cannot be read or has no training text.
@@ -253,7 +253,7 @@ def init(written: NewWorkspace) -> Outcome:
     data = space.model_dump(mode="json", exclude_none=True)
     if written.sizes:
         data["text"] = {source: asdict(size) for source, size in written.sizes.items()}
-    plan = "" if hub.local(space.source) else " --dry-run"  # names what is fetched, and its size
+    plan = "" if hub.local(space.source) else " --dry-run"  # shows what prune would fetch
     then = f"draftlab prune --layers {_layers(space)}{plan}"
     if space.draft is not None:
         then = f"draftlab auto {space.target} --draft {space.draft} --dry-run"
@@ -261,7 +261,7 @@ def init(written: NewWorkspace) -> Outcome:
 
 
 def _size_lines(source: str, size: "SourceSize") -> list[str]:
-    """Return the size of a source, and its uses in the commands after init."""
+    """Return lines on the size of a source, and on how prune, distill and score use it."""
     from draftlab.results.ranking import FEW_PROMPTS
 
     whole, train, heldout = size.whole, size.train, size.heldout
@@ -294,14 +294,14 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
 
 
 def _layers(space: Workspace) -> int:
-    """Return a depth to begin with: a third of the source's layers, or two where the source is not here."""
+    """Return a first depth to try: a third of the source's layers, or 2 if the source is not local."""
     source = hub.local(space.source)
     layers = read_config(source).get("num_hidden_layers") if source is not None else None
     return max(1, layers // 3) if isinstance(layers, int) else 2
 
 
 def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Path | None]]":
-    """Resolve and check the settings. Raises UserError: a source that cannot be cut, or no such law."""
+    """Resolve and check the settings. Raises UserError: the source cannot be cut, or there is no such law."""
     from draftlab.latency import scaling_law as designing
     from draftlab.latency.scaling_law import read_law
     from draftlab.model.families import Budget, BudgetKind

@@ -27,14 +27,14 @@ PROMPTS_OF_DATA = 64
 START_TOKENS, PROMPT_TOKENS = (
     32,
     64,
-)  # tokens of data that a target continues to distil on, or answers to replay
+)  # tokens of each prompt cut from data: for outputs to distil on, and for outputs to replay
 
 
 def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     """Resolve and check the settings. Without weights a server need not answer.
 
     Raises:
-        UserError: There is no such target, text or log, they do not fit each other, or nothing could be distilled from.
+        UserError: There is no such target, text or log, two of them do not fit together, or there is nothing to distil.
     """
     with note_if_slow("outputs build: loading torch and transformers"):
         from draftlab.target_outputs import build as building
@@ -105,7 +105,7 @@ def build(manifest: "Manifest", output: Output) -> Outcome:
 
 
 def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
-    """Return the directory of a target; only with its tokenizer where a server runs it."""
+    """Return the directory of a target. tokenizer_only: Whether the directory needs a tokenizer, but no model."""
     from draftlab.model import checkpoint
 
     with about("--target"):
@@ -164,7 +164,7 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
 
 
 def _continued(rows: "Rows", sampling: "SamplingParams", starts: int) -> "Rows":
-    """Return rows that the target continues after tokens of the data."""
+    """Return the rows, set to be continued by the target after their first `starts` tokens."""
     from draftlab.data import loss_on_of
 
     if starts > rows.seq_len:
@@ -184,7 +184,7 @@ def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Promp
     """Return the prompts to answer.
 
     Args:
-        chats: Whether they are the conversations of the data that are not held out.
+        chats: Whether to answer the conversations of --data that are not held out.
     """
     from draftlab.model import checkpoint
     from draftlab.prompts import data_prompts, file_prompts
@@ -208,7 +208,12 @@ def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Promp
 def _target(
     config: OutputsBuildConfig, directory: Path, sampling: "SamplingParams | None", k: int
 ) -> "Target":
-    """Return the target, able to write with sampling (None: only to score) and to list k tokens; nothing is loaded."""
+    """Return the target without loading a model.
+
+    Args:
+        sampling: How the target writes text. None if the target only scores.
+        k: Number of log-probabilities to list for each token.
+    """
     from draftlab.target_outputs.build import DISTILL_BATCH, REPLAY_BATCH
 
     if config.server is not None:
@@ -242,7 +247,7 @@ def _served(
 def prepare_info(
     config: OutputsInfoConfig, weights: bool
 ) -> "Job[tuple[Path, StoreVerification | None]]":
-    """Raises UserError: there is no store, or no target that could verify it."""
+    """Return the job, which verifies the store if asked. Raises UserError: there is no store, or no target."""
     from draftlab.target_outputs.store import read_manifest
     from draftlab.target_outputs.targets import verify
 
@@ -255,7 +260,7 @@ def prepare_info(
     directory = _located(config.target, tokenizer_only=config.server is not None, weights=True)
     if config.server is not None:
         target = _served(config.server, config.api_key_file, directory, None, manifest.top_logprobs)
-    else:  # the data type is that in which it wrote the sequences
+    else:  # verify in the data type in which the target wrote the sequences
         device = checkpoint.resolve_device(workspace.load().device)
         target = LocalTarget(directory, device, checkpoint.DTYPES.get(manifest.dtype), batch_size=1)
     return Job(lambda: (config.directory, verify(config.directory, target)))

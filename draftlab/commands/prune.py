@@ -27,7 +27,7 @@ SIZES = ("layers", "width", "ffn", "params")
 
 
 class PruneConfig(OutputConfig):
-    """The source, the shape to cut from it, how its parts are chosen, and the text to calibrate on."""
+    """Settings of prune: the source, the shape to cut, the method of choosing weights, and the calibration text."""
 
     layers: int | None = option(None, "Layers to keep.", ge=1, panel=SHAPE)
     width: int | None = option(None, "Hidden dimensions to keep.", ge=1, panel=SHAPE)
@@ -130,7 +130,7 @@ class PruneConfig(OutputConfig):
         return self.method == "importance" or self.refit != "none"
 
 
-FFN_MULTIPLE = 16  # an FFN that follows from other sizes is a multiple of it
+FFN_MULTIPLE = 16  # an FFN size that is computed from other sizes is a multiple of this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -150,11 +150,11 @@ class Pruned(Outcome):
 def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     """Resolve and check the settings.
 
-    weights: the files of weights must be here.
+    weights: Whether weight files must be present.
 
     Raises:
-        UserError: there is no such source, it cannot be cut or does not hold the shape; no such text or outputs; a
-            launcher or a head for which the method does not work.
+        UserError: The source, text or outputs are missing; the shape cannot be cut from the source; or the method does
+            not work with several processes or with this head.
     """
     from draftlab.model import checkpoint
     from draftlab.pruning.masks.training import MaskTraining
@@ -256,7 +256,7 @@ def _facts(
     """Return the facts of a cut for a dry run; weights are neither read nor fetched.
 
     Args:
-        shipped: Name of the shape that stands for a source which cannot be fetched.
+        shipped: Name of the shipped shape that replaces a source which cannot be fetched.
     """
     from draftlab.pruning.run import HELDOUT_TOKENS
     from draftlab.pruning.source import kv_saving
@@ -265,7 +265,7 @@ def _facts(
     if shipped is not None:
         source += f" (the shape {shipped} that comes with draftlab: nothing was fetched)"
     weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
-    # streams at three places, and the draft's
+    # three residual streams of the source, and the draft's
     per_token = dtype_bytes * (3 * have.hidden + shape.hidden)
     gram = 20 * shape.ffn**2  # float32, and float64 twice while it is solved
     memory = weights + (text.tokens + HELDOUT_TOKENS) * per_token + gram + 1e9
@@ -280,7 +280,7 @@ def _facts(
     }
     if training is not None:
         tokens = training.steps * training.batch_size * text.seq_len
-        # 16: two Adam moments, too
+        # bytes per fp32 weight: 16 with gradient and two Adam moments
         memory = have.params() * (16 if training.lr else 4) + have.weight_bytes() + 1e9
         facts["training tokens"] = f"{tokens:,}"
         facts["memory"] = f"about {memory / 1e9:.1f} GB and activations"
@@ -329,7 +329,7 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
 
 
 def _next(output: Output) -> str:
-    """Return the command that trains the draft. The target answers conversations."""
+    """Return the command that trains the draft, with --text target if the data is a file of conversations."""
     from draftlab.data import is_chat_file
 
     config = output.config
@@ -340,10 +340,10 @@ def _next(output: Output) -> str:
 
 
 def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
-    """Return the directory or the shape of a source, and the shipped shape's name if it stands for the source.
+    """Return the directory or the shape of a source, and the name of the shipped shape that replaces it, or None.
 
     Raises:
-        UserError: there is no such source, or with weights it has none.
+        UserError: There is no such source, or weights are required and the source is only a shape.
     """
     try:
         _, place = families.locate_shape(name, weights)

@@ -114,9 +114,9 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
 
 
 def _serve(fastest: "Ranked") -> str:
-    """Return the command that serves the target in vLLM with the fastest drafter, or without any if none is faster.
+    """Return the command that serves the target in vLLM with the fastest drafter, or alone if no drafter is faster.
 
-    It is empty where the drafter has weights, a measurement is in doubt, or the target is not known by name.
+    The text is empty if the drafter has weights, the measurement is in doubt, or the target's name is unknown.
     """
     from draftlab.config.kinds import parse_drafter
     from draftlab.results.report import target_named
@@ -138,7 +138,7 @@ def _serve(fastest: "Ranked") -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    """Raises UserError: the file cannot be written."""
+    """Write a file. Raises UserError: the file cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, text)

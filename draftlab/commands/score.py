@@ -211,17 +211,17 @@ class Scored(Outcome):
 
     @property
     def best(self) -> "Score":
-        """The score of the fastest draft or drafter by whole requests."""
+        """Return the score of the draft or drafter with the fastest whole requests."""
         return max(self.scores, key=lambda score: score.best_k_speedup.value)
 
     @property
     def interval(self) -> "Interval":
-        """The speed-up of the fastest, with its 95 % interval over requests."""
+        """Return the speed-up of the fastest draft or drafter, with its 95 % interval over requests."""
         return self.best.best_k_speedup
 
     @property
     def speedup(self) -> float:
-        """How many times as fast a whole request is with the fastest draft or drafter as with none."""
+        """Return the speed-up of whole requests by the fastest draft or drafter over plain decoding."""
         return self.interval.value
 
 
@@ -229,7 +229,7 @@ def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | l
     """Resolve and check the settings. Without weights only configurations and tokenizers are fetched.
 
     Raises:
-        UserError: A model, a server, prompts, tasks or data that cannot be had, or settings that do not fit them.
+        UserError: A model, server, prompt file, task or data set is missing, or the settings do not fit it.
     """
     if config.include_path is not None and not config.include_path.is_dir():
         raise UserError(f"--include-path {config.include_path}: no such directory")
@@ -416,7 +416,7 @@ def _requests(config: ScoreConfig, tokenizer: Path, source: str) -> "Requests":
 
 
 def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
-    """Return directories by their names, which end in @TYPE where a rounded copy was asked for."""
+    """Return the directory of each draft by its name. The name ends in @TYPE if a rounded copy was requested."""
     hub.check_rounded(*names)
     drafts: dict[str, Path] = {}
     for name in names:

@@ -33,7 +33,7 @@ CANDIDATES, TEXT = "Candidates", "Text of users"  # panels of --help
 
 
 class SearchConfig(OutputConfig, shared.CheckpointSettings):
-    """Candidates, the time for them, and the text that decides."""
+    """Settings of search: the candidates, the time to spend, and the text to train and measure on."""
 
     minutes: float = option(15.0, "Time to spend, approximately.", gt=0)
     layers: Numbers | None = option(
@@ -92,7 +92,7 @@ class Searched(Outcome):
 
     @property
     def interval(self) -> "Interval":
-        """The measured speed-up of the fastest candidate, with its 95 % interval over prompts."""
+        """Return the measured speed-up of the fastest candidate, with its 95 % interval over prompts."""
         return self.search.winner.gain
 
     @property
@@ -183,7 +183,11 @@ def search(result: "Search", output: Output) -> Searched:
 def _texts(
     data: str, outputs: Path | None, prompt_file: Path | None, weights: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of the text to learn from, and of the prompts. Raises UserError: a file cannot be read."""
+    """Return the settings that name the training text, and the settings that name the prompts.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
     from draftlab.data.text import check_prompts
     from draftlab.searching.run import PROMPT_TOKENS
     from draftlab.target_outputs.store import finished_manifest
@@ -206,7 +210,7 @@ def _texts(
 
 
 def _rung_table(search: "Search") -> "Table":
-    """Return a table of every candidate on its last rung."""
+    """Return a table with one row per candidate, from the last rung that the candidate reached."""
     from draftlab.model.shape import format_count
     from draftlab.results.ranking import NO_DRAFT
     from draftlab.results.tables import terminal_table

@@ -16,7 +16,7 @@ from draftlab.errors import UserError, did_you_mean, one_line
 
 @dataclass(frozen=True)
 class CommandStep:
-    """A command with the settings that a recipe names. Its config and its output are found when they are first used."""
+    """A command with the settings of a recipe. Its config and its output directory are computed at first use."""
 
     command: Command
     settings: dict[str, Any]
@@ -38,7 +38,7 @@ class CommandStep:
 
     @property
     def entry(self) -> dict[str, dict[str, Any]]:
-        """Return the step as a recipe has it."""
+        """Return the step as an entry of a recipe."""
         return {self.command.name: {name: _plain(value) for name, value in self.settings.items()}}
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class CommandStep:
     def is_done(self) -> bool:
         """Return whether the step's output was made by the same command and settings from the same inputs.
 
-        Settings that the record does not know, of an older version, count as their defaults.
+        A setting that is missing from the record of an older version counts as its default.
         """
         record = provenance.read_record(self.out) if self.out is not None else None
         if record is None or record.command != self.command.name:
@@ -62,7 +62,7 @@ class CommandStep:
         )
 
     def run(self, label: str) -> Outcome:
-        """Run the command unless its output is there. The label is printed before it."""
+        """Print the label, and run the command unless its output is finished."""
         if self.is_done():
             note(f"{label}: already done")
             return Outcome(path=self.out, show=[str(self.out)], data={"path": str(self.out)})
@@ -73,7 +73,11 @@ class CommandStep:
 def step_of(
     name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str
 ) -> CommandStep:
-    """Return a command with its settings and the shared settings that it has. Raises UserError: a wrong setting."""
+    """Return a step of a command. Shared settings that the command does not have are ignored.
+
+    Raises:
+        UserError: A setting is wrong.
+    """
     from draftlab.commands import COMMANDS
 
     command = COMMANDS[name]
@@ -86,7 +90,7 @@ def step_of(
 
 
 def read_step(content: object, where: str) -> CommandStep:
-    """Return the step that an entry of a recipe is. Raises UserError: no such command or setting."""
+    """Parse an entry of a recipe. Raises UserError: there is no such command or setting."""
     from draftlab.commands import COMMANDS
 
     if not isinstance(content, dict) or len(content) != 1:

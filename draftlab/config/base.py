@@ -1,4 +1,4 @@
-"""The base of every command's settings: options with their help and bounds, which go together, and files of them."""
+"""The base of every command's settings: options with help and bounds, rules between options, and settings files."""
 
 import json
 import shlex
@@ -56,11 +56,11 @@ def option(
 
     Args:
         default: Default value. Without it the option is required.
-        factory: Computes the default when a config is built, perhaps from the fields above it.
+        factory: Computes the default when a config is built. It may take a dict of the fields above this field.
         flag: Spelling of the option if it differs from the field's.
         advanced: Whether --help leaves the option out; docs/configuration.md lists it.
-        argument: Whether the option is positional. A flag is accepted, too.
-        shown_default: Text of --help in place of the default.
+        argument: Whether the option is positional. The flag is accepted as well.
+        shown_default: Text that --help shows in place of the default.
         typed: Type on the command line if it differs from the field's.
     """
     extra = {
@@ -87,7 +87,7 @@ def option(
 
 
 def from_workspace(name: str, help: str, **others: Any) -> Any:
-    """Return an option whose default stands under this name in draftlab.yaml."""
+    """Return an option whose default is the entry of this name in draftlab.yaml."""
     return option(
         factory=lambda: getattr(workspace.load(), name),
         help=help,
@@ -97,7 +97,7 @@ def from_workspace(name: str, help: str, **others: Any) -> Any:
 
 
 def _numbers(value: object) -> object:
-    """Return the numbers of a text, or of a file's list, by the same rules."""
+    """Parse numbers, from the text of an option or from a list in a settings file."""
     try:
         return parse_numbers(",".join(map(str, value)) if isinstance(value, list) else str(value))
     except UserError as error:
@@ -121,9 +121,10 @@ def numbers(default: str, help: str, **others: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Options of one mode of a command, which are refused in all other modes.
+    """Options that a command refuses unless a condition on its config holds.
 
     Attributes:
+        when: Condition, a function of the config.
         reason: Text that follows "--x: " in the error.
     """
 
@@ -146,7 +147,7 @@ class Config(BaseModel):
         """Return the config of these settings, with defaults for all other settings.
 
         Raises:
-            UserError: an unknown setting, a value out of bounds, settings that do not go together.
+            UserError: A setting is unknown, out of bounds, or excluded by another setting.
         """
         if unknown := sorted(set(settings) - set(cls.model_fields)):
             name = one_line(unknown[0], 80)
@@ -159,10 +160,10 @@ class Config(BaseModel):
 
     @classmethod
     def of_file(cls, path: Path, command: str) -> dict[str, Any]:
-        """Return the settings in a YAML file, or those that made an output directory.
+        """Return the settings in a YAML file, or the settings that an output directory was made with.
 
         Raises:
-            UserError: not such a file, or the output of another command.
+            UserError: The file has no settings, or the directory is no output of this command.
         """
         if path.is_dir() or path.name == RECORD_FILE:
             record = read_record(path if path.is_dir() else path.parent)
@@ -191,7 +192,7 @@ class Config(BaseModel):
         return self
 
     def is_set(self, name: str) -> bool:
-        """Return whether a setting was given, with another value than its default."""
+        """Return whether a setting was given and differs from its default. Computed defaults are not compared."""
         field = type(self).model_fields[name]
         if name not in self.model_fields_set or field.default_factory is not None:
             return name in self.model_fields_set
@@ -204,7 +205,7 @@ class Config(BaseModel):
         """Return the config with the workspace's newest outputs in place of settings that were left out.
 
         Raises:
-            UserError: there is no such output.
+            UserError: The workspace has no such output.
         """
         return self
 
@@ -213,9 +214,9 @@ class Config(BaseModel):
         return {name for rule in self.only if not rule.when(self) for name in rule.options}
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that decide the result, as JSON has them: all but those that this mode refuses.
+        """Return the settings that decide the result as JSON values, without the settings that this mode refuses.
 
-        Trust is not among them: it is given anew each time. Addresses have no secrets.
+        trust_remote_code is left out, because each run must be given it anew. Secrets in addresses are removed.
         """
         settings = json.loads(self.model_dump_json(exclude=self._idle() | {TRUST}))
         return {
@@ -224,7 +225,7 @@ class Config(BaseModel):
 
     @classmethod
     def flag(cls, name: str) -> str:
-        """Return how a setting is written on the command line."""
+        """Return the flag of a setting, or the name of a positional argument, as --help prints it."""
         details = extra(cls.model_fields[name])
         return (
             name.upper()
@@ -260,7 +261,7 @@ class Config(BaseModel):
 
     @classmethod
     def _complaint(cls, item: dict[str, Any]) -> str:
-        """Return the error of one setting, by its option."""
+        """Return the error message of one setting, with its flag."""
         message = plain_words(str(item["msg"]))
         if not item["loc"] or item["loc"][0] not in cls.model_fields:
             return message
@@ -290,7 +291,7 @@ class OutputConfig(Config):
 
 
 def bound(field: FieldInfo, kind: Literal["ge", "gt", "le"]) -> float | None:
-    """Return a bound of a setting's values, None where it has none."""
+    """Return the bound of a setting's values, or None if the setting has no such bound."""
     return next((getattr(part, kind) for part in field.metadata if hasattr(part, kind)), None)
 
 

@@ -1,4 +1,4 @@
-"""Drafters and students as options: NAME or NAME:KEY=VALUE,..., and what every kind of them has. No torch.
+"""Drafters and students as options, NAME or NAME:KEY=VALUE,..., and the interface of every kind. No torch.
 
 The kinds are in draftlab/drafters and draftlab/training/students, a module each, and in plug-ins
 (docs/drafters.md, docs/distilling.md).
@@ -19,7 +19,7 @@ from draftlab.registry import REJECTION, Registry
 
 
 class KindSpec(BaseModel):
-    """A kind with its options. text: the text that they were parsed from."""
+    """A kind of drafter or student with its options. text: Text that the options were parsed from."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -29,7 +29,7 @@ class KindSpec(BaseModel):
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """Return a kind with these options, and the text that a command line has for it."""
+        """Return a kind with these options. Its text is the text that a user would type."""
         words = ",".join(f"{name}={value}" for name, value in options.items())
         return cls(text=f"{cls.kind}:{words}" if words else cls.kind, **options)
 
@@ -41,10 +41,10 @@ Spec = TypeVar("Spec", bound=KindSpec)
 
 
 def parse_kind(text: str, registry: Registry[type[Spec]], option: str) -> Spec:
-    """Parse NAME or NAME:KEY=VALUE,... option: the flag that the text was given by.
+    """Parse NAME or NAME:KEY=VALUE,... option: Flag to name in errors.
 
     Raises:
-        UserError: no such kind or option, or a value out of range.
+        UserError: There is no such kind or option, or a value is out of range.
     """
     kind, _, rest = text.partition(":")
     where = f"{option} {text}"
@@ -64,7 +64,7 @@ def parse_kind(text: str, registry: Registry[type[Spec]], option: str) -> Spec:
 
 
 def text_or_spec(parse: Callable[[str], KindSpec]) -> BeforeValidator:
-    """Return the validator of a setting that is a spec, or the text that it is parsed from."""
+    """Return a validator that parses text to a spec, and passes a spec unchanged."""
 
     def parsed(value: object) -> object:
         if not isinstance(value, str):
@@ -78,7 +78,7 @@ def text_or_spec(parse: Callable[[str], KindSpec]) -> BeforeValidator:
 
 
 def _complaint(item: dict[str, Any]) -> str:
-    """Return the error of one option, as "order: ... (got 1)"."""
+    """Return the error message of one option, such as "order: ... (got 1)"."""
     message = plain_words(str(item["msg"]))
     if not item["loc"]:
         return message
@@ -90,7 +90,7 @@ PACKAGE = "draftlab.drafters"
 
 
 def split_at(separator: str) -> BeforeValidator:
-    """Return the validator of a list that is written as one text."""
+    """Return a validator that splits text into a list, and passes a list unchanged."""
     return BeforeValidator(
         lambda value: value.split(separator) if isinstance(value, str) else value
     )
@@ -100,8 +100,10 @@ def split_at(separator: str) -> BeforeValidator:
 class Input:
     """A file or directory that a drafter reads.
 
-    name: a path, or a checkpoint of the hub; empty: the default draft of the run. check: raises UserError if the input
-    is not there; it takes the name, and whether the files of weights are needed. is_model: the input is a draft model.
+    Args:
+        name: Path or hub name. An empty name stands for the run's default draft.
+        check: Function of the name and of whether weight files are needed. Raises UserError if the input is missing.
+        is_model: Whether the input is a draft model.
     """
 
     name: str
@@ -109,7 +111,7 @@ class Input:
     is_model: bool = False
 
     def path(self, default: Path | None, weights: bool = True) -> Path | None:
-        """Return where the input is. default: the default draft of the run. weights: False fetches none of the hub."""
+        """Return the path of the input. default: The run's default draft. weights: Whether to fetch weight files."""
         if not self.name:
             return default
         return hub.locate(self.name, weights) if self.is_model else Path(self.name)
@@ -117,7 +119,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The run that a drafter has to fit. layers: None if transformers runs the target. draft: the default draft."""
+    """The run that a drafter must fit. layers: None if transformers runs the target. draft: The default draft."""
 
     target: Path
     layers: int | None
@@ -130,12 +132,12 @@ class RunFacts:
 class DrafterSpec(KindSpec):
     """A kind of drafter with its options."""
 
-    served_by: ClassVar[frozenset[str]] = frozenset()  # servers that draft in the same way
-    own_engine: ClassVar[bool] = False  # models that transformers runs are refused
-    mode: ClassVar[Mode | None] = None  # the only mode in which it drafts
+    served_by: ClassVar[frozenset[str]] = frozenset()  # servers that have this drafter
+    own_engine: ClassVar[bool] = False  # True refuses models that transformers runs
+    mode: ClassVar[Mode | None] = None  # the only mode in which the drafter works
     rejection_rule: ClassVar[str] = REJECTION  # the rule that --rule rejection means for its drafts
-    by_age: ClassVar[bool] = False  # acceptance of a token depends on how long ago its step began
-    cache_lag: ClassVar[int] = 0  # tokens by which its cache is shorter than the target's
+    by_age: ClassVar[bool] = False  # acceptance of a token depends on its position in the draft
+    cache_lag: ClassVar[int] = 0  # tokens by which the drafter's cache is shorter than the target's
 
     @property
     def name(self) -> str:
@@ -149,11 +151,11 @@ class DrafterSpec(KindSpec):
 
     @property
     def eagle_head(self) -> Path | None:
-        """Return the EAGLE-3 head of a drafter that drafts chains with it alone."""
+        """Return the EAGLE-3 head if it drafts chains without another drafter, else None."""
         return None
 
     def speculative_config(self, k: int) -> dict[str, object] | None:
-        """Return vLLM's --speculative-config for a drafter without weights; None where vLLM needs more, or lacks it."""
+        """Return vLLM's --speculative-config for a drafter without weights. None if vLLM lacks the drafter."""
         return None
 
     def inputs(self) -> list[Input]:
@@ -161,7 +163,7 @@ class DrafterSpec(KindSpec):
         return []
 
     def check_inputs(self, weights: bool) -> None:
-        """Raises UserError: an input is not there. weights: its files of weights must be here, too."""
+        """Raise UserError if an input is missing. weights: Whether weight files must be present as well."""
         for each in self.inputs():
             if each.name:
                 with about(f"--drafter {self.text}"):
@@ -169,13 +171,13 @@ class DrafterSpec(KindSpec):
 
     @property
     def drafts(self) -> list[str]:
-        """Return the names of its draft models; an empty name is the default draft."""
+        """Return the names of the drafter's draft models. An empty name stands for the default draft."""
         return [each.name for each in self.inputs() if each.is_model]
 
     def paths(
         self, default: Path | None, *, weights: bool = True, models_only: bool = False
     ) -> list[Path]:
-        """Return where its inputs are, or its draft models. Arguments as in Input.path."""
+        """Return the paths of all inputs, or of the draft models only. default, weights: See Input.path."""
         chosen = [
             each.path(default, weights)
             for each in self.inputs()
@@ -200,25 +202,28 @@ class DrafterSpec(KindSpec):
         return UserError(f"--drafter {self.text} does not work with models that transformers runs")
 
     def build(self, context: Any) -> Any:
-        """Return the drafter as a DrafterRun. context: a DrafterContext (engine/drafters/context.py).
+        """Return the drafter as a DrafterRun. context: A DrafterContext (engine/drafters/context.py).
 
         Raises:
-            UserError: a file that the drafter needs is missing, or does not fit the target.
+            UserError: A file that the drafter needs is missing, or does not fit the target.
         """
         raise NotImplementedError
 
     def acceptance(self, replay: Any) -> Any:
-        """Return its view of each token of each text, a list of TokenLogprobs; [n, K] each if by_age, else [n].
+        """Return the drafter's log-probability of every token, a list with a TokenLogprobs for each text.
 
-        replay: a ReplayContext (target_outputs/replay.py).
+        Shapes are [n] for a text of n tokens, or [n, K] if by_age: one column per position in the draft.
+        replay: A ReplayContext (target_outputs/replay.py).
         """
         raise NotImplementedError
 
     @classmethod
     def step_cost(cls, passes: Any, k: int, accepted: int) -> Any:
-        """Return the milliseconds of drafting k tokens after a step that accepted some, by context, [C].
+        """Return the milliseconds to draft k tokens at each of C contexts, [C].
 
-        passes: a Passes (latency/steps.py), of whose step() it is made.
+        Args:
+            passes: A Passes (latency/steps.py), whose step() gives the time of a step.
+            accepted: Draft tokens that the target accepted in the step before.
         """
         raise NotImplementedError
 
@@ -238,7 +243,7 @@ class DrafterSpec(KindSpec):
 
     @property
     def replays(self) -> bool:
-        """Return whether the drafter has an acceptance."""
+        """Return whether the drafter can be replayed, which needs acceptance()."""
         return type(self).acceptance is not DrafterSpec.acceptance
 
 
@@ -254,10 +259,10 @@ DRAFTERS: Registry[type[DrafterSpec]] = Registry(
 
 
 def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKind], DrafterKind]:
-    """Return a decorator that registers a kind of drafter. A kind inherits no servers and no acceptance.
+    """Return a decorator that registers a kind of drafter. Subclasses do not inherit served_by and acceptance().
 
     Raises:
-        TypeError: the class does not define build().
+        TypeError: The class does not define build().
     """
 
     def decorate(spec: DrafterKind) -> DrafterKind:
@@ -272,7 +277,7 @@ def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKin
 
 
 def parse_drafter(text: str) -> DrafterSpec:
-    """Parse NAME or NAME:KEY=VALUE,... Raises UserError: The errors of parse_kind."""
+    """Parse the text of --drafter. Raises UserError as parse_kind does."""
     return parse_kind(text, DRAFTERS, "--drafter")
 
 
@@ -283,9 +288,9 @@ class StudentSpec(KindSpec):
     """A kind of student with its options.
 
     Attributes:
-        starts_from_draft: Whether a checkpoint is trained, --draft or the newest pruned draft. Otherwise a new student
-            of the target is trained, or the student of --draft.
-        unused: Settings of distill that the student would ignore, so that they are refused.
+        starts_from_draft: Whether training starts from a checkpoint: --draft or the newest pruned draft. If False,
+            --draft names a student to train further, and without --draft a new student is made.
+        unused: Settings of distill that the student would ignore. distill refuses them.
         lr_share: Factor of the proven learning rate.
     """
 
@@ -294,14 +299,14 @@ class StudentSpec(KindSpec):
     lr_share: ClassVar[float] = 1.0
 
     def name(self, draft: Path, target: Path) -> str:
-        """Return the name of the output, from the names that the user typed. The draft is "." if there is none."""
+        """Return the name of the output. draft, target: Names that the user typed. draft is "." if not set."""
         return f"{self.kind}-{hub.checkpoint_name(target)}"
 
     def check(self, job: Any) -> None:
-        """Check that a Distillation (training/run.py) can be run; weights are not read.
+        """Check that a Distillation (training/run.py) can run. Weights are not read.
 
         Raises:
-            UserError: the student does not fit the target or the text.
+            UserError: The student does not fit the target or the text.
         """
 
     def facts(self, job: Any) -> Mapping[str, object]:
@@ -311,10 +316,10 @@ class StudentSpec(KindSpec):
     def open(self, job: Any, state: Path) -> Any:
         """Return the student of a Distillation as an OpenStudent, ready to be trained.
 
-        state: the directory of the run, in which text of the target is kept.
+        state: Directory of the run, which stores text that the target generates.
 
         Raises:
-            UserError: a checkpoint or text that cannot be used.
+            UserError: A checkpoint or text cannot be used.
         """
         raise NotImplementedError
 
@@ -331,7 +336,7 @@ def student(name: str) -> Callable[[StudentKind], StudentKind]:
     """Return a decorator that registers a kind of student.
 
     Raises:
-        TypeError: the class does not define open() and facts().
+        TypeError: The class does not define open() or facts().
     """
 
     def decorate(spec: StudentKind) -> StudentKind:
@@ -345,7 +350,7 @@ def student(name: str) -> Callable[[StudentKind], StudentKind]:
 
 
 def parse_student(text: str) -> StudentSpec:
-    """Parse NAME or NAME:KEY=VALUE,... Raises UserError: The errors of parse_kind."""
+    """Parse the text of --student. Raises UserError as parse_kind does."""
     return parse_kind(text, STUDENTS, "--student")
 
 

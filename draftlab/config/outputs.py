@@ -14,7 +14,7 @@ MANIFEST = "manifest.json"  # the file that every store has
 
 
 def check_store(directory: Path) -> None:
-    """Raises UserError: a directory without the manifest of stored outputs."""
+    """Raise UserError if a directory has no manifest of stored outputs."""
     if not (directory / MANIFEST).exists():
         raise UserError(
             f"{directory} is not a store of target outputs (no {MANIFEST}); draftlab outputs build makes one"
@@ -32,8 +32,8 @@ class StoredTargetSettings(shared.CheckpointSettings):
 
 
 class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
-    """To distil, rows of data, starts of data that the target continues, prompts with answers, or a server's log are
-    stored. To replay, prompts with the target's answers are stored."""
+    """Settings of outputs build. A store to distil from has rows of data, rows that the target continues, prompts with
+    the target's answers, or a server's log. A store to replay has prompts with the target's answers."""
 
     use: Literal["distill", "replay"] = option(
         "distill", "What the outputs are for: distilling, or replaying drafts."
@@ -141,7 +141,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
 
     @property
     def answers(self) -> bool:
-        """Return whether the target answers prompts, whatever the data is."""
+        """Return whether the settings alone make the target answer prompts, for any kind of data."""
         return self.use == "replay" or self.prompt_file is not None
 
     @property

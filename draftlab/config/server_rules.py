@@ -1,4 +1,4 @@
-"""Acceptance as servers compute it; each server's own file has its rules, and docs/servers.md their sources."""
+"""Acceptance rules of servers. The module of each server defines its rules, and docs/servers.md has the sources."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -11,17 +11,17 @@ from draftlab.registry import SERVERS
 
 
 class Acceptance(NamedTuple):
-    """A verify rule, and the temperature at which the draft samples; None: the target's.
+    """A verify rule, and the temperature at which the draft samples. None stands for the target's temperature.
 
-    A draft at temperature 0 proposes its most probable token, and the server takes that as certain: q is one-hot.
+    A draft at temperature 0 proposes its most probable token. The server treats q as one-hot.
     """
 
-    rule: Any  # one of the config's own
+    rule: Any  # name of a verify rule; the config restricts the choice
     draft_temperature: float | None
 
 
 def acceptance_of(name: str) -> Acceptance:
-    """Return the acceptance of a server, or of its variant, as vllm-block. Raises UserError: it has none."""
+    """Return the acceptance of a server, or of a variant such as vllm-block. Raises UserError: no such rule."""
     server, variant = (name, "") if name in SERVERS.names() else name.rpartition("-")[::2]
     where = "--server-rule"
     rules = SERVERS.get(server or name, where).rules
@@ -43,7 +43,7 @@ ServerRule = Annotated[str, AfterValidator(_known_rule)]
 
 
 class AcceptanceSettings(BaseModel):
-    """Settings of acceptance that go with --rule of the config."""
+    """Settings of acceptance, besides --rule, which the config defines."""
 
     rule: Any  # the config restricts it
     draft_temperature: float | None = option(

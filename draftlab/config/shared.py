@@ -1,4 +1,4 @@
-"""Settings that several commands have, with the names of transformers, TRL and vLLM."""
+"""Settings that several commands share, named as in transformers, TRL and vLLM."""
 
 import re
 from pathlib import Path
@@ -68,12 +68,12 @@ def _loss(spec: str) -> str:
 
 
 def names(spec: str) -> set[str]:
-    """Return the names in a mixture or a loss: {"fkl", "lk"} of "fkl@0.2 -> 0.5*lk(3)"."""
+    """Return the names in a mixture or a loss, such as {"fkl", "lk"} for "fkl@0.2 -> 0.5*lk(3)"."""
     return set(re.findall(r"[a-z][a-z_]+", spec.lower()))
 
 
 def check_prompt_tokens(prompt_tokens: int, seq_len: int) -> None:
-    """Raises ValueError: prompts fill the sequences."""
+    """Raise ValueError if the prompts leave no room to generate."""
     if seq_len <= prompt_tokens:
         raise ValueError(
             f"--prompt-tokens {prompt_tokens} leaves nothing to generate in sequences of {seq_len}"
@@ -161,10 +161,10 @@ def newest_output(*commands: str, ready: bool = False) -> Path:
     """Return the newest output of these commands under the workspace's runs.
 
     Args:
-        ready: Whether the workspace's ready draft stands in where there is no output.
+        ready: Whether to return the workspace's ready draft if there is no output.
 
     Raises:
-        UserError: there is none.
+        UserError: There is no draft.
     """
     space = workspace.load()
     path = workspace.newest(space.runs, commands)

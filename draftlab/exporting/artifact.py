@@ -34,16 +34,19 @@ UNMEASURED_K = "a default; draftlab score measures the fastest"
 SPACES = (
     "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}",
     "\N{LOWER ONE EIGHTH BLOCK}",
-)  # marks of a space at the start of a token
+)  # marks of a leading space in a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The server that an export is for, its layout and the type of its weights.
+    """The server that an export is for, the layout of the export, and the type of its weights.
 
-    to: hf, gguf, speculators or the name of a server. server: None for hf. outtype: type of a GGUF file's matrices,
-    None for a Hugging Face directory. dtype: of a directory's weights, None as stored. heterogeneous: the draft keeps
-    its own vocabulary.
+    Args:
+        to: hf, gguf, speculators or the name of a server.
+        server: None for hf.
+        outtype: Type of a GGUF file's matrices. None for a Hugging Face directory.
+        dtype: Data type of a directory's weights. None keeps the stored type.
+        heterogeneous: Whether the draft keeps its own vocabulary.
     """
 
     to: str
@@ -64,7 +67,7 @@ class Form:
 class Exportable(Artifact, Protocol):
     """A draft or head that can be checked, written and verified.
 
-    default_k: tokens to draft where nothing was measured, with the reason. most: tokens that it can draft.
+    default_k: Tokens to draft if no score exists, with the reason. most: Most tokens that the draft can draft.
     """
 
     kind: DraftKind
@@ -73,27 +76,27 @@ class Exportable(Artifact, Protocol):
     layer_ids: Sequence[int]
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings of its files."""
+        """Yield the findings on the files of the draft."""
         ...
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
-        """Decode a little, and return the findings. prompts: token ids."""
+        """Decode a few tokens, and return the findings. prompts: Token ids."""
         ...
 
     def refuse(self, form: Form) -> None:
-        """Raises UserError: it cannot be written in that form."""
+        """Raise UserError if the draft cannot be written in this form."""
         ...
 
     def write(self, folder: Path, form: Form, k: int, verifier: str) -> list[str]:
-        """Write it as a Hugging Face directory; return the changes. verifier: name of the target."""
+        """Write the draft as a Hugging Face directory, and return the changes. verifier: Name of the target."""
         ...
 
     def write_gguf(self, directory: Path, file: Path, qtype: str) -> gguf.Written:
-        """Write what write() has written as a GGUF file."""
+        """Convert the output of write() to a GGUF file."""
         ...
 
     def summary(self, directory: Path, form: Form) -> str:
-        """Return its size and its needs, for the card. directory: The output of write()."""
+        """Return the size and the requirements of the draft, for the card. directory: The output of write()."""
         ...
 
     def scores(
@@ -105,7 +108,7 @@ class Exportable(Artifact, Protocol):
         k: int,
         device: torch.device,
     ) -> list[TokenLogprobs]:
-        """Return its view of each token of each text, [n] or [n, K] by the age of the step; see acceptance."""
+        """Return the draft's log-probability of each token of each text, shaped as by DrafterSpec.acceptance."""
         ...
 
 
@@ -120,7 +123,7 @@ class DraftModel:
     default_k: tuple[int, str] = (4, UNMEASURED_K)
 
     def __init__(self, path: Path, target: Path) -> None:
-        """Raises UserError: a missing or unreadable checkpoint, or the tokenizer of a larger model."""
+        """Raises UserError: the checkpoint is missing or unreadable, or its tokenizer has ids without embedding."""
         self.path, self.target = path, target
         checkpoint.check(path)
         for model in (path, target):
@@ -325,7 +328,7 @@ class DraftModel:
 
 
 class ParallelDraft(DraftModel):
-    """A draft model that learnt to draft several tokens in one pass."""
+    """A draft model that drafts several tokens in one pass."""
 
     kind: DraftKind = "parallel draft"
     in_parallel = True
@@ -462,7 +465,7 @@ class HeadArtifact:
         )
 
     def model(self, target: llama.Llama, qtype: str | None) -> EagleLlama:
-        """Return the head in the engine. qtype: the GGUF type that matrices are rounded to, None: as stored."""
+        """Return the head as a model of the engine. qtype: GGUF type to round matrices to. None rounds nothing."""
         head = eagle.read(self.path, self.target, target.embed.dtype, target.device)
         if qtype not in (None, "f32"):
             rounded = {
@@ -474,7 +477,11 @@ class HeadArtifact:
 
 
 def open_artifact(path: Path, target: Path) -> Exportable:
-    """Return a draft or head with its target. Raises UserError: it cannot be read, or is of another target."""
+    """Return a draft or head with its target.
+
+    Raises:
+        UserError: The draft cannot be read, or a head belongs to another target.
+    """
     if hub.head_kind(path) == "dflash":
         dflash.check(path, target)
         raise UserError(
@@ -494,7 +501,7 @@ def refusals(artifact: Artifact, server: ServerKind) -> list[Finding]:
 
 
 def _refuse(artifact: Artifact, server: ServerKind, findings: Iterable[Finding]) -> None:
-    """Raises UserError: a finding is an error."""
+    """Raise UserError if a finding is an error."""
     for finding in findings:
         if finding.level == "error":
             raise UserError(
@@ -503,7 +510,7 @@ def _refuse(artifact: Artifact, server: ServerKind, findings: Iterable[Finding])
 
 
 def check_files(artifact: Exportable, servers: Iterable[ServerKind]) -> Iterator[Finding]:
-    """Yield the findings of the files, and each server's; nothing is computed."""
+    """Yield the findings on the files, and the findings of each server. No model is run."""
     yield from artifact.findings()
     for server in servers:
         found = list(server.check(artifact))
@@ -514,8 +521,10 @@ def check_files(artifact: Exportable, servers: Iterable[ServerKind]) -> Iterator
 
 
 def spelled_alike(draft: Iterable[str], target: Iterable[str]) -> int:
-    """Return the number of tokens that vLLM and transformers take for the same: but for the sign of a space at their
-    start they are the same characters, so that a tokenizer of another kind spells other bytes otherwise.
+    """Return the number of tokens that vLLM and transformers match between two vocabularies.
+
+    Two tokens match if their characters are the same, apart from the mark of a leading space. Tokenizers of different
+    kinds spell other bytes differently, so such tokens do not match.
     """
 
     def words(tokens: Iterable[str]) -> set[str]:

@@ -22,8 +22,8 @@ class Card:
     name: str
     target: str
     kind: str  # draft model or EAGLE-3 head
-    summary: str  # its size, and its needs
-    commands: Sequence[str]  # commands that made the draft, in their order
+    summary: str  # size and requirements of the draft
+    commands: Sequence[str]  # commands that made the draft, in order
     # acceptance on held-out text, before and after distillation
     heldout: tuple[float, float] | None
     scores: Sequence[Score]
@@ -47,12 +47,12 @@ class Card:
 
     @property
     def is_local(self) -> bool:
-        """Return whether the target is a folder of this machine."""
+        """Return whether the target is a local folder."""
         return Path(self.target).is_dir()
 
     @property
     def base_model(self) -> str:
-        """Return the name of the target, of a folder without the folders that it is in."""
+        """Return the name of the target. A local folder gives only the last part of its path."""
         return Path(self.target).resolve().name if self.is_local else self.target
 
     def _summary(self) -> list[str]:
@@ -123,9 +123,9 @@ def _score_lines(score: Score) -> list[str]:
 
 
 def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:
-    """Return the commands that made a draft, in order, and its acceptance on held-out text before and after.
+    """Return the commands that made a draft, and its held-out acceptance before and after distillation.
 
-    Records of other versions of draftlab have none.
+    Commands are in order. Records of other versions of draftlab give no commands and no acceptance.
     """
     try:
         return _commands(draft), _heldout(draft)
@@ -137,7 +137,7 @@ def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:
 
 
 def _commands(draft: Path) -> list[str]:
-    """Return the commands that made a draft, the first one first, as far back as there are records."""
+    """Return the commands that made a draft, the earliest first, as far back as records exist."""
     record = read_record(draft) if draft.is_dir() else None
     if record is None:
         return []
@@ -146,9 +146,9 @@ def _commands(draft: Path) -> list[str]:
 
 
 def _typed(record: Record) -> str:
-    """Return the command of a record, with the values of draftlab.yaml: a reader of the card has another workspace.
+    """Return the command of a record, with the values of draftlab.yaml, which a reader of the card does not have.
 
-    Of an absolute path the name is shown, since its folders are those of this machine.
+    Absolute paths are shortened to their names, because their folders exist on this machine only.
     """
     words = shlex.split(str(record.notes.get("command_line", f"draftlab {record.command}")))
     for name in ("source", "target", "data"):

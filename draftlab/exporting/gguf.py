@@ -1,4 +1,4 @@
-"""GGUF files with llama.cpp's names of tensors and settings; weights are converted and written one at a time."""
+"""GGUF files with llama.cpp's names of tensors and settings. Weights are converted and written one at a time."""
 
 import math
 from collections import ChainMap
@@ -28,13 +28,13 @@ class Architecture:
     """An architecture of llama.cpp.
 
     Attributes:
-        names: Name of gguf's table of tensor names.
-        neighbours: Whether rotary embeddings turn neighbouring rows of q and k together, not the halves of a head.
-        scales: Settings of scales, by the name of each in config.json.
+        names: Name of the table of tensor names in the gguf package.
+        neighbours: Whether rotary embeddings pair neighbouring rows of q and k, instead of the halves of a head.
+        scales: GGUF setting of each scale, by its name in config.json.
     """
 
     name: str
-    names: str = "QWEN3"  # has every name of llama and qwen2, too
+    names: str = "QWEN3"  # the table also has every name of llama and qwen2
     neighbours: bool = False
     scales: Mapping[str, str] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One tensor of a GGUF file: its names there and in the checkpoint, its size, its type."""
+    """One tensor of a GGUF file. source: Name in the checkpoint. qtype: Type in the GGUF file."""
 
     name: str
     source: str
@@ -71,7 +71,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A GGUF file. unquantized: matrices that stayed f16, as their rows do not divide into blocks."""
+    """A written GGUF file. unquantized: Matrices that stay f16, because their rows do not divide into blocks."""
 
     path: Path
     tokenizer: GGUFTokenizer
@@ -103,10 +103,10 @@ def library() -> Any:
 def architecture(directory: Path) -> Architecture:
     """Return llama.cpp's architecture of a checkpoint.
 
-    llama.cpp's "qwen2" wants heads x head_dim = width; a Qwen2 cut otherwise is written as a "llama" with biases.
+    llama.cpp's "qwen2" requires heads x head_dim = width. Any other Qwen2 is written as a "llama" with biases.
 
     Raises:
-        UserError: it has none, or computes something else under that name.
+        UserError: llama.cpp lacks the architecture, or computes another activation for it.
     """
     config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
     model_type = str(config.get("model_type"))
@@ -124,7 +124,7 @@ def architecture(directory: Path) -> Architecture:
 
 
 def write(directory: Path, file: Path, qtype: str) -> Written:
-    """Write a checkpoint as one GGUF file with matrices of that type.
+    """Write a checkpoint as one GGUF file. qtype: Type of the matrices.
 
     Raises:
         UserError: llama.cpp does not know the model, its tokenizer or its rotary scaling.
@@ -141,9 +141,9 @@ def write(directory: Path, file: Path, qtype: str) -> Written:
 
 
 def write_head(directory: Path, target: Path, config: HeadShape, file: Path, qtype: str) -> Written:
-    """Write an EAGLE-3 head in the native layout as llama.cpp reads it, with the target's tokenizer.
+    """Write an EAGLE-3 head of the native layout as a GGUF file for llama.cpp, with the target's tokenizer.
 
-    llama.cpp's d2t are the target's ids themselves.
+    llama.cpp's d2t holds the target's ids, while the native d2t holds differences of ids.
 
     Raises:
         UserError: llama.cpp does not know the target's tokenizer or the head's rotary scaling.
@@ -175,7 +175,7 @@ def _write(
     weights: Mapping[str, Tensor],
     settings: Mapping[str, object],
 ) -> Written:
-    """Write a file. directory: has config.json. settings: Settings of this architecture alone."""
+    """Write a file. directory: Directory with config.json. settings: Settings that only this architecture has."""
     gguf, rope = library(), _rope(directory)
     unquantized = [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
     if rope["rope_type"] == "llama3":
@@ -226,7 +226,7 @@ def _write(
 
 
 def _head_info(source: str, dims: tuple[int, ...], qtype: str) -> TensorInfo:
-    """Return a tensor of an EAGLE-3 head under llama.cpp's name."""
+    """Return the TensorInfo of an EAGLE-3 head's tensor, with llama.cpp's name."""
     gguf = library()
     part = source.removeprefix("midlayer.")
     if part == "d2t":
@@ -244,14 +244,14 @@ def _head_info(source: str, dims: tuple[int, ...], qtype: str) -> TensorInfo:
 
 
 def _type_of(dims: tuple[int, ...], qtype: str) -> str:
-    """Return the type that a tensor of that size is stored in."""
+    """Return the stored type of a tensor: f32 for vectors, and f16 for rows that do not divide into blocks."""
     gguf = library()
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[qtype.upper()]][0]
     return "f32" if len(dims) < 2 else qtype if dims[-1] % block == 0 else UNQUANTIZED
 
 
 def tensor_infos(shape: Shape, qtype: str, kind: Architecture = LLAMA) -> list[TensorInfo]:
-    """Return the tensors of a file with matrices of that type, in the checkpoint's order."""
+    """Return the tensors of a GGUF file in the checkpoint's order. qtype: Type of the matrices."""
     gguf = library()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.names], shape.layers)
     infos = []
@@ -263,7 +263,7 @@ def tensor_infos(shape: Shape, qtype: str, kind: Architecture = LLAMA) -> list[T
 
 
 def interleave_halves(tensor: Tensor, info: TensorInfo, shape: Shape) -> Tensor:
-    """Return a tensor in which the halves of each head of q and k are interleaved; other tensors are unchanged."""
+    """Interleave the halves of each head in a q or k tensor. Other tensors are returned unchanged."""
     query, key = (f"{part}_proj." in info.source for part in "qk")
     if not (query or key):
         return tensor
@@ -272,7 +272,7 @@ def interleave_halves(tensor: Tensor, info: TensorInfo, shape: Shape) -> Tensor:
 
 
 def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
-    """Return a tensor quantized to a type and back; unchanged if its rows do not divide into blocks."""
+    """Quantize a tensor to a type and back. A tensor whose rows do not divide into blocks is unchanged."""
     gguf = library()
     code = gguf.GGMLQuantizationType[qtype.upper()]
     if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[code][0]:
@@ -335,7 +335,7 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
 
 
 def _context(directory: Path, config: dict[str, object]) -> int:
-    """Return the context in tokens, or a sliding window that is shorter: within it, attention is full."""
+    """Return the context in tokens, limited to the sliding window, within which attention is full."""
     context, window = (
         checkpoint.max_model_len(directory, DEFAULT_CONTEXT),
         config.get("sliding_window"),
@@ -355,7 +355,7 @@ def _rope(directory: Path) -> dict[str, Any]:
 
 
 def _rope_factors(directory: Path, shape: Shape) -> Tensor:
-    """Return the divisors of the plain frequencies, [C / 2]: llama.cpp has no setting for Llama 3's scaling."""
+    """Return the divisors of the unscaled rotary frequencies, [C / 2]. GGUF stores Llama 3's scaling as divisors."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config: Any = checkpoint.auto_config(directory)

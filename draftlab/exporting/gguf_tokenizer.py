@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers in GGUF: tokens, merges, and the pre-tokenizer that llama.cpp splits text with."""
+"""Hugging Face tokenizers in GGUF: tokens, merges, and the pre-tokenizer with which llama.cpp splits text."""
 
 import json
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A split of text before merging, by the patterns in turn.
+    """A split of text before merging. The patterns are applied in order.
 
-    ignore_merges: a piece that is a token of its own is not merged.
+    ignore_merges: Whether a piece that is a token in the vocabulary skips merging.
     """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
 
 
-# llama.cpp's names of pre-tokenizers; it knows no others, as it has their patterns in its code
+# llama.cpp's names of pre-tokenizers; it accepts no other names, because the patterns are in its code
 PRE_TOKENIZERS = {
     "llama-bpe": PreTokenizer(
         ("|".join((ENDINGS, LETTERS, r"\p{N}{1,3}", SIGNS, SPACES)),), ignore_merges=True
@@ -60,7 +60,7 @@ PRE_TOKENIZERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTokenizer:
-    """A tokenizer as GGUF stores it. match: share of the probe texts for which llama.cpp gives the same ids."""
+    """A tokenizer in GGUF's form. match: Share of the probe texts for which llama.cpp gives the same ids."""
 
     model: str  # gpt2: byte-level BPE; llama: SentencePiece
     pre: str
@@ -77,10 +77,10 @@ class GGUFTokenizer:
 
 
 def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
-    """Read the tokenizer of a directory, padded to vocab tokens.
+    """Read the tokenizer of a directory, padded to `vocab` tokens.
 
     Raises:
-        UserError: neither byte-level BPE nor SentencePiece's BPE, or more tokens than logits.
+        UserError: The tokenizer is neither byte-level BPE nor SentencePiece's BPE, or has more than `vocab` tokens.
     """
     wrapped: Any = checkpoint.load_tokenizer(directory)
     file = directory / "tokenizer.json"  # transformers adds tokens of its own by model type
@@ -117,9 +117,9 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
 
 
 def nearest_pre_tokenizer(fast: Tokenizer) -> tuple[str, float]:
-    """Return llama.cpp's pre-tokenizer that gives the same ids for most probe texts, and their share (0 to 1).
+    """Return llama.cpp's pre-tokenizer that gives the same ids for most probe texts, and the share of those texts.
 
-    Of equals the one whose patterns the tokenizer has, else the first.
+    Among equally good pre-tokenizers, the tokenizer's own patterns win, else the first pre-tokenizer.
     """
     spec = json.loads(fast.to_str())
     spelled = json.dumps(spec["pre_tokenizer"])
@@ -165,7 +165,7 @@ def _tokens(
         kinds |= {i: UNKNOWN for i, token in by_id.items() if token == unknown}
     for added in spec["added_tokens"]:
         if added["id"] >= vocab:
-            continue  # such as an image token, which this model neither reads nor writes
+            continue  # e.g. an image token, which a text model neither reads nor writes
         by_id[added["id"]] = added["content"]
         if kinds.get(added["id"]) != UNKNOWN:
             kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
@@ -178,7 +178,7 @@ def _tokens(
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Return scores in the order of merges: llama.cpp merges the pair with the highest score first."""
+    """Return token scores that fall in the order of merges. llama.cpp merges the pair with the highest score first."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)

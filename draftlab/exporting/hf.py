@@ -1,4 +1,4 @@
-"""Drafts as Hugging Face directories: with the target's tokenizer and number of logits, in one dtype."""
+"""Drafts as Hugging Face directories, with the target's tokenizer and number of logits, in one dtype."""
 
 import contextlib
 import tempfile
@@ -18,7 +18,7 @@ from draftlab.training.vocabulary import resize
 def write(
     draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dtype: torch.dtype | None
 ) -> list[str]:
-    """Write a draft; return the changes, for people. vocab: number of logits. dtype: None, as stored."""
+    """Write a draft, and return the changes as text. vocab: Number of logits. dtype: None keeps the stored type."""
     changed = []
     stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:
@@ -41,7 +41,7 @@ def write(
 
 
 def write_fake_quantized(draft: Path, out: Path, qtype: str) -> None:
-    """Write a draft in float32, every matrix rounded as GGUF's type rounds it."""
+    """Write a draft in float32, with every matrix rounded to the values of a GGUF type."""
     weights = (
         (name, fake_quantize(tensor.float(), qtype) if tensor.ndim == 2 else tensor.float())
         for name, tensor in checkpoint.Weights(draft).items()
@@ -53,7 +53,7 @@ def write_fake_quantized(draft: Path, out: Path, qtype: str) -> None:
 
 @contextlib.contextmanager
 def as_quantized(draft: Path, qtype: str | None) -> Iterator[Path]:
-    """Yield a directory with the draft as a GGUF type rounds it; None and f32 round nothing."""
+    """Yield a directory with the draft rounded to a GGUF type. None and f32 round nothing."""
     if qtype in (None, "f32"):
         yield draft
         return
@@ -63,7 +63,7 @@ def as_quantized(draft: Path, qtype: str | None) -> Iterator[Path]:
 
 
 def parse_quantized_name(name: str) -> tuple[str, str | None]:
-    """Split 'draft@q8_0' into name and type; any other name has no type."""
+    """Split 'draft@q8_0' into name and type. A name without a known type gives None as the type."""
     base, _, qtype = name.rpartition("@")
     return (base, qtype) if base and qtype in ROUNDED else (name, None)
 

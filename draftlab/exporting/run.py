@@ -1,4 +1,4 @@
-"""One export on disk: a directory or GGUF file, its card, a script that serves it, and its verification."""
+"""One export on disk: a directory or GGUF file with its card, the script of a server, and the verification."""
 
 import tempfile
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ TURN_TOKENS = 128  # tokens of an answer to an earlier turn, score's default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenK:
-    """The number of drafted tokens, and why. by_batch: K by the number of requests, for servers that change it."""
+    """The number of drafted tokens, and the reason. by_batch: K by batch size, for servers that change K."""
 
     k: int
     reason: str
@@ -39,7 +39,7 @@ class ChosenK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verifier:
-    """The program of a server to verify in, and its sampling."""
+    """The program of the server that verifies an export, and the requests to the server."""
 
     program: Path
     prompts: Prompts
@@ -49,7 +49,10 @@ class Verifier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """lines: Text for people. notes: Entries of draftlab.json. advice: Reason not to serve the draft, if any."""
+    """A finished export.
+
+    lines: Text for a person. notes: Entries of draftlab.json. advice: Reason not to serve the draft, or "".
+    """
 
     lines: list[str]
     notes: dict[str, object]
@@ -68,10 +71,10 @@ def export(
 ) -> Exported:
     """Write a draft or head for a server.
 
-    target: its name in script and card. scores: The scores of this very draft, the newest one first.
+    target: Name of the target in script and card. scores: Scores of this draft, the newest first.
 
     Raises:
-        UserError: no space, or a program that does not start or accepts other tokens than draftlab's engine.
+        UserError: The disk is full, or the server does not start, or its acceptance differs from draftlab's engine.
     """
     draft = artifact.path
     serving = target_name(target, artifact.target)
@@ -137,12 +140,12 @@ def export(
 def _verify(
     artifact: Exportable, form: Form, directory: Path, written: Path, k: int, verifier: Verifier
 ) -> tuple[Prompts, verify.Verification]:
-    """Return a prompt for every turn, and the server's accepted tokens.
+    """Return a prompt for every turn, and the comparison of the server's acceptance with draftlab's.
 
-    directory: the export as a Hugging Face directory. written: The files that the server loads.
+    directory: The export as a Hugging Face directory. written: File or directory that the server loads.
     """
     server, target = form.server, artifact.target
-    assert server is not None  # the settings say so
+    assert server is not None  # the settings require it with --verify-with
     sampling = SamplingParams(
         max_tokens=NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target)
     )
@@ -158,7 +161,7 @@ def _verify(
         note(f"generating {len(rows)} texts with the target")
         texts = verify.generate_texts(model, rows, sampling, k)
     del model
-    torch.cuda.empty_cache()  # the server wants most of the memory
+    torch.cuda.empty_cache()  # the server takes most of the memory
 
     def count(texts: verify.TargetTexts) -> verify.Counts:
         own = SamplingParams(temperature=texts.temperature)
@@ -184,7 +187,7 @@ def _verify(
 
 
 def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
-    """Return a prompt for every turn, after the target's greedy answers to earlier turns. model: the target."""
+    """Return a prompt for every turn, with the target's greedy answers to earlier turns. model: The target."""
     sampling = SamplingParams(
         max_tokens=TURN_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target)
     )
@@ -198,7 +201,7 @@ def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
 
 
 def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -> Sampling:
-    """Return how the draft proposes above temperature 0: as more stands of what was sampled to verify."""
+    """Return how the draft samples above temperature 0: the best method in the verification, if any."""
     if heterogeneous:
         return Sampling("greedy", "all that vLLM does where vocabularies differ")
     if verified is None or len(verified.by_method) == 1:
@@ -209,14 +212,14 @@ def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -
 
 
 def target_name(named: str, target: Path) -> str:
-    """Return the target's name in a script, which runs in any folder: an absolute path, or its name on the hub."""
+    """Return the target's name for a script that runs in any folder: an absolute path, or a hub name."""
     if Path(named).is_dir():
         return str(Path(named).absolute())
     return named if named.count("/") == 1 or not target.exists() else str(target.absolute())
 
 
 def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -> ChosenK:
-    """Return K as asked for, by the newest score of the draft alone, or its default; with the reason."""
+    """Return K and the reason: the K asked for, else the best K of the newest score, else the draft's default."""
     scores, measured = _alone(scores), ""
     if scores:
         measured = scores[0].headline()
@@ -236,12 +239,12 @@ def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -
 
 
 def _alone(scores: Sequence[Score]) -> list[Score]:
-    """Return the scores without those of a head with prompt lookup in front, which is not exported."""
+    """Return the scores in which the draft is the only drafter. Prompt lookup before a head is not exported."""
     return [score for score in scores if "," not in score.name]
 
 
 def advice(scores: Sequence[Score], draft: Path) -> str:
-    """Return why a draft should not be served as it is; empty if it was measured to be no slower than none."""
+    """Return the reason not to serve a draft yet, or "" if a score shows no loss against plain decoding."""
     scores = _alone(scores)
     if not scores:
         return f"not measured yet: draftlab score --draft {draft} tells whether to serve it"

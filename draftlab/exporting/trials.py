@@ -1,4 +1,4 @@
-"""Short trials of a draft or head that say whether it was trained, and whether decoding works."""
+"""Short trials of a draft or head: whether the weights are trained, and whether decoding works."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from draftlab.prompts import file_prompts
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Finding, error, ok
 
-UNTRAINED = 0.9  # share of the logarithm of the vocabulary: the cross-entropy of a trained draft is far below
+UNTRAINED = 0.9  # limit of the cross-entropy over log(vocabulary); a trained draft is far below
 USELESS = 1.05  # tokens per target pass of a head
 K, TOKENS = 3, 24  # drafted tokens, and tokens of each text
 PROMPTS, PROMPT_TOKENS = 8, 96  # held-out text
 
 
 def trial_prompts(model: Path, data: str, file: Path | None) -> list[list[int]]:
-    """Return held-out text, or prompts of a file as a model gets them: the first turn of each."""
+    """Return token ids of held-out text, or of the first turns of a prompt file."""
     tokenizer = checkpoint.load_tokenizer(model)
     if file is None:
         return heldout_prompts(
@@ -33,7 +33,7 @@ def trial_prompts(model: Path, data: str, file: Path | None) -> list[list[int]]:
 
 
 def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -> Finding:
-    """prompts: token ids of text."""
+    """Judge the perplexity of text. prompts: Token ids."""
     texts = [(np.array(ids[:1]), np.array(ids[1:])) for ids in prompts]
     scored = score_tokens(model, texts, vocab, SamplingParams(temperature=1.0))
     logprobs = np.concatenate([s.logprobs for s in scored])
@@ -43,7 +43,7 @@ def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -
             "the draft computes logits that are NaN",
             "its weights are damaged, or overflow",
         )
-    # a trimmed head lacks some tokens
+    # a trimmed head gives -inf for the tokens that it lacks
     return judge_perplexity(-float(logprobs[np.isfinite(logprobs)].mean()), vocab)
 
 
@@ -59,7 +59,7 @@ def judge_perplexity(cross_entropy: float, vocab: int) -> Finding:
 
 
 def check_decoding(model: Decoder, prompts: Sequence[list[int]]) -> Finding:
-    """Decode with the draft as its own target, which must accept every drafted token."""
+    """Decode with the draft as both draft and target. The target must accept every drafted token."""
     steps = _decode(model, ModelDrafter(model), [ids[:16] for ids in prompts])
     drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
     text = f"as its own target it accepts {accepted} of {drafted} tokens"
@@ -71,7 +71,7 @@ def check_decoding(model: Decoder, prompts: Sequence[list[int]]) -> Finding:
 
 
 def check_acceptance(target: Decoder, drafter: Drafter, prompts: Sequence[list[int]]) -> Finding:
-    """Decode with a head."""
+    """Decode with a head, and judge the tokens per target pass."""
     steps: list[Step] = []
     for ids in prompts:
         steps += _decode(target, drafter, [ids])[1:]

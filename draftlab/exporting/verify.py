@@ -38,12 +38,12 @@ HOST = "127.0.0.1"
 def running(
     command: Sequence[object], environ: Mapping[str, str] | None = None
 ) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    """Start a server on a free port, and yield its client and its process; it ends with the block.
+    """Start a server on a free port, and yield its client and its process. The server is stopped after the block.
 
-    command: without host and port.
+    command: Command without --host and --port.
 
     Raises:
-        UserError: it does not start.
+        UserError: The server does not start.
     """
     with socket.socket() as free:
         free.bind((HOST, 0))
@@ -80,7 +80,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: IO[str], name: st
 
 
 def reason(log: str) -> str:
-    """Return the line of a server's log that says why it ended: vLLM repeats the cause's error as its own."""
+    """Return the line of a server's log with the cause of its end. vLLM prints further errors after the cause."""
     errors = [line.strip() for line in log.splitlines() if "rror" in line]
     causes = [line for line in errors if not any(text in line for text in ENVELOPES)]
     return ((causes or errors or ["it printed no error"])[-1])[-300:]
@@ -89,7 +89,7 @@ def reason(log: str) -> str:
 ENVELOPES = ("Engine core initialization failed", "EngineCore failed", "See root cause above")
 
 
-# without these vLLM's CPU build takes half of the memory, and a core of its own for every thread
+# without these settings vLLM's CPU build takes half of the memory, and one core for each thread
 VLLM_ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -99,9 +99,10 @@ VLLM_ON_CPU = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetTexts:
-    """Texts of the target. tokens: Scored tokens of each text, [R]; a greedy text is k longer: every step drafts k.
+    """Texts of the target. tokens: Number of scored tokens of each text, [R].
 
-    A sampled text is the server's, and without completions before it has answered.
+    The target writes greedy texts, with k more tokens than are scored, since every step drafts k tokens. The server
+    writes sampled texts, so completions are empty until it has answered.
     """
 
     prompts: list[list[int]]
@@ -129,7 +130,7 @@ Count = Callable[[TargetTexts], Counts]
 class Verification:
     """Acceptance length in draftlab, with a 95 % interval over texts, and in the server.
 
-    by_method: Lengths in draftlab, by the draft's way to sample; greedy alone at temperature 0.
+    by_method: Acceptance length in draftlab by sampling method of the draft. At temperature 0 only greedy.
     """
 
     runtime: str
@@ -143,7 +144,7 @@ class Verification:
     details: str
 
     def facts(self) -> dict[str, object]:
-        """Return it as JSON has it. gap: the server's less draftlab's."""
+        """Return the verification as JSON values. gap is the server's acceptance length minus draftlab's."""
         expected = self.expected
         numbers = {
             "measured": self.measured,
@@ -172,7 +173,7 @@ class Verification:
 
 
 def to_sample(prompts: list[list[int]], tokens: int, k: int, temperature: float) -> TargetTexts:
-    """Return texts that the server is yet to write."""
+    """Return texts without completions, which the server will write."""
     empty: list[list[int]] = [[] for _ in prompts]
     return TargetTexts(
         prompts=prompts,
@@ -186,7 +187,7 @@ def to_sample(prompts: list[list[int]], tokens: int, k: int, temperature: float)
 def generate_texts(
     model: Decoder, prompts: list[list[int]], sampling: SamplingParams, k: int
 ) -> TargetTexts:
-    """Generate greedily up to the end of each text, and k tokens more."""
+    """Generate each text greedily up to its end, and k more tokens."""
     longer = replace(sampling, max_tokens=sampling.max_tokens + k, stop_token_ids=())
     completions, lengths = [], []
     for ids in output_tokens(decode(model, prompts, longer)):
@@ -203,10 +204,10 @@ def counts_of(
     load_target: Callable[[], Decoder],
     vocab: int,
 ) -> Counts:
-    """Count the steps of a draft with this view of the texts' tokens, at their temperature.
+    """Count the steps of a draft over texts at their temperature, from its scores of the tokens.
 
-    A greedy draft's steps are certain, see greedy_steps; those of one that samples are expected (acceptance/expected).
-    vocab: logits that count.
+    A greedy draft has an exact number of steps (greedy_steps). A draft that samples has an expected number of steps
+    (acceptance/expected). vocab: Number of logits that the target samples from.
     """
     greedy = count_steps([scored.ranks == 0 for scored in scores], texts)
     if texts.temperature == 0:
@@ -220,24 +221,24 @@ def counts_of(
 
 
 def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndarray:
-    """Return tokens and expected steps of each text, [R, 2], where each drafts k tokens; the prefill gives the first.
+    """Return tokens and expected steps of each text, [R, 2]. Each step drafts k tokens; the prefill gives the first.
 
-    chances: Chances that each token is accepted, [n] or [n, K] by the age of the step.
+    chances: Probability that each token is accepted, [n], or [n, K] with a column per position in the draft.
     """
     lengths = np.array(texts.tokens) - 1
     counts = expected.chain(
         expected.texts_of([row[1:] for row in chances], lengths + texts.k), texts.k
     )
-    # a cut step's own token counts, too
+    # the target's token of a step that the end of the text cuts counts, too
     return np.stack([counts.tokens + counts.truncated, counts.steps], 1)
 
 
 def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tuple[int, int]:
-    """Return tokens and steps of speculative decoding of one text; the prefill gives the first token.
+    """Return tokens and steps of speculative decoding of one text. The prefill gives the first token.
 
-    hits: where the draft's most probable token is the text's, [n]; or [n, K], where column j is of a step that began j
-    tokens earlier. Tokens after the n-th do not count. Servers accept such tokens, and only these, at any temperature:
-    a rejected token is replaced by a different token.
+    hits: Whether the draft's most probable token is the text's token, [n]; or [n, K], where column j is for a step that
+    began j tokens earlier. Tokens after the n-th do not count. At any temperature servers accept exactly these tokens,
+    because a rejected token is replaced by a different token.
     """
     rows = np.asarray(hits)
     by_age, at, steps = (
@@ -268,10 +269,10 @@ def verify(
 ) -> Verification:
     """Start the server with target and draft, read its counters, and compare them with draftlab's.
 
-    count: See counts_of. ends: the target's end-of-text tokens. method: The draft's proposals above temperature 0.
+    count: See counts_of. ends: The target's end-of-text tokens. method: Sampling of the draft above temperature 0.
 
     Raises:
-        UserError: the server does not start, or has another acceptance.
+        UserError: The server does not start, or its acceptance differs from draftlab's.
     """
     if texts.temperature == 0 and not server.counts_end:
         texts = replace(texts, tokens=lengths_before_end(texts, ends))
@@ -288,13 +289,13 @@ def verify(
 
 
 def lengths_before_end(texts: TargetTexts, ends: Sequence[int]) -> list[int]:
-    """Return the tokens of each text without its end of text, [R]: drafted tokens beyond it do not count then."""
+    """Return the number of tokens of each text without its end-of-text token, [R]."""
     pairs = zip(texts.completions, texts.tokens, strict=True)
     return [length - (ids[length - 1] in ends) for ids, length in pairs]
 
 
 def as_served(texts: TargetTexts, completions: list[list[int]]) -> tuple[TargetTexts, str]:
-    """Return the texts to count steps of: the target's greedy ones, or what the server sampled; and a remark."""
+    """Return the texts to count steps in, and a remark. Above temperature 0 the server's completions are used."""
     if texts.temperature == 0:
         same: list[bool] = []
         for written, ids in zip(completions, texts.completions, strict=True):
@@ -305,7 +306,7 @@ def as_served(texts: TargetTexts, completions: list[list[int]]) -> tuple[TargetT
 
 
 def counts_in(server: ServerKind, counts: Counts, texts: TargetTexts) -> Counts:
-    """Return the counts as a server counts: one may draft greedily, and no more in the last step than fits a text."""
+    """Return the counts as this server counts. A server with cuts_last_step drafts greedily and stops at the end."""
     if not server.cuts_last_step:
         return counts
     return {"greedy": np.stack([np.array(texts.tokens) - 1.0, counts["greedy"][:, 1]], 1)}
@@ -319,7 +320,7 @@ def compare(
     details: str,
     method: SampleMethod = "greedy",
 ) -> Verification:
-    """Return a server's acceptance length with draftlab's. method: The method of its draft above temperature 0."""
+    """Compare a server's acceptance length with draftlab's. method: Sampling of the draft above temperature 0."""
     method = method if texts.temperature and method in counts else "greedy"
     lengths: dict[SampleMethod, float] = {}
     for name, rows in counts.items():

@@ -1,4 +1,4 @@
-"""GGUF files by transformers' reader, completed with what it omits: rotary scaling, biases, head size, special ids.
+"""GGUF files. transformers reads the file; this module adds rotary scaling, biases, head size and special ids.
 
 F elements of a rotary table, half of head_dim.
 """
@@ -65,10 +65,10 @@ ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFHeader:
-    """The metadata of a file: settings by name, names of tensors, and the number of weights in matrices by type.
+    """The metadata of a GGUF file.
 
-    rope_factors: divisors of the plain rotary frequencies, [F], if the file has them. special: bos, eos, unk and pad
-    tokens, if the file has them.
+    types: Number of weights in matrices by type. rope_factors: Divisors of the unscaled rotary frequencies, [F], if the
+    file has them. special: bos, eos, unk and pad tokens, if the file has them.
     """
 
     file: Path
@@ -84,14 +84,14 @@ class GGUFHeader:
         return str(self.settings["general.architecture"])
 
     def setting(self, name: str) -> Any:
-        """Return a setting of the architecture, as "rope.scaling.type", or None."""
+        """Return a setting of the architecture, such as "rope.scaling.type", or None."""
         return self.settings.get(f"{self.architecture}.{name}")
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype that stores most matrices exactly, or bfloat16 if they are quantised.
+        """Return the dtype that stores most matrices exactly, or bfloat16 if the matrices are quantised.
 
-        bfloat16 rounds each weight by at most 1/256 of itself. Quantisation to 8 bits has moved it by up to 1/254 of
-        its block's largest already, to 4 bits by 1/16, so float32 would only double the size.
+        bfloat16 rounds each weight by at most 1/256 of its size. Quantisation has already moved the weight by up to
+        1/254 (8 bits) or 1/16 (4 bits) of the largest weight in its block, so float32 would only double the size.
         """
         return FLOATS.get(self.types.most_common(1)[0][0], torch.bfloat16)
 
@@ -102,7 +102,7 @@ def describe(header: GGUFHeader) -> str:
 
 
 def read_header(file: Path) -> GGUFHeader:
-    """Raises UserError: not a GGUF file, or a truncated file."""
+    """Read the metadata of a file. Raises UserError: the file is no GGUF file, or is truncated."""
     gguf = library()
     with reading(f"{file} is not a readable GGUF file"):
         reader = gguf.GGUFReader(file)
@@ -166,10 +166,10 @@ def load_config(header: GGUFHeader) -> Any:
 
 
 def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
-    """Return the file's model. Every weight is accounted for.
+    """Return the model of a file, with every weight of the file.
 
     Raises:
-        UserError: transformers' reader fails or omits weights.
+        UserError: The reader of transformers fails or omits weights.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -217,7 +217,7 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
     """Return the file's tokenizer with its chat template and llama.cpp's pre-tokenisation.
 
     Raises:
-        UserError: an unknown kind of vocabulary or pre-tokeniser.
+        UserError: The kind of vocabulary or pre-tokeniser is unknown.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -239,7 +239,7 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a float32 as the shortest number: 1e-05, not 9.999999747378752e-06."""
+    """Return a float32 as the shortest equal decimal: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -254,7 +254,7 @@ def _completed(config: Any, header: GGUFHeader) -> Any:
         # llama.cpp's form of a Qwen2 whose heads do not add up to its width
         config = _as(config, "qwen2")
     elif header.architecture == "llama":
-        # transformers cannot load its own config of a file called mistral
+        # transformers fails to load the config that it makes for mistral
         config = _as(config, "llama")
         config.attention_bias, config.mlp_bias = "attn_q" in biases, "ffn_down" in biases
     head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
@@ -301,9 +301,10 @@ def _rope(header: GGUFHeader, config: Any) -> dict[str, Any]:
 
 
 def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
-    """Return the settings that give rope_factors, which are 1 for high frequencies and the factor for low frequencies.
+    """Return the llama3 rotary settings that give the file's rope_factors.
 
-    The settings are unique up to a common scale; low_freq_factor is 1 and high_freq_factor 4, as in every checkpoint.
+    rope_factors are 1 for high frequencies, and the scaling factor for low frequencies. The settings are unique up to a
+    common scale, so low_freq_factor is set to 1 and high_freq_factor to 4, as in every checkpoint.
     """
     factors = header.rope_factors or []
     most, low, high = max(factors), 1.0, 4.0
@@ -345,7 +346,7 @@ def _pre_tokenizer(header: GGUFHeader) -> PreTokenizer:
 
 
 def _drop_extra_tokens(spec: dict[str, Any], header: GGUFHeader) -> None:
-    """Remove unused ids, which converters call [PAD123], and tokens that transformers adds itself."""
+    """Remove unused ids, which converters name [PAD123], and tokens that transformers adds."""
     types = header.settings["tokenizer.ggml.token_type"]
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < len(types)]
     vocabulary = spec["model"]["vocab"]

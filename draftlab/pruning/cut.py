@@ -1,6 +1,6 @@
-"""Lazy views of a source's weights, through the axis table: cut to the kept indices, or in a rotated basis.
+"""Lazy views of a source's weights that are cut to the kept indices or rotated, by the axis table of a shape.
 
-D hidden dimensions of the source. A tensor is read, rotated and cut when it is looked up, one at a time.
+D hidden dimensions of the source. Each tensor is read, rotated and cut at look-up.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,9 +25,9 @@ READS = {
 
 
 class Keep(FileModel):
-    """Indices into the source that stay, ascending. heads, kv_heads and ffn have one list per kept layer.
+    """Indices of the source to keep, ascending. heads, kv_heads and ffn have one list per kept layer.
 
-    In a rotated basis hidden counts principal components, the largest first.
+    In a rotated basis, hidden has indices of principal components, the largest component first.
     """
 
     layers: list[int]
@@ -49,7 +49,7 @@ def keep_all(shape: Shape) -> Keep:
 
 
 class TensorView(Mapping[str, Tensor]):
-    """A lazy view of weights: the tensors of a shape."""
+    """A lazy view of weights that has the tensors of a shape."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape) -> None:
         self.weights, self.shape, self.axes = weights, shape, shape.axes()
@@ -65,14 +65,14 @@ class TensorView(Mapping[str, Tensor]):
 
 
 class Untied(TensorView):
-    """A tied source with a head of its own: its embedding once more."""
+    """A tied source with a separate head, which is a copy of the embedding."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.weights[self.shape.names()["embed"] if self.roles[name] == "head" else name]
 
 
 class Cut(TensorView):
-    """The source's tensors cut to the given shape."""
+    """The source's tensors, cut to a shape."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, keep: Keep) -> None:
         super().__init__(weights, shape)
@@ -89,7 +89,7 @@ class Cut(TensorView):
         return tensor.contiguous()
 
     def _indices(self, axis: Axis, layer: int | None) -> Tensor | None:
-        """Return the source indices along an axis of a draft's layer, None where nothing is cut."""
+        """Return the source indices to keep along an axis of a draft's layer, or None to keep all."""
         if axis == "hidden":
             return torch.tensor(self.keep.hidden)
         if layer is None or axis in ("vocab", "head_dim"):
@@ -103,11 +103,11 @@ class Cut(TensorView):
 
 
 class Rotated(TensorView):
-    """The source with its residual stream x written as x R, R [D, D] orthogonal: the same function.
+    """The source with its residual stream x rotated to x R, R [D, D] orthogonal. The model's outputs stay the same.
 
-    An RMSNorm commutes with a rotation once its scale is moved into the matrices that read it (SliceGPT, 2401.15024,
-    eq. 2). One R for the whole model keeps it a plain LLaMA. A tied head cannot absorb the last norm's scale, so only
-    untied models can be rotated. The products are computed where the rotation is.
+    An RMSNorm commutes with a rotation once its scale is moved into the matrices that read its output (SliceGPT,
+    2401.15024, eq. 2). One R for all layers keeps the model a plain LLaMA. A tied head cannot absorb the last norm's
+    scale, so only untied models can be rotated. Products are computed on the device of R.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, rotation: Tensor) -> None:

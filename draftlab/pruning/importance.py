@@ -20,12 +20,12 @@ from draftlab.model.shape import Shape
 from draftlab.pruning.walk import Walk
 from draftlab.reading import reading
 
-SAMPLED_TOKENS = 512  # streams kept of every layer, to compare a layer's input with its output
+SAMPLED_TOKENS = 512  # tokens whose residual streams are compared before and after each layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Importance of every part, by any rule."""
+    """Importance of layers, hidden dimensions, heads and neurons, by any rule."""
 
     layers: Tensor  # [L]
     hidden: Tensor  # [D]
@@ -37,16 +37,16 @@ class Scores:
 class Importance(Scores):
     """The result of one calibration.
 
-    A layer's score is the mean of 1 - cosine of the residual stream before and after it (ShortGPT, 2403.03853). A
-    hidden dimension's is its magnitude over all norms' outputs. Heads and neurons have activations x weights, after
-    Minitron (2407.14679, 3.1).
+    A layer's score is the mean of 1 - cosine between its input and its output (ShortGPT, 2403.03853). A hidden
+    dimension's score is its magnitude over the outputs of all norms. The score of a head or neuron is activations x
+    weights, after Minitron (2407.14679, 3.1).
     """
 
-    # [D, D], over the streams that enter norms, each token scaled to mean square 1
+    # [D, D], of the inputs of all norms, with each token scaled to mean square 1
     covariance: Tensor
 
     def principal(self, count: int, device: torch.device = CPU) -> tuple[Tensor, float]:
-        """Return the largest principal directions, [D, count], and their share of the energy."""
+        """Return the largest principal directions, [D, count], and the share of the energy in these directions."""
         covariance = self.covariance.to(device if device.type == "cuda" else "cpu").double()
         energy, directions = (part.cpu() for part in torch.linalg.eigh(covariance))
         directions = directions.flip(1)[:, :count]
@@ -57,7 +57,7 @@ class Importance(Scores):
 def calibrate(
     walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[[int], None]
 ) -> Importance:
-    """Run chunks of token ids [1, T] layer by layer; advance is called with the number of layers done."""
+    """Run chunks of token ids [1, T] layer by layer. advance: Function that takes the number of layers done."""
     sums = _Sums(shape, walk.device)
     streams = walk.embed(chunks)
     stride = max(1, len(chunks) * chunks[0].shape[1] // SAMPLED_TOKENS)
@@ -89,7 +89,7 @@ def calibrate(
 
 
 def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> None:
-    """Write importance to a file with the facts that decided it. Raises UserError: it cannot be written."""
+    """Write importance to a file. facts: Settings that decide the scores. Raises UserError: the write fails."""
     tensors = {
         field.name: getattr(importance, field.name).contiguous() for field in fields(Importance)
     }
@@ -97,7 +97,7 @@ def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> No
 
 
 def load_scores(file: Path, facts: dict[str, str]) -> Importance:
-    """Read a file of save_scores. Raises UserError: other facts decided it, or it is damaged."""
+    """Read a file of save_scores. Raises UserError: the file has other facts, or is damaged."""
     with reading(file), safe_open(file, framework="pt") as handle:
         stored = handle.metadata() or {}
         for key, value in facts.items():
@@ -115,7 +115,7 @@ Listener = Callable[[Tensor, Tensor], object]  # called with a module's input an
 
 
 class _Sums:
-    """Running sums over tokens, where the tokens are."""
+    """Running sums over tokens, on the device of the model."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         def zeros(*size: int) -> Tensor:
@@ -130,7 +130,7 @@ class _Sums:
         self.heads, self.ffn = zeros(shape.layers, shape.heads), zeros(shape.layers, shape.ffn)
 
     def listeners(self, layer: nn.Module, index: int) -> list[tuple[nn.Module, Listener]]:
-        """Return the submodules of a layer to listen to."""
+        """Return the submodules of a layer whose activations are summed, each with its listener."""
         listeners: dict[str, Listener] = {
             "input_layernorm": self.norm,
             "post_attention_layernorm": self.norm,
@@ -146,7 +146,7 @@ class _Sums:
         self.covariance += x.T @ x
 
     def weigh(self, layer: nn.Module, index: int) -> None:
-        """Multiply the activations of a layer by the norms of the columns that read them."""
+        """Multiply the activations of a layer by the norms of the weight columns that read the activations."""
         o, down = (
             layer.get_parameter(f"{name}.weight") for name in ("self_attn.o_proj", "mlp.down_proj")
         )
@@ -159,7 +159,7 @@ class _Sums:
 def _hooked(listeners: list[tuple[nn.Module, Listener]]) -> Iterator[None]:
     def hook(listener: Listener) -> Callable[..., None]:
         def call(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            listener(args[0], output)  # nothing is returned: it would replace the output
+            listener(args[0], output)  # a returned value would replace the output
 
         return call
 

@@ -1,5 +1,5 @@
-"""The refit after a cut: source and draft run side by side, layer by layer, and each output matrix of the draft is
-fitted so that its residual stream follows the source's.
+"""The refit after a cut. Source and draft run side by side, one layer at a time. Each output matrix of the draft is
+fitted to make the draft's residual stream follow the source's.
 
 T tokens, D hidden of the source, D' of the draft, N input features of a matrix, V vocab. Streams are [1, T, D].
 """
@@ -26,7 +26,7 @@ class Refit:
         norms: Scale the norms to the smaller width.
         layers: Fit o_proj and down_proj to the source's residual stream.
         head: Fit lm_head to the source's logits.
-        ridge: Pull of the fits toward the cut weights.
+        ridge: Strength of the ridge penalty that pulls a fit toward the cut weights.
     """
 
     norms: bool = True
@@ -50,7 +50,7 @@ REFITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Draft against source on held-out tokens, teacher-forced. acceptance is the mean of sum min(p, q)."""
+    """Draft compared with source on held-out tokens, teacher-forced. acceptance: Mean of sum min(p, q)."""
 
     tokens: int
     source_cross_entropy: float
@@ -60,10 +60,10 @@ class Agreement:
 
 
 class Lockstep:
-    """Source and draft over the same text.
+    """Source and draft run over the same text.
 
-    Layer j of the draft is refitted to the source's stream just before the next kept layer, so that it also stands in
-    for the layers dropped in between.
+    Layer j of the draft is fitted to the source's stream before the next kept layer, so layer j also replaces the
+    dropped layers in between.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Lockstep:
 
         Args:
             layers: Kept layers of the source.
-            basis: Map from the source's stream to the draft's, [D, D'].
-            head_ids: Ids of a trimmed head.
+            basis: Map from the source's stream to the draft's stream, [D, D'].
+            head_ids: Ids of a trimmed head. None for a complete head.
         """
         self.source, self.draft, self.layers, self.refit = source, draft, layers, refit
         self.basis = basis.to(source.device, torch.float32)
@@ -94,7 +94,7 @@ class Lockstep:
         """Yield the draft's tensors, fitted on chunks of token ids [1, T].
 
         Args:
-            heldout: Token ids, [1, T + 1]. A matrix whose refit does worse on them keeps its cut weights.
+            heldout: Token ids, [1, T + 1]. A matrix keeps its cut weights unless its fit lowers the error on these ids.
             advance: Function that is called with the number of source layers done.
         """
         self.fitted = len(chunks)
@@ -133,7 +133,7 @@ class Lockstep:
         return streams
 
     def _rescale(self, norm: nn.Module, streams: list[Stream]) -> None:
-        """Correct for the mean square over fewer dimensions: scale to the source's normed stream."""
+        """Rescale a norm, whose mean square is now over fewer dimensions, to match the source's normed stream."""
         if not self.refit.norms:
             return
         ratios = torch.cat(
@@ -149,7 +149,10 @@ class Lockstep:
         draft_streams: list[Stream],
         targets: list[Stream],
     ) -> None:
-        """Fit a matrix of a layer. names has the matrix, and the norm after it unless the matrix ends the layer."""
+        """Fit a matrix of a layer.
+
+        names: The matrix, and the norm after the matrix unless the matrix is the last in the layer.
+        """
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for stream, target in zip(draft_streams, targets, strict=True):
@@ -190,7 +193,7 @@ class Lockstep:
 
 
 def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[Tensor]:
-    """Run a module; return the inputs of the named submodules, and last its output."""
+    """Run a module. Return the inputs of the named submodules, and then the output of the module."""
     inputs: dict[str, Tensor] = {}
 
     def hook(name: str) -> Callable[..., None]:
@@ -209,9 +212,10 @@ def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[
 def _fit_matrix(
     linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitted: int, ridge: float
 ) -> None:
-    """Add to the weight argmin |E - X dW|^2 + ridge |dW|^2, if that lowers the held-out error.
+    """Add dW = argmin |E - X dW|^2 + ridge |dW|^2 to the weight, if dW lowers the held-out error.
 
-    pairs yields features X [T, N] and errors E [T, M] of each chunk. The first `fitted` chunks are fitted on.
+    pairs: Features X [T, N] and errors E [T, M] of each chunk. The first `fitted` chunks are for the fit, the other
+    chunks are held out.
     """
     weight = linear.get_parameter("weight")  # [M, N]
     gram = torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
@@ -232,7 +236,10 @@ def _fit_matrix(
 
 
 def ridge_solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """Return (X'X + ridge mean(diag X'X) I)^-1 X'E in fp64, from X'X [N, N] and X'E [N, M]; zeros if X is zero."""
+    """Return (X'X + ridge mean(diag X'X) I)^-1 X'E in fp64, or zeros if X is zero.
+
+    gram: X'X, [N, N]. cross: X'E, [N, M].
+    """
     gram = exact(gram)
     energy = float(gram.diagonal().mean())
     if energy == 0:
@@ -248,9 +255,9 @@ def _rms(x: Tensor) -> Tensor:
 def _agreement(
     rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int] | None
 ) -> Agreement:
-    """Compare logits of the source and of the draft, [1, T, V] each, on token ids [1, T + 1].
+    """Compare source and draft. rows: Logits of source and draft, [1, T, V] each, and token ids, [1, T + 1].
 
-    A head that lacks a token has no cross-entropy there, and agrees nowhere on it.
+    A token that a trimmed head lacks adds no cross-entropy and no acceptance.
     """
     sums, tokens = torch.zeros(4, dtype=torch.float64), 0
     for source, draft, ids in rows:

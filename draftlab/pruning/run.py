@@ -1,4 +1,4 @@
-"""A prune on disk: calibrate on text, select parts, cut, refit, compare with the source on held-out text, write."""
+"""A prune on disk: calibrate, select what to keep, cut, refit, compare with the source on held-out text, write."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,10 +29,10 @@ from draftlab.pruning.walk import Walk
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_texts
 
-HELDOUT_TOKENS = 4096  # draft and source are compared on at most these tokens
-LEAST_TOKENS = 32  # a comparison with fewer held-out tokens is refused
-HELDOUT_SHARE = 16  # every 16th stored text is held out, if the store holds out none
-COUNTED_TOKENS = 2_000_000  # ids of a head are counted in at most these tokens
+HELDOUT_TOKENS = 4096  # most held-out tokens on which draft and source are compared
+LEAST_TOKENS = 32  # least held-out tokens of a comparison
+HELDOUT_SHARE = 16  # every 16th stored text is held out, if the store has no held-out texts
+COUNTED_TOKENS = 2_000_000  # most tokens in which the ids of a head are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Text:
     seed: int = 0
 
     def chunks(self, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> list[Tensor]:
-        """Return chunks of token ids to calibrate on, [1, seq_len], as long as those of the held-out text."""
+        """Return chunks of token ids to calibrate on, [1, seq_len] each."""
         rows = -(-self.tokens // seq_len)
         if self.outputs is not None:
             own = (self.outputs / HELDOUT).exists()
@@ -68,7 +68,7 @@ class Text:
         return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
 
     def heldout(self, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-        """Return chunks of token ids, [1, seq_len + 1], shorter where there is less text."""
+        """Return chunks of held-out token ids, [1, seq_len + 1], or shorter chunks if there is less text."""
         rows = max(1, HELDOUT_TOKENS // self.seq_len)
         if self.outputs is not None:
             own = self.outputs / HELDOUT
@@ -84,7 +84,7 @@ class Text:
         return [torch.from_numpy(batch.ids) for batch in text.batches]
 
     def counted(self, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-        """Return texts in which to count ids."""
+        """Return token ids of texts, in which the ids for a trimmed head are counted."""
         if self.outputs is not None:
             return [output.ids for output in read_texts(self.outputs)]
         text = open_batches(self.data, tokenizer, rows=1, seq_len=COUNTED_TOKENS, steps=1, seed=0)
@@ -95,7 +95,7 @@ class Text:
 
 
 def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[Tensor]:
-    """Join texts in random order; return at most `rows` chunks [1, length]. Text shorter than a chunk is repeated."""
+    """Join texts in random order, and return at most `rows` chunks [1, length]. Too little text is repeated."""
     order = np.random.default_rng(seed).permutation(len(texts))
     ids = np.concatenate([texts[i] for i in order])
     ids = ids if len(ids) >= length else np.resize(ids, length)
@@ -106,7 +106,7 @@ def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[T
 
 
 def _whole(outputs: list[TargetOutput]) -> list[np.ndarray]:
-    """Return prompts with the target's answers, in the order of their numbers."""
+    """Return each prompt with the target's answer, in the order of the prompts' numbers."""
     ordered = sorted(outputs, key=lambda output: output.number)
     return [np.concatenate([output.prompt, output.ids]).astype(np.int64) for output in ordered]
 
@@ -119,12 +119,12 @@ Depth = Literal["influence", "even"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The parts of the source to keep.
+    """A selection of what to keep of the source.
 
     Args:
-        weights: The source's weights in the draft's basis, not yet cut.
-        basis: Map from the source's residual stream to the draft's, [D, D'].
-        save: Function that writes files of its own into the draft's directory.
+        weights: The source's weights, rotated if the draft is rotated, but not cut.
+        basis: Map from the source's residual stream to the draft's stream, [D, D'].
+        save: Function that writes further files to the draft's directory.
     """
 
     keep: Keep
@@ -135,7 +135,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadIds:
-    """The ids of a draft's head. coverage is frequent_ids'; None if the source's head has these ids already."""
+    """The ids of a trimmed head. coverage: See frequent_ids. None if the source's head has the same ids."""
 
     ids: list[int]
     coverage: float | None
@@ -143,7 +143,7 @@ class HeadIds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunedDraft:
-    """A finished draft. agreement compares it with the source on held-out text; a copy of the source has none."""
+    """A finished draft. agreement: Comparison with the source on held-out text. None for a copy of the source."""
 
     source: Shape
     shape: Shape
@@ -157,7 +157,7 @@ class PrunedDraft:
 class Prune:
     """A draft to cut from a source.
 
-    Weights keep the source's dtype. A draft with the source's own shape has the source's bits.
+    Weights keep the source's dtype. A draft with the shape of the source has exactly the source's weights.
     """
 
     source: Source
@@ -174,11 +174,11 @@ class Prune:
         rotate: bool = True,
         scores_cache: Path | None = None,
     ) -> PrunedDraft:
-        """Write the draft that importance scores or a baseline select.
+        """Select what to keep by importance or by a baseline, and write the draft.
 
         Args:
-            rotate: Whether the residual stream is turned to its principal directions before its width is cut. A stream
-                whose head is tied to the embedding is never turned.
+            rotate: Whether to rotate the residual stream to its principal directions before cutting the width. A model
+                with tied embeddings is never rotated.
         """
         if self.is_copy():
             return self.copy()
@@ -199,17 +199,17 @@ class Prune:
         return self.write(self._unrotated(choose.choose(scores, have, self.shape, layers)))
 
     def is_copy(self) -> bool:
-        """Return whether nothing but the head is cut, after checking that the draft fits the disk, and its text."""
+        """Return whether only the head is cut. Raises UserError: the disk or the held-out text is too small."""
         self.output.check_space(
             self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft"
         )
         is_copy = self.shape.with_whole_head() == self.source.shape.with_whole_head()
-        # before hours of calibration or training
+        # errors of the text are raised here, before hours of calibration or training
         _ = self._head if is_copy else (self._head, self._heldout)
         return is_copy
 
     def copy(self) -> PrunedDraft:
-        """Write the source's own weights, with the draft's head."""
+        """Write the source's weights unchanged, with the draft's head."""
         source, keep = self.source, keep_all(self.source.shape)
         with self.output.directory() as work:
             weights = source.with_head(checkpoint.Weights(source.directory)).items()
@@ -219,7 +219,7 @@ class Prune:
             return self._record(work, keep, size, None)
 
     def write(self, selection: Selection) -> PrunedDraft:
-        """Cut, refit and write a selection."""
+        """Cut the source to a selection, refit the draft, and write it."""
         source, keep, head = self.source, selection.keep, self._head
         draft_config = source.config_for(self.shape, keep.layers)
         draft = Walk(
@@ -256,7 +256,7 @@ class Prune:
 
     @cached_property
     def _head(self) -> HeadIds | None:
-        """The ids of a trimmed head, None for a head of all ids. Raises UserError: The errors of frequent_ids."""
+        """Return the ids of a trimmed head, or None for a complete head. Raises the errors of frequent_ids."""
         directory, vocab = self.source.directory, self.source.shape.vocab
         if self.shape.draft_vocab is None:
             return None
@@ -275,7 +275,7 @@ class Prune:
     def _record(
         self, work: Path, keep: Keep, size: int, agreement: Agreement | None
     ) -> PrunedDraft:
-        """Write the small files of a draft and its record."""
+        """Write the record of a draft, and its files besides the weights."""
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         notes: dict[str, object] = {"params": self.shape.params()}
         if agreement is not None:
@@ -313,7 +313,7 @@ class Prune:
         return Selection(keep=keep, basis=rotation, weights=rotated)
 
     def _importance(self, file: Path | None) -> Importance:
-        """Return the scores in the file if it exists; otherwise compute them, and keep them in a file that is named."""
+        """Return the scores of a file. If the file does not exist, compute the scores, and write the file."""
         source, text = self.source, self.text
         facts = {
             "source": provenance.fingerprint(source.directory) if file else "",

@@ -1,6 +1,6 @@
-"""The checkpoint that a draft is cut from, as it is stored and as it is computed with.
+"""The checkpoint that a draft is cut from, with the dtypes in which it is stored and computed.
 
-A small random model of its class checks that the axis table describes its architecture.
+A small random model of the same class checks that the axis table describes the architecture.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ TOLERANCE = 1e-3
 
 
 def prunable_shape(name: str) -> tuple[str, Shape]:
-    """Return what to call a shape or a checkpoint to prune, and its shape; weights are not needed.
+    """Return the short name and the shape of a source, which is a shape or a checkpoint. Weights are not needed.
 
     Raises:
-        UserError: there is none of that name, or drafts cannot be cut from it.
+        UserError: There is no such source, or drafts cannot be cut from it.
     """
     called, place = families.locate_shape(name)
     if isinstance(place, Shape):
@@ -36,10 +36,10 @@ def prunable_shape(name: str) -> tuple[str, Shape]:
 
 
 def check_buildable(config: dict[str, object], shape: Shape) -> None:
-    """Refuse a config that transformers builds with other sizes than the shape's.
+    """Check that transformers builds a config with the sizes of a shape.
 
     Raises:
-        UserError: names the tensor.
+        UserError: The size of a tensor differs. The message names the tensor.
     """
     built = {
         name: tuple(p.shape)
@@ -61,7 +61,7 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
     scaled by the width.
 
     Raises:
-        UserError: the logits changed, or transformers cannot build the small model.
+        UserError: The logits change, or transformers cannot build the small model.
     """
     group = min(4, source.heads // source.kv_heads)
     width = 2 * group * HEAD_DIM
@@ -108,7 +108,7 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
 class Source:
     """A checkpoint to cut.
 
-    With untied, the checkpoint ties its head to the embedding, and the shape and the draft have separate heads.
+    untied: Whether the checkpoint ties its head to the embedding, while shape and draft have a separate head.
     """
 
     directory: Path
@@ -128,20 +128,20 @@ class Source:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights that are cut, and of the draft's passes: float32 where the CPU is slow at it."""
+        """Return the dtype of the cut weights and of the draft's passes: float32 if the stored dtype is slow."""
         return checkpoint.compute_dtype(self.directory, self.device)
 
     @cached_property
     def planned_dtype(self) -> torch.dtype:
-        """The dtype that config.json announces, before any weight is read."""
+        """Return the dtype for the entry of config.json, before any weight is read."""
         stored = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
         return checkpoint.computed_dtype(checkpoint.resolve_dtype(stored, self.device), self.device)
 
     @cached_property
     def pass_dtype(self) -> torch.dtype:
-        """The dtype of the source's own passes: bfloat16 for float16 weights on a CPU where that is fast.
+        """Return the dtype of the source's passes: bfloat16 for float16 weights on a CPU with fast bfloat16.
 
-        These passes only calibrate; no weight of the draft is rounded to bfloat16.
+        These passes only calibrate. No weight of the draft is rounded to bfloat16.
         """
         slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
         return (
@@ -155,7 +155,7 @@ class Source:
         return self.with_head(checkpoint.Weights(self.directory, self.dtype))
 
     def with_head(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return weights of the checkpoint's shape with the head that the draft is cut from."""
+        """Return the weights, with a separate head added if the source is untied."""
         return (
             Untied(weights, self.shape)
             if self.untied and "lm_head.weight" not in weights
@@ -166,15 +166,15 @@ class Source:
         return Walk(self.weights, self.config, self.pass_dtype, self.device)
 
     def config_for(self, shape: Shape, layers: list[int] | None = None) -> dict[str, object]:
-        """Return config.json of a draft of that shape which keeps these layers, or the first layers."""
+        """Return config.json of a draft of this shape. layers: Layers of the source to keep. Default: the first."""
         return checkpoint.config_for(shape, self.config, layers or list(range(shape.layers)))
 
 
 def check_cut(config: dict[str, object], have: Shape, shape: Shape) -> None:
-    """Refuse a source or a shape that transformers builds otherwise than the axis table says.
+    """Check that transformers builds source and draft as the axis table describes.
 
     Raises:
-        UserError: names the tensor or the size.
+        UserError: A tensor or a size differs. The message names it.
     """
     check_prunable(config, have)
     check_buildable(checkpoint.config_for(shape, config, list(range(shape.layers))), shape)

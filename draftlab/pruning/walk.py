@@ -1,6 +1,6 @@
-"""Models run one layer at a time, so that one larger than memory can be calibrated and refitted.
+"""Models run one layer at a time, so that models larger than memory can be calibrated and refitted.
 
-T tokens, D hidden, V vocab. The layers are transformers' own modules: an architecture runs as it is written.
+T tokens, D hidden, V vocab. The layers are modules of transformers, so every architecture runs unchanged.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Walk:
-    """A model as embedding, layers and head, each loaded when its block is entered and dropped when it is left.
+    """A model as embedding, layers and head. Each module is in memory only inside its `with` block.
 
-    A residual stream is [1, T, D], with the same T for all.
+    Residual streams are [1, T, D], all with the same T.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Walk:
 
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[tuple[nn.Module, Run]]:
-        """Yield a layer, in memory inside the block, and a function that runs it."""
+        """Yield a layer, which is in memory inside the block, and a function that runs the layer."""
         with self._loaded(f"model.layers.{index}"):
             module, arguments = self.layers[index], self._arguments[index]
 
@@ -85,7 +85,7 @@ class Walk:
             yield self.model, run
 
     def tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a loaded module by their names in a checkpoint."""
+        """Yield the tensors of a loaded module, with their names in a checkpoint."""
         for key, tensor in self.model.get_submodule(name).state_dict().items():
             yield f"{name}.{key}", tensor
 
@@ -107,7 +107,7 @@ class Walk:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[list[tuple[Tensor, dict[str, Any]]]]:
-        """Record the calls of the layers, which pass their input through."""
+        """Yield a list of the calls of layers. Inside the block, each layer returns its input."""
         calls: list[tuple[Tensor, dict[str, Any]]] = []
 
         def record(stream: Tensor, **arguments: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The drafts, target and requests of a score: values that are checked before a model is loaded."""
+"""The drafts, target and requests of a score, which are checked before a model is loaded."""
 
 import contextlib
 import tempfile
@@ -38,7 +38,7 @@ class Requests:
     repeats: int
 
     def conditions(self) -> dict[str, Any]:
-        """Return the conditions of a score that are those of its requests."""
+        """Return the conditions of a score that its requests determine."""
         prompts = self.prompts
         return {name: getattr(self.sampling, name) for name in SAMPLING} | {
             "data": prompts.source,
@@ -50,7 +50,10 @@ class Requests:
         }
 
     def score_facts(self, plain: list[list[int]], texts: list[list[list[int]]]) -> dict[str, Any]:
-        """Return the fields of a score that follow from its texts, as token ids. texts: Texts with drafts, by K."""
+        """Return the fields of a score that its texts determine.
+
+        plain: Token ids of each text by plain decoding. texts: The same with a draft, for each K.
+        """
         return {
             "prompts": [
                 PromptRecord(tokens=len(p.ids), category=p.category) for p in self.prompts.rows
@@ -65,7 +68,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """The way in which passes run. device_map: Map by which accelerate spreads the target; None for one device."""
+    """How passes run. device_map: Spreads the target over devices (accelerate). None for one device."""
 
     device: torch.device
     dtype: torch.dtype
@@ -77,7 +80,7 @@ class Engine:
 
     @property
     def int8(self) -> bool:
-        """Return whether some weights are rounded, so that the target is timed alone at both precisions."""
+        """Return whether some weights are int8. Plain decoding is then timed at both precisions."""
         return self.target_int8 or self.draft_int8
 
 
@@ -86,8 +89,8 @@ class Comparison:
     """Drafts and drafters to measure with a target, in one process.
 
     Args:
-        drafts: Directories by name; a name that ends in @TYPE has weights rounded as in that GGUF type.
-        default_draft: Draft model of drafters without draft=.
+        drafts: Directories by name. A name that ends in @TYPE stands for weights rounded to that GGUF type.
+        default_draft: Draft model for drafters without draft=.
         data: Source of the text that drafters learn from.
     """
 
@@ -110,7 +113,7 @@ class Comparison:
 
     @property
     def draft_paths(self) -> list[Path]:
-        """Return all draft models, those of drafters included."""
+        """Return all draft models, including the draft models of drafters."""
         named = [
             path
             for spec in self.drafters
@@ -120,7 +123,7 @@ class Comparison:
 
     @property
     def inputs(self) -> list[Path]:
-        """Return the inputs for the record."""
+        """Return the files and directories that the output's record names as inputs."""
         read = [path for spec in self.drafters for path in spec.paths(self.default_draft)]
         said = turns.place(
             self.requests.prompts, provenance.fingerprint(self.target), self.requests.sampling
@@ -133,7 +136,7 @@ class Comparison:
 
     @property
     def context(self) -> int:
-        """Return the cached tokens in the middle of decoding."""
+        """Return the number of cached tokens halfway through the answer to a median prompt."""
         requests = self.requests
         return (
             int(median(len(p.ids) for p in requests.prompts.rows))
@@ -141,7 +144,10 @@ class Comparison:
         )
 
     def made(self, name: str) -> list[Stage] | None:
-        """Return the commands that made a draft, or a drafter's inputs; [] if it reads nothing, None if not known."""
+        """Return the commands that made a draft or the inputs of a drafter.
+
+        [] if the drafter reads no checkpoint. None if a checkpoint has no record.
+        """
         known = [lineage(path, self.target) for path in self._paths(name)]
         stages: dict[Path, Stage] = {}
         for made in known:
@@ -149,7 +155,7 @@ class Comparison:
         return list(stages.values()) if all(known) else None
 
     def learnt_prompts(self) -> dict[str, int]:
-        """Return the number of prompts in the stores from which each draft and drafter learnt, by name.
+        """Return by draft and drafter how many prompts of the score were in its training stores.
 
         Every store is read once.
         """
@@ -190,7 +196,7 @@ class Comparison:
         }
 
     def _cost(self, texts: int) -> dict[str, object]:
-        """Return the operations and the bytes of a run, as if each token took a pass of the target at batch 1."""
+        """Return the FLOPs and the bytes of a run, as if every token took one pass of the target."""
         if self.engine.device_map is not None:
             return {}
         target, requests = read_size(self.target), self.requests
@@ -202,11 +208,11 @@ class Comparison:
         }
 
     def check(self) -> None:
-        """Check that everything fits together.
+        """Check drafts, drafters, requests and engine against each other.
 
         Raises:
-            UserError: batches that the prompts do not fill, two results of one name, a drafter or a mode that does not
-                fit, a text that is longer than a context, or a tokenizer without a chat template.
+            UserError: The prompts do not fill the batches, two results have the same name, a drafter or a mode does not
+                fit, a text is longer than a context, or a tokenizer has no chat template.
         """
         for batch in self.batches:
             if (count := self.requests.prompts.requests) % batch:
@@ -238,7 +244,7 @@ class Comparison:
                 check_chat_template(path)
 
     def check_context(self, contexts: Mapping[str, int], drafted: int) -> None:
-        """Raises UserError: the longest text with its drafted tokens does not fit one of these contexts, by model."""
+        """Raise UserError if the longest text with its drafted tokens exceeds a context. contexts: By model."""
         longest, max_tokens = self.requests.prompts.longest, self.requests.sampling.max_tokens
         for name, context in contexts.items():
             if longest + max_tokens + drafted > context:
@@ -248,7 +254,7 @@ class Comparison:
                 )
 
     def check_memory(self) -> None:
-        """Raises UserError: weights, caches and logits do not fit the free memory; the spread target is left out."""
+        """Raise UserError if weights, caches and logits exceed the free memory, without a target on a device map."""
         spread = {self.target} if self.engine.device_map else set()
         sizes = {
             path: read_size(path) for path in [self.target, *self.draft_paths] if path not in spread
@@ -289,7 +295,7 @@ class Comparison:
             spec.check(run)
 
     def _check_parallel(self, draft: Path) -> None:
-        """Say how a parallel draft drafts. Raises UserError: its mask token is no id of its vocabulary."""
+        """Print how a parallel draft drafts. Raises UserError: the draft's mask token is not in its vocabulary."""
         if parallel.pard_token(draft) is None:
             return
         name, trained = hub.checkpoint_name(draft), parallel.trained_offsets(draft)
@@ -303,7 +309,7 @@ class Comparison:
 
 @contextlib.contextmanager
 def with_rounded_drafts(comparison: Comparison) -> Iterator[Comparison]:
-    """Yield the comparison with copies in place of drafts that are to be rounded, as NAME@q8_0."""
+    """Yield the comparison with rounded copies of the drafts whose names end in @TYPE, such as NAME@q8_0."""
     drafts = dict(comparison.drafts)
     with contextlib.ExitStack() as stack:
         for name, path in comparison.drafts.items():

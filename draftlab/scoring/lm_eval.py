@@ -1,4 +1,4 @@
-"""Accuracy on lm-eval's tasks: of checkpoints by its ``hf`` model, of a served model by ``local-completions``."""
+"""Accuracy on lm-eval's tasks, of checkpoints (lm-eval's model ``hf``) and of servers (``local-completions``)."""
 
 import contextlib
 import hashlib
@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # takes seconds to import
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
-# samples for the few metrics without a closed form; lm-eval's 100,000 take minutes
+# bootstrap samples for metrics without a closed form; lm-eval's default of 100,000 takes minutes
 BOOTSTRAP_SAMPLES = 1000
-SERVED_CONTEXT = 2048  # lm-eval's default, if a server does not tell its own
+SERVED_CONTEXT = 2048  # lm-eval's default, for servers that do not report a context
 LOCAL_DATA = "; data that is not on this disk comes from the hub; a YAML task can name a local file (docs/measuring.md)"
 UNSUPPORTED = ("unsafe_code", "doc_to_image", "doc_to_audio")
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """Tasks, and how lm-eval asks them. scored: a task that asks for log-probabilities of a prompt, if any."""
+    """Tasks of lm-eval, and their settings. scored: A task that needs log-probabilities of prompts, or None."""
 
     names: list[str]
     index: "TaskManager"
@@ -49,18 +49,20 @@ class Tasks:
     def of_checkpoint(
         self, directory: Path, dtype: torch.dtype, device: torch.device, *, spread: bool = False
     ) -> list[TaskResult]:
-        """Return every metric of every task; a trimmed head counts whole. spread: the model over all devices.
+        """Return every metric of every task. spread: Whether to spread the model over all devices.
+
+        A checkpoint with a trimmed head is evaluated with the complete head.
 
         Raises:
             UserError: lm-eval cannot evaluate the checkpoint.
         """
         with (
             _running(f"lm-eval on {hub.checkpoint_name(directory)}"),
-            tempfile.TemporaryDirectory() as offload_folder,  # takes weights that fit neither devices nor memory
+            tempfile.TemporaryDirectory() as offload_folder,  # for weights that fit neither devices nor memory
         ):
             from lm_eval.models.huggingface import HFLM
 
-            # the decorator that registers it hides its constructor from type checkers
+            # lm-eval's decorator hides the constructor from type checkers
             hflm: Any = HFLM
             lm = hflm(
                 pretrained=str(directory),
@@ -75,10 +77,10 @@ class Tasks:
             return self._results(lm)
 
     def of_server(self, server: Server, tokenizer: Path) -> list[TaskResult]:
-        """Return every metric of every task of a served model. tokenizer: directory of its tokenizer.
+        """Return every metric of every task of a served model. tokenizer: Directory of the model's tokenizer.
 
         Raises:
-            UserError: the server does not answer.
+            UserError: The server does not answer.
         """
         url = str(server.http.client.base_url).rstrip("/")
         with _running(f"lm-eval on {server.http.url}", secret=url, shown=server.http.url):
@@ -90,7 +92,7 @@ class Tasks:
                 base_url=f"{url}/v1/completions",
                 tokenizer_backend="huggingface",
                 tokenizer=str(tokenizer),
-                add_bos_token=True,  # the special tokens that the tokenizer adds by itself, as lm-eval's hf model does
+                add_bos_token=True,  # add the tokenizer's special tokens, as lm-eval's model hf does
                 max_length=server.max_length or SERVED_CONTEXT,
                 batch_size=self.batch_size,
                 seed=self.seed,
@@ -100,7 +102,7 @@ class Tasks:
             return self._results(lm)
 
     def check_server(self, server: Server) -> None:
-        """Raises UserError: a task asks for log-probabilities of a prompt, which the server does not give."""
+        """Raise UserError if a task needs log-probabilities of prompts and the server returns none."""
         if self.scored is not None and not server.adapter.has_prompt_logprobs:
             raise UserError(
                 f"--tasks {self.scored}: {server.http.url} ({server.kind}) does not score prompts; vLLM and SGLang do"
@@ -139,11 +141,11 @@ def load_tasks(
     include_path: Path | None = None,
     seed: int = 0,
 ) -> Tasks:
-    """Load the data of every task, before any model is loaded. names: Names of tasks, groups and tags, or YAML files.
+    """Load the data of every task, before any model is loaded. names: Tasks, groups, tags or YAML files.
 
     Raises:
-        UserError: no such task, data that cannot be had, a kind of task that cannot run here, or --num-fewshot for a
-            task that does not take it.
+        UserError: A task or its data is missing, the kind of task is not supported, or the task does not take
+            --num-fewshot.
     """
     with _running(f"--tasks {','.join(names)}", hint=LOCAL_DATA):
         from lm_eval.tasks import TaskManager
@@ -181,7 +183,7 @@ def load_tasks(
 
 
 def check_chat_template(directory: Path) -> None:
-    """Raises UserError: the tokenizer has no chat template."""
+    """Raise UserError if the tokenizer has no chat template."""
     if not checkpoint.load_tokenizer(directory).chat_template:
         raise UserError(f"--apply-chat-template: the tokenizer of {directory} has no chat template")
 
@@ -192,7 +194,7 @@ def _task_results(
     higher_is_better: dict[str, bool | None],
     samples: list[dict[str, Any]],
 ) -> Iterator[TaskResult]:
-    """Yield lm-eval's flat "metric,filter" and "metric_stderr,filter" as records; the filter "none" is not named."""
+    """Yield lm-eval's flat "metric,filter" and "metric_stderr,filter" as records, without the filter name "none"."""
     digest = hashlib.sha256()
     for sample in sorted(samples, key=lambda s: s["doc_id"]):
         digest.update((sample["doc_hash"] + sample["prompt_hash"] + sample["target_hash"]).encode())
@@ -220,7 +222,7 @@ def _task_results(
 
 
 def _items(samples: list[dict[str, Any]], metric: str, filtered: str) -> list[float]:
-    """Return a metric's value of each item in task order, or [] if items have no value of their own."""
+    """Return a metric's value for each item in task order, or [] if single items have no value."""
     ordered = sorted((s for s in samples if s["filter"] == filtered), key=lambda s: s["doc_id"])
     values = [_number(s.get(metric)) for s in ordered]
     return [v for v in values if v is not None] if None not in values else []
@@ -233,7 +235,7 @@ def _number(value: object) -> float | None:
 
 @contextlib.contextmanager
 def _running(label: str, *, secret: str = "", shown: str = "", hint: str = "") -> Iterator[None]:
-    """Keep lm-eval quiet, and raise its errors as a UserError, with shown in place of secret."""
+    """Silence lm-eval, and raise its errors as UserErrors whose text has `shown` in place of `secret`."""
     before = logging.root.manager.disable
     with heartbeat(label):
         logging.disable(logging.WARNING)

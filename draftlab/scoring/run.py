@@ -1,4 +1,4 @@
-"""Score drafts against a target: everything in one process, then one score.json per draft."""
+"""Score drafts against a target in one process, and write one score.json per draft."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ def score(comparison: Comparison, output: Output) -> list[Score]:
     """Measure every draft, write NAME/score.json for each, and return the scores in the order of the drafts.
 
     Raises:
-        UserError: too little memory, or a text that does not fit a model's context.
+        UserError: Memory is too small, or a text does not fit a model's context.
     """
     with with_rounded_drafts(comparison) as used:
         scores = measure(used, output.command_line)
@@ -55,7 +55,7 @@ def score(comparison: Comparison, output: Output) -> list[Score]:
 
 
 def measure(comparison: Comparison, command: str) -> list[Score]:
-    """Run everything and return the scores. command: the command line, for the record."""
+    """Time all drafts and drafters, and return the scores. command: Command line to store in the scores."""
     if comparison.engine.threads is not None:
         torch.set_num_threads(comparison.engine.threads)
     comparison.check_memory()
@@ -111,7 +111,7 @@ class Models:
         return self._loaded[directory]
 
     def running(self, directory: Path, int8: bool) -> Decoder:
-        """Return a checkpoint in the mode of the run."""
+        """Return a checkpoint in the mode of the run. int8: Whether to round its weights."""
         if (directory, int8) not in self._running:
             model = self.eager(directory)
             running = (
@@ -129,7 +129,7 @@ class Models:
 
     @property
     def other_target(self) -> Decoder | None:
-        """The target with the weights that do not verify; None where its dtype is the only precision."""
+        """Return the target at the precision that is timed in plain decoding only, or None without int8."""
         return (
             self.running(self.comparison.target, not self.engine.target_int8)
             if self.engine.int8
@@ -139,7 +139,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One comparison's models, ready to be timed. tasks: lm-eval results by directory."""
+    """The loaded models of a comparison. tasks: lm-eval results by directory."""
 
     comparison: Comparison
     target: Decoder
@@ -174,7 +174,7 @@ class Measurement:
         return scores
 
     def _latency(self, batch: int) -> dict[str, list[Latency]]:
-        """Time single passes of the models that our own engine runs; the target has the empty name."""
+        """Time single passes of the models that draftlab's engine runs, by name. The target's name is ""."""
         decoders = {
             "": self.target,
             **self.drafts,
@@ -251,7 +251,7 @@ class Measurement:
         )
 
     def _label(self, name: str, batch: int) -> str:
-        """Return the name of a result: of a drafter or draft, of int8 weights, at a batch size."""
+        """Return the name of a result: the draft or drafter, with @int8 and -bBATCH where needed."""
         comparison = self.comparison
         models = [*comparison.drafts, *(s.name for s in comparison.drafters if s.drafts)]
         rounded = "@int8" if comparison.engine.draft_int8 and name in models else ""
@@ -297,7 +297,7 @@ class Measurement:
         )
 
     def _weights(self, model: Decoder) -> str:
-        """Return the precision of a model's weights: int8, how its checkpoint is quantised, or the run's dtype."""
+        """Return the precision of a model's weights: int8, the checkpoint's quantisation, or the run's dtype."""
         return model.weights_dtype or checkpoint.dtype_name(self.comparison.engine.dtype)
 
 
@@ -314,7 +314,7 @@ def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:
 
 
 def _with_turns(comparison: Comparison, models: Models) -> Comparison:
-    """Return the comparison with a prompt for every turn, after the target's answers to earlier turns."""
+    """Return the comparison with a prompt for every turn, including the target's answers to earlier turns."""
     requests, target = comparison.requests, comparison.target
     if requests.prompts.requests == len(requests.prompts.rows):
         return comparison

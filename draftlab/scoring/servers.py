@@ -1,7 +1,7 @@
-"""Score a draft through running servers: one runs the target alone, one the target with its draft.
+"""Score a draft through two running servers: a plain server with the target, and a server with target and draft.
 
-Requests go one at a time, to both servers in turn, or to one server in each of two runs. A request seen from outside is
-one time: prefill, decoding and transport.
+Requests go one at a time, to both servers in turn, or to one server in each of two runs. The time of a request includes
+prefill, decoding and transport, which a client cannot separate.
 """
 
 import json
@@ -38,12 +38,12 @@ from draftlab.target_outputs.targets import check_server_tokenizer
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 PLAIN_FILE = "plain.json"
-PREFIX_HITS = ":prefix_cache_hits_total"  # prompt tokens, in vLLM
+PREFIX_HITS = ":prefix_cache_hits_total"  # vLLM's counter of prompt tokens from the prefix cache
 OPTIONS = {PLAIN: "--server", SPECULATIVE: "--speculative-server"}
 
 
 class PlainAnswers(FileModel):
-    """The plain server's answers, on disk until the other server runs. asked: the conditions that both share."""
+    """The plain server's answers, stored until the other server runs. asked: Conditions that both servers share."""
 
     kind: str
     model: str
@@ -60,9 +60,9 @@ class ServedComparison:
 
     Args:
         servers: Servers by PLAIN and SPECULATIVE.
-        stored: Answers of a plain server that ran before.
+        stored: Answers of a plain server in an earlier run.
         draft: Name or directory of the draft.
-        tokenizer: Directory of the target, or of its tokenizer alone.
+        tokenizer: Directory of the target, which needs no more than a tokenizer.
     """
 
     servers: dict[str, Server]
@@ -78,7 +78,7 @@ class ServedComparison:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Return the conditions that both servers share, as JSON has them."""
+        """Return the conditions that both servers share, as JSON values."""
         return json.loads(json.dumps(self.requests.conditions()))
 
     def facts(self) -> Mapping[str, object]:
@@ -92,7 +92,7 @@ class ServedComparison:
 
 @dataclass(slots=True)
 class ServerAnswers:
-    """Answers of one server, with its metrics before and after. tokens: Token ids of the first repeat."""
+    """Answers of one server, with the server's metrics before and after. tokens: Token ids of the first repeat."""
 
     runs: list[ServedGeneration] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class ServerAnswers:
 
     @property
     def counters(self) -> Counters | None:
-        """Return how its speculative counters grew, or None where nothing was drafted."""
+        """Return the increase of the server's speculative counters, or None if nothing was drafted."""
         if not self.answer_counters:
             return spec_decode_counters(self.before, self.after)
         accepted = [0.0] * max(len(c.num_accepted_tokens_per_pos) for c in self.answer_counters)
@@ -117,17 +117,17 @@ class ServerAnswers:
 
     @property
     def cached_prompt_tokens(self) -> float:
-        """Return how many prompt tokens the server took from its prefix cache."""
+        """Return the number of prompt tokens that the server took from its prefix cache."""
         series = [name for name in self.after if name.partition("{")[0].endswith(PREFIX_HITS)]
         return sum(self.after[name] - self.before.get(name, 0.0) for name in series)
 
 
 def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
-    """Measure, write score.json, and return the score; of the plain server alone write and return its answers.
+    """Measure the servers, and write and return the score. With a plain server only, write and return its answers.
 
     Raises:
-        UserError: another vocabulary than the tokenizer's, servers that both draft or both do not, or that served
-            others at the same time; stored answers to other requests.
+        UserError: A server's vocabulary is not the tokenizer's; both servers draft, or neither; a server answered other
+            clients at the same time; or the stored answers are to other requests.
     """
     for server in comparison.servers.values():
         check_server_tokenizer(server, comparison.tokenizer)
@@ -161,7 +161,7 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
 
 
 def with_turns(comparison: ServedComparison) -> ServedComparison:
-    """Return the comparison with a prompt for every turn, after the plain server's answers."""
+    """Return the comparison with a prompt for every turn, including the plain server's answers to earlier turns."""
     server, requests = comparison.servers.get(PLAIN), comparison.requests
 
     def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int]]:
@@ -173,7 +173,7 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
         return [completion.ids for completion in completions]
 
     named = comparison.stored or server
-    assert named is not None  # prepare() wanted one of the two
+    assert named is not None  # prepare() requires --server, which is a server or stored answers
     prompts = turns.answered(
         requests.prompts,
         checkpoint.load_tokenizer(comparison.tokenizer),
@@ -187,10 +187,10 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
 def measure(
     comparison: ServedComparison, advance: Callable[[int], None], clock: Clock = time.perf_counter
 ) -> dict[str, ServerAnswers]:
-    """Send every prompt to every server, repeats times, in alternating order. Raises as score."""
+    """Send every prompt to every server `repeats` times, in alternating order. Raises the errors of score."""
     servers, requests = comparison.servers, comparison.requests
     prompts = [prompt.ids for prompt in requests.prompts.rows]
-    # text as long as a prompt, and no cached prefix of a prompt
+    # reversed: as long as a prompt, but not in the prefix cache for it
     _warm_up(comparison, prompts[0][::-1], clock)
     answers = {role: ServerAnswers(before=_metrics(server)) for role, server in servers.items()}
     for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
@@ -211,10 +211,12 @@ def measure(
 
 
 def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> None:
-    """Check the tokens received against the counters: the first of each answer, one of each step, and those accepted.
+    """Check the number of received tokens against the server's counters.
+
+    Each answer has one token of the prefill, one token per step, and the accepted tokens.
 
     Raises:
-        UserError: the counters do not match our requests, so the server answered other clients, too.
+        UserError: The counters do not match our requests, so the server answered other clients, too.
     """
     tokens = sum(r.tokens for r in runs)
     most = len(runs) + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
@@ -228,7 +230,7 @@ def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> N
 
 
 def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> None:
-    """Check with one request each that one server drafts and the other does not, then warm them up."""
+    """Check with one request per server that only the speculative server drafts, then warm up both servers."""
     sampling = comparison.requests.sampling
     for role, server in comparison.servers.items():
         answers = ServerAnswers(before=_metrics(server))
@@ -253,14 +255,14 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
 def _ask(
     server: Server, prompt: list[int], sampling: SamplingParams, clock: Clock
 ) -> tuple[list[int], float, Counters | None]:
-    """Return the answer to a prompt, its seconds, and its speculative counters where it has them (SGLang)."""
+    """Return the token ids of an answer, its seconds, and its speculative counters if it has any (SGLang)."""
     start = clock()
     ids, counters = server.generate_ids(prompt, sampling)
     return ids, clock() - start, counters
 
 
 def _metrics(server: Server) -> dict[str, float]:
-    """Return the counters of the server's metrics page; SGLang's are in its answers."""
+    """Return the counters of the server's metrics page. SGLang gives none, as its answers have the counters."""
     return {} if server.kind == "sglang" else server.metrics()
 
 
@@ -278,7 +280,7 @@ def _plain_answers(comparison: ServedComparison, answers: ServerAnswers) -> Plai
 
 
 def _check_same(comparison: ServedComparison) -> None:
-    """Raises UserError: the stored answers are to other requests, or of another kind of server."""
+    """Raise UserError if the stored answers are to other requests, or come from another kind of server."""
     stored = comparison.stored
     if stored is None:
         return
@@ -329,7 +331,7 @@ def _score(
 
 
 def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]:
-    """Return the lm-eval results of the draft, which runs here; none where its checkpoint is on the server only."""
+    """Return the lm-eval results of the draft, which runs on this machine. Empty if there is no local checkpoint."""
     if comparison.tasks is None:
         return []
     if draft.sha256 is None:
@@ -342,7 +344,7 @@ def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]
 
 
 def _model(directory: Path, name: str) -> Model:
-    """Describe a checkpoint if it is here, else its name alone."""
+    """Describe a local checkpoint. Without one, only the name is known."""
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
         return Model(name=Path(name).name, sha256=None, shape=None, latency=[], tasks=[])
     shape, digest = checkpoint.read_shape(directory), provenance.fingerprint(directory)

@@ -1,13 +1,13 @@
 """Time plain and speculative decoding side by side: same engine, same prompts, arms interleaved.
 
-An arm is plain decoding with the weights that verify or with other weights, or a draft at a K. Every repeat runs all
+An arm is plain decoding, at the verifying precision or at the other precision, or a draft at a K. Every repeat runs all
 arms on each batch of prompts, in alternating order, so that drift of the machine affects all arms equally.
 
-A step is one target pass and the drafting before it. Steps of one kind, with equal numbers of drafted tokens and rows,
-do nearly the same work, so a step that takes several times as long was interrupted by other work: it stalled. Its time
-is replaced by the median of its kind: a mean would keep the time of the interruption, and so would a median of whole
-prompts as soon as most are hit. A prefill is compared with prefills of the same prompt. Runs with many stalled steps
-are repeated.
+A step is one target pass and the drafting before it. Steps with equal numbers of drafted tokens and rows are of one
+kind, and do nearly the same work. A step that takes several times as long has stalled: other work interrupted it. Its
+time is replaced by the median of its kind. A mean would keep the time of the interruption, and so would a median of
+whole prompts, once most prompts are hit. A prefill is compared with prefills of the same prompt. Runs with many stalled
+steps are repeated.
 """
 
 from collections import defaultdict, deque
@@ -32,15 +32,15 @@ from draftlab.model.decoder import Decoder
 from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
 
-FACTOR = 3.0  # times as long as USUAL of a kind's steps: far above what contexts, or drafters that take turns, explain
-USUAL = 0.8  # share of the steps that are supposed free of stalls
-ENOUGH = 10  # steps of a kind; fewer are judged among all steps of their arm
+FACTOR = 3.0  # a step stalled if it takes this many times the quantile USUAL of its kind; contexts explain far less
+USUAL = 0.8  # share of the steps that are assumed free of stalls
+ENOUGH = 10  # least steps of a kind; kinds with fewer steps are judged by all steps of the arm
 PHASES = ("draft_seconds", "verify_seconds", "host_seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step with the number of rows that still decoded. stall: seconds taken out of it."""
+    """A step with the number of rows that were still decoding. stall: Seconds that were subtracted from the step."""
 
     step: Step
     rows: int
@@ -48,7 +48,7 @@ class TimedStep:
 
 
 def timed_steps(rows: Sequence[Sequence[Step]]) -> list[list[TimedStep]]:
-    """Return the steps of each row of a batch but its prefill."""
+    """Return the steps of each row of a batch, without the prefill."""
     lengths = np.array([len(row) for row in rows])
     timed: list[list[TimedStep]] = []
     for row in rows:
@@ -71,7 +71,7 @@ def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]
 
 @dataclass(frozen=True, slots=True)
 class _Usual:
-    """The usual steps of a kind: the seconds beyond which a step has stalled, and the median of each phase."""
+    """The usual times of a kind of step. limit: Seconds above which a step has stalled. phases: Median seconds."""
 
     limit: float
     phases: tuple[float, ...]
@@ -95,9 +95,9 @@ def _mended(timed: TimedStep, usual: _Usual | None) -> TimedStep:
     return TimedStep(step, timed.rows, seconds - sum(usual.phases))
 
 
-MANY_STALLED = 0.2  # share of a run's steps; the usual ones, by which stalls are judged, are the other four fifths
-WARM_UP_TOKENS = 48  # new tokens of a text that is decoded to warm up
-TRIES = 2  # more, of a run whose steps stall
+MANY_STALLED = 0.2  # share of stalled steps above which a run is repeated; 1 - USUAL
+WARM_UP_TOKENS = 48  # new tokens of each warm-up text
+TRIES = 2  # repeats of a run with too many stalled steps
 
 AnyArm = TypeVar("AnyArm")
 Arm = tuple[str, int]  # draft's name and K; K = 0 is plain decoding
@@ -107,7 +107,7 @@ OTHER_PLAIN: Arm = ("plain decoding with other weights", 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedArms:
-    """Timed generations by arm; tokens are those of the first repeat."""
+    """Timed generations by arm. tokens: Token ids of the first repeat, by arm."""
 
     generations: dict[Arm, list[Generation]]
     tokens: dict[Arm, list[list[int]]]
@@ -132,9 +132,9 @@ def measure_throughput(
     """Decode every prompt in every arm, repeats times, after a warm-up of each arm.
 
     Args:
-        ks: Numbers of tokens that the models of drafts draft.
+        ks: Values of K for the draft models in drafts.
         advance: Function that takes the number of finished prompts.
-        other_target: Target with other weights, which decodes alone as well.
+        other_target: Target at another precision, timed in plain decoding as well.
         clock: Clock in seconds; wall time by default.
         batch: Number of prompts decoded at once.
         drafters: Other drafters, each with its own numbers of drafted tokens.
@@ -142,7 +142,7 @@ def measure_throughput(
         draft_temperature: Temperature of drafts, see speculative_decode.
 
     Raises:
-        UserError: every text ends with its first token.
+        UserError: Every text ends with its first token.
     """
     runs = {name: (model_drafter(model, target.vocab), ks) for name, model in drafts.items()}
     runs |= dict(drafters or {})
@@ -199,7 +199,7 @@ def measure_throughput(
 def interleaved(
     arms: Sequence[AnyArm], groups: int, repeats: int
 ) -> Iterator[tuple[AnyArm, int, int]]:
-    """Yield each arm with every repeat and group of prompts; arms take turns in alternating order."""
+    """Yield arm, repeat and group of prompts for all combinations. The order of the arms alternates."""
     for repeat in range(repeats):
         for group in range(groups):
             for arm in reversed(arms) if (repeat + group) % 2 else arms:
@@ -254,9 +254,9 @@ def _by_row(steps: Iterator[Step], count: int) -> list[list[Step]]:
 
 
 def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> list[list[int]]:
-    """Return one group of texts per bucket of lengths, the longest first: together they need every graph.
+    """Return one group of texts per bucket of lengths, the longest first. Decoding these groups captures every graph.
 
-    Graphs are captured when they are first needed, which must not be in a pass that counts.
+    A graph is captured at its first use, which must not be in a timed pass.
     """
 
     def longest(group: list[int]) -> int:
@@ -288,9 +288,9 @@ def _runs(group: list[int], rows: list[list[Step]]) -> list[_Run]:
 
 
 def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
-    """Give prefills that stalled the usual time of their kind.
+    """Replace the times of stalled prefills by the median of prefills of the same prompt.
 
-    A target reads a prompt alike in all its arms and repeats, and a draft at every K: the median of either is usual.
+    Target time is compared over all arms and repeats, and draft time over every K and repeat of the draft.
     """
     target_seconds: dict[tuple[bool, int], list[float]] = defaultdict(list)
     draft_seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -316,7 +316,7 @@ def _repeat_stalled(
     runs_of: Mapping[Arm, dict[tuple[int, int], list[_Run]]],
     rerun: Callable[[Arm, int], list[_Run]],
 ) -> None:
-    """Replace runs in which too many steps stalled. rerun: takes the arm and the number of the group."""
+    """Repeat runs in which too many steps stalled. rerun: Function of the arm and the number of the group."""
     for _ in range(TRIES):
         stalled = [(arm, at) for arm, runs in runs_of.items() for at in _stalled(runs)]
         if stalled:
@@ -328,7 +328,7 @@ def _repeat_stalled(
 
 
 def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]]:
-    """Return the repeats and groups of an arm in which too many steps stalled."""
+    """Return (repeat, group) of the runs of an arm in which too many steps stalled."""
     mended = iter(without_stalls([run.steps for run in chain.from_iterable(runs.values())]))
     stalled: list[tuple[int, int]] = []
     for at, each in runs.items():
@@ -339,7 +339,7 @@ def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]
 
 
 def _generations(runs: list[_Run]) -> list[Generation]:
-    """Return the generations of an arm, without its stalls."""
+    """Return the generations of an arm, with the time of stalled steps replaced."""
     mended = without_stalls([run.steps for run in runs])
     return [_generation(run, steps) for run, steps in zip(runs, mended, strict=True)]
 

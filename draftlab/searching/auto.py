@@ -50,20 +50,20 @@ from draftlab.training.students.eagle import EagleStudent
 from draftlab.training.students.parallel import ParallelStudent
 
 PLAN, VERDICT, PAGE, RECIPE = "plan.json", "auto.json", "index.html", "recipe.yaml"
-# gain in tokens per pass of a round that doubles the training; training stops below it
+# least relative gain in tokens per pass of a training round; training stops below this gain
 MIN_GAIN = 0.01
 MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
 LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = (
     2,
     3,
-)  # drafted where prompt lookup has no match; recipes/smollm2.yaml
-CONTINUED_LR = 2.0e-3  # rate of a draft that has learnt already, recipes/smollm2.yaml
+)  # tokens to draft where prompt lookup has no match, by a draft model and by a head; recipes/smollm2.yaml
+CONTINUED_LR = 2.0e-3  # learning rate for a draft that is trained further, recipes/smollm2.yaml
 MOST_FASTER = 4.0  # the target may write this many times faster or slower than planned
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRun:
-    """A plan that runs. left_out are the candidates that are not tried, with the reason."""
+    """A run of a plan. left_out: Reason by candidate that is not tried."""
 
     request: Request
     plan: Plan
@@ -75,7 +75,7 @@ class AutoRun:
         return self.steps.folder
 
     def verdict(self) -> Verdict:
-        """Make all candidates, choose by some prompts, and measure the choice on other prompts.
+        """Make all candidates, choose the best on some prompts, and measure the choice on other prompts.
 
         Raises:
             UserError: A step fails.
@@ -161,7 +161,7 @@ class AutoRun:
         return self.plan.seconds_for(step, self.steps.seconds())
 
     def _candidates(self) -> tuple[list[Arm], TrainingRounds | None]:
-        """Make the candidates; a candidate that turns out not to be possible joins left_out."""
+        """Make the candidates. A candidate that cannot be made is added to left_out."""
         kinds, training = self.plan.candidates, None
         candidates = [
             _ready_arm(draft) for draft in self.request.ready if draft.name in self.plan.ready
@@ -196,7 +196,7 @@ class AutoRun:
 
     @cached_property
     def _int8(self) -> bool:
-        """Whether target and drafts are rounded to 8 bits, which makes passes faster in mode native."""
+        """Return whether to round target and drafts to 8 bits, which makes passes faster in mode native."""
         machine = self.plan.machine
         device, dtype = checkpoint.resolve_device(machine.device), checkpoint.DTYPES[machine.dtype]
         native = resolve_mode("auto", device, dtype, [self.request.target]) == "native"
@@ -207,7 +207,7 @@ class AutoRun:
 
     @cached_property
     def _texts(self) -> Path:
-        """The target's answers to the prompts to choose by."""
+        """Return the store of the target's answers to the prompts for the choice."""
         return self._run(
             "texts",
             "outputs build",
@@ -221,9 +221,10 @@ class AutoRun:
 
     @cached_property
     def _answers(self) -> Path:
-        """As much to learn from as the time allows, at the pace at which the texts to replay were written.
+        """Return a store of target outputs to train on, as large as the time allows.
 
-        Text that the target continues is read, ten times as fast as it writes: training wants much of it.
+        The pace of the texts to replay tells how many answers the target can write. Without training prompts the
+        target only reads data, which is about ten times as fast.
         """
         costs, prompts, slower = self._costs, self.request.prompts, 1.0
         if "draft" in self.plan.candidates:
@@ -281,9 +282,9 @@ class AutoRun:
         return drafts, training
 
     def _rounds(self, draft: Path, name: str, k: int) -> tuple[Path, TrainingRounds]:
-        """Train in rounds that double the training, until a round gains too little or the time is over.
+        """Train a draft in rounds, each as long as all rounds before it, and return the best draft.
 
-        Return the best draft.
+        Training stops when a round gains too little, or when the time is over.
         """
         start, budget, per_step = (
             self.steps.seconds(),
@@ -310,7 +311,7 @@ class AutoRun:
         return drafts[best], TrainingRounds(k=k, rounds=rounds, stopped=stopped)
 
     def _replayed(self, draft: Path, count: int, k: int, tokens: float) -> Round:
-        """Replay a draft over the target's answers; tokens are those of earlier rounds."""
+        """Replay a draft over the target's answers. tokens: Training tokens of earlier rounds."""
         replayed = self._run(
             f"train/replay-{count}", "replay", directory=self._texts, draft=[str(draft)], k=[k]
         )
@@ -318,7 +319,7 @@ class AutoRun:
         return Round(tokens=tokens + number(record_of(draft), "tokens"), length=row.length.value)
 
     def _trained(self, name: str, steps: int, **settings: Any) -> Path:
-        """Train for this number of steps, within limits."""
+        """Train for a number of steps, clamped to the range LEAST_STEPS to MOST_STEPS."""
         steps = max(LEAST_STEPS, min(steps, MOST_STEPS))
         return self._run(
             name,
@@ -335,7 +336,7 @@ class AutoRun:
     def _tried(
         self, kind: str, steps: int, *, student: StudentSpec, **settings: Any
     ) -> Path | None:
-        """Train a candidate; a candidate that cannot be trained joins left_out, with the reason."""
+        """Train a candidate. If that fails, add the reason to left_out and return None."""
         try:
             return self._trained(kind, steps, student=student, **settings)
         except UserError as error:
@@ -343,7 +344,7 @@ class AutoRun:
             return None
 
     def _scores(self, step: str, candidates: list[Arm], k: int | None = None) -> Scores:
-        """Score candidates at every number of streams: all to choose by, or the choice at its K on other prompts."""
+        """Score candidates at every number of streams. k: K of the final choice, which is scored on other prompts."""
         streams, chosen = self.request.streams, k is not None
         together = math.lcm(*streams)
         answer = self._costs.write(1, MAX_TOKENS, 1)
@@ -385,7 +386,7 @@ def _ready_arm(draft: ReadyDraft) -> Arm:
 
 
 def _best_k(score: Score) -> int:
-    """Return the fastest K, 0 where no draft is faster."""
+    """Return the fastest K, or 0 if plain decoding is faster."""
     return score.best_k if score.speedup(score.best_k).value > 1 else 0
 
 
@@ -395,6 +396,6 @@ def _tokens_per_step(draft: Path) -> float:
 
 
 def _pace(draft: Path) -> float:
-    """Return the tokens per second of a training."""
+    """Return the tokens per second at which a draft was trained."""
     record = record_of(draft)
     return number(record, "tokens") / max(record.worked_seconds, 1e-3)

@@ -34,22 +34,22 @@ from draftlab.servers.kinds import Artifact
 from draftlab.training.optimizers import training_dtype
 
 WRITTEN, SEQ_LEN, BATCH_SIZE = 96, 256, 8
-START_SECONDS = 2.0  # a command takes them until its models are loaded
-CANDIDATE_SECONDS = 2.0  # a shape of a search takes them whatever its size
+START_SECONDS = 2.0  # time of a command until its models are loaded
+CANDIDATE_SECONDS = 2.0  # fixed time of each shape in a search
 TRAINING = {
     "float32": 1.5,
     "bfloat16": 3.0,
-}  # over the machine's products: attention, optimizers, Python
-WRITING = 3.0  # over the machine's products
-LAW_SECONDS, LAW_PASSES = 8.0, 600  # passes as long as the target's
-LAYER_SECONDS = 3e-5  # a layer of a pass takes them whatever its size
-OFFSET_COST = 2.8  # tokens that a parallel draft reads for each token of the text
+}  # training time over the time of its matrix products: attention, optimizers and Python take more
+WRITING = 3.0  # time of generation over the time of its matrix products
+LAW_SECONDS, LAW_PASSES = 8.0, 600  # a latency law takes this time and as many passes of the target
+LAYER_SECONDS = 3e-5  # fixed time of each layer in a pass
+OFFSET_COST = 2.8  # tokens that a parallel draft reads in training per token of text
 MAX_TOKENS = 64  # length of each scored answer
-TTT_STEPS, HEAD_SHARE = 4, 1.5  # an EAGLE-3 head, in layers of the target
+TTT_STEPS, HEAD_SHARE = 4, 1.5  # HEAD_SHARE: size of an EAGLE-3 head in layers of the target
 
 
 class Machine(FileModel, extra="ignore"):
-    """The measured machine of a plan. slowdown is wall time over CPU time, above 1 where other work runs."""
+    """Measurements of the machine. slowdown: Wall time over CPU time, above 1 while other work runs."""
 
     device: str
     cores: int
@@ -78,7 +78,7 @@ class Machine(FileModel, extra="ignore"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds that work on a target takes on a machine."""
+    """Estimated seconds of each kind of work on a target and a machine."""
 
     machine: Machine
     size: Shape | ApproximateSize
@@ -89,11 +89,11 @@ class Costs:
 
     @property
     def start(self) -> float:
-        """Return the seconds of a command outside its work."""
+        """Return the seconds that every command takes to start."""
         return self.machine.slowdown * START_SECONDS
 
     def write(self, sequences: int, tokens: int, batch: int) -> float:
-        """Return the seconds in which the target answers each of some prompts with this number of tokens."""
+        """Return the seconds in which the target generates sequences of `tokens` tokens, `batch` at once."""
         passes = math.ceil(sequences / batch) * tokens
         read = self.size.weight_bytes(self.bytes_per_weight) / (
             1e9 * self.machine.gigabytes_per_second
@@ -103,29 +103,29 @@ class Costs:
         return passes * (max(read, computed) + self.machine.slowdown * layers)
 
     def read(self, tokens: int) -> float:
-        """Return the seconds in which the target reads tokens and stores its most probable next tokens."""
+        """Return the seconds in which the target reads tokens and stores its top log-probabilities."""
         return WRITING * tokens * self._token_flops / (1e12 * self.machine.training_tflops)
 
     def train(self, draft: Shape, steps: int) -> float:
         return self._train(3 * draft.flops_per_token(SEQ_LEN // 2), steps)
 
     def train_head(self, steps: int) -> float:
-        """Return the seconds of an EAGLE-3 head's training: the target's pass, and some layers of its size."""
+        """Return the seconds of training an EAGLE-3 head: the target's passes and the head's own passes."""
         layer = HEAD_SHARE * self.size.params() / self.size.layers
         return self._train(self._token_flops + 6 * layer * TTT_STEPS, steps)
 
     def candidate(self, draft: Shape, first_steps: int) -> float:
-        """Return the seconds of a shape in a search's first rungs: cut, replayed twice, trained a little."""
+        """Return the seconds to cut a shape, train it for the first steps of a search, and replay it twice."""
         tokens = 8192 * draft.flops_per_token(0) + CHOOSE * WRITTEN * draft.flops_per_token(64)
         seconds = self.machine.slowdown * CANDIDATE_SECONDS + self.train(draft, first_steps)
         return seconds + 2 * tokens / (1e12 * self.machine.tflops)
 
     def law(self) -> float:
-        """Return the seconds of a latency law of this machine."""
+        """Return the seconds to measure a latency law on this machine."""
         return self.machine.slowdown * LAW_SECONDS + LAW_PASSES * self.write(1, 1, 1)
 
     def score(self, arms: int, prompts: int, streams: Sequence[int], repeats: int = 1) -> float:
-        """Return the seconds of ways to decode, with their warm-up of about five prompts each."""
+        """Return the seconds of a score. arms: Ways to decode, each with a warm-up of about five prompts."""
         answer = self.write(1, MAX_TOKENS, 1)
         return self.start + len(streams) * arms * (5 + repeats * prompts) * answer
 
@@ -141,7 +141,10 @@ class Costs:
 def measure_machine(
     size: Shape | ApproximateSize, device: torch.device, dtype: torch.dtype, folder: Path
 ) -> Machine:
-    """Time a large product, and the reading of the target's number of weights. Drafts will lie in folder."""
+    """Measure matrix products and memory bandwidth with as many weights as the target has.
+
+    folder: Directory for drafts, whose free disk space is measured.
+    """
     trained = checkpoint.DTYPES[training_dtype("auto")]
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     started, used = time.perf_counter(), time.process_time()
@@ -167,12 +170,12 @@ def measure_machine(
 
 
 def guessed_draft(size: Shape | ApproximateSize) -> Shape:
-    """Return a shape of a sixth of the target's layers: a plan counts with it before the search."""
+    """Return a shape with a sixth of the target's layers, which a plan assumes before the search."""
     assert isinstance(size, Shape)
     return resolve(size, layers=max(1, size.layers // 6))
 
 
-LABELS = {  # kinds of candidates in words, with the searched shape
+LABELS = {  # label by kind of candidate; {} stands for the searched shape
     "draft": "draft model {}",
     "parallel": "parallel draft {}",
     "trimmed": "draft model {} with a trimmed head",
@@ -186,10 +189,10 @@ SERVED = {
     "parallel": "parallel",
     "eagle": "eagle",
     "prompt-lookup": "prompt-lookup",
-}  # drafters
+}  # name of the drafter by kind of candidate
 CUT = ("draft", "parallel", "trimmed", "fallback")  # candidates that are cut from the target
 HEADS = ("eagle", "fallback-eagle")
-STEPS = {  # share of the time, commands, and purpose
+STEPS = {  # share of the time, commands and purpose of each step
     "texts": (
         0.03,
         "outputs build",
@@ -218,23 +221,23 @@ EXPENDABLE = (
     HEADS,
     ("parallel",),
     ("draft", "fallback"),
-)  # left out in turn where time is short
+)  # candidates to leave out, in this order, where time is short
 ANSWER_TOKENS = 128
 KS, OFFSETS = (2, 3, 5), 5
 LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
-DRAFTS = 10  # checkpoints that lie on the disk at most: two of the search, six rounds, a variant, the export
-LARGE_VOCAB = 16_384  # a trimmed head pays from this size on
+DRAFTS = 10  # most checkpoints on the disk: two of the search, six rounds, a variant, the export
+LARGE_VOCAB = 16_384  # least vocabulary for which a trimmed head saves time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The target and how it is served.
+    """The target and the way it is served.
 
     Args:
-        name: Target, as the user typed it.
+        name: Target as the user typed it.
         server: None stands for draftlab's own engine.
-        program: Program of the server, to verify with; None where it is not installed.
-        ready: Drafts and heads that exist, in the order in which they were named.
+        program: Program of the server for the verification. None if it is not installed.
+        ready: Drafts and heads that exist, in the order of --draft.
         trains: Whether drafts are trained.
     """
 
@@ -252,7 +255,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyDraft:
-    """A draft or head that exists. kind: its kind as a candidate."""
+    """A draft or head that exists. kind: Kind of candidate, a key of LABELS."""
 
     name: str
     kind: str
@@ -261,7 +264,7 @@ class ReadyDraft:
 
 
 class PlannedStep(FileModel):
-    """A step with the least minutes that it needs, and the minutes with its share of the time that is left over."""
+    """A step of a plan. minutes: least_minutes, and the step's share of the spare time."""
 
     name: str
     command: str
@@ -274,12 +277,12 @@ class PlannedStep(FileModel):
 
 
 class Plan(FileModel, extra="ignore"):
-    """plan.json.
+    """The contents of plan.json.
 
     Args:
-        settings: Settings of the auto that planned it.
+        settings: Settings of the auto command that made the plan.
         ready: Names of the drafts that exist.
-        left_out: Candidates that are not tried, with the reason.
+        left_out: Reason by candidate that is not tried.
         layers, widths, first_steps: Settings of the search.
         disk: Bytes of all drafts.
         needs: Memory and disk in words.
@@ -305,13 +308,13 @@ class Plan(FileModel, extra="ignore"):
         return sum(step.minutes for step in self.steps)
 
     def seconds_for(self, name: str, spent: float) -> float:
-        """Return the seconds that a step may take after the spent seconds."""
+        """Return the seconds that a step may take. spent: Seconds that the run has taken so far."""
         names = [step.name for step in self.steps]
         later = {step.name: 60 * step.least_minutes for step in self.steps[names.index(name) :]}
         return seconds_of_steps(later, 60 * self.minutes - spent)[name]
 
     def facts(self) -> dict[str, object]:
-        """Return the plan for people, by topic."""
+        """Return the plan as text by topic, for a person to read."""
         facts: dict[str, object] = {
             "target": self.target,
             "machine": self.machine.describe(),
@@ -327,7 +330,7 @@ class Plan(FileModel, extra="ignore"):
 
 
 def served_by(server: str | None) -> list[str]:
-    """Return the kinds of candidates that a server runs. Draftlab's own engine, None, runs all."""
+    """Return the kinds of candidates that a server runs. None stands for draftlab's own engine, which runs all."""
     if server is None:
         return list(LABELS)
     return [
@@ -336,7 +339,7 @@ def served_by(server: str | None) -> list[str]:
 
 
 def not_tried(left_out: Mapping[str, str]) -> list[str]:
-    """Return a line for each reason for which candidates were left out."""
+    """Return one line per reason, with the candidates that were left out for it."""
     labels: dict[str, list[str]] = {}
     for kind, reason in left_out.items():
         labels.setdefault(reason, []).append(in_words(kind))
@@ -344,20 +347,20 @@ def not_tried(left_out: Mapping[str, str]) -> list[str]:
 
 
 def in_words(kind: str, shape: str = "") -> str:
-    """Return a kind of candidates in words; a draft that the user named keeps its name."""
+    """Return the label of a kind of candidate. A draft that the user named keeps its name."""
     return " ".join(LABELS.get(kind, kind).replace("{}", shape).split())
 
 
 def streams(numbers: Sequence[int]) -> str:
-    """Return numbers of streams in words."""
+    """Return text such as "1, 4 concurrent requests"."""
     return f"{', '.join(map(str, numbers))} concurrent request{'s' * (list(numbers) != [1])}"
 
 
 def make_plan(request: Request, machine: Machine, minutes: float, settings: dict[str, Any]) -> Plan:
-    """Return the work that fits the time on a machine.
+    """Return a plan of the work that fits the minutes on this machine.
 
     Raises:
-        UserError: The target cannot be used, memory is too small, or the minutes are too few for anything.
+        UserError: The target cannot be used, memory is too small, or the minutes do not suffice for any candidate.
     """
     size, costs = request.size, Costs(machine=machine, size=request.size)
     if request.server == "llama.cpp":
@@ -419,13 +422,13 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
 
 
 def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, float]:
-    """Return the seconds of each step: the least that it needs, and its share of the time that is left over."""
+    """Return the seconds of each step: the least seconds, and the step's share of the spare time."""
     left, shares = max(0.0, total - sum(least.values())), sum(STEPS[name][0] for name in least)
     return {name: needed + left * STEPS[name][0] / shares for name, needed in least.items()}
 
 
 def _unsuitable(request: Request) -> dict[str, str]:
-    """Return the candidates that this target cannot have, or that are not wanted, with the reason."""
+    """Return the reason by candidate that this target cannot have, or that the user did not ask for."""
     target, server = request.target, request.server
     if not request.trains:
         trained = [kind for kind in (*CUT, *HEADS) if kind in served_by(server)]
@@ -453,17 +456,17 @@ def _unsuitable(request: Request) -> dict[str, str]:
 
 
 def _refused(artifact: Artifact, server: str | None) -> str:
-    """Return why a server cannot run an artifact that is to be made; empty where it can."""
+    """Return the reason why a server cannot run an artifact, or "" if it can. The artifact need not be made yet."""
     if server is None:
         return ""
     return "; ".join(finding.text for finding in refusals(artifact, SERVERS.get(server, "--for")))
 
 
 def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[ReadyDraft]:
-    """Return drafts and heads by their names. Without weights, of the hub only their configurations are fetched.
+    """Return the drafts and heads of these names. Without weights, only configurations are fetched from the hub.
 
     Raises:
-        UserError: There is no such draft, it has another vocabulary than the target, or two have the same name.
+        UserError: A draft is missing, its vocabulary differs from the target's, or two drafts have the same name.
     """
     drafts: dict[str, ReadyDraft] = {}
     for text in names:
@@ -493,7 +496,7 @@ def arms(candidates: int) -> int:
 def _least(
     costs: Costs, request: Request, candidates: Sequence[str], ready: int
 ) -> dict[str, float]:
-    """Return the fewest seconds in which each step is worth it, by its name."""
+    """Return the least useful seconds of each step, by the name of the step."""
     sequences, prompts = 2 * LEAST_SEQUENCES, request.prompts
     least: dict[str, float] = {}
     if "draft" in candidates or "eagle" in candidates:
@@ -518,7 +521,7 @@ def _least(
 
 
 def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[int], int]:
-    """Return depths, widths and first steps for the shapes that three quarters of a search's time allow."""
+    """Return depths, widths and first steps of a search, such that the first rungs take 3/4 of its time at most."""
     source = checkpoint.planned_shape(target)
     depths = [n for n in default_depths(source) if n <= max(2, 3 * source.layers // 8)]
     wide = default_widths(source)

@@ -1,4 +1,4 @@
-"""Prompts of auto, in three parts: to train on, to choose by, and to measure with."""
+"""Prompts of auto in three groups: for the choice, for the final measurement, and for training."""
 
 import json
 import math
@@ -22,11 +22,12 @@ BUILT_IN = 12_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSplit:
-    """Prompts of the target: those to choose by, those to measure with, and then those to train on.
+    """Prompts of the target: first for the choice, then for the final measurement, then for training.
 
     Args:
-        about: Source of the prompts in words.
-        rows: Prompts as a prompt file has them; empty where the target continues parts of data.
+        about: Source of the prompts, as text for a person.
+        rows: Rows of a prompt file. Empty if the prompts are cut from data.
+        choose, measure: Numbers of prompts.
     """
 
     about: str
@@ -37,11 +38,11 @@ class PromptSplit:
 
     @property
     def train(self) -> int | None:
-        """Return the number of prompts to train on; None where drafts learn from data."""
+        """Return the number of training prompts, or None if drafts train on data."""
         return None if self.data else len(self.rows) - self.choose - self.measure
 
     def write(self, folder: Path, target: Path) -> None:
-        """Write choose.jsonl, measure.jsonl and train.jsonl unless an earlier run did; they are the same every time."""
+        """Write choose.jsonl, measure.jsonl and train.jsonl. Files of an earlier run are the same, and are left."""
         rows, count = self.rows, self.choose + self.measure
         if self.data is not None:
             tokenizer = checkpoint.load_tokenizer(target)
@@ -72,12 +73,13 @@ def find_prompts(
     *,
     trains: bool = True,
 ) -> PromptSplit:
-    """Return the prompts of a file, draftlab's own prompts for chat models, or parts of text.
+    """Return the prompts of a file, draftlab's own prompts for chat models, or passages of text.
 
     Args:
+        text: Source of text to cut prompts from.
         default_text: Source of text for models without a chat template.
-        streams: Numbers of prompts that are decoded at once; each part has whole batches.
-        trains: Whether drafts are trained, which needs prompts of its own.
+        streams: Numbers of prompts decoded at once. The size of each group is a multiple of every number.
+        trains: Whether drafts are trained, which needs further prompts.
 
     Raises:
         UserError: The file cannot be used or is too short, or there is no text.
@@ -112,7 +114,8 @@ def _of_file(
     """Return the distinct prompts of a file in an order that depends on their text alone.
 
     Args:
-        least: Number of prompts that each use needs.
+        least: Number of prompts that are needed, by use.
+        batched: Whether prompts are decoded in batches, which excludes later turns.
 
     Raises:
         UserError: The file cannot be used, or has too few prompts.
@@ -132,7 +135,7 @@ def _of_file(
 
 
 def _prompts(row: TextRow, batched: bool) -> list[dict[str, Any]]:
-    """Return the prompts of a row; batches take the first turn of each conversation."""
+    """Return the prompts of a row. In batches, later turns of a conversation are left out."""
     prompt: dict[str, Any] = {"category": row.category} if row.category else {}
     if row.messages:
         return [prompt | {"messages": list(messages)} for messages in row.asked]

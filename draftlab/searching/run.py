@@ -46,7 +46,7 @@ from draftlab.training.students.draft import OrdinarySpec
 from draftlab.training.students.parallel import ParallelStudent
 
 CALIBRATION_TOKENS, SEQ_LEN = 8192, 256
-TOP_LOGPROBS = 64  # stored for each token of the target, to distil from
+TOP_LOGPROBS = 64  # log-probabilities that are stored for each token, to distil from
 BATCH_SIZE, LR, MOST_STEPS = 8, 4.0e-3, 1000  # the rate is Muon's, as in recipes/quickstart.yaml
 REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
 FINALISTS, MEASURED_PROMPTS = 2, 16
@@ -54,7 +54,7 @@ MEASURED_SHARE = 0.25  # share of the time that is reserved to measure the leade
 TRIED_SHARES = (
     0.3,
     0.6,
-)  # shares of the time after which rung 0, or a later rung, takes no further candidate
+)  # share of the time after which no further candidate is tried: on rung 0, and on later rungs
 REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 
 
@@ -63,10 +63,10 @@ class Wanted:
     """The candidates of a search.
 
     Args:
-        offsets: Tokens that a draft learns to draft in one pass.
-        tried: Shapes to cut from source; the cheap shapes among them are candidates.
-        text: Settings of the text that drafts are cut with, data or outputs.
-        prompts: Settings of the prompts that drafts are replayed and measured on.
+        offsets: Number of tokens that a draft learns to draft in one pass.
+        tried: Shapes to consider. Shapes with cheap passes become candidates.
+        text: Settings (data or outputs) of the text to calibrate and train on.
+        prompts: Settings of the prompts to replay and measure on.
     """
 
     target: Path
@@ -95,14 +95,14 @@ def shapes_to_try(
 
 
 def default_depths(source: Shape) -> list[int]:
-    """Return 1, 2, 3, 4, 6, 8, 12, 16 ... up to half of the source."""
+    """Return the depths 1, 2, 3, 4, 6, 8, 12, 16 ... up to half of the source's layers."""
     powers = [2**i for i in range(8)]
     depths = {1, *(2 * n for n in powers), *(3 * n for n in powers)}
     return sorted(n for n in depths if n <= max(1, source.layers // 2))
 
 
 def default_widths(source: Shape) -> list[int]:
-    """Return half, three quarters and all of the source's width, in whole heads."""
+    """Return half, three quarters and all of the source's width, as multiples of the head size."""
     heads = {max(1, source.heads * n // 4) for n in (2, 3, 4)}
     return sorted(n * source.hidden // source.heads for n in heads)
 
@@ -132,7 +132,7 @@ def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Searcher:
-    """A search that runs."""
+    """A run of a search."""
 
     wanted: Wanted
     steps: StepRunner
@@ -154,14 +154,14 @@ class Searcher:
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """The candidates by name."""
+        """Return the shapes of the candidates by name."""
         parallel, target_ms = self.wanted.offsets > 1, self._pass_ms(self._target_cost)
         share = MAX_WIDE_SHARE if parallel else MAX_PASS_SHARE
         pass_ms = self._wide_ms if parallel else self._law.ms
         return candidates(self.wanted.source_shape, self.wanted.tried, pass_ms, target_ms, share)
 
     def _halve(self) -> list[Rung]:
-        """Distil all candidates for a few steps, since a cut says little, and then a third of them on each rung."""
+        """Distil all candidates for a few steps, and a third of the candidates for longer on each further rung."""
         rungs = [self._rung(None, 0, 0, list(self.shapes))]
         steps, names = self.wanted.first_steps, [trial.name for trial in rungs[0].trials]
         while True:
@@ -178,7 +178,7 @@ class Searcher:
             note(f"rung {len(rungs)}: {len(names)} drafts, {steps} steps each")
 
     def _rung(self, before: Rung | None, index: int, steps: int, names: Sequence[str]) -> Rung:
-        """Try the candidates, in order, that the time allows."""
+        """Try the candidates in this order, as many as the time allows."""
         until = TRIED_SHARES[min(index, 1)] * 60 * self.wanted.minutes
         works: dict[str, Workload] = {}
         for name in names:
@@ -192,7 +192,7 @@ class Searcher:
         return Rung(steps=steps, trials=sorted(trials, key=lambda trial: -trial.promise))
 
     def _replayed(self, rung: int, name: str, steps: int) -> Workload:
-        """Make a candidate, and return the target's texts with its acceptance."""
+        """Make a candidate, and return the target's texts with the candidate's acceptance probabilities."""
         draft = self._distilled(rung, name, steps) if steps else self._cut(name)
         replayed = self.steps.run(
             f"replay-{rung}/{name}",
@@ -204,7 +204,10 @@ class Searcher:
         return workload_of_replay(read_replay(replayed / draft.name))
 
     def _trial(self, name: str, work: Workload, rejection: float, left: float) -> ShapeTrial:
-        """Price a candidate now, and after as much training again, if rejections keep falling by the same share."""
+        """Predict the speed of a candidate now, and after one more rung.
+
+        left: Share of its rejections that a candidate still has after one more rung.
+        """
         cost, ks = self._shape_cost(self.shapes[name]), self.wanted.ks
         k, speedup, rate = best_k(cost, self._target_cost, work, ks, 1)
         learnt = work.with_chances(1 - left * (1 - work.texts.chances))
@@ -220,7 +223,7 @@ class Searcher:
         )
 
     def _last_steps(self, rung: int, steps: int, names: Sequence[str]) -> int:
-        """Return the steps of the last rung, for which the time suffices."""
+        """Return the number of steps on the last rung that fits the time left."""
         step_seconds, overhead = 0.0, 0.0
         for name in names:
             record = record_of(self.draft(rung, name))
@@ -235,7 +238,7 @@ class Searcher:
         return int(max(self.wanted.first_steps, min(MOST_STEPS, (left - overhead) / step_seconds)))
 
     def _measure(self, rung: int, leaders: Sequence[ShapeTrial]) -> list[MeasuredDraft]:
-        """Score the leaders together, and rank them by their measured speed."""
+        """Score the leaders in one run, and rank the leaders by measured speed."""
         scores = self.steps.run(
             "score",
             "score",
@@ -263,7 +266,7 @@ class Searcher:
 
     @cached_property
     def _law(self) -> ScalingLaw:
-        """The latency law of drafts, up to the widest pass of a parallel draft."""
+        """Return the latency law of drafts, for passes up to the widest pass of a parallel draft."""
         k = 2 * self.wanted.offsets - 1
         return read_law(
             self.steps.run(
@@ -290,7 +293,7 @@ class Searcher:
         return float(cost.forward_ms(1, 1, np.array(self._law.context)))
 
     def _wide_ms(self, shape: Shape) -> float:
-        """Return the time of a parallel draft's pass after a step that accepted half of its tokens."""
+        """Return the milliseconds of a parallel draft's pass after a step that accepted half of its tokens."""
         width = 3 * self.wanted.offsets // 2
         return float(self._shape_cost(shape).forward_ms(width, 1, np.array(self._law.context)))
 

@@ -1,8 +1,8 @@
 """The records of a search for the fastest draft, the choice of its candidates, and the steps that make them. No torch.
 
 The search is successive halving: on each rung every candidate is made (only cut on rung 0, then distilled), replayed
-over the target's text, and priced by a latency law. The best advance, and the leaders of the last rung are measured.
-A step is a command with its settings, run once in one directory; auto has the same.
+over the target's text, and its speed is predicted by a latency law. The best candidates advance, and the leaders of the
+last rung are measured. A step is a command with its settings, run once in one directory. auto uses the same steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,14 @@ from draftlab.provenance import Record
 from draftlab.reading import FileModel, read_model
 
 FILE = "search.json"
-MAX_PASS_SHARE = 0.4  # a draft's pass over the target's: at K = 1 and 3 of 4 accepted, such a draft gains a quarter
-MAX_WIDE_SHARE = 1.0  # a parallel draft has one pass a step: with 2 tokens accepted it gains a half
+# a draft's pass over the target's; at K = 1 with 3 of 4 tokens accepted, such a draft is 1.25 times as fast
+MAX_PASS_SHARE = 0.4
+# the same for a parallel draft, which makes one pass a step; with 2 tokens accepted it is 1.5 times as fast
+MAX_WIDE_SHARE = 1.0
 
 
 class NoCheapShape(UserError):
-    """Too few shapes are cheap enough to draft for the target."""
+    """Too few shapes have passes cheap enough to draft for the target."""
 
 
 class ShapeTrial(FileModel):
@@ -35,8 +37,8 @@ class ShapeTrial(FileModel):
     Args:
         length: Tokens per target pass.
         rejection: Mean probability that a drafted token is rejected.
-        draft_ms: One pass by the latency law.
-        promise: Tokens per second if the next rung lowers rejections as this rung did.
+        draft_ms: Milliseconds of one pass by the latency law.
+        promise: Tokens per second if the next rung lowers rejections by the same share as this rung did.
     """
 
     name: str
@@ -57,9 +59,9 @@ class Rung(FileModel):
 
 
 class MeasuredDraft(FileModel):
-    """A leader at its fastest measured K. gain is its speed over that of plain decoding.
+    """A leader at its fastest measured K. gain: Speed-up over plain decoding.
 
-    changed: The draft changed the output, as in bfloat16 where ties fall differently; such drafts come last.
+    changed: Whether the draft changed the output, as ties in bfloat16 can. Such drafts are ranked last.
     """
 
     name: str
@@ -71,7 +73,7 @@ class MeasuredDraft(FileModel):
 
 
 class Search(FileModel):
-    """search.json: the rungs and the measured leaders, the fastest first."""
+    """The contents of search.json: the rungs, and the measured leaders with the fastest first."""
 
     version: Literal[2] = 2
     target: str
@@ -91,7 +93,7 @@ class Search(FileModel):
         return not self.winner.changed and self.winner.gain.value > 1
 
     def explain(self) -> list[str]:
-        """Return the verdict in words."""
+        """Return the lines of the verdict."""
         winner, spread = self.winner, self.winner.gain
         predicted = next(trial for trial in self.rungs[-1].trials if trial.name == winner.name)
         lines = (
@@ -117,9 +119,9 @@ def candidates(
     target_ms: float,
     share: float,
 ) -> dict[str, Shape]:
-    """Return the shapes whose pass takes at most a share of the target's, by name.
+    """Return by name the shapes whose pass takes at most `share` of the target's time.
 
-    Shapes of middling cost come first, so that a search which runs out of time leaves out the extremes.
+    Shapes of medium cost come first, so a search that runs out of time leaves out the cheapest and dearest shapes.
 
     Raises:
         NoCheapShape: Fewer than two shapes are cheap enough.
@@ -141,10 +143,10 @@ def candidates(
 
 
 def remaining_rejections(before: Rung | None, rejections: dict[str, float]) -> float:
-    """Return the share of rejections that a rung left, as the median over its candidates; 1 on the first rung.
+    """Return the rejections on a rung over the rejections on the rung before, as the median over candidates.
 
-    A candidate that has learnt little is judged by what it can learn: otherwise the cheapest passes win while no draft
-    is any good.
+    The first rung has 1. Early rungs rank candidates by the rejections to expect after more training: without that, the
+    cheapest passes would win while every draft is poor.
     """
     if before is None:
         return 1.0
@@ -153,7 +155,7 @@ def remaining_rejections(before: Rung | None, rejections: dict[str, float]) -> f
 
 
 def read_search(path: Path) -> Search:
-    """Read search.json; raises as read_model."""
+    """Read search.json. Raises the errors of read_model."""
     return read_model(Search, path, FILE, "; draftlab search writes one")
 
 
@@ -162,7 +164,7 @@ def write_search(search: Search, folder: Path) -> None:
 
 
 class Runnable(Protocol):
-    """A command with its settings. entry is the command as a recipe has it."""
+    """A command with its settings. entry: The step as an entry of a recipe."""
 
     @property
     def entry(self) -> dict[str, dict[str, Any]]: ...
@@ -171,12 +173,12 @@ class Runnable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRunner:
-    """Steps in a directory. Decisions that follow from their records are the same again after a kill.
+    """Runs steps in a directory. Decisions depend on the records of steps, so a resumed run repeats the decisions.
 
     Args:
-        make: Returns a command by its name and settings, to which it adds the settings of the whole run.
-        label: Returns the line to print before a step, by the step's name and command.
-        done: Finished steps by the names of their outputs.
+        make: Returns a step for a command's name and settings. It adds the settings that all steps share.
+        label: Returns the line to print before a step, for the step's name and command.
+        done: Finished steps by the name of their output.
     """
 
     folder: Path
@@ -185,7 +187,7 @@ class StepRunner:
     done: dict[str, Runnable] = field(default_factory=dict)
 
     def run(self, name: str, command: str, **settings: Any) -> Path:
-        """Run a command unless its output is there, and return the output, which has this name."""
+        """Run a command unless its output exists, and return the output directory. name: Name of the output."""
         out = self.folder / name
         if name not in self.done:
             step = self.make(command, settings | {"out": out})
@@ -194,7 +196,7 @@ class StepRunner:
         return out
 
     def seconds(self, part: str = "") -> float:
-        """Return the seconds of finished steps, or of those whose name begins with this part of a path."""
+        """Return the seconds of finished steps. part: Only the step of this name, or the steps in this folder."""
         names = [name for name in self.done if not part or name.split("/")[0] == part]
         return sum(record_of(self.folder / name).total_seconds for name in names)
 
@@ -206,5 +208,5 @@ def record_of(output: Path) -> Record:
 
 
 def number(record: Record, name: str) -> float:
-    """Return a number that a training noted in its record."""
+    """Return a number from the notes of a training's record."""
     return float(str(record.notes[name]))

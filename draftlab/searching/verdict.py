@@ -1,6 +1,6 @@
-"""The verdict of auto: what to serve with, or no draft, with the reason and what would change it; its export and page.
+"""The verdict of auto: the draft to serve, or no draft, with the reason; and the export and the page of the verdict.
 
-The export of the choice is verified in the server where that is installed.
+The export is verified in the server if the server is installed.
 """
 
 import json
@@ -32,7 +32,7 @@ from draftlab.searching.plan import Plan, Request, in_words, not_tried, streams
 from draftlab.searching.schedule import StepRunner, record_of
 from draftlab.servers.kinds import Launch
 
-Scores = Mapping[int, Mapping[str, Score]]  # keys: streams, name
+Scores = Mapping[int, Mapping[str, Score]]  # keys: number of streams, name of the score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,9 @@ class Arm:
     """A way to draft.
 
     Args:
-        draft: Checkpoint or head; None where the drafter needs no weights.
-        shape: Name of a draft model's shape, or of a draft that was there.
-        drafter: None for a plain draft.
+        draft: Checkpoint or head. None if the drafter needs no weights.
+        shape: Name of a draft model's shape, or of a ready draft.
+        drafter: None for a draft model without another drafter.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Return the name of its score."""
+        """Return the name of the arm's scores."""
         if self.drafter is not None:
             return self.drafter.name
         assert self.draft is not None
@@ -60,18 +60,19 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """Return the way to draft in words."""
+        """Return the arm as text for a person."""
         return in_words(self.kind, self.shape)
 
 
 class Choice(FileModel):
-    """An arm at its best K. speedup is of whole requests, the geometric mean over all numbers of streams.
+    """An arm at its best K.
 
     Args:
-        name: Name of its scores.
-        label: The arm in words.
-        at_fewest: Speed-up at the fewest streams, as are tokens_per_pass and tokens_per_second.
-        changed: It changed the target's output, so that its speed-up does not count.
+        name: Name of the arm's scores.
+        label: The arm as text for a person.
+        speedup: Speed-up of whole requests, the geometric mean over all numbers of streams.
+        at_fewest: Speed-up at the fewest streams. tokens_per_pass and tokens_per_second are measured there, too.
+        changed: Whether the arm changed the target's output. Its speed-up then does not count.
     """
 
     kind: str
@@ -86,21 +87,21 @@ class Choice(FileModel):
 
 
 class Round(FileModel, extra="ignore"):
-    """A draft after a round: all tokens that it was trained on, and tokens per target pass."""
+    """A draft after a round. tokens: All training tokens so far. length: Tokens per target pass."""
 
     tokens: float
     length: float
 
 
 class TrainingRounds(FileModel):
-    """Rounds of training, each as long as all rounds before. stopped says why no further round follows."""
+    """Rounds of training, each as long as all rounds before it. stopped: Reason why no round follows."""
 
     k: int
     rounds: list[Round]
     stopped: str = ""
 
     def line(self) -> str:
-        """Return the rounds in words."""
+        """Return the rounds as one line of text."""
         lengths = ", ".join(
             f"{each.length:.2f} after {each.tokens:,.0f} tokens" for each in self.rounds
         )
@@ -108,16 +109,16 @@ class TrainingRounds(FileModel):
 
 
 class Verdict(FileModel, extra="ignore"):
-    """auto.json.
+    """The contents of auto.json.
 
     Args:
         choice: Label of an arm, or "no draft".
-        speedups: Speed-ups of whole requests by streams, on prompts that nothing was chosen on.
-        precision: How target and draft ran, in words.
-        doubt: Why nobody can tell from these scores; empty where there is no reason.
+        speedups: Speed-ups of whole requests by number of streams, on prompts that had no part in the choice.
+        precision: Precision of target and draft, as text.
+        doubt: Reason why the scores decide nothing, or "".
         draft: Checkpoint or head of the choice.
-        drafter: The choice as score --drafter takes it; empty for a plain draft.
-        serve: Command to type.
+        drafter: Text for score --drafter. Empty for a draft model without another drafter.
+        serve: Command that serves the target with the choice.
     """
 
     version: int = 3
@@ -150,7 +151,7 @@ class Verdict(FileModel, extra="ignore"):
         return choice[0].upper() + choice[1:]
 
     def lines(self) -> list[str]:
-        """Return the verdict for people."""
+        """Return the lines of the verdict, for a person to read."""
         gains = [f"{gain.as_speedup()} at {streams([n])}" for n, gain in self.speedups.items()]
         ran = f"; whole requests, {self.precision}" if self.precision else ""
         lines = [
@@ -195,7 +196,7 @@ def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
 def would_change(
     ranking: Sequence[Choice], scores: Scores, left_out: Mapping[str, str]
 ) -> list[str]:
-    """Return what would make a draft pay, or pay more."""
+    """Return changes that would make a draft faster than plain decoding, or faster than now."""
     changes, fewest = [], min(scores)
     trained = next((choice for choice in ranking if choice.kind == "draft"), None)
     if trained is not None:
@@ -217,7 +218,7 @@ def would_change(
 
 
 def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
-    """Return whether a choice is worth serving, and why, by its speed-up at each number of streams."""
+    """Return whether to serve the choice, and the reason. speedups: By number of streams."""
     gains = [n for n, gain in speedups.items() if gain.low > 1]
     losses = [n for n, gain in speedups.items() if gain.value < 1]
     if not gains:
@@ -247,11 +248,11 @@ def serve(
     k: int,
     int8: bool,
 ) -> tuple[str, list[str]]:
-    """Export the choice with its script; return the command to type, and notes on it.
+    """Export the choice with its script. Return the command that serves it, and notes.
 
     Args:
-        k_by_streams: Best K of each number of streams, 0 for no draft.
-        int8: The scores rounded weights to 8 bits.
+        k_by_streams: Best K by number of streams. 0 stands for no draft.
+        int8: Whether weights were rounded to 8 bits in the scores.
     """
     prompts, server = steps.folder / "prompts/measure.jsonl", request.server
     scores = [str(steps.folder / name) for name in ("score", "final")]
@@ -308,7 +309,7 @@ def serve(
 
 
 def unverified(request: Request) -> list[str]:
-    """Return the line that says why nothing is verified in the server; none where it is verified."""
+    """Return a line with the reason why the export is not verified in the server, or no line if it is verified."""
     if request.server is None or request.program is not None:
         return []
     if not SERVERS.get(request.server, "--for").program:
@@ -324,11 +325,11 @@ def _typed(export: Path) -> str:
 
 
 def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command: str) -> str:
-    """Return one page that loads nothing.
+    """Return an HTML page that loads no other files.
 
     Args:
-        seconds: Returns the seconds that a step of the plan took.
-        command: Command that continues the run.
+        seconds: Returns the seconds that a step of the plan took, by the name of the step.
+        command: Command that resumes the run.
     """
     board = _candidates(verdict)
     labels = [choice.label for choice in verdict.ranking]

@@ -22,7 +22,7 @@ Dimension = Literal["hidden", "layers", "kv_heads", "heads", "ffn"]
 LOW, HIGH, BETA = -0.1, 1.1, 2 / 3
 EPSILON = 1e-6
 BOUND = math.log(100)  # log-odds stay within +- this
-WARM_UP = 0.2  # share of the steps in which the target sparsity rises to its end
+WARM_UP = 0.2  # share of the steps in which the target sparsity rises to its final value
 
 
 class MaskSize(NamedTuple):
@@ -33,7 +33,7 @@ class MaskSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Mask values, 1 where nothing is masked."""
+    """Mask values. A value of 1 masks nothing."""
 
     hidden: Tensor  # [D]
     layers: Tensor  # [L]
@@ -42,7 +42,7 @@ class Values:
 
 
 def mask_sizes(source: Shape, shape: Shape) -> dict[Dimension, MaskSize]:
-    """Return the dimensions in which something is cut. One kv mask multiplies the masks of its group's query heads."""
+    """Return the sizes of masks for the dimensions to cut. A kv mask multiplies the masks of its query heads."""
     group, target = source.heads // source.kv_heads, shape.heads // shape.kv_heads
     sizes: dict[Dimension, MaskSize] = {
         "hidden": MaskSize(1, source.hidden, shape.hidden),
@@ -55,10 +55,10 @@ def mask_sizes(source: Shape, shape: Shape) -> dict[Dimension, MaskSize]:
 
 
 class Masks(nn.Module):
-    """Log-odds of every mask, and the Lagrange multipliers that bring each dimension to its target.
+    """Log-odds of every mask, and the Lagrange multipliers that bring each dimension to its target size.
 
-    A masked model reads ``values``, which ``draw`` sets before every forward pass: a sample in training, the
-    deterministic masks otherwise.
+    A masked model reads ``values``. ``draw`` sets ``values`` before every forward pass: to a sample in training, and to
+    the deterministic masks otherwise.
     """
 
     def __init__(self, source: Shape, shape: Shape, seed: int) -> None:
@@ -79,7 +79,7 @@ class Masks(nn.Module):
         self.values = self._values({})
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return parameter groups: descent on log-odds, ascent on multipliers, both at the published rate of 1."""
+        """Return parameter groups: descent on log-odds and ascent on multipliers, at the published rate of 1."""
         same = {"lr": 1.0, "weight_decay": 0.0}
         return [
             {"params": list(self.log_odds.parameters()), **same},
@@ -97,7 +97,7 @@ class Masks(nn.Module):
         self.values = self._values({name: sample(self._odds(name)) for name in self.sizes})
 
     def deterministic(self) -> Values:
-        """Return masks with exactly the target's counts: the smallest entries of each row are zero, no other is."""
+        """Return masks in which only the smallest entries of each row are zero, as many as the target shape needs."""
         masks = {}
         for name, size in self.sizes.items():
             soft = torch.sigmoid(0.8 * self._odds(name).clamp(-BOUND, BOUND) / BETA)
@@ -106,7 +106,10 @@ class Masks(nn.Module):
         return self._values(masks)
 
     def penalty(self) -> Tensor:
-        """Return the augmented Lagrangian: the sum of mean l1 (s - t) + l2 (s - t)^2, s expected sparsity, t target."""
+        """Return the augmented Lagrangian, the sum over dimensions of the mean of l1 (s - t) + l2 (s - t)^2.
+
+        s is the expected sparsity, t the target sparsity.
+        """
         total = torch.zeros((), device=next(iter(self.log_odds.values())).device)
         for name, gap in self._gaps(min(1.0, self.progress / WARM_UP)).items():
             linear, square = self.multipliers[name]
@@ -114,11 +117,11 @@ class Masks(nn.Module):
         return total
 
     def gaps(self) -> dict[str, float]:
-        """Return the distance of each dimension's expected sparsity from its target, the mean over rows."""
+        """Return the mean over rows of |expected - target sparsity|, by dimension."""
         return {name: float(gap.detach().abs().mean()) for name, gap in self._gaps(1.0).items()}
 
     def keep(self) -> Keep:
-        """Return the parts that the deterministic masks keep."""
+        """Return the indices that the deterministic masks keep."""
         values, group = self.deterministic(), self.source.heads // self.source.kv_heads
         layers = _nonzero(values.layers)
         heads = [_nonzero(values.heads[layer]) for layer in layers]
@@ -141,7 +144,7 @@ class Masks(nn.Module):
         return cast(Tensor, self.log_odds[name])
 
     def _gaps(self, share: float) -> dict[str, Tensor]:
-        """Return expected minus target sparsity of each row, at a share of the final target."""
+        """Return expected minus target sparsity of each row. share: Factor of the final target sparsity."""
         return {
             name: 1
             - keep_probability(self._odds(name)).mean(-1)
@@ -169,7 +172,7 @@ class Masks(nn.Module):
 
 
 def sample(log_odds: Tensor) -> Tensor:
-    """Return hard concrete samples in [0, 1], from the global random state of the CPU."""
+    """Return hard concrete samples in [0, 1], drawn from the CPU's global random state."""
     u = torch.rand(log_odds.shape).clamp(EPSILON, 1 - EPSILON).to(log_odds.device)
     s = torch.sigmoid((u.log() - torch.log1p(-u) + log_odds) / BETA)
     return (s * (HIGH - LOW) + LOW).clamp(0, 1)

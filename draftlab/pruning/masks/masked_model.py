@@ -1,7 +1,7 @@
-"""A transformers model that computes with masks, and the same masks folded into its weights.
+"""A transformers model that computes with masks, and weights with the same masks folded in.
 
-B rows, T tokens, D hidden, F ffn, C head_dim. A model masked with zeros gives the logits of the smaller model that they
-cut out; folding makes that true for soft masks too.
+B rows, T tokens, D hidden, F ffn, C head_dim. A model masked with zeros gives the logits of the smaller model without
+the masked entries. Folding extends this to soft masks.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
     """Let a model compute with masks.values inside the block.
 
-    Masks multiply the weights of a projection, of which there are fewer than activations.
+    Masks multiply the weights of a projection, since there are fewer weights than activations.
     """
     handles, patched = [], []
     for path, module in model.named_modules():
@@ -51,7 +51,7 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
 
 
 class Folded(TensorView):
-    """A source's weights with each mask value multiplied in once. Cutting the zeros out then changes nothing."""
+    """A source's weights, multiplied by the mask values. Cutting the zeros then leaves the logits unchanged."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, values: Values) -> None:
         super().__init__(weights, shape)
@@ -63,7 +63,7 @@ class Folded(TensorView):
         if role in ("embed", "input_norm", "post_norm", "norm"):
             return (tensor * hidden).to(tensor.dtype)
         if layer is None or role not in ("o", "down", "o_bias", "down_bias"):
-            return tensor  # the head too: its input is masked by the last norm
+            return tensor  # also the head, because the last norm masks its input
         out = hidden * self.z.layers[layer].to(tensor.device)
         if tensor.ndim == 1:
             return (tensor * out).to(tensor.dtype)

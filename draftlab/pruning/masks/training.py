@@ -1,4 +1,4 @@
-"""Mask training on disk: masks under their constraint, with the weights frozen or free."""
+"""Mask training on disk: masks are trained to a target sparsity, with the weights frozen or trained as well."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from draftlab.training.trainer import TrainingSetup
 
 # not next to config.json, where runtimes load every safetensors file
 MASKS_FILE = "masks/masks.safetensors"
-LR = 1.0e-4  # unused while weights are frozen: masks have rates of their own
+LR = 1.0e-4  # unused if weights are frozen, because masks have a separate rate
 HELDOUT_ROWS = 32
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
 SAVE_STEPS = 100  # most steps between checkpoints to resume from
@@ -35,7 +35,7 @@ SAVE_STEPS = 100  # most steps between checkpoints to resume from
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskTraining:
-    """Training of masks. lr is the peak learning rate of the weights; None freezes them."""
+    """Settings of mask training. lr: Peak learning rate of the weights. None freezes the weights."""
 
     steps: int
     batch_size: int
@@ -58,7 +58,7 @@ class MaskTraining:
 
 
 def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
-    """Write the draft that trained masks cut out; several processes may train them. A killed run resumes.
+    """Train masks, and write the draft that they select. Several processes may train. A killed run resumes.
 
     Raises:
         UserError: The loss is not finite.
@@ -81,7 +81,7 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
 def _select(
     source: Source, shape: Shape, text: Text, training: MaskTraining, state: Path
 ) -> Selection:
-    """Train masks that cut the source to shape, with checkpoints in state. Raises UserError: See prune_by_masks."""
+    """Train masks that cut the source to a shape. state: Directory of checkpoints. Raises as prune_by_masks."""
     masks = Masks(source.shape, shape, text.seed)
     student = _student(source, training)
     setup = _setup(source, text, training)
@@ -99,7 +99,7 @@ def _select(
         (work / MASKS_FILE).parent.mkdir()
         masks.save(work / MASKS_FILE)
 
-    # soft masks are part of the map from the source's residual stream to the draft's
+    # the basis, from the source's residual stream to the draft's, includes soft masks
     return Selection(
         keep=keep, basis=torch.diag(hidden)[:, keep.hidden], weights=weights, save=save
     )

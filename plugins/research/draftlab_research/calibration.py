@@ -1,4 +1,4 @@
-"""Texts of the target and times of passes, which drafters that choose their own shape learn from."""
+"""Texts of the target and times of passes, from which some drafters choose their shape."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from draftlab.model.llama import Llama
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_store
 
-STORED_TEXTS = 32  # of a store, to learn from
+STORED_TEXTS = 32  # texts that are read from a store
 CALIBRATION = (
     6,
     64,
@@ -24,7 +24,7 @@ PASSES = 15
 
 
 def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
-    """Return prompts with completions of the target: stored outputs, or answers to prompts of the text of the run."""
+    """Return prompts with the target's completions: stored outputs, or new answers to prompts from the run's data."""
     if outputs:
         return [(output.prompt.astype(np.int64), output.ids) for output in spread_outputs(outputs)]
     count, length, max_tokens = CALIBRATION
@@ -38,7 +38,10 @@ def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
 
 
 def spread_outputs(outputs: str) -> list[TargetOutput]:
-    """Return STORED_TEXTS of a store of target outputs, of its held-out part if it has one: drafts did not learn it."""
+    """Return STORED_TEXTS evenly spaced texts of a store.
+
+    The texts come from the held-out part of the store if it has one, because drafts are not trained on that part.
+    """
     store, heldout = Path(outputs), Path(outputs) / HELDOUT
     written = [
         output
@@ -51,7 +54,7 @@ def spread_outputs(outputs: str) -> list[TargetOutput]:
 def pass_ms(
     context: DrafterContext, models: dict[str, Llama], widths: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Return the milliseconds of passes of each model, by width."""
+    """Return by model the milliseconds of a pass at each width."""
     curves = measure_latency(
         models, widths=list(widths), context=96, passes=PASSES, clock=context.clock
     )

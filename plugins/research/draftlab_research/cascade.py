@@ -1,4 +1,4 @@
-"""Cascade: a draft model that verifies what a cheaper drafter drafts for it."""
+"""Cascade: a draft model that verifies the tokens of a cheaper drafter."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @drafter("cascade")
 class CascadeSpec(DraftModelSpec, NgramSpec):
-    """inner: the cheaper drafter, which drafts inner_tokens at once; the options of n-grams are those of ngram."""
+    """Options of a cascade, besides those of ngram. inner: Cheaper drafter. inner_tokens: Tokens per inner draft."""
 
     inner: Literal["ngram", "prompt-lookup"] = "ngram"
     inner_tokens: int = Field(2, ge=1)

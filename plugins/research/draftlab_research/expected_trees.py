@@ -8,9 +8,9 @@ from draftlab.acceptance.expected import Counts, Texts, count
 def tree(texts: Texts, ranks: np.ndarray, widths: list[int]) -> Counts:
     """Count steps that draft a full tree: each node at depth j has the widths[j] most probable tokens as children.
 
-    ranks: of each token in the draft's distribution, 0 the most probable, [R, n], or [R, n, D] by the age of the step.
-    texts.chances is ignored. The rule accepts the target's own token if the tree has it, so this holds for a target
-    that samples, too.
+    ranks: Rank of each token in the draft's distribution, 0 for the most probable, [R, n], or [R, n, D] with a column
+    per depth in the tree. texts.chances is ignored. The counts also hold for a target that samples, because the rule
+    accepts the target's token whenever the tree has that token.
     """
     nodes = np.concatenate([[0], np.cumsum(np.cumprod(widths))])
     depth = np.minimum(len(widths), texts.room())

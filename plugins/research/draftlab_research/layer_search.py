@@ -1,4 +1,4 @@
-"""Search for the layers that a target leaves out when it drafts for itself."""
+"""Search for the layers that a target skips when it drafts for itself."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.layer_skip import skip_layers
 
-MAX_K = 8  # drafted tokens up to which a set of layers is rated
+MAX_K = 8  # largest K for which a set of layers is rated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSet:
-    """Layers to keep, with the predicted result at their best K. speedup: over plain decoding."""
+    """Layers to keep, with the predicted result at the best K. speedup: Over plain decoding."""
 
     layers: tuple[int, ...]
     k: int
@@ -27,13 +27,13 @@ class LayerSet:
 def search_layers(
     target: Llama, texts: Sequence[Text], sampling: SamplingParams, cost: Callable[[int], float]
 ) -> Iterator[LayerSet]:
-    """Drop the layer that costs the least speed-up, again and again; yield each set, from all but one layer on.
+    """Repeatedly drop the layer whose loss costs the least speed-up, and yield each set, from all but one layer on.
 
-    After Draft & Verify (2309.08168) and SWIFT, with their timed runs replaced by the expected acceptance on texts that
-    the target generated under the same sampling: all candidates of one size cost the same, so the one with the most
+    The search follows Draft & Verify (2309.08168) and SWIFT, but uses expected acceptance in place of timed runs, on
+    texts that the target generated under the same sampling. Sets of one size cost the same, so the set with the most
     tokens per pass wins.
 
-    cost: time of a pass through a number of layers, relative to a pass of the target.
+    cost: Function of a number of layers. Returns the time of a pass relative to a pass of the target.
     """
     greedy = sampling.temperature == 0
     own = [] if greedy else score_tokens(target, texts, target.shape.vocab, sampling)

@@ -1,4 +1,4 @@
-"""Layer skipping: the target drafts for itself with some of its layers left out."""
+"""Layer skipping: the target drafts for itself without some of its layers."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @drafter("layer-skip")
 class LayerSkipSpec(OutputsSpec):
-    """layers: the layers to keep; none: the fastest set by replay, on outputs or on texts written for it."""
+    """Options of layer skipping. layers: Layers to keep. Empty: the set that is predicted to be fastest.
+
+    The prediction is by replay, on the outputs or on texts that the target writes first.
+    """
 
     own_engine = True
     layers: Annotated[list[int], split_at("+")] = Field([])

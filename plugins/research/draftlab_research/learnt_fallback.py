@@ -1,4 +1,4 @@
-"""Prompt lookup before a draft model, with a gate learnt from what the target wrote."""
+"""Prompt lookup before a draft model, with a gate that is learnt from texts of the target."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @drafter("learnt-fallback")
 class LearntFallbackSpec(DraftModelSpec, OutputsSpec):
-    """outputs: a store of target outputs, from which the options of fallback are learnt."""
+    """Options of learnt fallback. outputs: Store of target outputs from which the gate is learnt."""
 
     own_engine = True
     outputs: str = Field("", min_length=1, validate_default=True)

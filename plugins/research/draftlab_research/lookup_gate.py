@@ -1,7 +1,7 @@
-"""The gate of fallback: how long a match must be for prompt lookup to be faster than the draft model.
+"""The gate of fallback: the length from which matches of prompt lookup are faster than the draft model.
 
-Learnt from what the target wrote: at every token, what a copy would have got right, and what the draft model would. P
-positions, K drafted.
+The gate is learnt from texts of the target. At every position, the accepted tokens of a copy are compared with the
+expected accepted tokens of the draft model. P positions, K drafted.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +17,15 @@ ROUNDS = 20  # until the gate and the speed that it is judged by agree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """min_match: length from which a match is copied, by MATCH_KINDS; longer than any match: never.
+    """A gate, with its speed in tokens per millisecond.
 
-    draft_tokens: of the draft model, at most the k that are copied. Speeds are tokens per millisecond: with this gate,
-    with every match copied, and of the draft model alone.
+    Args:
+        min_match: Length from which a match is copied, for each of MATCH_KINDS. A length above all matches disables
+            copies.
+        k: Tokens of a copy.
+        draft_tokens: Tokens that the draft model drafts, at most k.
+        ungated_speed: Speed if every match is copied.
+        model_speed: Speed of the draft model alone.
     """
 
     min_match: tuple[int, ...]
@@ -33,9 +38,10 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Tokens to draft: the length of the match before each, 0 if none, its kind, and how many tokens are accepted.
+    """Positions at which a draft begins.
 
-    copied: of the copy, at most the largest K, [P]. modelled: expected, of the draft model by K, [P, K].
+    length: Length of the match before the position, or 0, [P]. kind: Kind of the match, [P]. copied: Accepted tokens of
+    a copy, at most the largest K, [P]. modelled: Expected accepted tokens of the draft model by K, [P, K].
     """
 
     length: np.ndarray
@@ -47,9 +53,10 @@ class Positions:
 def replay_matches(
     texts: Sequence[Text], chances: Sequence[np.ndarray], longest: int, k: int
 ) -> Positions:
-    """Return all positions of texts but the first, which is not drafted.
+    """Return all positions of texts except the first, which the prefill gives.
 
-    chances: that a model's token is accepted, [n]; of a parallel draft [n, K], by how long ago its step began.
+    chances: Probability that the draft model's token is accepted, [n]. For a parallel draft [n, K], with a column per
+    position in the draft.
     """
     rows: list[tuple[int, int, int]] = []
     modelled: list[np.ndarray] = []
@@ -80,10 +87,10 @@ def learn_gate(
     draft_ms: Callable[[int], float],
     verify_ms: Callable[[int], float],
 ) -> Gate:
-    """Return the gate with the most tokens per millisecond, and how many to copy and to draft for them.
+    """Return the gate, with the numbers of tokens to copy and to draft, that gives the most tokens per millisecond.
 
-    draft_ms: of K drafted tokens, by K. verify_ms: of a target pass by its width. A copy is worth it where its tokens
-    gain more than the run's speed makes of the time: the fixed point of that speed (Dinkelbach 1967).
+    draft_ms: Milliseconds to draft K tokens, by K. verify_ms: Milliseconds of a target pass, by width. A copy pays if
+    it adds more tokens than the gate's speed yields in its extra time. That speed is a fixed point (Dinkelbach 1967).
     """
     pairs = [(k, drafted) for k in ks for drafted in ks if drafted <= k]
     gates = [_at(positions, *pair, longest, draft_ms, verify_ms) for pair in pairs]
@@ -130,7 +137,7 @@ def _at(
 
 
 def _shortest(positions: Positions, kind: int, gain: np.ndarray, longest: int) -> int:
-    """Return the length from which matches of a kind gain most together."""
+    """Return the least length for which the total gain of all matches of a kind is largest."""
     own = (positions.kind == kind) & (positions.length > 0)
     totals = [
         gain[own & (positions.length >= shortest)].sum() for shortest in range(1, longest + 2)

@@ -1,4 +1,4 @@
-"""Medusa heads: the target drafts from its own last hidden state."""
+"""Medusa heads: the target drafts from its last hidden state."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +16,10 @@ TRAINED_BY = "draftlab distill --student medusa"
 
 @drafter("medusa", served_by=("vllm",))
 class MedusaSpec(DrafterSpec):
-    """heads: an output of draftlab distill --student medusa."""
+    """Options of Medusa heads. heads: Output of draftlab distill --student medusa."""
 
     own_engine = True
-    mode = "eager"  # the others keep no hidden states
+    mode = "eager"  # other modes keep no hidden states
     heads: str
 
     def inputs(self) -> list[Input]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @student("medusa")
 class MedusaStudent(StudentSpec):
-    """heads: the number of heads, each for one drafted token."""
+    """Options of the student. heads: Number of heads, one for each drafted token."""
 
     unused = frozenset(
         {

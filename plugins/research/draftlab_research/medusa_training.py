@@ -1,9 +1,9 @@
-"""Training Medusa heads as a student of the one loop: the target is frozen, and teaches its own later predictions.
+"""Training of Medusa heads as a student of distill: the frozen target teaches the heads its later predictions.
 
-B rows of text, N heads, T positions, D hidden. A batch has B N rows: each text once for every head. Row k of a text
-holds, at each position, the states of head k from k positions before, so that it predicts the same token as the target
-does there, and learns from the target's distribution there. No head shares a trained weight with another, so the
-paper's weights of the heads' losses (0.8^k) would change nothing that AdamW sees, and are left out.
+B rows of text, N heads, T positions, D hidden. A batch has B N rows: each text once for every head. At each position,
+row k of a text holds the state of head k from k positions earlier. Head k thus predicts the same token as the target at
+this position, and learns from the target's distribution. The heads share no trained weight, so the paper's weights of
+the heads' losses (0.8^k) would not change AdamW's steps, and are left out.
 """
 
 from collections.abc import Mapping
@@ -31,19 +31,19 @@ from draftlab.training.teachers import logits_of
 from draftlab.training.trainer import TrainingSetup
 from draftlab_research.drafting.medusa import apply_heads, write
 
-LOSS = parse_loss("fkl")  # to the target's own distribution at the token that a head predicts
+LOSS = parse_loss("fkl")  # against the target's distribution of the token that a head predicts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenHeads:
-    """Heads that are trained on a frozen target."""
+    """Heads in training, on a frozen target."""
 
     module: PreTrainedModel
     setup: TrainingSetup
     target: Path
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the heads of the best evaluation; return held-out acceptance and agreement of each."""
+        """Write the heads of the best evaluation. Return held-out acceptance and agreement of each head."""
         best, stored = best_weights(state, "student"), checkpoint.stored_dtype(self.target)
         write(work, {name: weight.to(stored) for name, weight in best.items()}, self.target)
         return {"heads": evaluate_heads(cast(Heads, self.module), best, self.setup)}
@@ -53,7 +53,7 @@ def open_heads(count: int, job: Distillation) -> OpenHeads:
     """Return heads on the frozen target of a distillation, with its text.
 
     Raises:
-        UserError: text that cannot be used.
+        UserError: The text cannot be used.
     """
     target = job.target
     assert target is not None  # a head reads its states
@@ -69,7 +69,7 @@ def open_heads(count: int, job: Distillation) -> OpenHeads:
 
 
 class FrozenTarget:
-    """The target, run once for the heads and the teacher, who ask for the same texts."""
+    """The target. Heads and teacher ask for the states of the same texts, so the last states are cached."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -91,7 +91,7 @@ class FrozenTarget:
 
 
 class Heads(nn.Module):
-    """The student. Its parameters are the heads alone: zero at the start, where each repeats the target's own head."""
+    """The student, whose only parameters are the heads. Each starts at zero, and so predicts as the target's head."""
 
     def __init__(self, target: FrozenTarget, count: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Heads(nn.Module):
         return CausalLMOutput(logits=self.get_output_embeddings()(self.states(input_ids)))
 
     def states(self, ids: Tensor) -> Tensor:
-        """Return the inputs of the target's head, [B N, T, D]; the first k positions of head k mean nothing."""
+        """Return the inputs of the target's LM head, [B N, T, D]. The first k positions of head k are undefined."""
         count = len(self.heads)
         states = self.target(ids[::count])
         # [B, T, N, D]
@@ -126,7 +126,7 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class SelfTeacher:
-    """The target's distributions of rows that hold each text once for every head."""
+    """The target's distributions for rows in which each text is repeated once per head."""
 
     target: FrozenTarget
     count: int
@@ -155,7 +155,7 @@ class RepeatedBatches:
 
 
 def repeat_rows(batch: Batch, count: int) -> Batch:
-    """Repeat each row for every head; of head k the first k positions do not count: it predicts nothing there."""
+    """Repeat each row for every head. The first k positions of head k are masked, as it predicts nothing there."""
     mask = batch.mask.repeat(count, 0)
     for k in range(1, count + 1):
         mask[k - 1 :: count, :k] = 0
@@ -163,7 +163,7 @@ def repeat_rows(batch: Batch, count: int) -> Batch:
 
 
 def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingSetup:
-    """Return the setup for one process and whole batches: rows of a text must stay together."""
+    """Return the setup for one process and undivided batches, because the rows of a text must stay in one batch."""
     count = len(student.heads)
     repeated = replace(heldout, batches=[repeat_rows(batch, count) for batch in heldout.batches])
     return TrainingSetup(

@@ -16,7 +16,7 @@ TENSOR = re.compile(r"tensor\(\s*\[\[(.*?)\]\]", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class PaperTrace:
-    """The greedy texts of a trace file, each for one prompt; texts that begin with their prompt lose it."""
+    """The greedy texts of a trace file, one per prompt. with_prompts: Whether every text begins with its prompt."""
 
     prompts: list[Prompt]
     texts: list[np.ndarray]
@@ -33,10 +33,11 @@ class PaperTrace:
         vocab: int,
         eos_ids: tuple[int, ...],
     ) -> "PaperTrace":
-        """Read the first count texts.
+        """Read the first `count` texts.
 
         Raises:
-            UserError: not such a file, cut or abbreviated, not one text per prompt, or ids that vocab does not have.
+            UserError: The file is no trace or is incomplete, the numbers of texts and prompts differ, or an id is not
+                below vocab.
         """
         texts = paper_texts(file)[:count]
         if len(texts) != len(prompts):
@@ -59,7 +60,7 @@ class PaperTrace:
         return max(map(len, self.texts))
 
     def output(self, number: int) -> TargetOutput:
-        """Return prompt number with its text up to the first end-of-text token."""
+        """Return a prompt with its text up to the first end-of-text token. number: Number of the prompt."""
         prompt = self.prompts[number]
         ids = self.texts[number][len(prompt.ids) if self.with_prompts else 0 :]
         text = Completion.truncated(ids, np.zeros(len(ids)), self.eos_ids)
@@ -73,7 +74,7 @@ class PaperTrace:
 
 
 def paper_texts(file: Path) -> list[np.ndarray]:
-    """Return the token ids of each text. Raises UserError: see PaperTrace.read."""
+    """Return the token ids of each text. Raises UserError as PaperTrace.read does."""
     try:
         content = file.read_text()
     except (OSError, UnicodeDecodeError) as error:

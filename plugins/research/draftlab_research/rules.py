@@ -1,6 +1,6 @@
-"""Verify rules for token trees: children are tried in turn, from the root on.
+"""Verify rules for token trees, which try the children of a node in turn, from the root on.
 
-N drafted tokens, V vocab; nodes and p as in draftlab.engine.verify.
+N drafted tokens, V vocab. Nodes and p are defined in draftlab.engine.verify.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from torch import Tensor
 from draftlab.engine.verify import Chance, Tokens, Verdict, normalised
 from draftlab.registry import RULES
 
-HALVINGS = 20  # of the interval that contains rho
+HALVINGS = 20  # times that the interval around rho is halved
 
 
 @RULES.register("recursive")
 def recursive(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Try siblings in turn, each against the residual of p after those before it; one child is Leviathan's rule.
+    """Try siblings in turn, each against the residual of p after the siblings before it.
 
-    The residual of each trial uses the distribution that the child was drawn from. This covers children drawn
-    independently (SpecInfer, 2305.09781, algorithm 2), without replacement (Sequoia, 2402.12374) and, with q one-hot,
-    the m most probable tokens (EAGLE).
+    The residual of each trial uses the distribution that the child was drawn from. The rule covers children drawn
+    independently (SpecInfer, 2305.09781, algorithm 2) or without replacement (Sequoia, 2402.12374), and, with q
+    one-hot, the m most probable tokens (EAGLE). For one child it is Leviathan's rule.
     """
 
     def select(residual: Tensor, children: list[int]) -> tuple[int | None, Tensor]:
@@ -54,9 +54,9 @@ def k_sequential(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 
 def smallest_rho(p: Tensor, q: Tensor, n: int) -> float:
-    """Return the rho in [1, n] that accepts most; larger ones are lossless too, smaller ones not (SpecTr, theorem 2).
+    """Return the smallest lossless rho in [1, n], which accepts most (SpecTr, theorem 2).
 
-    Solves 1 - (1 - beta)^n = rho beta with beta(rho) = sum min(q, p / rho), from above.
+    The solution of 1 - (1 - beta)^n = rho beta, with beta(rho) = sum min(q, p / rho), is approached from above.
     """
     low, high = 1.0, float(n)
     while n > 1 and high - low > 2.0**-HALVINGS:

@@ -1,4 +1,4 @@
-"""Draft models that stop early, where they are not confident."""
+"""Draft models that stop drafting early if they are not confident."""
 
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ class ConfidenceStopSpec(DraftModelSpec):
 
 @drafter("entropy-stop")
 class EntropyStopSpec(DraftModelSpec):
-    """threshold: in nats."""
+    """Options of the entropy stop. threshold: Entropy in nats."""
 
     threshold: float = Field(1.5, ge=0)
 

@@ -1,4 +1,4 @@
-"""The tree that is predicted to be the fastest, from texts of the target and times of passes."""
+"""The tree with the highest predicted speed, from texts of the target and times of passes."""
 
 import numpy as np
 
@@ -17,16 +17,16 @@ from draftlab_research.drafting.tree import (
 )
 from draftlab_research.trees import SearchedTreeSpec
 
-RANKS = 8  # tokens of a draft that a tree may take
+RANKS = 8  # most children of a node in a tree
 MAX_DEPTH = 8
 
 
 def parents_of(
     spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None = None
 ) -> tuple[int, ...]:
-    """Return the tree of the widths, or the one that is predicted to be the fastest.
+    """Return the parents of the tree with the spec's widths, or of the tree with the highest predicted speed.
 
-    offsets: the most tokens that a parallel draft drafts; None: the draft is not parallel.
+    offsets: Most tokens that a parallel draft drafts. None if the draft is not parallel.
     """
     target = context.own_engine(spec, context.target)
     if spec.widths:
@@ -37,7 +37,7 @@ def parents_of(
     ms = pass_ms(context, {"draft": model, "target": target}, widths)
 
     def step_ms(levels: int, tokens: int, accepted: float) -> float:
-        """A parallel draft reads what was accepted and a mask token for each level but one."""
+        """Return the milliseconds of a step. A parallel draft reads accepted tokens and levels - 1 mask tokens."""
         drafts, read = (levels, 1) if offsets is None else (1, accepted + levels - 1)
         return drafts * np.interp(read, widths, ms["draft"]) + np.interp(
             tokens + 1, widths, ms["target"]
@@ -55,7 +55,7 @@ def parents_of(
 def _path_shares(
     spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None
 ) -> PathShare:
-    """Return how often tokens of the draft are the target's."""
+    """Return how often the tokens of a path in the tree are the target's tokens."""
     texts = calibration_texts(context, spec.outputs)
     if offsets is not None:
         scored = score_offsets(

@@ -21,7 +21,7 @@ Siblings = Literal["top", "sampled", "distinct"]
 
 
 class WidthsSpec(DrafterSpec):
-    """A tree of fixed shape. widths: children of each node by depth. siblings: how children are drawn when sampling."""
+    """Options of a fixed tree. widths: Children of each node, by depth. siblings: How children are drawn."""
 
     own_engine = True
     rejection_rule = "recursive"
@@ -39,7 +39,7 @@ class WidthsSpec(DrafterSpec):
 
     @property
     def drawn(self) -> Siblings:
-        """Return how siblings are drawn when sampling."""
+        """Return how siblings are drawn above temperature 0."""
         return self.siblings
 
     def check(self, run: RunFacts) -> None:
@@ -56,7 +56,7 @@ class WidthsSpec(DrafterSpec):
 
 
 class SearchedTreeSpec(WidthsSpec, OutputsSpec):
-    """nodes: without widths, the fastest tree of at most that many tokens, found on outputs."""
+    """Options of a fixed or searched tree. nodes: Most tokens of the tree that is searched if widths is empty."""
 
     nodes: int | None = Field(None, ge=1, le=MAX_TREE_TOKENS)
 
@@ -72,9 +72,9 @@ class SearchedTreeSpec(WidthsSpec, OutputsSpec):
 
 
 class DynamicTreeSpec(WidthsSpec):
-    """A drafter that can draft the dynamic tree of EAGLE-2: the nodes tokens of highest probability.
+    """Options of a fixed tree or of EAGLE-2's dynamic tree, which has the `nodes` tokens of highest probability.
 
-    topk: tokens that are read on each level, and children of each; None: a tree of fixed shape. depth: its levels.
+    topk: Tokens that are read on each level, and children of each token. None for a fixed tree. depth: Levels.
     """
 
     topk: int | None = Field(None, ge=1, le=64)

@@ -1,1 +1,1 @@
-"""The drafters themselves, with torch; the modules above have their options."""
+"""The drafters, with torch. The modules one folder above declare the options."""

@@ -1,4 +1,4 @@
-"""A draft model that verifies what a cheaper drafter drafts for it.
+"""A draft model that verifies the tokens of a cheaper drafter.
 
 B rows, K drafted, V vocab.
 """
@@ -17,7 +17,7 @@ from draftlab.sampling import SamplingParams
 class CascadeDrafter(ModelDrafter):
     """A smaller drafter drafts for the draft model, which drafts for the target (Spector and Re 2023, 2308.04623).
 
-    The output are samples of the draft model itself, so its distributions are the q of the target's rule.
+    The drafted tokens are samples of the draft model, so its distributions are the q of the target's rule.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CascadeDrafter(ModelDrafter):
         draws = self._draws(uniform)  # [B, K, 2 inner_tokens + 1]
         while min(done := list(map(len, tokens)), default=count) < count:
             u = draws[torch.arange(len(done)), [min(n, count - 1) for n in done]]
-            # a row that has its tokens is fed its text alone, so that it stays within the capacity
+            # a finished row is fed without its drafted tokens, so that it stays within the cache's capacity
             so_far = [
                 text + (more if len(more) < count else [])
                 for text, more in zip(texts, tokens, strict=True)
@@ -70,7 +70,7 @@ class CascadeDrafter(ModelDrafter):
         )
 
     def _draws(self, uniform: Tensor) -> Tensor:
-        """Expand the draws of each row and position to as many as an inner step needs."""
+        """Expand the draw of each row and position to the 2 inner_tokens + 1 draws of an inner step."""
         width = 2 * self.inner_tokens + 1
         draws = [
             torch.rand(

@@ -1,9 +1,9 @@
-"""EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858): the tokens that the draft itself takes for most probable.
+"""EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858), of the tokens that the draft considers most probable.
 
-B rows, N drafted tokens, M candidates, V vocab. A token's value is the product of the draft's probabilities on its
-path. On each level the topk most valuable tokens are read, and each has topk children; of all, the N most valuable are
-drafted. A parent is worth at least as much as its child, so these are a tree. It depends on the text alone, and so do
-its tokens: q is one-hot, as of any tree of most probable tokens, and verification is lossless.
+B rows, N drafted tokens, M candidates, V vocab. The value of a token is the product of the draft's probabilities on its
+path. On each level, the topk tokens of highest value are read, and each has topk children. The N candidates of highest
+value are drafted. A parent's value is at least its child's, so these candidates form a tree. The tree and its tokens
+depend only on the text, so q is one-hot, and verification is lossless.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from draftlab_research.rules import recursive
 
 
 class DynamicTreeDrafter(Drafter):
-    """Drafts such a tree with what a drafter of trees reads, level by level."""
+    """Drafts a dynamic tree, level by level, with the logits of another drafter of trees."""
 
     def __init__(self, reader: TreeDrafter, topk: int, depth: int) -> None:
-        """reader: its own tree is not drafted."""
+        """reader: Drafter that reads tokens and gives logits. The reader's own tree is not drafted."""
         self.reader, self.topk, self.depth = reader, topk, depth
-        reader.spare = topk * (depth - 1)  # more may be read than are drafted
+        reader.spare = topk * (depth - 1)  # more tokens may be read than are drafted
 
     def reset(self, rows: int, capacity: int) -> None:
         self.reader.reset(rows, capacity)
@@ -47,8 +47,8 @@ class DynamicTreeDrafter(Drafter):
         )
         # tokens, values and parents of candidates, [B, .] each
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
-        ids: list[Tensor] = []  # those that are read
-        parents = number[:, :0]  # of these, among these
+        ids: list[Tensor] = []  # candidates that are read
+        parents = number[:, :0]  # parent of each read candidate, as an index of read candidates
         for level in range(self.depth):
             if level:
                 logits = self.reader.read(texts, ids, _rows(parents))[:, -number.shape[1] :]
@@ -65,14 +65,17 @@ class DynamicTreeDrafter(Drafter):
                 rows, -1
             )
             number, ids = first + chosen, [*ids, *tokens.gather(1, chosen).unbind(1)]
-        self.reader.cache.used = [len(text) for text in texts]  # the rest of the cache is a tree
+        self.reader.cache.used = [len(text) for text in texts]  # the tree lies behind
         tokens, values, number = (torch.cat(part, 1) for part in zip(*levels, strict=True))
         return _most_valuable(tokens, values, number, count)
 
 
 def _most_valuable(tokens: Tensor, values: Tensor, parents: Tensor, count: int) -> Draft:
-    """Return the draft of the most valuable candidates [B, M]. parents: from 1 on, 0 is the text's last token."""
-    order = values.sort(dim=1, descending=True, stable=True).indices  # of equals parents come first
+    """Return a draft of the `count` candidates of highest value, out of tokens [B, M].
+
+    parents: Number of each candidate's parent, counted from 1. 0 is the last token of the text.
+    """
+    order = values.sort(dim=1, descending=True, stable=True).indices  # parents before equals
     chosen = order[:, :count].sort(1).values
     place = parents.new_zeros(len(parents), parents.shape[1] + 1)
     numbers = torch.arange(1, chosen.shape[1] + 1, device=chosen.device).expand_as(chosen)

@@ -1,4 +1,4 @@
-"""Self-speculation: the target drafts for itself with some of its layers left out."""
+"""Self-speculation: the target drafts for itself without some of its layers."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ from draftlab.model.llama import Llama
 
 
 def skip_layers(target: Llama, keep: Sequence[int]) -> Llama:
-    """Return the target with these layers only; it shares all weights.
+    """Return a model with some of the target's layers, which shares the target's weights. keep: Layers to keep.
 
     Raises:
-        ValueError: no layer, or one that the target does not have.
+        ValueError: keep is empty, or the target lacks a layer.
     """
     if not keep or not set(keep) <= set(range(target.shape.layers)):
         raise ValueError(f"layers {list(keep)} of {target.shape.layers}")
-    model = Llama.__new__(Llama)  # plain, even when the target is a native one
+    model = Llama.__new__(Llama)  # a plain Llama, even if the target is a native model
     vars(model).update(vars(target))
     model.shape = target.shape.model_copy(update={"layers": len(keep)})
     model.blocks = [target.blocks[i] for i in keep]

@@ -1,7 +1,7 @@
-"""Medusa heads (Cai et al. 2024, 2401.10774): the target drafts from its own last hidden state.
+"""Medusa heads (Cai et al. 2024, 2401.10774): the target drafts from its last hidden state.
 
-B rows, K drafted tokens, N heads, D hidden, V vocab. Head k gives softmax(W_lm (SiLU(W_k h) + h)), the distribution k
-tokens after the one that the target itself predicts from h. W_lm is the target's own, shared: a head is only W_k.
+B rows, K drafted tokens, N heads, D hidden, V vocab. The target predicts the next token from h. Head k predicts the
+token k positions later: softmax(W_lm (SiLU(W_k h) + h)). W_lm is the target's LM head, so a head adds only W_k.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ WEIGHTS = "heads.safetensors"
 
 
 class Manifest(FileModel):
-    """Size of the heads, and the fingerprint of their target."""
+    """Number and size of the heads, and the fingerprint of the target."""
 
     heads: int = Field(ge=1, le=1000)
     hidden: int = Field(ge=1, le=1 << 24)
@@ -35,16 +35,16 @@ class Manifest(FileModel):
 
 
 class MedusaDrafter(Drafter):
-    """Drafts one token per head in one product, each independent of the drafted tokens before it.
+    """Drafts one token per head in one matrix product. No drafted token depends on the drafted tokens before it.
 
-    Their distributions therefore hold whatever the earlier tokens are, and the rule for chains applies.
+    The heads' distributions therefore hold for any earlier tokens, and the rule for chains applies.
     """
 
     def __init__(self, target: Llama, heads: Tensor) -> None:
-        """Take the heads' W, [N, D, D].
+        """Make a drafter. heads: W of each head, [N, D, D].
 
         Raises:
-            UserError: the target's passes keep no hidden states.
+            UserError: The target's passes keep no hidden states.
         """
         if type(target) is not Llama:
             raise UserError(
@@ -62,7 +62,7 @@ class MedusaDrafter(Drafter):
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
-        # the last token was never fed: the one before it predicted it
+        # the last token was not fed yet: the target predicted it from the token before
         at = [len(text) - 2 for text in texts]
         # [B, K, D]
         hidden = apply_heads(self.states[torch.arange(len(at)), at], self.heads[:count])
@@ -75,13 +75,13 @@ class MedusaDrafter(Drafter):
 
 
 def apply_heads(hidden: Tensor, heads: Tensor) -> Tensor:
-    """Return the input of the target's head for each of heads [N, D, D], from hidden states [..., D]: [..., N, D]."""
+    """Return the inputs of the target's LM head, [..., N, D]. hidden: States, [..., D]. heads: [N, D, D]."""
     product = F.linear(hidden, heads.flatten(0, 1)).unflatten(-1, heads.shape[:2])
     return F.silu(product) + hidden.unsqueeze(-2)
 
 
 def write(folder: Path, heads: Mapping[str, Tensor], target: Path) -> None:
-    """Write heads, each W [D, D], in their order."""
+    """Write the heads in order. heads: W of each head, [D, D]."""
     save_file(
         {f"{number:02d}": w.contiguous() for number, w in enumerate(heads.values(), 1)},
         folder / WEIGHTS,
@@ -95,7 +95,7 @@ def read(folder: Path, target: Path) -> Tensor:
     """Return the W of all heads, [N, D, D].
 
     Raises:
-        UserError: no heads, broken files, or heads of another target.
+        UserError: There are no heads, a file is damaged, or the heads belong to another target.
     """
     missing = next((name for name in (MANIFEST, WEIGHTS) if not (folder / name).is_file()), None)
     if missing is not None:

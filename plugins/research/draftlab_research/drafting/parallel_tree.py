@@ -17,12 +17,12 @@ from draftlab_research.rules import recursive
 
 
 class ParallelTreeDrafter(TreeDrafter):
-    """A parallel draft that drafts a tree of fixed shape: the nodes of a level have one distribution."""
+    """A parallel draft that drafts a tree of fixed shape. All nodes of a level have the same distribution."""
 
     def __init__(
         self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings
     ) -> None:
-        """Raises UserError: not a parallel draft."""
+        """Raises UserError: the model is not a parallel draft."""
         super().__init__(model, vocab, parents, siblings)
         self.token = mask_token(model)
 

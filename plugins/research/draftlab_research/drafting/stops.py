@@ -1,4 +1,4 @@
-"""Draft models that stop early.
+"""Draft models that stop drafting early.
 
 B rows, V vocab.
 """
@@ -17,19 +17,19 @@ StopRule = Callable[[Tensor], Tensor]
 
 
 def confidence_below(threshold: float) -> StopRule:
-    """Stop when the largest probability is below the threshold, as transformers' assistant_confidence_threshold."""
+    """Stop if the largest probability is below the threshold, like transformers' assistant_confidence_threshold."""
     return lambda p: p.amax(-1) < threshold
 
 
 def entropy_above(nats: float) -> StopRule:
-    """Stop when the draft's entropy is above the threshold; it bounds the acceptance rate (SVIP, 2411.18462)."""
+    """Stop if the draft's entropy is above a number of nats. Entropy bounds the acceptance rate (SVIP, 2411.18462)."""
     return lambda p: torch.special.entr(p).sum(-1) > nats
 
 
 class ConfidenceStopDrafter(ModelDrafter):
     """A draft model that ends its draft after the first token with low confidence.
 
-    That token stays in the draft: dropping it because of its own probability would bias the output.
+    This token stays in the draft, because dropping it for its probability would bias the output.
     """
 
     def __init__(self, model: Decoder, vocab: int | None, stops: StopRule) -> None:

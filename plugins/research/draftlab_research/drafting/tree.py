@@ -1,7 +1,7 @@
-"""Token trees: drafted by a model level by level, and the tree that is worth its time.
+"""Token trees that a model drafts level by level, and the search for the fastest tree.
 
-B rows, N drafted tokens, V vocab. parents as in generate.Draft: the node that
-each token follows, 0 the text's last token.
+B rows, N drafted tokens, V vocab. parents are those of generate.Draft: the node that each token follows, where node 0
+is the last token of the text.
 """
 
 import heapq
@@ -20,15 +20,15 @@ from draftlab.sampling import SamplingParams
 from draftlab_research.rules import recursive
 
 Siblings = Literal["top", "sampled", "distinct"]
-# how often the draft's tokens of these ranks are the target's
+# maps a path, as ranks in the draft's distributions, to the share of texts in which the path's tokens are the target's
 PathShare = Callable[[tuple[int, ...]], float]
 
 
 class TreeDrafter(ModelDrafter):
-    """A draft model that drafts a tree of fixed shape, one pass per level.
+    """A draft model that drafts a tree of fixed shape with one pass per level.
 
-    siblings: top, the most probable tokens; sampled, independently; distinct, without replacement. Greedy decoding
-    always takes the most probable ones. spare: places of its cache beyond those of the text and the tree.
+    siblings: Children are the most probable tokens (top), or drawn independently (sampled) or without replacement
+    (distinct). Greedy decoding always takes the most probable tokens. spare: Cache slots beyond the text and the tree.
     """
 
     spare = 0
@@ -72,7 +72,7 @@ class TreeDrafter(ModelDrafter):
         )
 
     def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
-        """Return the logits after the text and after each token so far, [B, nodes, V]."""
+        """Return the logits after the text and after each drafted token, [B, nodes, V]."""
         last = torch.tensor([text[-1] for text in texts], device=self.model.device)
         fed = torch.stack([last, *ids], 1)
         if self.own_vocab is not None:
@@ -84,7 +84,7 @@ class TreeDrafter(ModelDrafter):
     def _child(
         self, logits: Tensor, elder: list[Tensor], sampling: SamplingParams, uniform: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a token [B] with elder siblings, and the distribution it was drawn from, [B, V]."""
+        """Return the next child after its elder siblings, [B], and the distribution of the draw, [B, V]."""
         if sampling.temperature == 0 or self.siblings == "top":
             return logits.topk(len(elder) + 1).indices[:, -1], None
         q = distribution(logits, sampling)
@@ -92,7 +92,7 @@ class TreeDrafter(ModelDrafter):
             for sibling in elder:
                 q = q.scatter(1, sibling.unsqueeze(1), 0)
             total = q.sum(1, keepdim=True)
-            # no token is left to draw: any distribution will do
+            # if no token is left to draw, any distribution is right
             q = torch.where(total > 0, q / total, 1 / q.shape[1])
         return draw(q, uniform), q
 
@@ -109,7 +109,7 @@ def full_tree(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:
-    """Return the depth of each token; 1 follows the text."""
+    """Return the depth of each token. Tokens that follow the text have depth 1."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent - 1] + 1 if parent else 1)
@@ -117,19 +117,22 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 def independent(ranked: Sequence[float]) -> PathShare:
-    """Return the share of each path where ranked are those of each rank, whatever came before (Sequoia, 2402.12374)."""
+    """Return path shares for ranks that are independent of earlier tokens (Sequoia, 2402.12374).
+
+    ranked: Share of tokens in which the target's token has each rank.
+    """
     return lambda path: math.prod(ranked[rank] for rank in path)
 
 
 def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
     """Return how often each path was the target's next tokens, in texts scored at every offset of a parallel draft.
 
-    texts: ranks of the n tokens of each by age of the step, [n, K] (acceptance/token_logprobs.py). The levels of a
-    path are counted together: where the first guess is wrong, later ones are wrong more often.
+    texts: Rank of each of n tokens, with a column per position in the draft, [n, K] (acceptance/token_logprobs.py).
+    Paths are counted as a unit, because after a wrong first token later tokens are wrong more often.
     """
     paths = []
     for ranks in texts:
-        # no path goes on beyond the end of a text
+        # no path extends beyond the end of a text
         ahead = np.pad(ranks, [(0, depth), (0, 0)], constant_values=-1)
         paths.append(np.stack([ahead[age : age + len(ranks), age] for age in range(depth)], 1))
     starts = np.concatenate(paths)  # [N, depth]
@@ -145,10 +148,10 @@ def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
 def best_tree(
     share: PathShare, siblings: int, nodes: int, depth: int
 ) -> tuple[tuple[int, ...], float]:
-    """Return the tree of limited siblings, nodes and depth that accepts most, and its tokens per pass.
+    """Return the tree with the most tokens per pass within limits of siblings, nodes and depth, and these tokens.
 
-    A path's share is the value of the node at its end, and the best tree consists of the most valuable nodes:
-    Sequoia's dynamic program finds the same tree.
+    The value of a node is the share of its path. The best tree consists of the nodes of highest value. Sequoia's
+    dynamic program finds the same tree.
     """
     queue: list[tuple[float, tuple[int, ...]]] = [(-share((0,)), (0,))]
     chosen: list[tuple[int, ...]] = []
@@ -161,7 +164,7 @@ def best_tree(
         following += [(*path, 0)] if len(path) < depth else []
         for each in following:
             heapq.heappush(queue, (-share(each), each))
-    chosen.sort(key=len)  # stable: an elder sibling was chosen earlier
+    chosen.sort(key=len)  # stable: elder siblings, which were chosen earlier, stay in front
     number = {path: place for place, path in enumerate([(), *chosen])}
     return tuple(number[path[:-1]] for path in chosen), tokens
 
@@ -173,9 +176,9 @@ def fastest_tree(
     nodes: int,
     depth: int,
 ) -> tuple[tuple[int, ...], float]:
-    """Return the tree of limited siblings, nodes and depth with the most tokens per millisecond, and that speed.
+    """Return the tree with the most tokens per millisecond within limits of siblings, nodes and depth, and its speed.
 
-    step_ms: time of drafting and verifying a tree, by its depth, its nodes and its tokens per pass (Sequoia).
+    step_ms: Milliseconds to draft and verify a tree, by depth, nodes and tokens per pass of the tree (Sequoia).
     """
     trees = [
         best_tree(share, siblings, n, d)

@@ -149,11 +149,6 @@ class DrafterSpec(KindSpec):
         """Return whether the drafter is built from the text of --data."""
         return False
 
-    @property
-    def eagle_head(self) -> Path | None:
-        """Return the EAGLE-3 head if it drafts chains without another drafter, else None."""
-        return None
-
     def speculative_config(self, k: int) -> dict[str, object] | None:
         """Return vLLM's --speculative-config for a drafter without weights. None if vLLM lacks the drafter."""
         return None

@@ -191,16 +191,14 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
         Only(
             ("target",),
             lambda c: c.reads_target,
-            "no drafter here reads its states, as an EAGLE-3 head does",
+            "no drafter here reads its states, as a head does",
         ),
     )
 
     @property
     def reads_target(self) -> bool:
         """Return whether a drafter reads the states of the target."""
-        return any(map(hub.is_eagle_head, self.draft)) or not all(
-            spec.drafts for spec in self.drafter
-        )
+        return any(map(hub.head_kind, self.draft)) or not all(spec.drafts for spec in self.drafter)
 
     def resolved(self) -> "ReplayConfig":
         return (

@@ -66,9 +66,10 @@ class DFlashSpec(HeadSpec):
         from draftlab.acceptance.block_logprobs import score_blocks
         from draftlab.model import dflash
 
-        target, folder = replay.load_target(), Path(self.heads)
+        folder = Path(self.heads)
+        self._check_block(replay.most, dflash.check(folder, replay.target_path).most)
+        target = replay.load_target()
         head = dflash.load(folder, replay.target_path, target.embed, target.head)
-        self._check_block(replay.most, head.config.most)
         return score_blocks(
             target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
         )

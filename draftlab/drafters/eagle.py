@@ -111,10 +111,6 @@ class EagleSpec(EagleHeadSpec, GateSpec):
             raise ValueError(f"{', '.join(idle)}: only with prompt_lookup_max")
         return self
 
-    @property
-    def eagle_head(self) -> Path | None:
-        return Path(self.heads) if self.prompt_lookup_max is None else None
-
     def build(self, context: "DrafterContext") -> "DrafterRun":
         drafter = self.head_drafter(context)
         if self.prompt_lookup_max is None:
@@ -129,7 +125,7 @@ class EagleSpec(EagleHeadSpec, GateSpec):
 
     @property
     def replays(self) -> bool:
-        return self.eagle_head is not None
+        return self.prompt_lookup_max is None
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
         from draftlab.acceptance.chain_logprobs import score_chains

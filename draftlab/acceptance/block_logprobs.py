@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens in the blocks that a DFlash head drafts, from a pass over many blocks at once.
+"""Log-probabilities of given tokens in the blocks that a DFlash or DSpark head drafts, many blocks in one pass.
 
 n scored tokens of a text, K drafted tokens, A anchors, S positions, V vocab. The block after an anchor, a token of the
-text, reads the target's states of the tokens before the anchor. Its tokens are drawn independently of each other, so
-their distributions depend on the text up to the anchor alone.
+text, reads the target's states of the tokens before the anchor. A step reaches a token of its block only if the drafted
+tokens before it are those of the text, which a DSpark head is given therefore.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,9 @@ def _score(
     states = target_states(target, head.layer_ids, whole[:-1])
     head.read(states, torch.arange(len(whole) - 1, device=whole.device).unsqueeze(0), context)
     for anchors in torch.arange(prompt - 1, len(whole) - 1).split(BLOCKS_IN_A_PASS):
-        logits = head.block_logits(whole[anchors], k, _copies(context, anchors))  # [A, K, V]
+        # what follows the text is read by no token that counts
+        given = (anchors.unsqueeze(1) + torch.arange(k)).clamp_max(len(whole) - 1)
+        logits = head.text_logits(whole[given], _copies(context, anchors))  # [A, K, V]
         for age in range(k):
             drafted = anchors + age + 1  # the token of each block that has this age
             drafted = drafted[drafted < len(whole)]

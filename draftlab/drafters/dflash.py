@@ -13,50 +13,56 @@ if TYPE_CHECKING:
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.engine.drafters.states import HeadPasses
+    from draftlab.engine.generate import Drafter
     from draftlab.latency.steps import Passes
     from draftlab.model import Mode
+    from draftlab.model.dflash import DFlash, DFlashShape
+    from draftlab.model.hf_decoder import HFDecoder
     from draftlab.model.llama import Llama
     from draftlab.model.size import ApproximateSize
     from draftlab.target_outputs.replay import ReplayContext
 
 
-@drafter("dflash", served_by=("vllm", "sglang"))
-class DFlashSpec(HeadSpec):
-    """heads: a DFlash head as z-lab publishes it, or in the layout of speculators."""
+class BlockSpec(HeadSpec):
+    """A head that drafts a block of tokens in one pass."""
 
-    format = "DFlash"
     by_age = True
+
+    @staticmethod
+    def read(folder: Path, target: Path) -> "DFlashShape":
+        """Return the sizes of a head. Raises UserError: There is no such head of this target."""
+        raise NotImplementedError
+
+    @staticmethod
+    def load(folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "DFlash":
+        """Load a head on its target. Raises UserError: See read."""
+        raise NotImplementedError
+
+    def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
+        raise NotImplementedError
 
     def check(self, run: RunFacts) -> None:
         super().check(run)
-        from draftlab.model import dflash
-
-        dflash.check(Path(self.heads), run.target)
+        self.read(Path(self.heads), run.target)
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
-        from draftlab.engine.drafters.dflash import DFlashDrafter
-        from draftlab.model import dflash
-
         target = self.target_of(context)
-        model = dflash.load(Path(self.heads), context.target_path, target.embed, target.head)
-        self._check_block(min(context.ks), model.config.most)
-        ks = [k for k in context.ks if k <= model.config.most]
-        return context.run(DFlashDrafter(target, model), ks=ks, facts=self.facts())
+        head = self.load(Path(self.heads), context.target_path, target)
+        self._check_block(min(context.ks), head.config.most)
+        ks = [k for k in context.ks if k <= head.config.most]
+        return context.run(self.drafter(target, head), ks=ks, facts=self.facts())
 
     @classmethod
     def size_of(cls, folder: Path, target: Path) -> "ApproximateSize":
-        from draftlab.model import dflash
-
-        return dflash.check(folder, target).size
+        return cls.read(folder, target).size
 
     @classmethod
     def passes_of(
         cls, folder: Path, target_path: Path, target: "Llama", mode: "Mode"
     ) -> "HeadPasses":
         from draftlab.engine.drafters.dflash import BlockPasses
-        from draftlab.model import dflash
 
-        return BlockPasses(dflash.load(folder, target_path, target.embed, target.head))
+        return BlockPasses(cls.load(folder, target_path, target))
 
     @classmethod
     def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
@@ -64,12 +70,11 @@ class DFlashSpec(HeadSpec):
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
         from draftlab.acceptance.block_logprobs import score_blocks
-        from draftlab.model import dflash
 
         folder = Path(self.heads)
-        self._check_block(replay.most, dflash.check(folder, replay.target_path).most)
+        self._check_block(replay.most, self.read(folder, replay.target_path).most)
         target = replay.load_target()
-        head = dflash.load(folder, replay.target_path, target.embed, target.head)
+        head = self.load(folder, replay.target_path, target)
         return score_blocks(
             target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
         )
@@ -77,3 +82,28 @@ class DFlashSpec(HeadSpec):
     def _check_block(self, k: int, most: int) -> None:
         if k > most:
             raise UserError(f"--k: the block of {self.heads} drafts at most {most} tokens")
+
+
+@drafter("dflash", served_by=("vllm", "sglang"))
+class DFlashSpec(BlockSpec):
+    """heads: a DFlash head as z-lab publishes it, or in the layout of speculators."""
+
+    format = "DFlash"
+    acceptance = BlockSpec.acceptance
+
+    @staticmethod
+    def read(folder: Path, target: Path) -> "DFlashShape":
+        from draftlab.model import dflash
+
+        return dflash.check(folder, target)
+
+    @staticmethod
+    def load(folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "DFlash":
+        from draftlab.model import dflash
+
+        return dflash.load(folder, target_path, target.embed, target.head)
+
+    def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
+        from draftlab.engine.drafters.dflash import DFlashDrafter
+
+        return DFlashDrafter(target, head)

@@ -13,10 +13,11 @@ import torch
 from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_offsets, score_tokens
 from draftlab.config.base import MAX_K
+from draftlab.config.kinds import DRAFTERS
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer, hf, trials
-from draftlab.model import checkpoint, dflash, eagle, hub, llama, modes, parallel
+from draftlab.model import checkpoint, eagle, hub, llama, modes, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import HeadShape
 from draftlab.model.eagle_llama import EagleLlama
@@ -482,13 +483,14 @@ def open_artifact(path: Path, target: Path) -> Exportable:
     Raises:
         UserError: The draft cannot be read, or a head belongs to another target.
     """
-    if hub.head_kind(path) == "dflash":
-        dflash.check(path, target)
+    kind = hub.head_kind(path)
+    if kind not in (None, "eagle"):
+        DRAFTERS.get(kind, "head").size_of(path, target)
         raise UserError(
-            f"{path} is a DFlash head of this target: score --drafter dflash:heads={path} measures it, and vLLM and "
+            f"{path} is a {kind} head of this target: score --drafter {kind}:heads={path} measures it, and vLLM and "
             "SGLang serve the directory as it is"
         )
-    if hub.is_eagle_head(path):
+    if kind is not None:
         return HeadArtifact(path, target, eagle.check(path, target), checkpoint.read_config(path))
     if checkpoint.read_config(path).get(parallel.PARD_TOKEN) is not None:
         return ParallelDraft(path, target)

@@ -201,6 +201,18 @@ class DFlash:
 
         last: Last token of each text, [B], at position ``cache.used``.
         """
+        return self.spread(F.linear(self.block_states(last, count, cache)[:, -count:], self.head))
+
+    def text_logits(self, tokens: Tensor, cache: BlockCache) -> Tensor:
+        """Return the logits of the token after each of tokens [B, K] in a block that begins with the first of them."""
+        return self.block_logits(tokens[:, 0], tokens.shape[1], cache)
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Return logits of the draft's ids [..., W] as logits of all ids, [..., V]."""
+        return logits if self.ids is None else spread(logits, self.ids, self.config.vocab)
+
+    def block_states(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
+        """Return the block's last states, normed, [B, T, D]; those of the last `count` tokens predict the draft."""
         c, first = self.config, int(not self.config.sample_from_anchor)
         masks = last.new_full((len(last), count - 1 + first), c.mask_token_id)
         ids = torch.cat([last.unsqueeze(1), masks], 1)  # [B, T]
@@ -217,8 +229,7 @@ class DFlash:
                 F.linear(normed, self._weight(layer, f"mlp.{part}_proj")) for part in ("gate", "up")
             )
             x = x + F.linear(F.silu(gate) * up, self._weight(layer, "mlp.down_proj"))
-        logits = F.linear(rms_norm(x[:, first:], self.weights["norm.weight"], c.eps), self.head)
-        return logits if self.ids is None else spread(logits, self.ids, c.vocab)
+        return rms_norm(x, self.weights["norm.weight"], c.eps)
 
     def _weight(self, layer: int, name: str) -> Tensor:
         return self.weights[f"layers.{layer}.{name}.weight"]
@@ -274,12 +285,23 @@ def check(folder: Path, target: Path) -> DFlashShape:
     Raises:
         UserError: the folder has no DFlash head, a head of another target, or a head that draftlab does not compute.
     """
-    return _read_config(folder, target)[0]
+    return read_shape(folder, target, "dflash")[0]
 
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash:
     """Load a head. embed, head: Embedding and output layer of the target, [V, D] each. Raises UserError: see check."""
-    config, layer = _read_config(folder, target_path)
+    config, layer = read_shape(folder, target_path, "dflash")
+    return DFlash(config, *read_parts(folder, config, layer, embed, head))
+
+
+def read_parts(
+    folder: Path, config: DFlashShape, layer: Any, embed: Tensor, head: Tensor
+) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor | None, tuple[Tensor, float]]:
+    """Read the weights of a head; return the arguments of DFlash after config. layer: See read_shape.
+
+    Raises:
+        UserError: A tensor is missing, unknown or of another size, or the ids contradict each other.
+    """
     tensors = read_tensors(folder, lambda name: name.removeprefix("model."))
     expected, optional = config.sizes(), config.optional_sizes()
     if config.draft_vocab < config.vocab:
@@ -294,15 +316,24 @@ def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash
         for name, t in tensors.items()
         if name not in ("d2t", "t2d")
     }
-    rope = rotary(layer, config.head_dim, folder)
-    return DFlash(config, weights, embed, weights.get("lm_head.weight", head), ids, rope)
+    return (
+        weights,
+        weights.get("embed_tokens.weight", embed),
+        weights.get("lm_head.weight", head),
+        ids,
+        rotary(layer, config.head_dim, folder),
+    )
 
 
-def _read_config(folder: Path, target: Path) -> tuple[DFlashShape, Any]:
-    """Return a head's sizes, and the configuration of its layers. Raises UserError: the errors of check."""
+def read_shape(folder: Path, target: Path, kind: str) -> tuple[DFlashShape, Any]:
+    """Return a head's sizes, and the configuration of its layers. kind: See hub.head_kind.
+
+    Raises:
+        UserError: The errors of check.
+    """
     sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
-    if hub.head_kind(folder) != "dflash":
-        raise UserError(f"{folder} is no DFlash head: its config.json has no dflash_config")
+    if hub.head_kind(folder) != kind:
+        raise UserError(f"{folder} is no {kind} head by its config.json")
     with reading(folder / "config.json"):
         layer = _layer_config(content)
         config = _from_json(content, layer, folder)
@@ -358,8 +389,9 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     ids = (
         content["aux_hidden_state_layer_ids"]
         if theirs
-        else [i + 1 for i in own["target_layer_ids"]]
+        else [i + 1 for i in own.get("target_layer_ids") or content["target_layer_ids"]]
     )
+    mask = content.get("mask_token_id") if theirs else own.get("mask_token_id")
     return DFlashShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -373,7 +405,7 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
         draft_vocab=content.get("draft_vocab_size") or config.vocab_size,
         layer_ids=tuple(ids),
         block_size=content.get("block_size") or own["block_size"],
-        mask_token_id=content["mask_token_id"] if theirs else own["mask_token_id"],
+        mask_token_id=content["mask_token_id"] if mask is None else mask,
         windows=tuple(window if kind == SLIDING else None for kind in kinds),
         causal=tuple(causal),
         sample_from_anchor=bool(

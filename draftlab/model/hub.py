@@ -128,7 +128,10 @@ def head_kind(name: str | Path) -> str | None:
         content = read_object(Path(name) / "config.json")
     except UserError:
         return None
-    if "dflash_config" in content or content.get("speculators_model_type") == "dflash":
+    named = content.get("speculators_model_type")
+    if named == "dspark" or "markov_rank" in content:
+        return "dspark"
+    if named == "dflash" or "dflash_config" in content:
         return "dflash"
     return "eagle" if "draft_vocab_size" in content or "speculators_model_type" in content else None
 

@@ -26,6 +26,8 @@ OTHERS = {  # options of programs that draftlab starts or names
         "--attention-backend",
         "--enable-deterministic-inference",
         "--model-path",
+        "--speculative-adaptive",
+        "--speculative-adaptive-config",
         "--speculative-algorithm",
         "--speculative-draft-model-path",
         "--speculative-draft-window-size",

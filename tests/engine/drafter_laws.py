@@ -9,6 +9,7 @@ from builders import build
 from torch import Tensor
 
 from draftlab.engine.drafters.dflash import DFlashDrafter
+from draftlab.engine.drafters.dspark import DSparkDrafter
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.ngram import NgramModel
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
@@ -16,6 +17,7 @@ from draftlab.engine.verify import draw
 from draftlab.model import llama
 from draftlab.model.decoder import Decoder
 from draftlab.model.dflash import DFlash, DFlashShape
+from draftlab.model.dspark import DSpark, DSparkShape
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.sampling import SamplingParams
@@ -77,6 +79,22 @@ def dflash_drafter(target: llama.Llama) -> DFlashDrafter:
     weights["norm.weight"] = torch.ones(64)
     rope = 1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0
     return DFlashDrafter(target, DFlash(config, weights, target.embed, target.head[ids], ids, rope))
+
+
+def dspark_drafter(
+    target: llama.Llama, kind: str = "gated", least_confidence: float = 0
+) -> DSparkDrafter:
+    """With the block of dflash_drafter, and random Markov and confidence heads."""
+    head, generator = dflash_drafter(target).head, torch.Generator().manual_seed(6)
+    markov = {"markov_rank": 8, "markov_kind": kind, "confidence": 64 + 8}
+    config = DSparkShape.model_validate(head.config.model_dump() | markov)
+    weights = {
+        name: head.weights.get(name, torch.randn(size, generator=generator))
+        for name, size in config.sizes().items()
+    }
+    rope = 1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0
+    spark = DSpark(config, weights, head.embed, head.head, head.ids, rope)
+    return DSparkDrafter(target, spark, least_confidence)
 
 
 def check_greedy(target: llama.Llama, drafter: Drafter, k: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafter_laws import PROMPTS, VOCAB, dflash_drafter, save_models
+from drafter_laws import PROMPTS, VOCAB, dflash_drafter, dspark_drafter, save_models
 from test_dflash import NATIVE, written
 
 from draftlab.acceptance import expected
@@ -68,13 +68,15 @@ def test_replay_has_the_log_probabilities_that_the_drafter_draws_with(target, ch
         assert np.isfinite(drawn).sum() > 20  # a third of the ids has a probability
 
 
-def test_replay_expects_what_sampling_counts(target):
-    """Over many texts, within five standard errors; ages in another order are another head."""
-    head = head_of(target)
-    sampling, rows, k = SamplingParams(max_tokens=24, temperature=1.5), 200, 3
-    steps = list(
-        speculative_decode(target, DFlashDrafter(target, head), [PROMPTS[0]] * rows, k, sampling)
+@pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn"])
+def test_replay_expects_what_sampling_counts(target, kind):
+    """Over many texts, within five standard errors, also where each token depends on the drafted tokens before it."""
+    drafter = (
+        DFlashDrafter(target, head_of(target)) if kind == "dflash" else dspark_drafter(target, kind)
     )
+    head = drafter.head
+    sampling, rows, k = SamplingParams(max_tokens=24, temperature=1.5), 200, 3
+    steps = list(speculative_decode(target, drafter, [PROMPTS[0]] * rows, k, sampling))
     pairs = [(np.array(PROMPTS[0]), np.array(text)) for text in output_tokens(steps)]
     log_p = [each.logprobs for each in score_tokens(target, pairs, VOCAB, sampling)]
     log_q = [each.logprobs for each in score_blocks(target, head, pairs, VOCAB, sampling, k)]

@@ -12,6 +12,7 @@ from drafter_laws import (
     check_q,
     check_rows,
     dflash_drafter,
+    dspark_drafter,
     eagle_drafter,
     ngram_model,
     save_models,
@@ -45,6 +46,8 @@ DRAFTERS = [
     "parallel",
     "eagle",
     "dflash",
+    "dspark",
+    "confident dspark",
 ]
 
 
@@ -65,6 +68,8 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "parallel": lambda: ParallelDrafter(models["parallel"], VOCAB),
         "eagle": lambda: eagle_drafter(models["target"]),
         "dflash": lambda: dflash_drafter(models["target"]),
+        "dspark": lambda: dspark_drafter(models["target"], "rnn"),
+        "confident dspark": lambda: dspark_drafter(models["target"], least_confidence=0.3),
     }[name]()
 
 
@@ -79,7 +84,7 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
     check_rows(models["target"], drafter(name, models, ngrams))
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle", "parallel", "dflash"])
+@pytest.mark.parametrize("name", ["ngram", "eagle", "parallel", "dflash", "dspark"])
 def test_q_is_what_was_sampled(models, ngrams, name):
     check_q(models["target"], drafter(name, models, ngrams))
 

@@ -21,6 +21,14 @@ from draftlab.sampling import SamplingParams
 class DFlashDrafter(StatesDrafter[DFlash]):
     """Drafts a block after each text."""
 
+    block = (
+        0  # tokens of a block; they attend to each other, so it does not shrink where a text ends
+    )
+
+    def reset(self, rows: int, capacity: int) -> None:
+        super().reset(rows, capacity)
+        self.block = 0
+
     def prefill(self, texts: Sequence[list[int]]) -> None:
         """Read the states of the prompts."""
         self.read_states(texts)
@@ -30,7 +38,9 @@ class DFlashDrafter(StatesDrafter[DFlash]):
     ) -> Draft:
         self.read_states(texts)
         last = staged([text[-1] for text in texts], self.head.device)
-        logits = self.head.block_logits(last, min(count, self.head.config.most), self.cache)
+        count = min(count, self.head.config.most)
+        self.block = max(self.block, count)
+        logits = self.head.block_logits(last, self.block, self.cache)[:, :count]
         ids, q = Sampler(sampling.unlimited(), self.vocab)(logits, uniform[:, : logits.shape[1]])
         return Draft(ids=ids, q=q, counts=[ids.shape[1]] * len(texts))
 
@@ -73,5 +83,5 @@ class BlockPasses(HeadPasses):
         self.head.read(self.head.embed.new_zeros(rows, width, read), positions, cache)
         cache.used = [used + width for used in cache.used]
         count = min(width, self.head.config.most)
-        logits = self.head.block_logits(ids[:, -1], count, cache)
+        logits = self.head.text_logits(ids[:, -1:].expand(-1, count), cache)
         return logits[:, new.clamp_max(count - 1)[-(last or width) :]]

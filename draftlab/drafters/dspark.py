@@ -1,0 +1,54 @@
+"""A DSpark head: a block from one pass, whose tokens are drawn one after the other."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from pydantic import Field
+
+from draftlab.drafters import RunFacts, drafter
+from draftlab.drafters.dflash import BlockSpec
+from draftlab.errors import UserError
+
+if TYPE_CHECKING:
+    from draftlab.engine.generate import Drafter
+    from draftlab.model.dflash import DFlash
+    from draftlab.model.dspark import DSpark, DSparkShape
+    from draftlab.model.hf_decoder import HFDecoder
+    from draftlab.model.llama import Llama
+
+
+@drafter("dspark", served_by=("vllm", "sglang"))
+class DSparkSpec(BlockSpec):
+    """heads: a DSpark head in the layout of speculators, or as DeepSeek publishes it. least_confidence: tokens are
+    drafted while the head's estimate that all of them are accepted is at least this.
+    """
+
+    format = "DSpark"
+    acceptance = BlockSpec.acceptance
+    least_confidence: float = Field(0.0, ge=0, lt=1)
+
+    @staticmethod
+    def read(folder: Path, target: Path) -> "DSparkShape":
+        from draftlab.model import dspark
+
+        return dspark.check(folder, target)
+
+    @staticmethod
+    def load(folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "DSpark":
+        from draftlab.model import dspark
+
+        return dspark.load(folder, target_path, target.embed, target.head)
+
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        if self.least_confidence and not self.read(Path(self.heads), run.target).confidence:
+            raise UserError(f"--drafter {self.text}: the head has no confidence head")
+
+    def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
+        from draftlab.engine.drafters.dspark import DSparkDrafter
+
+        return DSparkDrafter(target, cast("DSpark", head), self.least_confidence)
+
+    @property
+    def replays(self) -> bool:
+        return not self.least_confidence  # the number of drafted tokens depends on what is drawn

@@ -1,0 +1,52 @@
+"""Drafting with a DSpark head: one pass for the block, then token after token, as far as the head is confident.
+
+B rows, K drafted tokens, V vocab. Each token is drawn from its own q, which depends on the text and on the drafted
+tokens before it, so the rules for chains hold. Whether a token is drafted depends on the tokens before it alone.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftlab.engine.drafters.dflash import DFlashDrafter
+from draftlab.engine.generate import Draft, Sampler
+from draftlab.model.devices import staged
+from draftlab.model.dspark import DSpark
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.llama import Llama
+from draftlab.sampling import SamplingParams
+
+
+class DSparkDrafter(DFlashDrafter):
+    """Drafts a block after each text. least_confidence: See drafters/dspark.py; 0 drafts whole blocks."""
+
+    def __init__(
+        self, target: Llama | HFDecoder, head: DSpark, least_confidence: float = 0
+    ) -> None:
+        super().__init__(target, head)
+        self.dspark, self.least_confidence = head, least_confidence
+
+    @torch.inference_mode()
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
+        self.read_states(texts)
+        token = staged([text[-1] for text in texts], self.head.device)
+        count = min(count, self.head.config.most)
+        self.block = max(self.block, count)
+        block = self.dspark.block(token, self.block, self.cache)
+        sampler = Sampler(sampling.unlimited(), self.vocab)
+        survival = torch.ones(len(texts), device=self.head.device)
+        tokens, distributions, confident = [], [], []
+        for number in range(count):
+            logits = block.logits(token)
+            token, q = sampler(logits, uniform[:, number])
+            tokens.append(token)
+            distributions.append(q)
+            if self.least_confidence:
+                survival = survival * block.confidence()
+                confident.append(survival >= self.least_confidence)
+        counts = torch.stack(confident, 1).sum(1).tolist() if confident else [count] * len(texts)
+        q = None if sampling.temperature == 0 else torch.stack(distributions, 1)
+        return Draft(ids=torch.stack(tokens, 1), q=q, counts=counts)

@@ -80,7 +80,9 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
 
 
 def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace it") -> None:
-    """Check that writing `out` overwrites no finished work. remedy: End of the message, besides another --out.
+    """Check that writing `out` overwrites no finished work.
+
+    remedy: Text that follows the advice to choose another --out, in the message about a directory with files.
 
     Raises:
         UserError: `out` is a file, or a directory with files while force is off, or cannot be written.

@@ -187,7 +187,7 @@ def _has_chat(
         if chat == "on" or system_prompt is not None:
             option = "--chat on" if chat == "on" else "--system-prompt"
             raise UserError(
-                f"{option}: the tokenizer has no chat template; take a chat model, or leave it out"
+                f"{option}: the tokenizer has no chat template; take a chat model, or leave out {option}"
             )
         return False
     if tokens is not None:

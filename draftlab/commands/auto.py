@@ -74,7 +74,11 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     threads: int | None = shared.threads()
 
     only = (
-        Only(("train",), lambda c: c.draft, "needs --draft: without ready drafts, auto trains"),
+        Only(
+            ("train",),
+            lambda c: c.draft,
+            "only with --draft; without --draft, auto trains drafts anyway",
+        ),
         Only(
             ("data",),
             lambda c: c.prompt_file is None,

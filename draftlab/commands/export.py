@@ -306,7 +306,9 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     if config.prediction is not None:
         with about("--prediction"):
             if form.server is None or artifact.kind not in form.server.changes_k:
-                raise UserError(f"{config.to} changes no K of a {artifact.kind}; give one with --k")
+                raise UserError(
+                    f"{config.to} cannot change K by batch size for a {artifact.kind}; give one fixed K with --k"
+                )
             schedule = read_schedule(config.prediction, draft.name, fingerprint(draft))
         reason = f"the largest for {schedule.describe()}"
         chosen = ChosenK(k=schedule.largest_k, reason=reason, by_batch=list(schedule.ranges))

@@ -53,8 +53,9 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
     """Passes to time: of models, of shapes for a latency law, or of running servers."""
 
     models: list[str] = option(
-        help="Checkpoints; or shape files and names of shapes, which get random weights. With --law: one source, "
-        "shapes, or a directory of profiles. With --server: the target, and the draft of a second server.",
+        help="Checkpoints, or shapes with random weights, given by file or name. With --law: one checkpoint or shape "
+        "to scale down, several of them, or a directory of measured profiles. With --server: the target and, if a "
+        "second server drafts, its draft.",
         argument=True,
     )
     law: bool = option(

@@ -214,9 +214,9 @@ class Config(BaseModel):
         return {name for rule in self.only if not rule.when(self) for name in rule.options}
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that decide the result as JSON values, without the settings that this mode refuses.
+        """Return, as JSON values, the settings that decide the result. Settings that `only` rules out are left out.
 
-        trust_remote_code is left out, because each run must be given it anew. Secrets in addresses are removed.
+        trust_remote_code is left out, too, because each run must be given it anew. Secrets in addresses are removed.
         """
         settings = json.loads(self.model_dump_json(exclude=self._idle() | {TRUST}))
         return {

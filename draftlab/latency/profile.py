@@ -106,7 +106,7 @@ def resolve_running(
     heads = [model for model in models if model.target is not None]
     if device_map and heads:
         raise UserError(
-            f"--device-map: {heads[0].name} is a head, which needs the engine's own target"
+            f"--device-map: {heads[0].name} needs its target in draftlab's own engine; leave out --device-map"
         )
     whole = {
         model.name: model.path
@@ -139,7 +139,10 @@ def grid_of(
 
 
 def needed_bytes(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, float]:
-    """Return the bytes of weights and of the caches of all batches, without the checkpoints that accelerate spreads."""
+    """Return the bytes of each model's weights, and of the caches of all batches.
+
+    With a device_map, checkpoints are not counted, because the library accelerate spreads them over devices.
+    """
     width = running.dtype.itemsize
     counted = [
         model for model in models if isinstance(model.place, Shape) or running.device_map is None

@@ -108,7 +108,7 @@ def workload_of_score(score: Score) -> Workload:
 
 
 def _outcomes(generation: Generation) -> np.ndarray:
-    """Return 1 for accepted, 0 for rejected and nan for never drafted tokens after the first token."""
+    """Return the outcome at each token after the first: 1 draft accepted, 0 draft rejected, nan nothing drafted."""
     row = np.full(generation.tokens - 1, np.nan)
     start = 0
     for drafted, accepted, emitted in zip(

@@ -312,7 +312,9 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
     """
     ids = torch.arange(len(offsets)) + offsets.long()
     if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
-        raise UserError(f"{folder}: d2t does not map draft ids to different ids below {vocab}")
+        raise UserError(
+            f"{folder}: d2t maps two draft ids to the same id, or one outside 0 to {vocab - 1}"
+        )
     if known is not None and not torch.equal(known.bool().nonzero().squeeze(1), ids.sort().values):
         raise UserError(f"{folder}: t2d and d2t name different ids of the target")
     return ids

@@ -75,7 +75,7 @@ class HFCache:
 
     @torch.inference_mode(False)  # later passes write into these tensors
     def rows(self, mask: Tensor) -> "HFCache":
-        """Return a cache of the rows in a mask, bool [B]. This cache can no longer be used."""
+        """Return a cache of the rows that a mask, bool [B], selects. It takes the tensors of self: discard self."""
         chosen = mask.nonzero().squeeze(1)
         for layer in cast(Any, self.past.layers):
             (layer.reorder_cache if isinstance(layer, RECURRENT) else layer.batch_select_indices)(
@@ -89,7 +89,11 @@ class HFCache:
         )
 
     def drop_unread(self) -> None:
-        """Drop positions after `used`, and unread slots at the end. Raises RuntimeError: transformers cannot crop."""
+        """Drop the positions from `used` on, and the slots at the end that no token reads. Pack a sparse rest.
+
+        Raises:
+            RuntimeError: transformers cannot crop this cache.
+        """
         self.position = self.position.masked_fill(
             self.position >= torch.tensor(self.used).unsqueeze(1), -1
         )

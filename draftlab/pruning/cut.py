@@ -27,7 +27,7 @@ READS = {
 class Keep(FileModel):
     """Indices of the source to keep, ascending. heads, kv_heads and ffn have one list per kept layer.
 
-    In a rotated basis, hidden has indices of principal components, the largest component first.
+    In a rotated basis, hidden numbers the principal components: index 0 is the largest component.
     """
 
     layers: list[int]

@@ -95,7 +95,10 @@ class Text:
 
 
 def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[Tensor]:
-    """Join texts in random order, and return at most `rows` chunks [1, length]. Too little text is repeated."""
+    """Join texts in random order, and return at most `rows` chunks [1, length].
+
+    If all texts together are shorter than one chunk, they are repeated to fill one.
+    """
     order = np.random.default_rng(seed).permutation(len(texts))
     ids = np.concatenate([texts[i] for i in order])
     ids = ids if len(ids) >= length else np.resize(ids, length)

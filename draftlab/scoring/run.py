@@ -105,7 +105,7 @@ class Models:
                 raise UserError(f"transformers runs {directory}, which needs --mode eager")
             if self.comparison.batches != [1] and not model.takes_rows:
                 raise UserError(
-                    f"{directory} computes rows of one length only, which needs --batch 1"
+                    f"{directory} cannot run texts of different lengths in one batch; use --batch 1"
                 )
             self._loaded[directory] = model
         return self._loaded[directory]

@@ -244,9 +244,9 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
         and not fits
     ):
         raise UserError(
-            f"{store.directory} was sampled at {sampling.describe()} and has {store.manifest.logprobs} "
-            "log-probabilities; --rule rejection needs those of the distribution that was sampled from: take "
-            "--rule match, or build it at temperature 1"
+            f"{store.directory} was sampled at {sampling.describe()}, but its log-probabilities are those of the "
+            "unmodified logits; --rule rejection needs them of the distribution that was sampled: take --rule match, "
+            "or build the outputs again at temperature 1 without top-k, top-p and min-p"
         )
     drafts = spec.paths(None, models_only=True)
     size = (

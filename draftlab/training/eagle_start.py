@@ -123,7 +123,10 @@ def _measure_scale(student: EagleHead, sampled: Sample) -> None:
 
 
 def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, size: int) -> None:
-    """Set queries and keys to the same map of the token's embedding, for one query head per key head."""
+    """Make one query head per key head attend to its own position: both get the same map of the token's embedding.
+
+    own: Number of that query head, for each key head. embedded: Normed embeddings, [N, D]. size: Size of a head.
+    """
     hidden = embedded.shape[1]
     mean = torch.nn.functional.normalize(embedded.mean(0), dim=0)
     k.zero_()
@@ -141,7 +144,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
 
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:
-    """Return the ridge regression from x [N, I] to y [N, O], [I, O]; solved in fp64."""
+    """Return the matrix [I, O] of the ridge regression from x [N, I] to y [N, O], solved in fp64."""
     x, outputs = exact(x), exact(y)
     gram = x.T @ x
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())

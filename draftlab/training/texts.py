@@ -73,8 +73,8 @@ class TrainingText:
         """
         if self.loss_on is not None and self.generated:
             raise UserError(
-                "--text: the data has conversations, which --text target answers if they are one JSON-lines file; "
-                "other shares of text take data without conversations"
+                "--text: the data has conversations. --text target answers them if --data is a single .json, .jsonl or "
+                ".parquet file; mixtures and --text draft need data without conversations"
             )
         rows, seq_len, loss_on = loop.batch_size, self.seq_len, self.loss_on
         heldout = open_heldout(

@@ -56,7 +56,10 @@ class WidthsSpec(DrafterSpec):
 
 
 class SearchedTreeSpec(WidthsSpec, OutputsSpec):
-    """Options of a fixed or searched tree. nodes: Most tokens of the tree that is searched if widths is empty."""
+    """Options of a fixed or searched tree. If widths is empty, a tree is searched.
+
+    nodes: Most tokens of a searched tree.
+    """
 
     nodes: int | None = Field(None, ge=1, le=MAX_TREE_TOKENS)
 

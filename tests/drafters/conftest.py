@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from test_dflash import NATIVE, written
+from test_dspark import DSPARK
 
 from draftlab.commands import COMMANDS
 from draftlab.engine.drafters.context import DrafterContext
-from draftlab.model import eagle, modes
+from draftlab.model import dspark, eagle, modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import Head
 from draftlab.sampling import SamplingParams
@@ -54,6 +55,12 @@ def parallel_draft(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPa
 def dflash_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random DFlash head."""
     return written(tmp_path_factory.mktemp("dflash") / "head", family_dirs["llama"], NATIVE)
+
+
+@pytest.fixture(scope="module")
+def dspark_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random DSpark head."""
+    return written(tmp_path_factory.mktemp("dspark") / "head", family_dirs["llama"], DSPARK, dspark)
 
 
 @pytest.fixture(scope="module")

@@ -36,11 +36,11 @@ NATIVE = LAYER | {
 }  # fmt: skip
 
 
-def written(folder: Path, target: Path, content: dict[str, Any]) -> Path:
-    """A head of random weights."""
+def written(folder: Path, target: Path, content: dict[str, Any], kind: Any = dflash) -> Path:
+    """A head of random weights. kind: The module of its kind, dflash or dspark."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(content))
-    config = dflash.check(folder, target)
+    config = kind.check(folder, target)
     generator = torch.Generator().manual_seed(2)
     weights = {
         name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
@@ -54,9 +54,9 @@ def written(folder: Path, target: Path, content: dict[str, Any]) -> Path:
     return folder
 
 
-def loaded(folder: Path, target: Path) -> DFlash:
+def loaded(folder: Path, target: Path, kind: Any = dflash) -> Any:
     weights = checkpoint.Weights(target)
-    return dflash.load(
+    return kind.load(
         folder, target, weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     )
 

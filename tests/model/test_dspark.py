@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from errors import raises_option
-from head_texts import T, V, W, draft_ids, random_text
-from safetensors.torch import save_file
-from test_dflash import BLOCK, NATIVE, SPECULATORS
+from head_texts import T, draft_ids, random_text
+from test_dflash import BLOCK, NATIVE, SPECULATORS, loaded, written
 
 import draftlab
 from draftlab.model import checkpoint, dspark
-from draftlab.model.dspark import DSpark
 
 MARKOV: dict[str, Any] = {
     "markov_rank": 8, "markov_head_type": "vanilla", "enable_confidence_head": True,
@@ -25,28 +23,6 @@ DSPARK = SPECULATORS | {
     "speculators_model_type": "dspark",
     **MARKOV,
 }
-
-
-def written(folder: Path, target: Path, content: dict[str, Any]) -> Path:
-    """A head of random weights."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(content))
-    config, generator = dspark.check(folder, target), torch.Generator().manual_seed(3)
-    sizes = config.sizes() | {"lm_head.weight": (W, 64)}
-    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in sizes.items()}
-    known = torch.zeros(V, dtype=torch.bool)
-    known[draft_ids()] = True
-    save_file(
-        weights | {"d2t": draft_ids() - torch.arange(W), "t2d": known}, folder / "model.safetensors"
-    )
-    return folder
-
-
-def loaded(folder: Path, target: Path) -> DSpark:
-    weights = checkpoint.Weights(target)
-    return dspark.load(
-        folder, target, weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +36,7 @@ def target(family_dirs: dict[str, Path]) -> Path:
 def test_speculators_computes_the_same_logits_and_confidence(target, tmp_path, kind, anchor):
     core = pytest.importorskip("speculators.models.dspark.core", reason="make peers installs it")
     content = DSPARK | {"markov_head_type": kind, "sample_from_anchor": anchor}
-    folder, (ids, states) = written(tmp_path / "head", target, content), random_text(T)
+    folder, (ids, states) = written(tmp_path / "head", target, content, dspark), random_text(T)
     config = core.DSparkSpeculatorConfig.model_validate(content)
     config.transformer_layer_config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -87,7 +63,7 @@ def test_speculators_computes_the_same_logits_and_confidence(target, tmp_path, k
         embedded, blocks = model.markov_head.prev_embeddings(before), hidden.view(1, BLOCK, -1)
         bias = model.markov_head.block_bias(prev_token_ids=before, hidden_states=blocks)
         chance = model.confidence_head(torch.cat([blocks, embedded], -1)).sigmoid()[0, first:]
-    head = loaded(folder, target)
+    head = loaded(folder, target, dspark)
     cache = head.new_cache(1, T)
     head.read(states[:, :at], torch.arange(at).unsqueeze(0), cache)
     cache.used = [at]
@@ -101,7 +77,7 @@ def test_speculators_computes_the_same_logits_and_confidence(target, tmp_path, k
 
 
 def test_the_bias_of_the_token_before_is_added_to_the_blocks_logits(target, tmp_path):
-    head = loaded(written(tmp_path / "head", target, DSPARK), target)
+    head = loaded(written(tmp_path / "head", target, DSPARK, dspark), target, dspark)
     ids, states = random_text(T)
     cache = head.new_cache(1, T)
     head.read(states[:, :4], torch.arange(4).unsqueeze(0), cache)
@@ -119,7 +95,7 @@ def test_a_head_is_scored_in_both_layouts(layout, target, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     native = {name: value for name, value in NATIVE.items() if name != "dflash_config"}
     native |= {"mask_token_id": 2, "target_layer_ids": [0, 1, 3], **MARKOV}
-    written(tmp_path / "head", target, DSPARK if layout == "speculators" else native)
+    written(tmp_path / "head", target, DSPARK if layout == "speculators" else native, dspark)
     Path("prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"def add_{i}(a, b):"}) + "\n" for i in range(4))
     )
@@ -151,7 +127,7 @@ def test_a_part_that_is_not_computed_is_refused_by_its_name(target, tmp_path, ch
 
 def test_a_floor_of_confidence_needs_a_confidence_head(target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    written(tmp_path / "head", target, DSPARK | {"enable_confidence_head": False})
+    written(tmp_path / "head", target, DSPARK | {"enable_confidence_head": False}, dspark)
     with raises_option("confidence"):
         draftlab.score(
             target=str(target), drafter=["dspark:heads=head,least_confidence=0.5"], data="stdlib", num_prompts=1,

@@ -1,7 +1,7 @@
 """A DFlash head, which drafts a block of tokens in one pass from the states of the target."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftlab.drafters import RunFacts, drafter
 from draftlab.drafters.eagle import HeadSpec
@@ -29,14 +29,19 @@ class BlockSpec(HeadSpec):
     by_age = True
 
     @staticmethod
-    def read(folder: Path, target: Path) -> "DFlashShape":
-        """Return the sizes of a head. Raises UserError: There is no such head of this target."""
+    def model() -> Any:
+        """Return the module of the head, which has check(folder, target) and load(folder, target, embed, head)."""
         raise NotImplementedError
 
-    @staticmethod
-    def load(folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "DFlash":
+    @classmethod
+    def read(cls, folder: Path, target: Path) -> "DFlashShape":
+        """Return the sizes of a head. Raises UserError: There is no such head of this target."""
+        return cls.model().check(folder, target)
+
+    @classmethod
+    def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "DFlash":
         """Load a head on its target. Raises UserError: See read."""
-        raise NotImplementedError
+        return cls.model().load(folder, target_path, target.embed, target.head)
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
         raise NotImplementedError
@@ -92,16 +97,10 @@ class DFlashSpec(BlockSpec):
     acceptance = BlockSpec.acceptance
 
     @staticmethod
-    def read(folder: Path, target: Path) -> "DFlashShape":
+    def model() -> Any:
         from draftlab.model import dflash
 
-        return dflash.check(folder, target)
-
-    @staticmethod
-    def load(folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "DFlash":
-        from draftlab.model import dflash
-
-        return dflash.load(folder, target_path, target.embed, target.head)
+        return dflash
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
         from draftlab.engine.drafters.dflash import DFlashDrafter

@@ -1,7 +1,7 @@
 """A DSpark head: a block from one pass, whose tokens are drawn one after the other."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from draftlab.errors import UserError
 if TYPE_CHECKING:
     from draftlab.engine.generate import Drafter
     from draftlab.model.dflash import DFlash
-    from draftlab.model.dspark import DSpark, DSparkShape
+    from draftlab.model.dspark import DSpark
     from draftlab.model.hf_decoder import HFDecoder
     from draftlab.model.llama import Llama
 
@@ -28,20 +28,17 @@ class DSparkSpec(BlockSpec):
     least_confidence: float = Field(0.0, ge=0, lt=1)
 
     @staticmethod
-    def read(folder: Path, target: Path) -> "DSparkShape":
+    def model() -> Any:
         from draftlab.model import dspark
 
-        return dspark.check(folder, target)
-
-    @staticmethod
-    def load(folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "DSpark":
-        from draftlab.model import dspark
-
-        return dspark.load(folder, target_path, target.embed, target.head)
+        return dspark
 
     def check(self, run: RunFacts) -> None:
         super().check(run)
-        if self.least_confidence and not self.read(Path(self.heads), run.target).confidence:
+        if (
+            self.least_confidence
+            and not self.model().check(Path(self.heads), run.target).confidence
+        ):
             raise UserError(f"--drafter {self.text}: the head has no confidence head")
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":

@@ -290,7 +290,7 @@ def check(folder: Path, target: Path) -> DFlashShape:
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash:
     """Load a head. embed, head: Embedding and output layer of the target, [V, D] each. Raises UserError: see check."""
-    config, layer = read_shape(folder, target_path, "dflash")
+    config, layer, _ = read_shape(folder, target_path, "dflash")
     return DFlash(config, *read_parts(folder, config, layer, embed, head))
 
 
@@ -325,8 +325,10 @@ def read_parts(
     )
 
 
-def read_shape(folder: Path, target: Path, kind: str) -> tuple[DFlashShape, Any]:
-    """Return a head's sizes, and the configuration of its layers. kind: See hub.head_kind.
+def read_shape(
+    folder: Path, target: Path, kind: str
+) -> tuple[DFlashShape, Any, Mapping[str, object]]:
+    """Return a head's sizes, the configuration of its layers, and its config.json. kind: See hub.head_kind.
 
     Raises:
         UserError: The errors of check.
@@ -344,7 +346,7 @@ def read_shape(folder: Path, target: Path, kind: str) -> tuple[DFlashShape, Any]
         raise UserError(
             f"{folder}: mask_token_id is {config.mask_token_id}, and the vocabulary has {config.vocab} ids"
         )
-    return config, layer
+    return config, layer, content
 
 
 def _layer_config(content: Mapping[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, dflash
+from draftlab.model import dflash
 from draftlab.model.dflash import BlockCache, DFlash, DFlashShape
 from draftlab.reading import reading
 
@@ -73,56 +73,45 @@ class Block:
         """states: [B, T, D], of which the last count predict. last: The text's last token, [B]."""
         self.head, self.states = head, iter(states[:, -count:].unbind(1))
         self.base = iter(F.linear(states[:, -count:], head.head).unbind(1))
-        self.memory = states.new_zeros(
-            len(states), head.config.markov_rank
-        )  # of the kind rnn, [B, R]
-        self.features: Tensor | None = None  # inputs of the confidence head at the token drawn last
+        # recurrent state of the kind rnn, [B, R]
+        self.memory = states.new_zeros(len(states), head.config.markov_rank)
+        # state [B, D] and embedding [B, R] that the last logits were computed from
+        self.state, self.embedded = states[:, 0], self.memory
         for state in states[:, :-count].unbind(1):
-            self._embedded(last, state)
+            self._biased(last, state)
 
     def logits(self, token: Tensor) -> Tensor:
         """Return the logits [B, V] of the next token, given the token [B] before it."""
-        state, base = next(self.states), next(self.base)
-        embedded = self.head.weights["markov_head.markov_w1.weight"][token]
-        wide = self.head.config.confidence > self.head.config.hidden
-        self.features = torch.cat([state, embedded], -1) if wide else state
-        bias = F.linear(
-            self._embedded(token, state), self.head.weights["markov_head.markov_w2.weight"]
-        )
-        return self.head.spread(base + bias)
+        biased = self._biased(token, next(self.states))
+        bias = F.linear(biased, self.head.weights["markov_head.markov_w2.weight"])
+        return self.head.spread(next(self.base) + bias)
 
     def confidence(self) -> Tensor:
         """Return the estimated chance [B] that the token of the last logits is accepted."""
-        weights = self.head.weights
-        assert self.features is not None
-        scores = F.linear(
-            self.features.float(),
-            weights["confidence_head.proj.weight"].float(),
-            weights["confidence_head.proj.bias"].float(),
-        )
-        return scores.squeeze(-1).sigmoid()
+        wide = self.head.config.confidence > self.head.config.hidden
+        features = torch.cat([self.state, self.embedded], -1) if wide else self.state
+        return self._project("confidence_head.proj", features.float()).squeeze(-1).sigmoid()
 
-    def _embedded(self, token: Tensor, state: Tensor) -> Tensor:
+    def _biased(self, token: Tensor, state: Tensor) -> Tensor:
         """Return the input [B, R] of markov_w2 after a token [B], with the block's state [B, D] there."""
-        weights, kind = self.head.weights, self.head.config.markov_kind
-        embedded = weights["markov_head.markov_w1.weight"][token]
+        embedded = self.head.weights["markov_head.markov_w1.weight"][token]
+        self.state, self.embedded = state, embedded
+        kind = self.head.config.markov_kind
         if kind == "gated":
-            both = torch.cat([state, embedded], -1)
-            gate = F.linear(
-                both, weights["markov_head.gate_proj.weight"], weights["markov_head.gate_proj.bias"]
-            )
+            gate = self._project("markov_head.gate_proj", torch.cat([state, embedded], -1))
             return gate.sigmoid() * embedded
         if kind == "rnn":
             inputs = torch.cat([self.memory, embedded, state], -1)
-            joint = F.linear(
-                inputs,
-                weights["markov_head.joint_proj.weight"],
-                weights["markov_head.joint_proj.bias"],
-            )
+            joint = self._project("markov_head.joint_proj", inputs)
             gate, candidate, output = joint.chunk(3, -1)
-            self.memory = gate.sigmoid() * self.memory + (1 - gate.sigmoid()) * candidate.tanh()
+            self.memory = torch.lerp(candidate.tanh(), self.memory, gate.sigmoid())
             return output.tanh()
         return embedded
+
+    def _project(self, name: str, x: Tensor) -> Tensor:
+        """Return x times a named matrix, plus its bias, in the dtype of x."""
+        weights = self.head.weights
+        return F.linear(x, weights[f"{name}.weight"].to(x), weights[f"{name}.bias"].to(x))
 
 
 def check(folder: Path, target: Path) -> DSparkShape:
@@ -141,8 +130,7 @@ def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DSpark
 
 
 def _read_shape(folder: Path, target: Path) -> tuple[DSparkShape, object]:
-    shape, layer = dflash.read_shape(folder, target, "dspark")
-    content = checkpoint.read_config(folder)
+    shape, layer, content = dflash.read_shape(folder, target, "dspark")
     if "sample_from_anchor" not in content:  # speculators takes it for true, and vLLM for false
         raise UserError(f"{folder}: config.json of a DSpark head has no sample_from_anchor")
     with reading(folder / "config.json"):

@@ -21,13 +21,10 @@ from draftlab.sampling import SamplingParams
 class DFlashDrafter(StatesDrafter[DFlash]):
     """Drafts a block after each text."""
 
-    block = (
-        0  # tokens of a block; they attend to each other, so it does not shrink where a text ends
-    )
-
     def reset(self, rows: int, capacity: int) -> None:
         super().reset(rows, capacity)
-        self.block = 0
+        # tokens of a block: they attend to each other, so a block does not shrink where a text ends
+        self.width = 0
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
         """Read the states of the prompts."""
@@ -36,13 +33,17 @@ class DFlashDrafter(StatesDrafter[DFlash]):
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
+        last, count = self.begin(texts, count)
+        logits = self.head.block_logits(last, self.width, self.cache)[:, :count]
+        ids, q = Sampler(sampling.unlimited(), self.vocab)(logits, uniform[:, :count])
+        return Draft(ids=ids, q=q, counts=[count] * len(texts))
+
+    def begin(self, texts: Sequence[list[int]], count: int) -> tuple[Tensor, int]:
+        """Read the new states; return each text's last token, [B], and how many of count tokens a block drafts."""
         self.read_states(texts)
-        last = staged([text[-1] for text in texts], self.head.device)
         count = min(count, self.head.config.most)
-        self.block = max(self.block, count)
-        logits = self.head.block_logits(last, self.block, self.cache)[:, :count]
-        ids, q = Sampler(sampling.unlimited(), self.vocab)(logits, uniform[:, : logits.shape[1]])
-        return Draft(ids=ids, q=q, counts=[ids.shape[1]] * len(texts))
+        self.width = max(self.width, count)
+        return staged([text[-1] for text in texts], self.head.device), count
 
     def read_states(self, texts: Sequence[list[int]]) -> None:
         """Project the target's states that are new since the last call.

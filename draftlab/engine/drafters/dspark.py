@@ -11,7 +11,6 @@ from torch import Tensor
 
 from draftlab.engine.drafters.dflash import DFlashDrafter
 from draftlab.engine.generate import Draft, Sampler
-from draftlab.model.devices import staged
 from draftlab.model.dspark import DSpark
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
@@ -31,11 +30,8 @@ class DSparkDrafter(DFlashDrafter):
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
-        self.read_states(texts)
-        token = staged([text[-1] for text in texts], self.head.device)
-        count = min(count, self.head.config.most)
-        self.block = max(self.block, count)
-        block = self.dspark.block(token, self.block, self.cache)
+        token, count = self.begin(texts, count)
+        block = self.dspark.block(token, self.width, self.cache)
         sampler = Sampler(sampling.unlimited(), self.vocab)
         survival = torch.ones(len(texts), device=self.head.device)
         tokens, distributions, confident = [], [], []

@@ -153,5 +153,5 @@ def unused_id(directory: Path, vocab: int) -> int:
     ):
         return pad
     raise UserError(
-        f"{directory}: its tokenizer has no unused id for the mask token; choose one: --student parallel:token=ID"
+        f"{directory}: its tokenizer has no id unused for the mask token; choose one: --student parallel:token=ID"
     )

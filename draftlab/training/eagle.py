@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -195,7 +195,7 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
     student = start_head(head, begun, teacher, batches, job.loop, job.text.seq_len, state)
     loss = parse_loss(job.loss)
     setup = TrainingSetup(
-        teacher=cast(Any, teacher),
+        teacher=teacher,
         batches=ChainBatches(batches, spec.ttt_steps),
         heldout=heldout,
         loss=loss,
@@ -295,7 +295,7 @@ def start_head(
         else:
             start_linear(student, sampled)
             with torch.no_grad():
-                student.lm_head.weight.copy_(teacher.weight[teacher.ids])
+                student.lm_head.weight.copy_(teacher.head_rows())
         return {
             name: weight.cpu().numpy()
             for name, weight in [*student.state_dict().items(), ("scale", student.scale)]

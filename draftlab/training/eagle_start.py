@@ -19,7 +19,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftlab.console import Advance
 from draftlab.data import Batch
@@ -71,7 +70,7 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     unit = sampled.now.pow(2).mean(0).sqrt()
     now, after = sampled.now / unit, sampled.after / unit
     _measure_scale(student, sampled)
-    features = student.features(sampled.states) if student.reads_normed else sampled.states
+    features = student.features(sampled.states) if student.norms_before_fc else sampled.states
     fc = ridge(features, now)
     state, ones = features @ fc, torch.ones_like(unit)
     size = unit if c.norm_output else ones  # scale of the state, in units of u
@@ -105,7 +104,7 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
 @torch.no_grad()
 def start_again(student: EagleHead, sampled: Sample) -> None:
     """Scale the inputs of a trained head to mean square 1, and its fc by the inverse. The outputs stay the same."""
-    if not student.reads_normed:
+    if not student.norms_before_fc:
         _measure_scale(student, sampled)
         student.fc.weight.mul_(student.scale)
 
@@ -113,13 +112,12 @@ def start_again(student: EagleHead, sampled: Sample) -> None:
 def _measure_scale(student: EagleHead, sampled: Sample) -> None:
     """Scale the inputs of fc to mean square 1, by the weights of the norms before fc or by the student's scale."""
     size = student.features(sampled.states).pow(2).mean(0).sqrt().clamp_min(student.config.eps)
-    if student.input_norm is not None:
-        student.input_norm.weight.div_(size)
-    elif student.fc_norm is None:
+    norms = student.norms_before_fc
+    if not norms:
         student.scale.mul_(size)
-    else:
-        for norm, part in zip(student.fc_norm, size.chunk(len(student.fc_norm)), strict=True):
-            cast(LlamaRMSNorm, norm).weight.div_(part)
+        return
+    for norm, part in zip(norms, size.chunk(len(norms)), strict=True):
+        norm.get_parameter("weight").div_(part)
 
 
 def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, size: int) -> None:

@@ -14,8 +14,8 @@ the bucket for all tokens that are not listed includes lost ids.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ class TopK:
     log_p: Tensor
     tail: Tensor
 
-    def __getitem__(self, rows: slice) -> "TopK":
+    def __getitem__(self, rows: slice | Tensor) -> "TopK":
         return TopK(self.ids[rows], self.log_p[rows], self.tail[rows])
 
 
@@ -114,16 +114,11 @@ def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
     """Return a teacher's distributions at `places`, some of its `counted` positions. Places ascend, and may repeat."""
     rows = torch.searchsorted(counted, places)
     if isinstance(teacher, Dense):
-        return Dense(teacher.hidden, teacher.head, rows, teacher.log_total)
-    return (
-        None
-        if teacher is None
-        else TopK(teacher.ids[rows], teacher.log_p[rows], teacher.tail[rows])
-    )
+        return replace(teacher, rows=rows)
+    return None if teacher is None else teacher[rows]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class Sums(NamedTuple):
     """Weighted sums over tokens. Only objective carries a gradient.
 
     acceptance is exact for distributions over all ids. From k tokens and a tail, acceptance is a lower bound and
@@ -163,10 +158,7 @@ def fused_loss(
         )
 
     sums = _Fused.apply(hidden, head, weights, chunks, torch.is_grad_enabled())
-    objective, (ce, alpha, slack, agreement) = sums[0], sums.detach()[1:].unbind()
-    return Sums(
-        objective=objective, cross_entropy=ce, acceptance=alpha, slack=slack, agreement=agreement
-    )
+    return Sums(sums[0], *sums.detach()[1:])
 
 
 class _Fused(torch.autograd.Function):

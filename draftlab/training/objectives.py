@@ -77,12 +77,9 @@ class Offsets:
 
 def _run_lengths(counted: np.ndarray) -> np.ndarray:
     """Return the length of the run of counted positions that begins at each position, [B, T]."""
-    ahead = np.zeros(counted.shape, dtype=np.int64)
-    for t in range(counted.shape[1] - 1, -1, -1):
-        ahead[:, t] = np.where(
-            counted[:, t], 1 + (ahead[:, t + 1] if t + 1 < counted.shape[1] else 0), 0
-        )
-    return ahead
+    width = counted.shape[1]
+    ends = np.where(counted, width, np.arange(width))  # the next position that does not count
+    return np.minimum.accumulate(ends[:, ::-1], 1)[:, ::-1] - np.arange(width)
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
@@ -219,5 +216,4 @@ class DistillStep(Objective):
         total = sums.objective + (
             0 if self.constraint is None else self.constraint.penalty() * weights.sum()
         )
-        watched = [sums.objective, sums.cross_entropy, sums.acceptance, sums.slack, sums.agreement]
-        return torch.stack([*(w.detach() for w in watched), total])
+        return torch.stack([*(value.detach() for value in sums), total])

@@ -35,14 +35,14 @@ from draftlab.training.objectives import (
 )
 from draftlab.training.optimizers import optimizers_for, training_dtype
 from draftlab.training.teachers import (
-    ListingTeacher,
+    Distributions,
     LocalTeacher,
     logits_of,
     moved_to,
     shard_by_layer,
 )
 
-TeacherModel = PreTrainedModel | ListingTeacher | None
+TeacherModel = PreTrainedModel | Distributions | None
 MAX_GRAD_NORM = 1.0
 
 
@@ -240,8 +240,7 @@ class Trainer:
     def evaluate(self, done: int) -> EvalRecord:
         """Evaluate on held-out text, and save the weights if they are the best so far."""
         record = self._heldout(self.setup.heldout.batches, self.teacher, done)
-        if self.setup.length is not None:
-            length = self.setup.length
+        if (length := self.setup.length) is not None:
             around = self.accelerator.unwrap_model(self.module).around
             record = replace(
                 record, mean_acceptance_length=around(lambda: length(self.student, done))
@@ -335,7 +334,7 @@ class Trainer:
         return totals
 
     def _heldout(
-        self, batches: list[Batch], teacher: LocalTeacher | ListingTeacher | None, step: int
+        self, batches: list[Batch], teacher: Distributions | None, step: int
     ) -> EvalRecord:
         self.module.eval()
         totals, tokens = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
@@ -353,27 +352,24 @@ class Trainer:
         totals, tokens = self._total(totals), self._total(tokens)
         means = totals / tokens.unsqueeze(1).clamp_min(1)
         _, cross_entropy, alpha, slack, agreement, _ = means[0].tolist()
-        compared: dict[str, Any] = (
-            {} if teacher is None else {"acceptance": alpha, "agreement": agreement}
-        )
-        if teacher is not None and len(means) > 1:
-            compared["offsets"] = tuple(means[:, 2].tolist())
-        return EvalRecord(
+        record = EvalRecord(
             step=step,
             tokens=int(tokens.sum()),
             loss=float(totals[:, 0].sum() / tokens.sum()),
             cross_entropy=cross_entropy,
             slack=slack,
-            **compared,
         )
+        if teacher is None:
+            return record
+        offsets = tuple(means[:, 2].tolist()) if len(means) > 1 else ()
+        return replace(record, acceptance=alpha, agreement=agreement, offsets=offsets)
 
-    def _sums(self, teacher: LocalTeacher | ListingTeacher | None, batch: Batch) -> Tensor:
+    def _sums(self, teacher: Distributions | None, batch: Batch) -> Tensor:
         device = self.accelerator.device
-        ids, mask = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.mask).to(device)
-        positions = (
-            None if batch.positions is None else torch.from_numpy(batch.positions).to(device)
+        ids, mask, positions, depths = (
+            None if array is None else torch.from_numpy(array).to(device)
+            for array in (batch.ids, batch.mask, batch.positions, batch.depths)
         )
-        depths = None if batch.depths is None else torch.from_numpy(batch.depths).to(device)
         listed = None if teacher is None else moved_to(device, teacher.distributions(batch))
         return self.module(ids, mask, listed, positions, depths)
 
@@ -398,7 +394,7 @@ def _shared_vocab(student: PreTrainedModel, teacher: TeacherModel) -> int:
 
 def _prepare_teacher(
     teacher: TeacherModel, vocab: int, accelerator: Accelerator, compiled: bool
-) -> LocalTeacher | ListingTeacher | None:
+) -> Distributions | None:
     if not isinstance(teacher, PreTrainedModel):
         return teacher
     model = teacher.eval()

@@ -14,6 +14,7 @@ from draftlab.console import is_main_process, note
 from draftlab.data import open_batches, open_heldout
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
+from draftlab.model.trimmed_head import output_head
 from draftlab.pruning.masks.hard_concrete import Masks
 from draftlab.pruning.masks.masked_model import Folded, masked
 from draftlab.pruning.run import Prune, PrunedDraft, Selection, Text
@@ -129,8 +130,7 @@ def _student(source: Source, training: MaskTraining) -> PreTrainedModel:
 
 
 def _untie(student: PreTrainedModel) -> None:
-    head = student.get_output_embeddings()
-    assert head is not None  # every causal language model has one
+    head = output_head(student)
     head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
     student.config.tie_word_embeddings = False
 

@@ -68,9 +68,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * d, cached, bias=False)
         self.o_proj = nn.Linear(queries, d, bias=False)
         self.q_norm, self.k_norm = (
-            (LlamaRMSNorm(config.head_dim, config.eps), LlamaRMSNorm(config.head_dim, config.eps))
-            if config.qk_norm
-            else (nn.Identity(), nn.Identity())
+            LlamaRMSNorm(config.head_dim, config.eps) if config.qk_norm else nn.Identity()
+            for _ in range(2)
         )
 
     def forward(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -42,35 +42,11 @@ from draftlab.training.teachers import (
     shard_by_layer,
 )
 
+if TYPE_CHECKING:
+    from draftlab.training.evaluate import TargetTextEvaluator
+
 TeacherModel = PreTrainedModel | Distributions | None
 MAX_GRAD_NORM = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthComparison:
-    """Tokens per target pass with k drafted tokens, before and after training.
-
-    low, high: 95 % interval of `after` over texts. gain_low: Lower bound of after / before, from the same bootstrap
-    draws.
-    """
-
-    k: int
-    before: float
-    after: float
-    low: float
-    high: float
-    gain_low: float
-
-
-class LengthEvaluator(Protocol):
-    """Measures tokens per target pass.
-
-    A call evaluates a student at K = 4 and stores the step's result. compare() compares two stored steps at every K.
-    """
-
-    def __call__(self, student: PreTrainedModel, step: int) -> float: ...
-
-    def compare(self, before: int, after: int) -> list[LengthComparison]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +63,7 @@ class TrainingSetup:
     heldout: HeldOut
     loss: Loss
     temperature: float = 1.0
-    length: LengthEvaluator | None = None
+    length: "TargetTextEvaluator | None" = None
     offsets: Offsets | None = None
     objective: Objective | None = None
 
@@ -221,6 +197,7 @@ class Trainer:
         for group in _groups(optimizers):
             group["peak_lr"] = group["lr"]
         self.module, *self.optimizers = self.accelerator.prepare(module, *optimizers)
+        self.objective = self.accelerator.unwrap_model(self.module)
         register_fsdp_forward_method(self.module, "around")  # has no effect without FSDP2
         if loop.torch_compile:
             student.get_decoder().compile()
@@ -241,10 +218,8 @@ class Trainer:
         """Evaluate on held-out text, and save the weights if they are the best so far."""
         record = self._heldout(self.setup.heldout.batches, self.teacher, done)
         if (length := self.setup.length) is not None:
-            around = self.accelerator.unwrap_model(self.module).around
-            record = replace(
-                record, mean_acceptance_length=around(lambda: length(self.student, done))
-            )
+            accepted = self.objective.around(lambda: length(self.student, done))
+            record = replace(record, mean_acceptance_length=accepted)
         metric = record.selection_metric if self.constraint is None else done
         self.best.offer(metric, done, self.accelerator, self.module, self.state)
         return record
@@ -252,7 +227,7 @@ class Trainer:
     def step(self, index: int) -> StepRecord:
         """Take one optimizer step."""
         started_at = time.perf_counter()
-        self.accelerator.unwrap_model(self.module).set_progress(index / self.loop.steps)
+        self.objective.set_progress(index / self.loop.steps)
         parts = self._micro_batches(index)
         tokens = int(self._total(torch.tensor(sum(part.predictions for part in parts))))
         rate = self.loop.rate(index)
@@ -301,9 +276,7 @@ class Trainer:
         The batch is split into parts before processes take their shares, so all processes run the same passes.
         """
         processes = self.accelerator.num_processes
-        batch = self.accelerator.unwrap_model(self.module).around(
-            lambda: self.setup.batches.batch(index)
-        )
+        batch = self.objective.around(lambda: self.setup.batches.batch(index))
         parts = self._packed(batch, index).parts(self.loop.micro_batch_tokens * processes)
         return [part.shard(self.accelerator.process_index, processes) for part in parts]
 

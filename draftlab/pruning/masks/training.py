@@ -19,11 +19,11 @@ from draftlab.pruning.masks.hard_concrete import Masks
 from draftlab.pruning.masks.masked_model import Folded, masked
 from draftlab.pruning.run import Prune, PrunedDraft, Selection, Text
 from draftlab.pruning.source import Source
-from draftlab.training.checkpointer import best_weights, process_state
+from draftlab.training.checkpointer import best_weights
 from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.optimizers import training_dtype
-from draftlab.training.run import fit
+from draftlab.training.run import claimed_state, fit
 from draftlab.training.trainer import TrainingSetup
 
 # not next to config.json, where runtimes load every safetensors file
@@ -62,13 +62,12 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
     """Train masks, and write the draft that they select. Several processes may train. A killed run resumes.
 
     Raises:
-        UserError: The loss is not finite.
+        UserError: The loss is not finite, or the errors of claimed_state.
     """
     if cut.is_copy():
         return cut.copy()
-    source, state = cut.source, cut.output.state
-    with process_state().main_process_first():
-        cut.output.claim_state([source.directory])
+    source = cut.source
+    state = claimed_state(cut.output, [source.directory])
     selection = _select(source, cut.shape, cut.text, training, state)
     if not is_main_process():
         return PrunedDraft(

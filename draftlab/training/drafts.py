@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from draftlab.acceptance.token_logprobs import max_positions
 from draftlab.console import note
+from draftlab.data import parse_mixture
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub, parallel, saving
 from draftlab.model.checkpoint import Weights
@@ -65,20 +66,25 @@ class OpenDraft:
 
 
 def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
-    """Describe the models and the cost of a distillation. Raises UserError: the text cannot be read."""
+    """Describe the models and the cost of a distillation. Text in files is opened as training opens it.
+
+    Raises:
+        UserError: The text cannot be read.
+    """
     assert job.draft is not None  # starts_from_draft
-    if job.outputs is None and job.answers is None:
-        job.text.check(job.draft, job.loop)
+    reads_data = job.outputs is None and job.answers is None
+    if reads_data and all(Path(name).exists() for name in parse_mixture(job.text.data)):
+        job.text.open(checkpoint.load_tokenizer(job.draft), job.loop)
     student, teacher = read_size(job.draft), read_size(job.target) if job.target else None
     seq_len = job.text.seq_len
     tokens = job.loop.steps * job.loop.batch_size * seq_len
     models = {"draft": student.describe(), "target": teacher.describe() if teacher else "none"}
     text = {} if job.answers is None else {"text": job.answers.describe()}
     cost = training_cost(student, teacher, tokens=tokens, seq_len=seq_len)
-    wider = (
-        {"in parallel": f"{offsets.cost:.2f} tokens are read for each of these"} if offsets else {}
-    )
-    return models | text | cost | wider
+    described = models | text | cost
+    if offsets is not None:
+        described["in parallel"] = f"{offsets.cost:.2f} tokens are read for each of these"
+    return described
 
 
 def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenDraft:

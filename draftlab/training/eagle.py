@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from draftlab.console import note, progress
 from draftlab.data import Batch, HeldOut
@@ -112,14 +112,15 @@ BYTES = 16  # bytes per trained weight: fp32, its gradient and two moments
 class OpenHead:
     """A head in training.
 
-    begun: Head that training continues; None for a new head. coverage: Share of tokens that are draft ids. k: Number of
-    tokens that the head learns to draft.
+    begun: Head that training continues; None for a new head. ids: Id of each draft id in the target's vocabulary, [W].
+    coverage: Share of tokens that are draft ids. k: Number of tokens that the head learns to draft.
     """
 
     module: EagleHead
     setup: TrainingSetup
     target: Path
     begun: Head | None
+    ids: Tensor
     coverage: float
     k: int
 
@@ -129,10 +130,7 @@ class OpenHead:
         student.load_state_dict(best_weights(state, "student"))
         weights = {name: weight.to(dtype) for name, weight in student.weights().items()}
         embedding = None if self.begun is None else self.begun.embedding
-        objective = cast(EagleObjective, self.setup.objective)
-        head = Head(
-            config=student.config, weights=weights, ids=objective.trimmed.ids, embedding=embedding
-        )
+        head = Head(config=student.config, weights=weights, ids=self.ids, embedding=embedding)
         eagle.write(work, head, "native", target=self.target, k=self.k)
         return {"coverage": self.coverage}
 
@@ -145,7 +143,8 @@ def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
     vocab = checkpoint.vocab_size(job.target)
     size = job.vocab or min(LARGEST_DEFAULT, max(1, vocab // 4))
     layers = None if spec.layer_ids is None else tuple(spec.layer_ids)
-    return eagle.head_config(job.target, layers, size, **spec.variant)
+    variant = spec.model_dump(exclude={"text", "ttt_steps", "layer_ids"})
+    return eagle.head_config(job.target, layers, size, **variant)
 
 
 def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
@@ -197,7 +196,13 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
         objective=EagleObjective(student, teacher.ids, loss, job.temperature, chain),
     )
     return OpenHead(
-        module=student, setup=setup, target=target, begun=begun, coverage=coverage, k=chain
+        module=student,
+        setup=setup,
+        target=target,
+        begun=begun,
+        ids=teacher.ids,
+        coverage=coverage,
+        k=chain,
     )
 
 

@@ -82,10 +82,8 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     values = c.kv_heads * c.head_dim
     predicted = inputs @ change
     basis = torch.linalg.eigh(predicted.T @ predicted).eigenvectors.flip(1)[:, :values]  # [D, R]
-    attention, own = (
-        layer.self_attn,
-        torch.arange(0, c.heads, c.heads // c.kv_heads),
-    )  # one head for each value
+    attention = layer.self_attn
+    own = torch.arange(0, c.heads, c.heads // c.kv_heads)  # one head for each value
     student.fc.weight.copy_(fc.T * student.scale * size.unsqueeze(1))
     if c.norm_output:
         layer.hidden_norm.weight.copy_(hidden_norm)
@@ -124,7 +122,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
     """Set queries and keys to the same map of the token's embedding, for one query head per key head."""
     hidden = embedded.shape[1]
     mean = torch.nn.functional.normalize(embedded.mean(0), dim=0)
-    k.zero_()
+    queries, keys = (weight.unflatten(0, (-1, size)) for weight in (q, k.zero_()))
     for number, head in enumerate(own.tolist()):
         random = torch.randn(hidden, size).to(k)
         # the mean of all embeddings does not distinguish positions
@@ -133,9 +131,9 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
         directions = (
             directions * (OWN * size**0.5 / (embedded @ directions.T).pow(2).sum(-1).mean()) ** 0.5
         )
-        k[number * size : (number + 1) * size, :hidden] = directions
-        q[head * size : (head + 1) * size] = 0
-        q[head * size : (head + 1) * size, :hidden] = directions
+        keys[number, :, :hidden] = directions
+        queries[head] = 0
+        queries[head, :, :hidden] = directions
 
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:

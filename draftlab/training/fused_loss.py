@@ -88,9 +88,6 @@ class Dense:
             return None
         return self.log_total[tokens if self.rows is None else self.rows[tokens]]
 
-    def log_probs(self, rows: slice, temperature: float) -> Tensor:
-        return log_probs(self.logits(rows), temperature)
-
 
 @dataclass(frozen=True, slots=True)
 class TopK:
@@ -240,7 +237,8 @@ def _chunks(
     buffer = teacher.buffer(min(total, chunk)) if isinstance(teacher, Dense) else None
     for rows in _slices(total, chunk):
         z = student.logits(rows, gradient)
-        y = _teacher_rows(teacher, rows, buffer)
+        listed = teacher[rows] if isinstance(teacher, TopK) else None
+        y = teacher.logits(rows, buffer) if isinstance(teacher, Dense) else listed
         values = torch.empty(5, len(z), dtype=exact_dtype(z.device), device=z.device)
         for part in _slices(len(z), block):
             tokens = slice(rows.start + part.start, rows.start + part.stop)
@@ -250,13 +248,6 @@ def _chunks(
             )
             torch.mul(slope, weights[tokens].unsqueeze(1), out=gradient[part])
         yield rows, values, gradient[: len(z)]
-
-
-def _teacher_rows(teacher: Teacher, rows: slice, buffer: Tensor | None) -> Tensor | TopK | None:
-    """Return the teacher's logits [c, V], or its listed tokens, for a slice of tokens."""
-    if isinstance(teacher, Dense):
-        return teacher.logits(rows, buffer)
-    return None if teacher is None else teacher[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,11 +269,8 @@ class _Objective:
         if self.trimmed is not None:
             ce = torch.where(labels.squeeze(1) < z.shape[1], ce, 0.0)
         if teacher is None:
-            objective, watched, gradient = (
-                torch.zeros_like(ce),
-                [torch.zeros_like(ce)] * 3,
-                torch.zeros_like(log_q1),
-            )
+            objective, gradient = torch.zeros_like(ce), torch.zeros_like(log_q1)
+            watched = [objective] * 3
         else:
             log_q = log_q1 if temperature == 1 else self._with_lost(log_probs(z, temperature))
             if isinstance(teacher, TopK):

@@ -205,22 +205,21 @@ def parse_loss(spec: str) -> Loss:
     Raises:
         UserError: A name is unknown, or a number is out of its range.
     """
-    later: Loss | None = None
-    phases = spec.split("->")
-    for number, phase in reversed(list(enumerate(phases))):
+    *earlier, last = spec.split("->")
+    text, _, share = last.partition("@")
+    if share:
+        raise UserError(
+            f"loss {spec!r}: the last phase lasts to the end; leave out @{share.strip()}"
+        )
+    parsed = _phase(text)
+    for phase in reversed(earlier):
         text, _, share = phase.partition("@")
-        last = number == len(phases) - 1
-        if share and last:
-            raise UserError(
-                f"loss {spec!r}: the last phase lasts to the end; leave out @{share.strip()}"
-            )
-        until = 1.0 if last else _number(share, f"loss {spec!r}: @", 1) if share else SWITCH
-        later = _phase(text, until, later)
-    assert later is not None
-    return later
+        until = _number(share, f"loss {spec!r}: @", 1) if share else SWITCH
+        parsed = _phase(text, until, parsed)
+    return parsed
 
 
-def _phase(text: str, until: float, then: Loss | None) -> Loss:
+def _phase(text: str, until: float = 1.0, then: Loss | None = None) -> Loss:
     terms, ce = [], 0.0
     for part in text.split("+"):
         factor, star, name = part.rpartition("*")

@@ -107,16 +107,13 @@ class Objective(nn.Module):
     """Student and loss in one forward pass, so that the hooks of DDP and FSDP cover both.
 
     Arguments and results are those of DistillStep. takes_packed: Whether rows of a batch may hold several sequences.
-    rates: Share of the learning rate for some of the student's parameters, by name.
+    rates: Share of the learning rate for some of the student's parameters, by name. progress: Share of the run that is
+    done, for schedules.
     """
 
     takes_packed = False
     rates: Mapping[str, float] = MappingProxyType({})
     progress = 0.0
-
-    def set_progress(self, progress: float) -> None:
-        """Set the share of the run that is done, for schedules."""
-        self.progress = progress
 
     def around(self, work: Callable[[], Result]) -> Result:
         """Do work that calls the student directly. FSDP2 gathers the weights outside of layers, as for forward."""
@@ -149,11 +146,6 @@ class DistillStep(Objective):
         """Return the student's layer classes, which accelerate shards one by one (FSDP2)."""
         return self.student._no_split_modules
 
-    def set_progress(self, progress: float) -> None:
-        super().set_progress(progress)
-        if self.constraint is not None:
-            self.constraint.progress = progress
-
     def forward(
         self,
         ids: Tensor,
@@ -173,6 +165,7 @@ class DistillStep(Objective):
             positions, depths: Same as in Batch.
         """
         if self.constraint is not None:
+            self.constraint.progress = self.progress
             self.constraint.draw()
         counted = mask.flatten().nonzero().squeeze(1)
         if depths is None:

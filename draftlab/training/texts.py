@@ -15,15 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
 from draftlab.console import note, progress
-from draftlab.data import (
-    Batch,
-    DynamicBatches,
-    HeldOut,
-    TokenBatches,
-    open_batches,
-    open_heldout,
-    parse_mixture,
-)
+from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_batches, open_heldout
 from draftlab.engine.batch_generate import Batching, Completion, generate_batch, load_generator
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
@@ -95,14 +87,6 @@ class TrainingText:
             loss_on=loss_on,
         )
         return batches, heldout
-
-    def check(self, directory: Path, loop: Loop) -> None:
-        """Open the data as training does, for a plan, if all its sources are files. Errors are those of open.
-
-        directory: Directory of the tokenizer.
-        """
-        if all(Path(name).exists() for name in parse_mixture(self.data)):
-            self.open(checkpoint.load_tokenizer(directory), loop)
 
 
 @dataclass(frozen=True)
@@ -217,4 +201,4 @@ def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
         step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None)
         for b in batches
     ]
-    return float(sum(s[0, 1] for s in sums) / sum(int(b.mask.sum()) for b in batches))
+    return float(sum(s[0, 1] for s in sums) / sum(b.predictions for b in batches))

@@ -227,7 +227,7 @@ class Trainer:
     def step(self, index: int) -> StepRecord:
         """Take one optimizer step."""
         started_at = time.perf_counter()
-        self.objective.set_progress(index / self.loop.steps)
+        self.objective.progress = index / self.loop.steps
         parts = self._micro_batches(index)
         tokens = int(self._total(torch.tensor(sum(part.predictions for part in parts))))
         rate = self.loop.rate(index)

@@ -71,11 +71,14 @@ def special_ids(model: Path) -> set[int]:
 
 def trained_texts(batches: Batches, steps: int) -> list[np.ndarray]:
     """Return the tokens that are trained on. Text that the student will write is replaced by the data it continues."""
-    texts, tokens, step = [], 0, 0
-    while step < steps and tokens < COUNTED_TOKENS:
+    texts: list[np.ndarray] = []
+    tokens = 0
+    for step in range(steps):
         batch = _without_student(batches, step)
         texts += [ids[1:][mask > 0] for ids, mask in zip(batch.ids, batch.mask, strict=True)]
-        tokens, step = tokens + int((batch.mask > 0).sum()), step + 1
+        tokens += int((batch.mask > 0).sum())
+        if tokens >= COUNTED_TOKENS:
+            break
     return texts
 
 

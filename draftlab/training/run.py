@@ -20,8 +20,7 @@ from draftlab.model import checkpoint
 from draftlab.output import Output
 from draftlab.provenance import LOG_FILE
 from draftlab.reading import parse_json
-from draftlab.training import checkpointer
-from draftlab.training.checkpointer import process_state, select_device
+from draftlab.training.checkpointer import check_resumable, process_state, select_device
 from draftlab.training.loop import Hardware, Loop
 from draftlab.training.trainer import Constraint, EvalRecord, StepRecord, TrainingSetup, train
 
@@ -108,9 +107,9 @@ def claimed_state(output: Output, inputs: Sequence[Path]) -> Path:
         UserError: The directory belongs to another run and force is off, or cannot be written, or its checkpoint has
             pickles that are not trusted.
     """
-    with checkpointer.process_state().main_process_first():
+    with process_state().main_process_first():
         output.claim_state(inputs)
-    checkpointer.check_resumable(output.state)
+    check_resumable(output.state)
     return output.state
 
 
@@ -129,7 +128,7 @@ def fit(
     Raises:
         UserError: `state` cannot be written, the disk is too small for checkpoints, or training fails.
     """
-    processes = checkpointer.process_state()
+    processes = process_state()
     check_space(state, _checkpoint_bytes(student, loop), "checkpoints")
     with progress(what, loop.steps) as advance:
         for record in train(student, setup, loop, state, constraint):

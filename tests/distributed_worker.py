@@ -92,7 +92,7 @@ def gradients(sharded: bool) -> dict[str, Tensor]:
     """Gradients of one step, with FSDP2 around every layer of student and teacher, or without."""
     model, masks = build("mistral", seed=1), Masks(HAVE, smaller(HAVE), 0)
     step = DistillStep(model, parse_loss("fkl"), 1.0, constraint=masks)
-    step.set_progress(0.7)
+    step.progress = 0.7
     rows, processes = Rows().batch(2), 1
     tokens = float(rows.mask.sum())
     if sharded:

@@ -39,7 +39,8 @@ from draftlab.trust import check_address
 if TYPE_CHECKING:
     from draftlab.servers.client import Server
     from draftlab.training.answers import PromptFile
-    from draftlab.training.run import LengthComparison, TrainingResult
+    from draftlab.training.evaluate import LengthComparison
+    from draftlab.training.run import TrainingResult
     from draftlab.training.texts import TrainingText
 
 GENERATED = "Generated text"  # panel of --help

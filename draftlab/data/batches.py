@@ -319,8 +319,8 @@ class DynamicBatches:
     def state_dict(self) -> dict[str, object]:
         return {"phases": self.phases}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.phases = state["phases"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.phases = state_dict["phases"]
 
 
 def open_batches(

@@ -8,9 +8,9 @@ that table. Slots at the end that no row reads are dropped; the cache is packed 
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -201,15 +201,7 @@ class HFDecoder(Decoder):
     @torch.inference_mode(False)
     def new_layer_states(self, cache: HFCache, ids: tuple[int, ...]) -> LayerStates:
         """Return empty LayerStates of the layers in `ids` for every position of a cache, and hook these layers."""
-        layers = decoder_layers(self.model)
-        for layer_id in ids:
-            if layer_id in self._states:
-                continue
-            self._states[layer_id] = torch.empty(0)
-            if layer_id == 0:
-                layers[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
-            else:
-                layers[layer_id - 1].register_forward_hook(self._keeper(layer_id))
+        keep_states(self.model, [i for i in ids if i not in self._states], self._states)
         size = (len(cache.used), cache.capacity, len(ids) * self.config.hidden_size)
         return LayerStates(ids, self.embed.new_zeros(size))
 
@@ -336,14 +328,29 @@ class HFDecoder(Decoder):
         layout = {"position_ids": tree.depth.unsqueeze(0), "attention_mask": tree.mask[None, None]}
         return run(input_ids=ids, use_cache=False, logits_to_keep=last, **layout).logits
 
-    def _keeper(self, layer_id: int) -> Any:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            self._states[layer_id] = output[0] if isinstance(output, tuple) else output
 
-        return keep
+def keep_states(
+    model: PreTrainedModel, layer_ids: Iterable[int], states: dict[int, Tensor]
+) -> None:
+    """Let every pass of a model store the states after these numbers of layers in `states`.
 
-    def _keep_input(self, module: nn.Module, args: Any, named: Any) -> None:
-        self._states[0] = args[0] if args else named["hidden_states"]
+    Raises:
+        UserError: The model's layers are not found.
+    """
+    layers = decoder_layers(model)
+
+    def keep_input(module: nn.Module, args: Any, named: Any) -> None:
+        states[0] = args[0] if args else named["hidden_states"]
+
+    def keep_output(layer_id: int, module: nn.Module, args: Any, output: Any) -> None:
+        states[layer_id] = output[0] if isinstance(output, tuple) else output
+
+    for layer_id in layer_ids:
+        states[layer_id] = torch.empty(0)
+        if layer_id == 0:
+            layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+        else:
+            layers[layer_id - 1].register_forward_hook(partial(keep_output, layer_id))
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -79,7 +79,7 @@ def template_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
 
 def trim_model(model: "PreTrainedModel", ids: Sequence[int]) -> None:
     """Change a transformers model, so that the logits of all ids not in `ids` are -inf."""
-    head = _head(model)
+    head = output_head(model)
     weight = head.get_parameter("weight")
     trimmed = TrimmedHead.of(torch.tensor(ids, device=weight.device), len(weight))
     for name, buffer in zip(BUFFERS, (trimmed.ids, trimmed.rows), strict=True):
@@ -98,7 +98,7 @@ def only(logits: Tensor, ids: Tensor) -> Tensor:
 
 def trimmed_head_of(model: "PreTrainedModel") -> TrimmedHead | None:
     """Return the trimmed head of a model, None if its head has all ids."""
-    buffers = dict(_head(model).named_buffers())
+    buffers = dict(output_head(model).named_buffers())
     return TrimmedHead(*(buffers[name] for name in BUFFERS)) if BUFFERS[0] in buffers else None
 
 
@@ -125,7 +125,8 @@ def as_whole(
     return config | {"tie_word_embeddings": False}, whole()
 
 
-def _head(model: "PreTrainedModel") -> nn.Module:
+def output_head(model: "PreTrainedModel") -> nn.Module:
+    """Return the module that computes a model's logits."""
     head = model.get_output_embeddings()
     assert head is not None  # every causal language model has one
     return head

@@ -111,25 +111,20 @@ class PromptFile:
             if self.of_data
             else {"prompt_file": self.file}
         )
-        decides = {
+        sampled = {
             "chat": self.chat,
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "seed": self.seed,
-            "of_data": self.of_data,
-            "system_prompt": self.system_prompt,
         }
+        decides = sampled | {"of_data": self.of_data, "system_prompt": self.system_prompt}
         inputs = [provenance.fingerprint(self.target), provenance.file_sha256(self.file)]
         key = hashlib.sha256(json.dumps([decides, inputs]).encode()).hexdigest()[:8]
         name = f"answers-{hub.checkpoint_name(self.target)}-{self.file.stem}-{key}"
         given = {
             "target": self.name,
-            "chat": self.chat,
-            "max_new_tokens": self.max_new_tokens,
-            "seed": self.seed,
-            "temperature": self.temperature,
             "device": self.hardware.device,
             "out": workspace.load().runs / name,
         }
         given |= {"device_map": self.hardware.device_map} if self.hardware.device_map else {}
-        return OutputsBuildConfig.build(given | text)
+        return OutputsBuildConfig.build(given | sampled | text)

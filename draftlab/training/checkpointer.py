@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftlab.atomic import replacing, run_identity, sync
@@ -38,31 +39,25 @@ BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"
 PATIENCE = timedelta(days=1)
 
 
-def process_state(device: torch.device | None = None) -> PartialState:
+def process_state(*, cpu: bool = False) -> PartialState:
     """Return accelerate's state of the run's processes, on CPUs if there is no accelerator.
 
-    device: Device of a run in one process, which the first call sets. None lets accelerate choose.
+    cpu: Whether to train on CPUs. The first call decides.
     """
-    forced = parse_flag_from_env("ACCELERATE_USE_CPU") or (
-        device is not None and device.type == "cpu"
-    )
-    if (
-        device is not None
-        and device.type == "cuda"
-        and device.index is not None
-        and processes() == 1
-    ):
-        torch.cuda.set_device(device)
-    together: dict[str, Any] = {"timeout": PATIENCE} if processes() > 1 else {}
-    return PartialState(
-        cpu=forced or (processes() > 1 and not torch.accelerator.is_available()), **together
-    )
+    cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+    if processes() == 1:
+        return PartialState(cpu=cpu)
+    return PartialState(cpu=cpu or not torch.accelerator.is_available(), timeout=PATIENCE)
 
 
 def select_device(name: str) -> torch.device:
     """Set the device to train on and return it; auto lets accelerate choose. Call this before accelerate is used."""
-    state = process_state(None if name == "auto" else resolve_device(name))
-    return cast(torch.device, state.device)
+    if name == "auto":
+        return cast(torch.device, process_state().device)
+    device = resolve_device(name)
+    if device.type == "cuda" and device.index is not None and processes() == 1:
+        torch.cuda.set_device(device)
+    return cast(torch.device, process_state(cpu=device.type == "cpu").device)
 
 
 @atexit.register
@@ -71,14 +66,6 @@ def _destroy_process_group() -> None:
     if dist.is_available() and dist.is_initialized():
         gc.collect()  # FSDP2 keeps its last transfers in reference cycles
         dist.destroy_process_group()
-
-
-class Counter(Protocol):
-    """An object of a run whose state is JSON values, without tensors."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Best:
@@ -101,34 +88,30 @@ class Best:
         }
         weights: dict[str, Any] = accelerator.get_state_dict(module)  # gathers sharded weights
         if accelerator.is_main_process:
-            save(
-                state / BEST,
-                {name: weight.cpu() for name, weight in weights.items() if name in trained},
-            )
+            own = {name: weight.cpu() for name, weight in weights.items() if name in trained}
+            save(state, BEST, own)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self).update(state_dict)
 
 
 def best_weights(state: Path, part: str) -> dict[str, Tensor]:
     """Return the trained weights of the best evaluation. part: "student" or "constraint"."""
     prefix = part + "."
-    return {
-        n.removeprefix(prefix): w for n, w in load(state / BEST).items() if n.startswith(prefix)
-    }
+    return {n.removeprefix(prefix): w for n, w in load(state, BEST).items() if n.startswith(prefix)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The objects of a run that checkpoints save and restore."""
+    """The objects of a run that checkpoints save and restore. counters: Objects whose state has no tensors."""
 
     accelerator: Accelerator
     module: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
-    counters: Sequence[Counter]
+    counters: Sequence[Stateful]
 
     @property
     def sharded(self) -> bool:
@@ -157,9 +140,10 @@ class Training:
             content = self._content(step, ended)
             self.accelerator.wait_for_everyone()
             if main:
-                save(work / CONTENT, content, run_identity(state))
+                save(state, f"{WRITING}/{CONTENT}", content)
                 sync(work)
-                _sync_files(state)  # the log must not lack steps of its checkpoint
+                for file in filter(Path.is_file, state.iterdir()):
+                    sync(file)  # the log must not lack steps of its checkpoint
                 work.rename(state / f"step-{step:08d}")
                 sync(state)
                 for earlier in _checkpoints(state)[:-1]:
@@ -183,8 +167,8 @@ class Training:
         newest = next(reversed(_checkpoints(state)), None)
         if newest is None:
             return None
-        content = load(newest / CONTENT, run_identity(state))
-        load(state / BEST)  # needed only at the end, but checked now
+        content = load(state, f"{newest.name}/{CONTENT}")
+        load(state, BEST)  # needed only at the end, but checked now
         try:
             for counter, values in zip(self.counters, content["counters"], strict=True):
                 counter.load_state_dict(values)
@@ -205,7 +189,9 @@ class Training:
         }
         if ended:
             return content
-        content["random"] = gather_object([_random_states()])
+        # training draws from no other global generators
+        random = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        content["random"] = gather_object([random])
         if not self.sharded:
             content["weights"] = self._own_weights()
             content["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
@@ -225,7 +211,9 @@ class Training:
                 optimizer.load_state_dict(values)
         before, now = len(content["random"]), self.accelerator.num_processes
         if before == now:
-            _set_random_states(content["random"][self.accelerator.process_index])
+            random = content["random"][self.accelerator.process_index]
+            torch.set_rng_state(random["torch"])
+            torch.cuda.set_rng_state_all(random["cuda"][: torch.cuda.device_count()])
         else:
             note(f"the checkpoint is of {before} processes, and this run has {now}: it may differ")
 
@@ -242,35 +230,28 @@ class Training:
         }
 
 
-def _sync_files(folder: Path) -> None:
-    for file in folder.iterdir():
-        if file.is_file():
-            sync(file)
-
-
-def save(file: Path, content: Mapping[str, Any], run: str | None = None) -> None:
-    """Write tensors and numbers of an unfinished run atomically.
-
-    run: Identity of the run. None takes the identity of the run that claimed the file's folder.
+def save(state: Path, name: str, content: Mapping[str, Any]) -> None:
+    """Write tensors and numbers of the run that claimed the directory `state` atomically.
 
     Raises:
         OSError, RuntimeError: The file cannot be written.
     """
-    identity = run_identity(file.parent) if run is None else run
+    file = state / name
     file.parent.mkdir(parents=True, exist_ok=True)
     with (
         replacing(file) as part,
         part.open("wb") as stream,
     ):  # a path would hide the error of a full disk
-        torch.save({"run": identity, "content": dict(content)}, stream)
+        torch.save({"run": run_identity(state), "content": dict(content)}, stream)
 
 
-def load(file: Path, run: str | None = None) -> dict[str, Any]:
+def load(state: Path, name: str) -> dict[str, Any]:
     """Return the content that save wrote. Code in pickles is not run.
 
     Raises:
         UserError: The file is missing, damaged or of another run.
     """
+    file = state / name
     advice = f"--force starts again, or remove {file.parent}"
     try:
         with zipfile.ZipFile(file) as parts:
@@ -281,31 +262,19 @@ def load(file: Path, run: str | None = None) -> dict[str, Any]:
         raise UserError(
             f"{file} is missing, damaged, or of another version of draftlab; {advice}"
         ) from error
-    if stored["run"] != (run_identity(file.parent) if run is None else run):
+    if stored["run"] != run_identity(state):
         raise UserError(f"{file} is of another run; {advice}")
     return content
 
 
-def load_or_make(file: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def load_or_make(
+    state: Path, name: str, make: Callable[[], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
     """Return the arrays in a file. One process makes a missing file, and a resumed run reads the same arrays."""
     with process_state().main_process_first():
-        if not file.exists():
-            save(file, {name: torch.from_numpy(array) for name, array in make().items()})
-    return {name: tensor.numpy() for name, tensor in load(file).items()}
-
-
-def _random_states() -> dict[str, Any]:
-    """Return the states of torch's generators in this process: training draws from no other global generator."""
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+        if not (state / name).exists():
+            save(state, name, {n: torch.from_numpy(array) for n, array in make().items()})
+    return {n: tensor.numpy() for n, tensor in load(state, name).items()}
 
 
 def check_resumable(state: Path) -> None:

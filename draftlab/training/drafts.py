@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from draftlab.acceptance.token_logprobs import max_positions
 from draftlab.console import note
-from draftlab.data import TokenBatches
+from draftlab.data import parse_mixture
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub, parallel, saving
 from draftlab.model.checkpoint import Weights
 from draftlab.model.hf_files import write_head_ids
 from draftlab.model.size import read_size, training_cost
-from draftlab.model.tokenizer import check_embeds
+from draftlab.model.tokenizer import check_embeds, known_ids
 from draftlab.model.trimmed_head import trimmed_head_of
 from draftlab.servers.client import Server
 from draftlab.target_outputs.batches import open_stored
@@ -26,10 +26,11 @@ from draftlab.training.evaluate import TargetTextEvaluator, affordable
 from draftlab.training.loop import Batches
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import Offsets
+from draftlab.training.on_policy import StudentBatches
 from draftlab.training.optimizers import training_dtype
 from draftlab.training.run import Distillation
 from draftlab.training.teachers import ServedTeacher, StoredTeacher
-from draftlab.training.texts import HELDOUT_ROWS, Author, mixed, reweighing
+from draftlab.training.texts import HELDOUT_ROWS, Author, in_turns, reweighing, target_text
 from draftlab.training.trainer import TrainingSetup
 
 
@@ -49,14 +50,12 @@ class OpenDraft:
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
         """Write the best weights in the dtype of `like`. Return notes for the record."""
-        trained, dtype = (
-            checkpointer.best_weights(state, "student"),
-            checkpoint.stored_dtype(self.like),
-        )
-        config = checkpoint.read_config(self.like) | (self.offsets.config if self.offsets else {})
-        saving.write_checkpoint(
-            work, config, ((n, weight.to(dtype)) for n, weight in trained.items()), self.like
-        )
+        trained = checkpointer.best_weights(state, "student")
+        dtype, config = checkpoint.stored_dtype(self.like), checkpoint.read_config(self.like)
+        if self.offsets is not None:
+            config |= self.offsets.config
+        stored = ((name, weight.to(dtype)) for name, weight in trained.items())
+        saving.write_checkpoint(work, config, stored, self.like)
         notes: dict[str, object] = {}
         if self.vocab is not None:
             notes["vocab"] = vocabulary.resize(work, self.vocab)
@@ -67,20 +66,25 @@ class OpenDraft:
 
 
 def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
-    """Describe the models and the cost of a distillation. Raises UserError: the text cannot be read."""
+    """Describe the models and the cost of a distillation. Text in files is opened as training opens it.
+
+    Raises:
+        UserError: The text cannot be read.
+    """
     assert job.draft is not None  # starts_from_draft
-    if job.outputs is None and job.answers is None:
-        job.text.check(job.draft, job.loop)
+    reads_data = job.outputs is None and job.answers is None
+    if reads_data and all(Path(name).exists() for name in parse_mixture(job.text.data)):
+        job.text.open(checkpoint.load_tokenizer(job.draft), job.loop)
     student, teacher = read_size(job.draft), read_size(job.target) if job.target else None
     seq_len = job.text.seq_len
     tokens = job.loop.steps * job.loop.batch_size * seq_len
     models = {"draft": student.describe(), "target": teacher.describe() if teacher else "none"}
     text = {} if job.answers is None else {"text": job.answers.describe()}
     cost = training_cost(student, teacher, tokens=tokens, seq_len=seq_len)
-    wider = (
-        {"in parallel": f"{offsets.cost:.2f} tokens are read for each of these"} if offsets else {}
-    )
-    return models | text | cost | wider
+    described = models | text | cost
+    if offsets is not None:
+        described["in parallel"] = f"{offsets.cost:.2f} tokens are read for each of these"
+    return described
 
 
 def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenDraft:
@@ -104,12 +108,8 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
             texts = [output.ids for output in read_texts(job.outputs)]
         else:
             texts = vocabulary.trained_texts(setup.batches, job.loop.steps)
-        vocabulary.trim(
-            student,
-            job.vocab,
-            texts,
-            [path for path in (job.draft, job.target) if path is not None],
-        )
+        models = [path for path in (job.draft, job.target) if path is not None]
+        vocabulary.trim(student, job.vocab, texts, models)
     vocab = checkpoint.vocab_size(job.target) if job.target else None
     return OpenDraft(module=student, setup=setup, like=job.draft, offsets=offsets, vocab=vocab)
 
@@ -141,9 +141,8 @@ def stored_setup(
     batches, heldout = open_stored(
         outputs, draft, batch_size=rows, temperature=temperature, seed=seed
     )
-    teacher = StoredTeacher(batches.manifest.vocab)
     return TrainingSetup(
-        teacher=teacher,
+        teacher=StoredTeacher(batches.manifest.vocab),
         batches=batches,
         heldout=heldout,
         loss=parse_loss(loss),
@@ -178,59 +177,59 @@ def _text_setup(
     note(f"reading {job.text.data}")
     data, heldout = job.text.open(tokenizer, job.loop)
     author = None if job.target is None else Author.of(job.target, job.hardware, job.loop, draft)
-    batches = _batches(job, data, tokenizer, student, draft, author, state)
-    length = None
-    if author is not None and loss.needs_teacher:
-        length = TargetTextEvaluator.of(author, draft, heldout, state, offsets)
+    if author is not None and job.text.reweigh_steps:
+        data = reweighing(job.text, data, author, tokenizer)
     setup = TrainingSetup(
         teacher=served,
-        batches=batches,
+        batches=_mixed(job, data, student, draft, author, state),
         heldout=heldout,
         loss=loss,
         temperature=job.temperature,
-        length=length,
     )
+    if author is None or not loss.needs_teacher:
+        return setup
+    target, length = author.target, TargetTextEvaluator.of(author, draft, heldout, state, offsets)
     del author  # frees the target as writer before it is loaded as teacher
-    return (
-        setup
-        if job.target is None or not loss.needs_teacher
-        else _with_target(job, setup, student, job.target)
-    )
+    return _with_target(job, replace(setup, length=length), student, target)
 
 
-def _batches(
+def _mixed(
     job: Distillation,
-    data: TokenBatches,
-    tokenizer: PreTrainedTokenizerBase,
+    data: Batches,
     student: PreTrainedModel,
     draft: Path,
     author: Author | None,
     state: Path,
 ) -> Batches:
-    reweighed = author is not None and job.text.reweigh_steps > 0
-    source = (
-        reweighing(job.text, data, author, tokenizer) if author is not None and reweighed else data
-    )
-    return mixed(job.text, source, student, draft, author, job.loop, job.hardware.memory, state)
+    """Mix data, text of the target and text of the draft by their shares of the steps."""
+    text, sources = job.text, {"data": data}
+    if author is not None and "target" in text.shares:
+        sources["target"] = target_text(text, data, author, state)
+    if "draft" in text.shares:
+        sources["draft"] = StudentBatches(
+            student,
+            data,
+            text.prompt_tokens,
+            text.temperature,
+            checkpoint.eos_token_ids(draft if author is None else author.target),
+            known_ids(draft) if author is None else author.known,
+            job.loop.seed,
+            job.hardware.memory,
+        )
+    return in_turns(text, sources, job.loop)
 
 
 def _with_target(
     job: Distillation, setup: TrainingSetup, student: PreTrainedModel, target: Path
 ) -> TrainingSetup:
     """Load the target as teacher, and fit the held-out batches to the memory for its logits."""
-    operations, seq_len = (
-        2 * (Weights(target).parameters + student.num_parameters()),
-        job.text.seq_len,
-    )
-    dtype = training_dtype(job.loop.dtype)
+    dtype, seq_len = training_dtype(job.loop.dtype), job.text.seq_len
+    operations = 2 * (Weights(target).parameters + student.num_parameters()) * seq_len
     note(f"loading {hub.checkpoint_name(target)} as teacher in {dtype}")
     teacher = checkpoint.load_model(
         target, checkpoint.DTYPES[dtype], device_map=job.hardware.device_map
     )
-    spread = setup.heldout.subset(
-        affordable(HELDOUT_ROWS, operations * seq_len, job.hardware.resolved)
-    )
+    rows = affordable(HELDOUT_ROWS, operations, job.hardware.resolved)
     fitting = max_positions(checkpoint.vocab_size(target), job.hardware.memory) // seq_len
-    return replace(
-        setup, teacher=teacher, heldout=spread.batched(max(1, min(job.loop.batch_size, fitting)))
-    )
+    heldout = setup.heldout.subset(rows).batched(max(1, min(job.loop.batch_size, fitting)))
+    return replace(setup, teacher=teacher, heldout=heldout)

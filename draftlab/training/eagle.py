@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from draftlab.console import note, progress
 from draftlab.data import Batch, HeldOut
@@ -16,14 +16,14 @@ from draftlab.model import checkpoint, eagle
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.shape import format_count
 from draftlab.model.size import read_size
-from draftlab.model.trimmed_head import frequent_ids, template_ids
+from draftlab.model.trimmed_head import frequent_ids
 from draftlab.target_outputs.outputs import TargetOutput, padded
 from draftlab.target_outputs.store import (
     HELDOUT,
     MANIFEST,
     check_tokenizer,
     finished_manifest,
-    read_shard,
+    read_texts,
 )
 from draftlab.training.checkpointer import best_weights, load_or_make, select_device
 from draftlab.training.eagle_head import EagleHead, EagleObjective, EagleTeacher
@@ -35,6 +35,7 @@ from draftlab.training.run import Distillation
 from draftlab.training.students.eagle import LARGEST_DEFAULT, EagleStudent
 from draftlab.training.texts import HELDOUT_ROWS, Author, continued, in_turns, target_text
 from draftlab.training.trainer import TrainingSetup
+from draftlab.training.vocabulary import special_ids
 
 HELDOUT_SHARE = 0.05  # share that is held out of a store without held-out text
 
@@ -76,15 +77,14 @@ def within_chains(batch: Batch, steps: int) -> Batch:
 
 
 def open_texts(
-    directory: Path, target: Path, *, rows: int, seq_len: int, seed: int, most_heldout: int
+    directory: Path, target: Path, seq_len: int, loop: Loop
 ) -> tuple[StoredRows, HeldOut]:
     """Return training rows and held-out text of a store, without log-probabilities.
 
     Raises:
         UserError: The tokenizer differs, the store is unfinished, or too few answers begin within seq_len tokens.
     """
-    manifest = finished_manifest(directory)
-    check_tokenizer(manifest, target)
+    check_tokenizer(finished_manifest(directory), target)
     outputs = _sequences(directory, seq_len)
     if (directory / HELDOUT / MANIFEST).exists():
         heldout = _sequences(directory / HELDOUT, seq_len)
@@ -96,19 +96,12 @@ def open_texts(
         raise UserError(
             f"{directory} has fewer than two sequences whose answer begins within {seq_len} tokens; raise --seq-len"
         )
-    batch = padded(heldout[:most_heldout], seq_len)
-    return StoredRows(outputs, rows, seq_len, seed), HeldOut(batch.split(rows), 1.0)
+    batches = padded(heldout[:HELDOUT_ROWS], seq_len).split(loop.batch_size)
+    return StoredRows(outputs, loop.batch_size, seq_len, loop.seed), HeldOut(batches, 1.0)
 
 
 def _sequences(directory: Path, seq_len: int) -> list[TargetOutput]:
-    manifest = finished_manifest(directory)
-    shards = (read_shard(directory, manifest, number) for number in range(len(manifest.shards)))
-    return [
-        replace(o, top=None, logprobs=None)
-        for shard in shards
-        for o in shard
-        if len(o.prompt) < seq_len
-    ]
+    return [output for output in read_texts(directory) if len(output.prompt) < seq_len]
 
 
 FITTED_TOKENS = 16_384  # tokens of text for the least squares that start a head
@@ -119,14 +112,15 @@ BYTES = 16  # bytes per trained weight: fp32, its gradient and two moments
 class OpenHead:
     """A head in training.
 
-    begun: Head that training continues; None for a new head. coverage: Share of tokens that are draft ids. k: Number of
-    tokens that the head learns to draft.
+    begun: Head that training continues; None for a new head. ids: Id of each draft id in the target's vocabulary, [W].
+    coverage: Share of tokens that are draft ids. k: Number of tokens that the head learns to draft.
     """
 
     module: EagleHead
     setup: TrainingSetup
     target: Path
     begun: Head | None
+    ids: Tensor
     coverage: float
     k: int
 
@@ -136,10 +130,7 @@ class OpenHead:
         student.load_state_dict(best_weights(state, "student"))
         weights = {name: weight.to(dtype) for name, weight in student.weights().items()}
         embedding = None if self.begun is None else self.begun.embedding
-        objective = cast(EagleObjective, self.setup.objective)
-        head = Head(
-            config=student.config, weights=weights, ids=objective.trimmed.ids, embedding=embedding
-        )
+        head = Head(config=student.config, weights=weights, ids=self.ids, embedding=embedding)
         eagle.write(work, head, "native", target=self.target, k=self.k)
         return {"coverage": self.coverage}
 
@@ -152,7 +143,8 @@ def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
     vocab = checkpoint.vocab_size(job.target)
     size = job.vocab or min(LARGEST_DEFAULT, max(1, vocab // 4))
     layers = None if spec.layer_ids is None else tuple(spec.layer_ids)
-    return eagle.head_config(job.target, layers, size, **spec.variant)
+    variant = spec.model_dump(exclude={"text", "ttt_steps", "layer_ids"})
+    return eagle.head_config(job.target, layers, size, **variant)
 
 
 def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
@@ -186,56 +178,49 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
     assert target is not None  # a head reads the target's states
     head, device = head_of(spec, job), select_device(job.hardware.device)
     begun = None if job.draft is None else eagle.read(job.draft, target, torch.float32)
-    batches, heldout = _texts(job, target, spec.ttt_steps, state)
+    batches, heldout = _texts(job, target, state)
     ids, coverage = _draft_ids(head, begun, batches, job.loop.steps, target, state)
     note(f"{len(ids):,} draft ids are {coverage:.2%} of tokens")
     dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
     model = checkpoint.load_model(target, dtype, device, job.hardware.device_map)
     teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), job.temperature, device)
     student = start_head(head, begun, teacher, batches, job.loop, job.text.seq_len, state)
-    loss = parse_loss(job.loss)
+    loss, chain = parse_loss(job.loss), spec.ttt_steps
+    judged = [within_chains(batch, chain) for batch in heldout.batches]
     setup = TrainingSetup(
-        teacher=cast(Any, teacher),
-        batches=ChainBatches(batches, spec.ttt_steps),
-        heldout=heldout,
+        teacher=teacher,
+        batches=ChainBatches(batches, chain),
+        heldout=replace(heldout, batches=judged),
         loss=loss,
         temperature=job.temperature,
-        objective=EagleObjective(student, teacher.ids, loss, job.temperature, spec.ttt_steps),
+        objective=EagleObjective(student, teacher.ids, loss, job.temperature, chain),
     )
     return OpenHead(
-        module=student, setup=setup, target=target, begun=begun, coverage=coverage, k=spec.ttt_steps
+        module=student,
+        setup=setup,
+        target=target,
+        begun=begun,
+        ids=teacher.ids,
+        coverage=coverage,
+        k=chain,
     )
 
 
-def _texts(job: Distillation, target: Path, chain: int, state: Path) -> tuple[Batches, HeldOut]:
+def _texts(job: Distillation, target: Path, state: Path) -> tuple[Batches, HeldOut]:
     """Return training text and held-out text: stored outputs, data, or the target's continuations of data."""
     text, loop = job.text, job.loop
     if job.outputs is not None:
-        stored, heldout = open_texts(
-            job.outputs,
-            target,
-            rows=loop.batch_size,
-            seq_len=text.seq_len,
-            seed=loop.seed,
-            most_heldout=HELDOUT_ROWS,
-        )
-        return stored, _within_chains(heldout, chain)
+        return open_texts(job.outputs, target, text.seq_len, loop)
     data, heldout = text.open(checkpoint.load_tokenizer(target), loop)
     if not text.generated:
-        return data, _within_chains(heldout, chain)
+        return data, heldout
     author = Author.of(target, job.hardware, loop)
     written = target_text(text, data, author, state)
     prompts = heldout.ids[:, : text.prompt_tokens]
-    judged = continued(prompts, text, author, state / "heldout_text.pt", "evaluate on")
-    count = -(-len(prompts) // loop.batch_size)
-    heldout = HeldOut([judged.batch(i) for i in range(count)], heldout.bytes_per_token)
-    return in_turns(text, {"data": data, "target": written}, loop), _within_chains(heldout, chain)
-
-
-def _within_chains(heldout: HeldOut, steps: int) -> HeldOut:
-    return HeldOut(
-        [within_chains(batch, steps) for batch in heldout.batches], heldout.bytes_per_token
-    )
+    judged = continued(prompts, text, author, state, "heldout_text.pt", "evaluate on")
+    count = math.ceil(len(prompts) / loop.batch_size)
+    heldout = replace(heldout, batches=[judged.batch(i) for i in range(count)])
+    return in_turns(text, {"data": data, "target": written}, loop), heldout
 
 
 def _draft_ids(
@@ -256,13 +241,10 @@ def _draft_ids(
         if begun is not None:
             ids = begun.ids.numpy()
             return {"ids": ids, "coverage": np.isin(np.concatenate(texts), ids).mean(keepdims=True)}
-        stays = template_ids(checkpoint.load_tokenizer(target)) | set(
-            checkpoint.eos_token_ids(target)
-        )
-        ids, coverage = frequent_ids(texts, head.draft_vocab, head.vocab, stays)
+        ids, coverage = frequent_ids(texts, head.draft_vocab, head.vocab, special_ids(target))
         return {"ids": np.array(ids), "coverage": np.array([coverage])}
 
-    tensors = load_or_make(state / "draft_ids.pt", find)
+    tensors = load_or_make(state, "draft_ids.pt", find)
     return tensors["ids"], float(tensors["coverage"][0])
 
 
@@ -277,33 +259,27 @@ def start_head(
 ) -> EagleHead:
     """Return the head to train: `begun`, or a new head from least squares on a little text. `state` stores the head."""
     torch.manual_seed(loop.seed)
-    student = (
-        EagleHead(head, teacher.embedding)
-        if begun is None
-        else EagleHead.of(begun, teacher.embedding)
-    )
+    if begun is None:
+        student, what = EagleHead(head, teacher.embedding), "least squares for the head's start"
+    else:
+        student, what = EagleHead.of(begun, teacher.embedding), "sizes of states"
     student.to(teacher.device)
 
     def find() -> dict[str, np.ndarray]:
         count = min(loop.steps, math.ceil(FITTED_TOKENS / (loop.batch_size * seq_len)))
-        with progress(
-            "least squares for the head's start" if begun is None else "sizes of states", count
-        ) as advance:
+        with progress(what, count) as advance:
             sampled = sample(teacher, (batches.batch(step) for step in range(count)), advance)
         if begun is not None:
             start_again(student, sampled)
         else:
             start_linear(student, sampled)
             with torch.no_grad():
-                student.lm_head.weight.copy_(teacher.weight[teacher.ids])
-        return {
-            name: weight.cpu().numpy()
-            for name, weight in [*student.state_dict().items(), ("scale", student.scale)]
-        }
+                student.lm_head.weight.copy_(teacher.head_rows())
+        tensors = student.state_dict() | {"scale": student.scale}
+        return {name: weight.cpu().numpy() for name, weight in tensors.items()}
 
-    start = {
-        n: torch.from_numpy(weight) for n, weight in load_or_make(state / "start.pt", find).items()
-    }
+    arrays = load_or_make(state, "start.pt", find)
+    start = {name: torch.from_numpy(weight) for name, weight in arrays.items()}
     student.scale.copy_(start.pop("scale"))
     student.load_state_dict(start)
     return student

@@ -27,12 +27,12 @@ from transformers.models.llama.modeling_llama import (
 
 from draftlab.data import Batch
 from draftlab.model.eagle import Head, HeadShape
-from draftlab.model.hf_decoder import decoder_layers
-from draftlab.model.trimmed_head import TrimmedHead
+from draftlab.model.hf_decoder import keep_states
+from draftlab.model.trimmed_head import TrimmedHead, output_head
 from draftlab.training.fused_loss import Dense, fused_loss
 from draftlab.training.losses import Loss, wide
 from draftlab.training.objectives import Objective
-from draftlab.training.teachers import OutputHead, logits_of
+from draftlab.training.teachers import LocalTeacher, logits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * d, cached, bias=False)
         self.o_proj = nn.Linear(queries, d, bias=False)
         self.q_norm, self.k_norm = (
-            (LlamaRMSNorm(config.head_dim, config.eps), LlamaRMSNorm(config.head_dim, config.eps))
-            if config.qk_norm
-            else (nn.Identity(), nn.Identity())
+            LlamaRMSNorm(config.head_dim, config.eps) if config.qk_norm else nn.Identity()
+            for _ in range(2)
         )
 
     def forward(
@@ -171,9 +170,9 @@ class EagleHead(nn.Module):
         return student
 
     @property
-    def reads_normed(self) -> bool:
-        """Return whether norms come before fc."""
-        return self.config.norm_before_fc or self.config.fc_norm
+    def norms_before_fc(self) -> list[nn.Module]:
+        """Return the norms of equal parts of the states: one for all states, one for each layer, or none."""
+        return [self.input_norm] if self.input_norm is not None else list(self.fc_norm or ())
 
     @property
     def device(self) -> torch.device:
@@ -214,12 +213,11 @@ class EagleHead(nn.Module):
 
     def features(self, states: Tensor) -> Tensor:
         """Return the input of fc from the target's states, normed or divided by `scale`, [..., A E]."""
-        if self.input_norm is not None:
-            return self.input_norm(states)
-        if self.fc_norm is None:
+        norms = self.norms_before_fc
+        if not norms:
             return states / self.scale
-        parts = states.chunk(len(self.fc_norm), -1)
-        return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        parts = states.chunk(len(norms), -1)
+        return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1)
 
     def _places(self, hidden: Tensor, steps: int, positions: Tensor | None) -> Places:
         width, window = hidden.shape[1], self.config.sliding_window
@@ -286,17 +284,10 @@ class EagleObjective(Objective):
 
     def _sums(self, hidden: Tensor, labels: Tensor, weights: Tensor, target: Dense) -> Tensor:
         head, loss = self.student.lm_head.weight, self.loss.at(self.progress)
-        loss_sum = fused_loss(
+        sums = fused_loss(
             hidden, head, labels, weights, target, loss, self.temperature, trimmed=self.trimmed
         )
-        watched = [
-            loss_sum.objective,
-            loss_sum.cross_entropy,
-            loss_sum.acceptance,
-            loss_sum.slack,
-            loss_sum.agreement,
-        ]
-        return torch.stack([*(value.detach() for value in watched), loss_sum.objective])
+        return torch.stack([*(value.detach() for value in sums), sums.objective])
 
 
 ROWS = 256  # positions per block of logits over the whole vocabulary
@@ -323,59 +314,31 @@ class EagleTeacher:
         """
         self.model = model.eval().requires_grad_(False)
         self.ids, self.temperature, self.device = ids.to(device), temperature, device
-        self.head = OutputHead.of(model, logits_of(model))
-        self.whole_head = self.weight if self.head.plain else None
-        self.draft_head = None if self.whole_head is None else self.whole_head[self.ids]
-        self.states: dict[int, Tensor] = dict.fromkeys(layer_ids, torch.empty(0))
-        layers = decoder_layers(model)
-        for layer_id in layer_ids:
-            if layer_id == 0:
-                layers[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
-            else:
-                layers[layer_id - 1].register_forward_hook(self._keeper(layer_id))
+        self.vocab = len(ids)
+        self.whole = LocalTeacher(model, logits_of(model), device)
+        self.takes_packed = self.whole.takes_packed
+        self.draft_head = self.head_rows() if self.whole.head.plain else None
+        embedding = cast(nn.Module, model.get_input_embeddings()).get_parameter("weight")
+        self.embedding = embedding.detach().to(device)
+        self.states: dict[int, Tensor] = {}
+        keep_states(model, layer_ids, self.states)
 
-    @property
-    def takes_packed(self) -> bool:
-        return self.head.takes_packed
-
-    @property
-    def vocab(self) -> int:
-        return len(self.ids)
-
-    @property
-    def weight(self) -> Tensor:
-        return (
-            cast(nn.Module, self.model.get_output_embeddings())
-            .get_parameter("weight")
-            .detach()
-            .to(self.device)
-        )
-
-    @property
-    def embedding(self) -> Tensor:
-        return (
-            cast(nn.Module, self.model.get_input_embeddings())
-            .get_parameter("weight")
-            .detach()
-            .to(self.device)
-        )
+    def head_rows(self) -> Tensor:
+        """Return the rows of the target's lm_head for the draft ids, [W, E]."""
+        weight = output_head(self.model).get_parameter("weight").detach()
+        return weight[self.ids.to(weight.device)].to(self.device)
 
     @torch.no_grad()
     def distributions(self, batch: Batch) -> TargetPass:
         """Return the target's distributions at the positions in the mask, and its states at all positions."""
-        ids = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device)
-        counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1)
-        positions = None if batch.positions is None else torch.from_numpy(batch.positions)
-        hidden = self.head.hidden_and_weight(self.model, ids, counted, positions)[0].to(self.device)
-        states = self._joined()  # the states of the pass above
-        if self.whole_head is None:
-            return TargetPass(
-                Dense(hidden[:, self.ids], None, log_total=self._log_total(hidden)), states
-            )
-        total = torch.cat(
-            [self._log_total(part @ self.whole_head.T) for part in hidden.split(ROWS)]
-        )
-        return TargetPass(Dense(hidden, self.draft_head, log_total=total), states)
+        whole = self.whole.distributions(batch)
+        if whole.head is None:
+            hidden, totals = whole.hidden[:, self.ids], [self._log_total(whole.hidden)]
+        else:
+            hidden, parts = whole.hidden, whole.hidden.split(ROWS)
+            totals = [self._log_total(part @ whole.head.T) for part in parts]
+        draft = Dense(hidden, self.draft_head, log_total=torch.cat(totals))
+        return TargetPass(draft, self._joined())
 
     @torch.no_grad()
     def states_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,16 +348,8 @@ class EagleTeacher:
         return self._joined(), read.to(self.device)
 
     def _joined(self) -> Tensor:
+        """Return the states of the last pass, [B, T, A E]."""
         return torch.cat([self.states[i].to(self.device) for i in sorted(self.states)], -1)
 
     def _log_total(self, logits: Tensor) -> Tensor:
         return torch.logsumexp(wide(logits) / self.temperature, -1)
-
-    def _keeper(self, layer_id: int) -> Any:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            self.states[layer_id] = output[0] if isinstance(output, tuple) else output
-
-        return keep
-
-    def _keep_input(self, module: nn.Module, args: Any, named: Any) -> None:
-        self.states[0] = args[0] if args else named["hidden_states"]

@@ -19,7 +19,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftlab.console import Advance
 from draftlab.data import Batch
@@ -71,7 +70,7 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     unit = sampled.now.pow(2).mean(0).sqrt()
     now, after = sampled.now / unit, sampled.after / unit
     _measure_scale(student, sampled)
-    features = student.features(sampled.states) if student.reads_normed else sampled.states
+    features = student.features(sampled.states) if student.norms_before_fc else sampled.states
     fc = ridge(features, now)
     state, ones = features @ fc, torch.ones_like(unit)
     size = unit if c.norm_output else ones  # scale of the state, in units of u
@@ -83,10 +82,8 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     values = c.kv_heads * c.head_dim
     predicted = inputs @ change
     basis = torch.linalg.eigh(predicted.T @ predicted).eigenvectors.flip(1)[:, :values]  # [D, R]
-    attention, own = (
-        layer.self_attn,
-        torch.arange(0, c.heads, c.heads // c.kv_heads),
-    )  # one head for each value
+    attention = layer.self_attn
+    own = torch.arange(0, c.heads, c.heads // c.kv_heads)  # one head for each value
     student.fc.weight.copy_(fc.T * student.scale * size.unsqueeze(1))
     if c.norm_output:
         layer.hidden_norm.weight.copy_(hidden_norm)
@@ -105,7 +102,7 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
 @torch.no_grad()
 def start_again(student: EagleHead, sampled: Sample) -> None:
     """Scale the inputs of a trained head to mean square 1, and its fc by the inverse. The outputs stay the same."""
-    if not student.reads_normed:
+    if not student.norms_before_fc:
         _measure_scale(student, sampled)
         student.fc.weight.mul_(student.scale)
 
@@ -113,13 +110,12 @@ def start_again(student: EagleHead, sampled: Sample) -> None:
 def _measure_scale(student: EagleHead, sampled: Sample) -> None:
     """Scale the inputs of fc to mean square 1, by the weights of the norms before fc or by the student's scale."""
     size = student.features(sampled.states).pow(2).mean(0).sqrt().clamp_min(student.config.eps)
-    if student.input_norm is not None:
-        student.input_norm.weight.div_(size)
-    elif student.fc_norm is None:
+    norms = student.norms_before_fc
+    if not norms:
         student.scale.mul_(size)
-    else:
-        for norm, part in zip(student.fc_norm, size.chunk(len(student.fc_norm)), strict=True):
-            cast(LlamaRMSNorm, norm).weight.div_(part)
+        return
+    for norm, part in zip(norms, size.chunk(len(norms)), strict=True):
+        norm.get_parameter("weight").div_(part)
 
 
 def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, size: int) -> None:
@@ -129,7 +125,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
     """
     hidden = embedded.shape[1]
     mean = torch.nn.functional.normalize(embedded.mean(0), dim=0)
-    k.zero_()
+    queries, keys = (weight.unflatten(0, (-1, size)) for weight in (q, k.zero_()))
     for number, head in enumerate(own.tolist()):
         random = torch.randn(hidden, size).to(k)
         # the mean of all embeddings does not distinguish positions
@@ -138,9 +134,9 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
         directions = (
             directions * (OWN * size**0.5 / (embedded @ directions.T).pow(2).sum(-1).mean()) ** 0.5
         )
-        k[number * size : (number + 1) * size, :hidden] = directions
-        q[head * size : (head + 1) * size] = 0
-        q[head * size : (head + 1) * size, :hidden] = directions
+        keys[number, :, :hidden] = directions
+        queries[head] = 0
+        queries[head, :, :hidden] = directions
 
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:

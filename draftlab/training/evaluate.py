@@ -3,7 +3,7 @@
 R texts, P prompt tokens, N generated tokens of all texts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,26 +14,37 @@ from transformers import PreTrainedModel
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import tokens_per_pass
 from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
-from draftlab.console import note, progress
+from draftlab.console import note
 from draftlab.data import HeldOut
-from draftlab.engine.batch_generate import Batching, generate_batch
+from draftlab.engine.batch_generate import Completion
 from draftlab.intervals import ratio
 from draftlab.model.checkpoint import Weights, max_model_len
-from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
 from draftlab.training import checkpointer
 from draftlab.training.objectives import Offsets
 from draftlab.training.texts import Author
-from draftlab.training.trainer import LengthComparison
 
-KS = tuple(range(1, 9))
-EVALUATED_TEXTS, EVALUATED_PROMPT, EVALUATED_LENGTH = (
-    48,
-    64,
-    64,
-)  # number of texts, prompt tokens and generated tokens for acceptance length
+KS = range(1, 9)
+EVALUATED_TEXTS = 48  # number of texts for acceptance length
+EVALUATED_PROMPT = EVALUATED_LENGTH = 64  # prompt tokens and generated tokens of each text
 CPU_OPERATIONS = 7e11  # operations per evaluation on a CPU, about four seconds: limits the texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthComparison:
+    """Tokens per target pass with k drafted tokens, before and after training.
+
+    low, high: 95 % interval of `after` over texts. gain_low: Lower bound of after / before, from the same bootstrap
+    draws.
+    """
+
+    k: int
+    before: float
+    after: float
+    low: float
+    high: float
+    gain_low: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +60,7 @@ class TargetText:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], temperature: float = 0.0) -> "TargetText":
-        """Convert the arrays that generate() returns."""
+        """Convert the arrays that arrays_of() returns."""
         ends, starts = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["prompt_lengths"])[:-1]
         texts = list(
             zip(np.split(arrays["prompts"], starts), np.split(arrays["ids"], ends), strict=True)
@@ -57,17 +68,8 @@ class TargetText:
         return cls(texts, np.split(arrays["log_p"], ends), temperature)
 
 
-def generate(
-    target: Decoder,
-    prompts: Sequence[np.ndarray],
-    sampling: SamplingParams,
-    batching: Batching,
-    advance: Callable[[int], None],
-) -> dict[str, np.ndarray]:
-    """Let the target continue R prompts. Return arrays to store: prompts, lengths [R], ids [N] and log_p [N]."""
-    texts = generate_batch(
-        target, [ids.tolist() for ids in prompts], sampling, batching, advance=advance
-    )
+def arrays_of(prompts: Sequence[np.ndarray], texts: Sequence[Completion]) -> dict[str, np.ndarray]:
+    """Return R prompts and the text after them as arrays to store: prompts, lengths [R], ids [N] and log_p [N]."""
     return {
         "prompts": np.concatenate(prompts),
         "prompt_lengths": np.array(list(map(len, prompts))),
@@ -86,36 +88,18 @@ def acceptance_probabilities(
     """
     was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
     sampling = SamplingParams(temperature=text.temperature)
-    student.eval()
+    decoder, targets = HFDecoder(student.eval()), text.log_p
     if offsets is None:
-        scored = score_tokens(HFDecoder(student), text.texts, vocab, sampling, memory=memory)
+        scored = score_tokens(decoder, text.texts, vocab, sampling, memory=memory)
     else:
         count, token = offsets.count, offsets.token
-        scored = score_offsets(
-            HFDecoder(student), text.texts, vocab, sampling, count, token, memory=memory
-        )
+        scored = score_offsets(decoder, text.texts, vocab, sampling, count, token, memory=memory)
+        targets = [log_p[:, None] for log_p in targets]
     student.train(was_training)
-    targets = text.log_p if offsets is None else [log_p[:, None] for log_p in text.log_p]
     return [
         expected.chances(draft.logprobs, target)[1:]
         for draft, target in zip(scored, targets, strict=True)
     ]
-
-
-def compare_lengths(before: list[np.ndarray], after: list[np.ndarray]) -> list[LengthComparison]:
-    """Compare acceptance probabilities of the same texts before and after training, at every K."""
-    comparisons = []
-    for k in KS if before[0].ndim == 1 else range(1, before[0].shape[1] + 1):
-        old, new = tokens_per_pass(before, k), tokens_per_pass(after, k)
-        now = ratio(new)
-        gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))  # same tokens: ratio of passes
-        first = float(old[:, 0].sum() / old[:, 1].sum())
-        comparisons.append(
-            LengthComparison(
-                k=k, before=first, after=now.value, low=now.low, high=now.high, gain_low=gain.low
-            )
-        )
-    return comparisons
 
 
 def affordable(most: int, operations: float, device: torch.device) -> int:
@@ -161,12 +145,10 @@ class TargetTextEvaluator:
             return None
 
         def make() -> dict[str, np.ndarray]:
-            with progress("the target writes text to evaluate on", len(windows)) as advance:
-                return generate(
-                    author.model, windows, sampling, author.batching, lambda n: advance(n, "texts")
-                )
+            prompts = [ids.tolist() for ids in windows]
+            return arrays_of(windows, author.write(prompts, sampling, "evaluate on"))
 
-        arrays = checkpointer.load_or_make(state / "evaluation.pt", make)
+        arrays = checkpointer.load_or_make(state, "evaluation.pt", make)
         if arrays["lengths"].max(initial=0) < 2:
             note("the target ends every text at once: acceptance length is not measured")
             return None
@@ -176,20 +158,36 @@ class TargetTextEvaluator:
         """Return tokens per target pass at K = 4, or at a parallel draft's number of offsets if that is smaller."""
         chances = acceptance_probabilities(student, self.text, self.memory, self.offsets)
         checkpointer.load_or_make(
-            self._file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)}
+            self.state, _file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)}
         )
-        tokens, passes = tokens_per_pass(
-            chances, min(4, self.offsets.count if self.offsets else 4)
-        ).sum(0)
+        k = min(4, self.offsets.count) if self.offsets else 4
+        tokens, passes = tokens_per_pass(chances, k).sum(0)
         return float(tokens / passes)
 
     def compare(self, before: int, after: int) -> list[LengthComparison]:
         """Compare two evaluated steps at every K."""
-        rows: list[list[np.ndarray]] = []
-        for step in (before, after):
-            chances = checkpointer.load(self._file(step))
-            rows.append([chances[name].numpy() for name in sorted(chances)])
-        return compare_lengths(*rows)
+        comparisons, chances = [], [self._stored(step) for step in (before, after)]
+        for k in range(1, self.offsets.count + 1) if self.offsets else KS:
+            old, new = (tokens_per_pass(rows, k) for rows in chances)
+            now = ratio(new)
+            gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))  # same tokens: ratio of passes
+            first = float(old[:, 0].sum() / old[:, 1].sum())
+            comparisons.append(
+                LengthComparison(
+                    k=k,
+                    before=first,
+                    after=now.value,
+                    low=now.low,
+                    high=now.high,
+                    gain_low=gain.low,
+                )
+            )
+        return comparisons
 
-    def _file(self, step: int) -> Path:
-        return self.state / f"acceptance-{step:08d}.pt"
+    def _stored(self, step: int) -> list[np.ndarray]:
+        chances = checkpointer.load(self.state, _file(step))
+        return [chances[name].numpy() for name in sorted(chances)]
+
+
+def _file(step: int) -> str:
+    return f"acceptance-{step:08d}.pt"

@@ -14,8 +14,8 @@ the bucket for all tokens that are not listed includes lost ids.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,9 +88,6 @@ class Dense:
             return None
         return self.log_total[tokens if self.rows is None else self.rows[tokens]]
 
-    def log_probs(self, rows: slice, temperature: float) -> Tensor:
-        return log_probs(self.logits(rows), temperature)
-
 
 @dataclass(frozen=True, slots=True)
 class TopK:
@@ -100,7 +97,7 @@ class TopK:
     log_p: Tensor
     tail: Tensor
 
-    def __getitem__(self, rows: slice) -> "TopK":
+    def __getitem__(self, rows: slice | Tensor) -> "TopK":
         return TopK(self.ids[rows], self.log_p[rows], self.tail[rows])
 
 
@@ -114,16 +111,11 @@ def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
     """Return a teacher's distributions at `places`, some of its `counted` positions. Places ascend, and may repeat."""
     rows = torch.searchsorted(counted, places)
     if isinstance(teacher, Dense):
-        return Dense(teacher.hidden, teacher.head, rows, teacher.log_total)
-    return (
-        None
-        if teacher is None
-        else TopK(teacher.ids[rows], teacher.log_p[rows], teacher.tail[rows])
-    )
+        return replace(teacher, rows=rows)
+    return None if teacher is None else teacher[rows]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class Sums(NamedTuple):
     """Weighted sums over tokens. Only objective carries a gradient.
 
     acceptance is exact for distributions over all ids. From k tokens and a tail, acceptance is a lower bound and
@@ -163,10 +155,7 @@ def fused_loss(
         )
 
     sums = _Fused.apply(hidden, head, weights, chunks, torch.is_grad_enabled())
-    objective, (ce, alpha, slack, agreement) = sums[0], sums.detach()[1:].unbind()
-    return Sums(
-        objective=objective, cross_entropy=ce, acceptance=alpha, slack=slack, agreement=agreement
-    )
+    return Sums(sums[0], *sums.detach()[1:])
 
 
 class _Fused(torch.autograd.Function):
@@ -248,7 +237,8 @@ def _chunks(
     buffer = teacher.buffer(min(total, chunk)) if isinstance(teacher, Dense) else None
     for rows in _slices(total, chunk):
         z = student.logits(rows, gradient)
-        y = _teacher_rows(teacher, rows, buffer)
+        listed = teacher[rows] if isinstance(teacher, TopK) else None
+        y = teacher.logits(rows, buffer) if isinstance(teacher, Dense) else listed
         values = torch.empty(5, len(z), dtype=exact_dtype(z.device), device=z.device)
         for part in _slices(len(z), block):
             tokens = slice(rows.start + part.start, rows.start + part.stop)
@@ -258,13 +248,6 @@ def _chunks(
             )
             torch.mul(slope, weights[tokens].unsqueeze(1), out=gradient[part])
         yield rows, values, gradient[: len(z)]
-
-
-def _teacher_rows(teacher: Teacher, rows: slice, buffer: Tensor | None) -> Tensor | TopK | None:
-    """Return the teacher's logits [c, V], or its listed tokens, for a slice of tokens."""
-    if isinstance(teacher, Dense):
-        return teacher.logits(rows, buffer)
-    return None if teacher is None else teacher[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,11 +269,8 @@ class _Objective:
         if self.trimmed is not None:
             ce = torch.where(labels.squeeze(1) < z.shape[1], ce, 0.0)
         if teacher is None:
-            objective, watched, gradient = (
-                torch.zeros_like(ce),
-                [torch.zeros_like(ce)] * 3,
-                torch.zeros_like(log_q1),
-            )
+            objective, gradient = torch.zeros_like(ce), torch.zeros_like(log_q1)
+            watched = [objective] * 3
         else:
             log_q = log_q1 if temperature == 1 else self._with_lost(log_probs(z, temperature))
             if isinstance(teacher, TopK):

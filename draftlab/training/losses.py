@@ -50,13 +50,12 @@ Divergence = Callable[[Pair], tuple[Tensor, Tensor]]  # value [N] and slope [N, 
 class Kind:
     """A kind of loss.
 
-    make: Returns the divergence for an argument. default, low, high: Default and bounds of the argument; default None
-    takes no argument. hint: Start of the message about an argument out of range.
+    make: Returns the divergence for an argument. default, high: Default and upper bound of the argument, which is above
+    0; default None takes no argument. hint: Start of the message about an argument out of range.
     """
 
     make: Callable[[float], Divergence]
     default: float | None = None
-    low: float = 0.0
     high: float = math.inf
     hint: str = ""
 
@@ -72,12 +71,12 @@ def loss(name: str) -> Callable[[Divergence], Divergence]:
 
 
 def loss_of(
-    name: str, default: float, *, low: float = 0.0, high: float = math.inf, hint: str = ""
+    name: str, default: float, *, high: float = math.inf, hint: str = ""
 ) -> Callable[[Callable[[float], Divergence]], Callable[[float], Divergence]]:
-    """Return a decorator that registers a divergence with an argument between low and high, as NAME(0.5)."""
+    """Return a decorator that registers a divergence with an argument between 0 and high, as NAME(0.5)."""
 
     def decorate(make: Callable[[float], Divergence]) -> Callable[[float], Divergence]:
-        LOSSES.register(name)(Kind(make, default, low, high, hint))
+        LOSSES.register(name)(Kind(make, default, high, hint))
         return make
 
     return decorate
@@ -206,40 +205,37 @@ def parse_loss(spec: str) -> Loss:
     Raises:
         UserError: A name is unknown, or a number is out of its range.
     """
-    later: Loss | None = None
-    phases = spec.split("->")
-    for number, phase in reversed(list(enumerate(phases))):
+    *earlier, last = spec.split("->")
+    text, _, share = last.partition("@")
+    if share:
+        raise UserError(
+            f"loss {spec!r}: the last phase lasts to the end; leave out @{share.strip()}"
+        )
+    parsed = _phase(text)
+    for phase in reversed(earlier):
         text, _, share = phase.partition("@")
-        last = number == len(phases) - 1
-        if share and last:
-            raise UserError(
-                f"loss {spec!r}: the last phase lasts to the end; leave out @{share.strip()}"
-            )
-        until = 1.0 if last else _number(share, f"loss {spec!r}: @", 0, 1) if share else SWITCH
-        later = _phase(text, until, later)
-    assert later is not None
-    return later
+        until = _number(share, f"loss {spec!r}: @", 1) if share else SWITCH
+        parsed = _phase(text, until, parsed)
+    return parsed
 
 
-def _phase(text: str, until: float, then: Loss | None) -> Loss:
+def _phase(text: str, until: float = 1.0, then: Loss | None = None) -> Loss:
     terms, ce = [], 0.0
     for part in text.split("+"):
         factor, star, name = part.rpartition("*")
-        weight = _number(factor, f"weight of {name.strip()!r}: ", 0, math.inf) if star else 1.0
-        divergence = _divergence(name.strip().lower())
-        if divergence is None:
+        weight = _number(factor, f"weight of {name.strip()!r}: ") if star else 1.0
+        name = name.strip().lower()
+        if name == CROSS_ENTROPY:
             ce += weight
         else:
-            terms.append((weight, divergence))
+            terms.append((weight, _divergence(name)))
     return Loss(text.strip(), tuple(terms), ce, until, then)
 
 
-def _divergence(name: str) -> Divergence | None:
-    """Return the divergence of NAME or NAME(ARGUMENT), None for cross-entropy."""
+def _divergence(name: str) -> Divergence:
+    """Return the divergence of NAME or NAME(ARGUMENT)."""
     match = re.fullmatch(r"([a-z_]+)(?:\(([^()]*)\))?", name)
     stem, argument = (match[1], match[2]) if match else (name, None)
-    if name == CROSS_ENTROPY:
-        return None
     kind: Kind = LOSSES.get(stem, f"loss {name!r}")
     if kind.default is None:
         if argument is not None:
@@ -247,17 +243,17 @@ def _divergence(name: str) -> Divergence | None:
         return kind.make(0.0)
     if argument is None:
         return kind.make(kind.default)
-    return kind.make(_number(argument, f"{kind.hint}{stem}: ", kind.low, kind.high))
+    return kind.make(_number(argument, f"{kind.hint}{stem}: ", kind.high))
 
 
-def _number(text: str, what: str, low: float, high: float) -> float:
+def _number(text: str, what: str, high: float = math.inf) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not low < value < high:
+    if not 0 < value < high:
         raise UserError(
-            f"{what}{text.strip()!r} is not a number above {low:g}"
+            f"{what}{text.strip()!r} is not a number above 0"
             + (f" and below {high:g}" if high < math.inf else "")
         )
     return value

@@ -77,12 +77,9 @@ class Offsets:
 
 def _run_lengths(counted: np.ndarray) -> np.ndarray:
     """Return the length of the run of counted positions that begins at each position, [B, T]."""
-    ahead = np.zeros(counted.shape, dtype=np.int64)
-    for t in range(counted.shape[1] - 1, -1, -1):
-        ahead[:, t] = np.where(
-            counted[:, t], 1 + (ahead[:, t + 1] if t + 1 < counted.shape[1] else 0), 0
-        )
-    return ahead
+    width = counted.shape[1]
+    ends = np.where(counted, width, np.arange(width))  # the next position that does not count
+    return np.minimum.accumulate(ends[:, ::-1], 1)[:, ::-1] - np.arange(width)
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
@@ -110,16 +107,13 @@ class Objective(nn.Module):
     """Student and loss in one forward pass, so that the hooks of DDP and FSDP cover both.
 
     Arguments and results are those of DistillStep. takes_packed: Whether rows of a batch may hold several sequences.
-    rates: Share of the learning rate for some of the student's parameters, by name.
+    rates: Share of the learning rate for some of the student's parameters, by name. progress: Share of the run that is
+    done, for schedules.
     """
 
     takes_packed = False
     rates: Mapping[str, float] = MappingProxyType({})
     progress = 0.0
-
-    def set_progress(self, progress: float) -> None:
-        """Set the share of the run that is done, for schedules."""
-        self.progress = progress
 
     def around(self, work: Callable[[], Result]) -> Result:
         """Do work that calls the student directly. FSDP2 gathers the weights outside of layers, as for forward."""
@@ -152,11 +146,6 @@ class DistillStep(Objective):
         """Return the student's layer classes, which accelerate shards one by one (FSDP2)."""
         return self.student._no_split_modules
 
-    def set_progress(self, progress: float) -> None:
-        super().set_progress(progress)
-        if self.constraint is not None:
-            self.constraint.progress = progress
-
     def forward(
         self,
         ids: Tensor,
@@ -176,6 +165,7 @@ class DistillStep(Objective):
             positions, depths: Same as in Batch.
         """
         if self.constraint is not None:
+            self.constraint.progress = self.progress
             self.constraint.draw()
         counted = mask.flatten().nonzero().squeeze(1)
         if depths is None:
@@ -219,5 +209,4 @@ class DistillStep(Objective):
         total = sums.objective + (
             0 if self.constraint is None else self.constraint.penalty() * weights.sum()
         )
-        watched = [sums.objective, sums.cross_entropy, sums.acceptance, sums.slack, sums.agreement]
-        return torch.stack([*(w.detach() for w in watched), total])
+        return torch.stack([*(value.detach() for value in sums), total])

@@ -26,10 +26,8 @@ def optimizers_for(
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     slower = [{"params": [p], "lr": shares[name] * loop.lr} for name, p in named if name in shares]
-    named, other_groups = (
-        [(name, p) for name, p in named if name not in shares],
-        [*other_groups, *slower],
-    )
+    other_groups = other_groups + slower
+    named = [(name, p) for name, p in named if name not in shares]
     # model.layers.3.mlp, transformer.h.3.attn; fc of an EAGLE-3 head
     in_blocks = {name for name, _ in named if re.search(r"\.\d+\.|^fc\.", name)}
     matrices = [p for name, p in named if p.ndim == 2 and name in in_blocks]
@@ -42,10 +40,8 @@ def optimizers_for(
             {"params": undecayed, "weight_decay": 0.0},
             *other_groups,
         ]
-        used, fused = (
-            [group for group in groups if group["params"]],
-            torch.cuda.is_available() or None,
-        )
+        used = [group for group in groups if group["params"]]
+        fused = torch.cuda.is_available() or None
         return torch.optim.AdamW(used, lr=loop.lr, betas=(0.9, 0.95), fused=fused)
 
     if loop.optimizer == "adamw" or not matrices:

@@ -20,21 +20,14 @@ from draftlab.model import checkpoint
 from draftlab.output import Output
 from draftlab.provenance import LOG_FILE
 from draftlab.reading import parse_json
-from draftlab.training import checkpointer
-from draftlab.training.checkpointer import process_state, select_device
+from draftlab.training.checkpointer import check_resumable, process_state, select_device
 from draftlab.training.loop import Hardware, Loop
-from draftlab.training.trainer import (
-    Constraint,
-    EvalRecord,
-    LengthComparison,
-    StepRecord,
-    TrainingSetup,
-    train,
-)
+from draftlab.training.trainer import Constraint, EvalRecord, StepRecord, TrainingSetup, train
 
 if TYPE_CHECKING:
     from draftlab.servers.client import Server
     from draftlab.training.answers import PromptFile
+    from draftlab.training.evaluate import LengthComparison
     from draftlab.training.texts import TrainingText
 
 
@@ -81,7 +74,7 @@ def _start(name: str, output: Output) -> tracking.GeneralTracker:
     return tracker
 
 
-STEPS, EVALUATIONS = TypeAdapter(StepRecord), TypeAdapter(EvalRecord)
+RECORD: TypeAdapter[StepRecord | EvalRecord] = TypeAdapter(StepRecord | EvalRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +91,7 @@ class TrainingResult:
     tokens: int
     seconds: float
     bits_per_byte: float
-    lengths: list[LengthComparison] = field(default_factory=list)
+    lengths: "list[LengthComparison]" = field(default_factory=list)
     notes: dict[str, object] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
@@ -114,9 +107,9 @@ def claimed_state(output: Output, inputs: Sequence[Path]) -> Path:
         UserError: The directory belongs to another run and force is off, or cannot be written, or its checkpoint has
             pickles that are not trusted.
     """
-    with checkpointer.process_state().main_process_first():
+    with process_state().main_process_first():
         output.claim_state(inputs)
-    checkpointer.check_resumable(output.state)
+    check_resumable(output.state)
     return output.state
 
 
@@ -135,10 +128,12 @@ def fit(
     Raises:
         UserError: `state` cannot be written, the disk is too small for checkpoints, or training fails.
     """
+    processes = process_state()
     check_space(state, _checkpoint_bytes(student, loop), "checkpoints")
     with progress(what, loop.steps) as advance:
         for record in train(student, setup, loop, state, constraint):
-            _append(state / LOG_FILE, record)
+            if processes.is_main_process:
+                append_line(state / LOG_FILE, json.dumps(asdict(record)))
             if log is not None:
                 log(record)
             if isinstance(record, StepRecord):
@@ -147,14 +142,11 @@ def fit(
                 text = f"held out: {setup.heldout.bits_per_byte(record.cross_entropy):.3f} bits per byte"
             alpha = "" if record.acceptance is None else f", acceptance {record.acceptance:.3f}"
             advance(record.step, text + alpha)
-    checkpointer.process_state().wait_for_everyone()
+    processes.wait_for_everyone()
     records = read_log(state / LOG_FILE)
-    if (
-        checkpointer.process_state().is_main_process
-    ):  # each step once, as in a run that was never killed
-        write_atomic(
-            state / LOG_FILE, "".join(json.dumps(asdict(record)) + "\n" for record in records)
-        )
+    if processes.is_main_process:  # each step once, as in a run that was never killed
+        lines = [json.dumps(asdict(record)) + "\n" for record in records]
+        write_atomic(state / LOG_FILE, "".join(lines))
     steps = [r for r in records if isinstance(r, StepRecord)]
     evals = [r for r in records if isinstance(r, EvalRecord)]
     best = max(evals, key=lambda r: r.selection_metric)  # the first of equal ones, as in Best
@@ -165,6 +157,7 @@ def fit(
         tokens=sum(r.tokens for r in steps),
         seconds=sum(r.seconds for r in steps),
         bits_per_byte=setup.heldout.bits_per_byte(after.cross_entropy),
+        lengths=[] if setup.length is None else setup.length.compare(evals[0].step, after.step),
     )
 
 
@@ -186,9 +179,7 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     latest: dict[tuple[bool, int], StepRecord | EvalRecord] = {}
     for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         try:
-            record = (STEPS if '"grad_norm"' in line else EVALUATIONS).validate_python(
-                parse_json(line)
-            )
+            record = RECORD.validate_python(parse_json(line))
         except ValueError:
             raise UserError(
                 f"{path}:{number} is damaged; --force starts again, or remove {path.parent}"
@@ -199,12 +190,6 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
             f"{path} lacks its first lines; --force starts again, or remove {path.parent}"
         )
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
-
-
-def _append(log: Path, record: StepRecord | EvalRecord) -> None:
-    if not checkpointer.process_state().is_main_process:
-        return
-    append_line(log, json.dumps(asdict(record)))
 
 
 class OpenStudent(Protocol):
@@ -279,10 +264,6 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
     with tracked(job.report_to, output) as log:
         result = fit(
             opened.module, opened.setup, job.loop, state=state, what=output.command, log=log
-        )
-    if opened.setup.length is not None:
-        result = replace(
-            result, lengths=opened.setup.length.compare(result.before.step, result.after.step)
         )
     if result.after.step < job.loop.steps:
         best = f"after step {result.after.step}" if result.after.step else "before the first step"

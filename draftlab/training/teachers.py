@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from draftlab.data import Batch
-from draftlab.model.trimmed_head import trimmed_head_of
+from draftlab.model.trimmed_head import output_head, trimmed_head_of
 from draftlab.training.fused_loss import Dense, TopK
 
 if TYPE_CHECKING:
     from draftlab.servers.client import Server
 
 
-class ListingTeacher(Protocol):
-    """A teacher outside of memory that lists its most probable tokens.
+class Distributions(Protocol):
+    """A source of the target's distributions. The student's objective decides what `distributions` returns.
 
     takes_packed: Whether rows of a batch may hold several sequences.
     """
@@ -33,7 +33,7 @@ class ListingTeacher(Protocol):
     @property
     def takes_packed(self) -> bool: ...
 
-    def distributions(self, batch: Batch) -> TopK: ...
+    def distributions(self, batch: Batch) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class OutputHead:
     @classmethod
     def of(cls, model: PreTrainedModel, vocab: int) -> "OutputHead":
         """Find the properties of a model's head by running a few tokens."""
-        head = _head(model)
+        head = output_head(model)
         weight = head.get_parameter("weight")
         if weight.is_meta or isinstance(weight, DTensor):
             return cls(False, vocab)
@@ -92,7 +92,7 @@ class OutputHead:
             )
             return logits.flatten(0, 1)[counted.to(logits.device)], None
         hidden = model.get_decoder()(**inputs).last_hidden_state  # [B, T, D]
-        weight = _head(model).get_parameter("weight")
+        weight = output_head(model).get_parameter("weight")
         weight = weight[: self.vocab] if trimmed is None else weight.index_select(0, trimmed.ids)
         return hidden.flatten(0, 1)[counted.to(hidden.device)], weight
 
@@ -124,13 +124,7 @@ def _keeps_apart(model: PreTrainedModel) -> bool:
 
 def logits_of(model: PreTrainedModel) -> int:
     """Return how many logits a model has, padding included."""
-    return _head(model).get_parameter("weight").shape[0]
-
-
-def _head(model: PreTrainedModel) -> nn.Module:
-    head = model.get_output_embeddings()
-    assert head is not None  # every causal language model has one
-    return head
+    return output_head(model).get_parameter("weight").shape[0]
 
 
 def shard_by_layer(model: PreTrainedModel) -> None:
@@ -144,12 +138,10 @@ class LocalTeacher:
     """The target in memory; accelerate may spread it over devices and disk. Its distributions are on `device`."""
 
     def __init__(self, model: PreTrainedModel, vocab: int, device: torch.device) -> None:
-        self.model, self.head, self.device = model, OutputHead.of(model, vocab), device
+        self.model, self.vocab, self.device = model, vocab, device
+        self.head = OutputHead.of(model, vocab)
+        self.takes_packed = self.head.takes_packed
         self._weight: Tensor | None = None  # copy of the frozen head, if it is on another device
-
-    @property
-    def takes_packed(self) -> bool:
-        return self.head.takes_packed
 
     @torch.no_grad()
     def distributions(self, batch: Batch) -> Dense:

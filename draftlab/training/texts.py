@@ -15,16 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
 from draftlab.console import note, progress
-from draftlab.data import (
-    Batch,
-    DynamicBatches,
-    HeldOut,
-    TokenBatches,
-    open_batches,
-    open_heldout,
-    parse_mixture,
-)
-from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
+from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_batches, open_heldout
+from draftlab.engine.batch_generate import Batching, Completion, generate_batch, load_generator
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
@@ -34,7 +26,7 @@ from draftlab.training.checkpointer import load_or_make
 from draftlab.training.loop import Batches, Hardware, Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
-from draftlab.training.on_policy import GeneratedRows, MixedBatches, StudentBatches
+from draftlab.training.on_policy import GeneratedRows, MixedBatches
 from draftlab.training.optimizers import training_dtype
 
 HELDOUT_ROWS = 64
@@ -96,14 +88,6 @@ class TrainingText:
         )
         return batches, heldout
 
-    def check(self, directory: Path, loop: Loop) -> None:
-        """Open the data as training does, for a plan, if all its sources are files. Errors are those of open.
-
-        directory: Directory of the tokenizer.
-        """
-        if all(Path(name).exists() for name in parse_mixture(self.data)):
-            self.open(checkpoint.load_tokenizer(directory), loop)
-
 
 @dataclass(frozen=True)
 class Author:
@@ -118,20 +102,12 @@ class Author:
     loop: Loop
 
     @classmethod
-    def of(
-        cls, target: Path, hardware: Hardware, loop: Loop, draft: Path | None = None
-    ) -> "Author":
-        known = known_ids(target) if draft is None else known_ids(draft, target)
-        return cls(target, known, hardware, loop)
+    def of(cls, target: Path, hardware: Hardware, loop: Loop, *drafts: Path) -> "Author":
+        return cls(target, known_ids(*drafts, target), hardware, loop)
 
     @property
     def dtype(self) -> torch.dtype:
         return checkpoint.DTYPES[training_dtype(self.loop.dtype)]
-
-    def load_model(self) -> PreTrainedModel:
-        return checkpoint.load_model(
-            self.target, self.dtype, self.hardware.resolved, self.hardware.device_map
-        )
 
     @cached_property
     def model(self) -> Decoder:
@@ -139,44 +115,21 @@ class Author:
             self.target, self.dtype, self.hardware.resolved, self.hardware.device_map
         )
 
-    @property
-    def batching(self) -> Batching:
-        return Batching(vocab=self.known, memory=self.hardware.memory)
-
     def sampling(self, length: int, temperature: float) -> SamplingParams:
         ends = checkpoint.eos_token_ids(self.target)
         return SamplingParams(
             max_tokens=length, temperature=temperature, seed=self.loop.seed, stop_token_ids=ends
         )
 
-
-def mixed(
-    text: TrainingText,
-    data: Batches,
-    student: PreTrainedModel,
-    draft: Path,
-    author: Author | None,
-    loop: Loop,
-    memory: float,
-    state: Path,
-) -> Batches:
-    """Mix data, text of the target and text of the draft by their shares of the steps."""
-    sources: dict[str, Batches] = {"data": data}
-    if "target" in text.shares and author is not None:
-        sources["target"] = target_text(text, data, author, state)
-    if "draft" in text.shares:
-        ends, known = (author.target, author.known) if author else (draft, known_ids(draft))
-        sources["draft"] = StudentBatches(
-            student,
-            data,
-            text.prompt_tokens,
-            text.temperature,
-            checkpoint.eos_token_ids(ends),
-            known,
-            loop.seed,
-            memory,
-        )
-    return in_turns(text, sources, loop)
+    def write(
+        self, prompts: list[list[int]], sampling: SamplingParams, purpose: str
+    ) -> list[Completion]:
+        """Continue prompts. purpose: Completes "text to ..." for the progress bar."""
+        batching = Batching(vocab=self.known, memory=self.hardware.memory)
+        with progress(f"the target writes text to {purpose}", len(prompts)) as advance:
+            return generate_batch(
+                self.model, prompts, sampling, batching, advance=lambda n: advance(n, "texts")
+            )
 
 
 def in_turns(text: TrainingText, sources: Mapping[str, Batches], loop: Loop) -> Batches:
@@ -194,31 +147,25 @@ def target_text(text: TrainingText, data: Batches, author: Author, state: Path) 
     loop = author.loop
     steps = min(loop.steps, math.ceil(loop.steps * text.shares["target"]) + 1)
     starts = [data.batch(step).ids[:, : text.prompt_tokens] for step in range(steps)]
-    return continued(np.concatenate(starts), text, author, state / "target_text.pt", "train on")
+    return continued(np.concatenate(starts), text, author, state, "target_text.pt", "train on")
 
 
 def continued(
-    prompts: np.ndarray, text: TrainingText, author: Author, file: Path, purpose: str
+    prompts: np.ndarray, text: TrainingText, author: Author, state: Path, name: str, purpose: str
 ) -> GeneratedRows:
-    """Return prompts [N, P] with the target's text after them, up to the length of a row. `file` stores the rows.
+    """Return prompts [N, P] with the target's text after them, up to the length of a row.
 
-    purpose: Completes "text to ..." for the progress bar.
+    name: Name of the file in `state` that stores the rows. purpose: See Author.write.
     """
     rows, length = author.loop.batch_size, text.seq_len + 1 - prompts.shape[1]
 
     def make() -> dict[str, np.ndarray]:
-        with progress(f"the target writes text to {purpose}", len(prompts)) as advance:
-            texts = generate_batch(
-                author.model,
-                prompts.tolist(),
-                author.sampling(length, text.temperature),
-                author.batching,
-                advance=lambda n: advance(n, "texts"),
-            )
+        sampling = author.sampling(length, text.temperature)
+        texts = author.write(prompts.tolist(), sampling, purpose)
         written = GeneratedRows.of(prompts, texts, length, rows)
         return {"ids": written.ids, "lengths": written.lengths}
 
-    arrays = load_or_make(file, make)
+    arrays = load_or_make(state, name, make)
     return GeneratedRows(arrays["ids"], arrays["lengths"], prompts.shape[1], rows)
 
 
@@ -233,7 +180,10 @@ def reweighing(
         UserError: A source has no held-out window.
     """
     note(f"loading {hub.checkpoint_name(author.target)} for its loss on each source")
-    reference, rows = author.load_model().eval(), min(8, batches.rows)
+    rows, hardware = min(8, batches.rows), author.hardware
+    reference = checkpoint.load_model(
+        author.target, author.dtype, hardware.resolved, hardware.device_map
+    ).eval()
     heldout = {
         name: open_heldout(
             name, tokenizer, rows=rows, seq_len=batches.seq_len, most_rows=16, loss_on=text.loss_on
@@ -251,4 +201,4 @@ def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
         step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None)
         for b in batches
     ]
-    return float(sum(s[0, 1] for s in sums) / sum(int(b.mask.sum()) for b in batches))
+    return float(sum(s[0, 1] for s in sums) / sum(b.predictions for b in batches))

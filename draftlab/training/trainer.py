@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -35,42 +35,18 @@ from draftlab.training.objectives import (
 )
 from draftlab.training.optimizers import optimizers_for, training_dtype
 from draftlab.training.teachers import (
-    ListingTeacher,
+    Distributions,
     LocalTeacher,
     logits_of,
     moved_to,
     shard_by_layer,
 )
 
-TeacherModel = PreTrainedModel | ListingTeacher | None
+if TYPE_CHECKING:
+    from draftlab.training.evaluate import TargetTextEvaluator
+
+TeacherModel = PreTrainedModel | Distributions | None
 MAX_GRAD_NORM = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthComparison:
-    """Tokens per target pass with k drafted tokens, before and after training.
-
-    low, high: 95 % interval of `after` over texts. gain_low: Lower bound of after / before, from the same bootstrap
-    draws.
-    """
-
-    k: int
-    before: float
-    after: float
-    low: float
-    high: float
-    gain_low: float
-
-
-class LengthEvaluator(Protocol):
-    """Measures tokens per target pass.
-
-    A call evaluates a student at K = 4 and stores the step's result. compare() compares two stored steps at every K.
-    """
-
-    def __call__(self, student: PreTrainedModel, step: int) -> float: ...
-
-    def compare(self, before: int, after: int) -> list[LengthComparison]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +63,7 @@ class TrainingSetup:
     heldout: HeldOut
     loss: Loss
     temperature: float = 1.0
-    length: LengthEvaluator | None = None
+    length: "TargetTextEvaluator | None" = None
     offsets: Offsets | None = None
     objective: Objective | None = None
 
@@ -221,6 +197,7 @@ class Trainer:
         for group in _groups(optimizers):
             group["peak_lr"] = group["lr"]
         self.module, *self.optimizers = self.accelerator.prepare(module, *optimizers)
+        self.objective = self.accelerator.unwrap_model(self.module)
         register_fsdp_forward_method(self.module, "around")  # has no effect without FSDP2
         if loop.torch_compile:
             student.get_decoder().compile()
@@ -240,12 +217,9 @@ class Trainer:
     def evaluate(self, done: int) -> EvalRecord:
         """Evaluate on held-out text, and save the weights if they are the best so far."""
         record = self._heldout(self.setup.heldout.batches, self.teacher, done)
-        if self.setup.length is not None:
-            length = self.setup.length
-            around = self.accelerator.unwrap_model(self.module).around
-            record = replace(
-                record, mean_acceptance_length=around(lambda: length(self.student, done))
-            )
+        if (length := self.setup.length) is not None:
+            accepted = self.objective.around(lambda: length(self.student, done))
+            record = replace(record, mean_acceptance_length=accepted)
         metric = record.selection_metric if self.constraint is None else done
         self.best.offer(metric, done, self.accelerator, self.module, self.state)
         return record
@@ -253,7 +227,7 @@ class Trainer:
     def step(self, index: int) -> StepRecord:
         """Take one optimizer step."""
         started_at = time.perf_counter()
-        self.accelerator.unwrap_model(self.module).set_progress(index / self.loop.steps)
+        self.objective.progress = index / self.loop.steps
         parts = self._micro_batches(index)
         tokens = int(self._total(torch.tensor(sum(part.predictions for part in parts))))
         rate = self.loop.rate(index)
@@ -302,9 +276,7 @@ class Trainer:
         The batch is split into parts before processes take their shares, so all processes run the same passes.
         """
         processes = self.accelerator.num_processes
-        batch = self.accelerator.unwrap_model(self.module).around(
-            lambda: self.setup.batches.batch(index)
-        )
+        batch = self.objective.around(lambda: self.setup.batches.batch(index))
         parts = self._packed(batch, index).parts(self.loop.micro_batch_tokens * processes)
         return [part.shard(self.accelerator.process_index, processes) for part in parts]
 
@@ -335,7 +307,7 @@ class Trainer:
         return totals
 
     def _heldout(
-        self, batches: list[Batch], teacher: LocalTeacher | ListingTeacher | None, step: int
+        self, batches: list[Batch], teacher: Distributions | None, step: int
     ) -> EvalRecord:
         self.module.eval()
         totals, tokens = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
@@ -353,27 +325,24 @@ class Trainer:
         totals, tokens = self._total(totals), self._total(tokens)
         means = totals / tokens.unsqueeze(1).clamp_min(1)
         _, cross_entropy, alpha, slack, agreement, _ = means[0].tolist()
-        compared: dict[str, Any] = (
-            {} if teacher is None else {"acceptance": alpha, "agreement": agreement}
-        )
-        if teacher is not None and len(means) > 1:
-            compared["offsets"] = tuple(means[:, 2].tolist())
-        return EvalRecord(
+        record = EvalRecord(
             step=step,
             tokens=int(tokens.sum()),
             loss=float(totals[:, 0].sum() / tokens.sum()),
             cross_entropy=cross_entropy,
             slack=slack,
-            **compared,
         )
+        if teacher is None:
+            return record
+        offsets = tuple(means[:, 2].tolist()) if len(means) > 1 else ()
+        return replace(record, acceptance=alpha, agreement=agreement, offsets=offsets)
 
-    def _sums(self, teacher: LocalTeacher | ListingTeacher | None, batch: Batch) -> Tensor:
+    def _sums(self, teacher: Distributions | None, batch: Batch) -> Tensor:
         device = self.accelerator.device
-        ids, mask = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.mask).to(device)
-        positions = (
-            None if batch.positions is None else torch.from_numpy(batch.positions).to(device)
+        ids, mask, positions, depths = (
+            None if array is None else torch.from_numpy(array).to(device)
+            for array in (batch.ids, batch.mask, batch.positions, batch.depths)
         )
-        depths = None if batch.depths is None else torch.from_numpy(batch.depths).to(device)
         listed = None if teacher is None else moved_to(device, teacher.distributions(batch))
         return self.module(ids, mask, listed, positions, depths)
 
@@ -398,7 +367,7 @@ def _shared_vocab(student: PreTrainedModel, teacher: TeacherModel) -> int:
 
 def _prepare_teacher(
     teacher: TeacherModel, vocab: int, accelerator: Accelerator, compiled: bool
-) -> LocalTeacher | ListingTeacher | None:
+) -> Distributions | None:
     if not isinstance(teacher, PreTrainedModel):
         return teacher
     model = teacher.eval()

@@ -26,13 +26,18 @@ def resize(directory: Path, vocab: int) -> str | None:
     Jensen's inequality the probability of an added id is less than 1 / V for any text, and far less in practice.
 
     Raises:
-        UserError: The errors of tensors_of_ids.
+        UserError: No tensor has the name of the embedding or head in transformers, or config.json has no vocab_size.
     """
     config, before = checkpoint.read_config(directory), checkpoint.vocab_size(directory)
     if before == vocab:
         return None
     weights = dict(checkpoint.Weights(directory))
-    for name in tensors_of_ids(directory):
+    by_id = _rows_of_ids(config) & weights.keys()
+    if not by_id or "vocab_size" not in config:
+        raise UserError(
+            f"{directory}: cannot tell which tensors of a {config.get('model_type')} model have a row per token"
+        )
+    for name in by_id:
         rows = weights[name]
         more = rows.float().mean(0).to(rows.dtype).expand(max(0, vocab - before), *rows.shape[1:])
         weights[name] = torch.cat([rows[:vocab], more])
@@ -40,21 +45,6 @@ def resize(directory: Path, vocab: int) -> str | None:
         file.unlink()
     saving.write_checkpoint(directory, config | {"vocab_size": vocab}, weights.items(), None)
     return f"{before} -> {vocab}"
-
-
-def tensors_of_ids(directory: Path) -> list[str]:
-    """Return the names of a checkpoint's tensors with a row per id: embedding, head and their biases.
-
-    Raises:
-        UserError: No tensor has the name of the embedding or head in transformers, or config.json has no vocab_size.
-    """
-    config, weights = checkpoint.read_config(directory), checkpoint.Weights(directory)
-    sized = sorted(name for name in _rows_of_ids(config) if name in weights)
-    if not sized or "vocab_size" not in config:
-        raise UserError(
-            f"{directory}: cannot tell which tensors of a {config.get('model_type')} model have a row per token"
-        )
-    return sized
 
 
 def trim(
@@ -65,11 +55,7 @@ def trim(
     Raises:
         UserError: The errors of frequent_ids.
     """
-    special = set[int]()
-    for model in models:
-        special |= template_ids(checkpoint.load_tokenizer(model)) | set(
-            checkpoint.eos_token_ids(model)
-        )
+    special = set[int]().union(*map(special_ids, models))
     ids, coverage = frequent_ids(texts, size, logits_of(student), special)
     trim_model(student, ids)
     tokens = sum(map(len, texts))
@@ -78,13 +64,21 @@ def trim(
     )
 
 
+def special_ids(model: Path) -> set[int]:
+    """Return the ids that every trimmed head keeps: those of the chat template, special tokens and stop tokens."""
+    return template_ids(checkpoint.load_tokenizer(model)) | set(checkpoint.eos_token_ids(model))
+
+
 def trained_texts(batches: Batches, steps: int) -> list[np.ndarray]:
     """Return the tokens that are trained on. Text that the student will write is replaced by the data it continues."""
-    texts, tokens, step = [], 0, 0
-    while step < steps and tokens < COUNTED_TOKENS:
+    texts: list[np.ndarray] = []
+    tokens = 0
+    for step in range(steps):
         batch = _without_student(batches, step)
         texts += [ids[1:][mask > 0] for ids, mask in zip(batch.ids, batch.mask, strict=True)]
-        tokens, step = tokens + int((batch.mask > 0).sum()), step + 1
+        tokens += int((batch.mask > 0).sum())
+        if tokens >= COUNTED_TOKENS:
+            break
     return texts
 
 
@@ -96,7 +90,7 @@ def _without_student(batches: Batches, step: int) -> Batch:
 
 
 def _rows_of_ids(config: dict[str, object]) -> set[str]:
-    """Return the parameter names of embedding and head, with and without the base model's prefix."""
+    """Return the names of the parameters of embedding and head, with and without the base model's prefix."""
     model = checkpoint.meta_model(config, torch.float32)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     own = {

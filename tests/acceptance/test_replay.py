@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from draftlab.acceptance import expected, token_logprobs
 from draftlab.acceptance.expected import chain, texts_of, tokens_per_pass, visits
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.engine.batch_generate import Batching
+from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.engine.generate import ModelDrafter, Step, decode, speculative_decode
 from draftlab.engine.verify import distribution, verify
 from draftlab.intervals import ratio_intervals
@@ -464,14 +464,9 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
     draft.save_pretrained(tmp_path / "draft")
     prompts = np.random.default_rng(0).integers(3, 300, (3, 6))
-    arrays = evaluate.generate(
-        hf_decoder.HFDecoder(target),
-        prompts,
-        SamplingParams(max_tokens=24),
-        Batching(),
-        lambda done: None,
-    )
-    text = evaluate.TargetText.of(arrays, 0.0)
+    sampling = SamplingParams(max_tokens=24)
+    texts = generate_batch(hf_decoder.HFDecoder(target), prompts.tolist(), sampling, Batching())
+    text = evaluate.TargetText.of(evaluate.arrays_of(list(prompts), texts), 0.0)
     chances = evaluate.acceptance_probabilities(draft, text)
     engine = ModelDrafter(load(tmp_path / "draft", torch.float32))
     for k in (1, 2, 4):

@@ -35,7 +35,7 @@ from draftlab.servers.sglang import SGLang
 from draftlab.servers.vllm import VLLM
 from draftlab.target_outputs.targets import PROBE_TEXT, LocalTarget, ServedTarget, verify
 from draftlab.training.fused_loss import TopK
-from draftlab.training.losses import parse_loss
+from draftlab.training.losses import log_probs, parse_loss
 from draftlab.training.objectives import DistillStep
 from draftlab.training.teachers import LocalTeacher, ServedTeacher
 
@@ -599,10 +599,10 @@ def test_outputs_of_a_real_vllm_are_those_of_the_local_model(text, vllm, fp32, t
 @pytest.mark.vllm
 @pytest.mark.parametrize("loss", ["fkl", "rkl", "tvd", "nla"])
 def test_a_step_from_a_real_vllm_is_one_from_the_same_list_of_the_target(loss, vllm, fp32, rows):
-    log_p = LocalTeacher(
+    teacher = LocalTeacher(
         checkpoint.load_model(fp32, torch.float32).eval(), 4096, torch.device("cpu")
     )
-    dense = log_p.look(rows).log_probs(slice(None), 1.0)
+    dense = log_probs(teacher.distributions(rows).logits(slice(None)), 1.0)
     values, ids = dense.topk(32)
     local = TopK(ids, values, dense.scatter(1, ids, -torch.inf).logsumexp(-1))
     shape = checkpoint.read_config(fp32) | {

@@ -72,7 +72,7 @@ def made(family_dirs, text, tmp_path_factory) -> Path:
 def whole(target: Path, batch: Batch) -> torch.Tensor:
     """The target's log-probabilities [n, V] where the batch counts."""
     teacher = LocalTeacher(checkpoint.load_model(target, torch.float32).eval(), 307, CPU)
-    return teacher.distributions(batch).log_probs(slice(None), 1.0)
+    return log_probs(teacher.distributions(batch).logits(slice(None)), 1.0)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

@@ -14,15 +14,16 @@ from draftlab.console import is_main_process, note
 from draftlab.data import open_batches, open_heldout
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
+from draftlab.model.trimmed_head import output_head
 from draftlab.pruning.masks.hard_concrete import Masks
 from draftlab.pruning.masks.masked_model import Folded, masked
 from draftlab.pruning.run import Prune, PrunedDraft, Selection, Text
 from draftlab.pruning.source import Source
-from draftlab.training.checkpointer import best_weights, process_state
+from draftlab.training.checkpointer import best_weights
 from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.optimizers import training_dtype
-from draftlab.training.run import fit
+from draftlab.training.run import claimed_state, fit
 from draftlab.training.trainer import TrainingSetup
 
 # not next to config.json, where runtimes load every safetensors file
@@ -61,13 +62,12 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
     """Train masks, and write the draft that they select. Several processes may train. A killed run resumes.
 
     Raises:
-        UserError: The loss is not finite.
+        UserError: The loss is not finite, or the errors of claimed_state.
     """
     if cut.is_copy():
         return cut.copy()
-    source, state = cut.source, cut.output.state
-    with process_state().main_process_first():
-        cut.output.claim_state([source.directory])
+    source = cut.source
+    state = claimed_state(cut.output, [source.directory])
     selection = _select(source, cut.shape, cut.text, training, state)
     if not is_main_process():
         return PrunedDraft(
@@ -129,8 +129,7 @@ def _student(source: Source, training: MaskTraining) -> PreTrainedModel:
 
 
 def _untie(student: PreTrainedModel) -> None:
-    head = student.get_output_embeddings()
-    assert head is not None  # every causal language model has one
+    head = output_head(student)
     head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
     student.config.tie_word_embeddings = False
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field
 
@@ -48,11 +48,6 @@ class EagleStudent(StudentSpec):
     fc_norm: bool = False
     norm_output: bool = False
     sliding_window: int | None = Field(None, ge=1)
-
-    @property
-    def variant(self) -> dict[str, Any]:
-        """Return the fields of HeadShape that the options set."""
-        return self.model_dump(exclude={"text", "ttt_steps", "layer_ids"})
 
     def check(self, job: "Distillation") -> None:
         if "draft" in job.text.shares:

@@ -167,7 +167,7 @@ def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingS
     count = len(student.heads)
     repeated = replace(heldout, batches=[repeat_rows(batch, count) for batch in heldout.batches])
     return TrainingSetup(
-        teacher=cast(Any, SelfTeacher(student.target, count)),
+        teacher=SelfTeacher(student.target, count),
         batches=RepeatedBatches(batches, count),
         heldout=repeated,
         loss=LOSS,

@@ -22,7 +22,6 @@ import numpy as np
 
 from draftlab.console import note, note_if_slow
 from draftlab.engine.clocks import StepClock, step_clock_for
-from draftlab.engine.drafters.parallel import model_drafter
 from draftlab.engine.generate import Drafter, Step, decode, speculative_decode
 from draftlab.engine.verify import Rule
 from draftlab.errors import UserError
@@ -115,39 +114,34 @@ class TimedArms:
 
 def measure_throughput(
     target: Decoder,
-    drafts: Mapping[str, Decoder],
+    drafters: Mapping[str, tuple[Drafter, list[int]]],
     prompts: list[list[int]],
     *,
-    ks: list[int],
     sampling: SamplingParams,
     repeats: int,
     advance: Callable[[int], None],
     other_target: Decoder | None = None,
     clock: StepClock | None = None,
     batch: int = 1,
-    drafters: Mapping[str, tuple[Drafter, list[int]]] | None = None,
     rule: Rule | None = None,
     draft_temperature: float | None = None,
 ) -> TimedArms:
     """Decode every prompt in every arm, repeats times, after a warm-up of each arm.
 
     Args:
-        ks: Values of K for the draft models in drafts.
+        drafters: Drafters with their numbers of drafted tokens.
         advance: Function that takes the number of finished prompts.
         other_target: Target at another precision, timed in plain decoding as well.
         clock: Clock in seconds; wall time by default.
         batch: Number of prompts decoded at once.
-        drafters: Other drafters, each with its own numbers of drafted tokens.
         rule: Verify rule, see speculative_decode.
         draft_temperature: Temperature of drafts, see speculative_decode.
 
     Raises:
         UserError: Every text ends with its first token.
     """
-    runs = {name: (model_drafter(model, target.vocab), ks) for name, model in drafts.items()}
-    runs |= dict(drafters or {})
     alone = {PLAIN: target} | ({} if other_target is None else {OTHER_PLAIN: other_target})
-    arms = [*alone, *((name, k) for name, (_, counts) in runs.items() for k in counts)]
+    arms = [*alone, *((name, k) for name, (_, ks) in drafters.items() for k in ks)]
     clock = clock or step_clock_for(target.device)
     groups = [
         list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)
@@ -158,7 +152,7 @@ def measure_throughput(
         if arm in alone:
             return decode(alone[arm], texts, sampling, clock, group)
         name, k = arm
-        drafter, _ = runs[name]
+        drafter, _ = drafters[name]
         return speculative_decode(
             target, drafter, texts, k, sampling, clock, group, rule, draft_temperature
         )

@@ -13,7 +13,7 @@ from draftlab.model import llama
 from draftlab.results.decoding import count_acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, measure_throughput
-from draftlab.target_outputs.store import distinct_ngrams
+from draftlab.target_outputs.store import distinct_4grams
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66], [0, 90, 91, 92, 93]]
 
@@ -121,6 +121,6 @@ def test_latency_is_measured_at_every_width(models):
         assert all(0 < x.low_ms <= x.median_ms <= x.high_ms and x.n == 5 for x in latencies)
 
 
-def test_distinct_ngrams_sees_a_loop():
-    assert distinct_ngrams([list(range(20))], 4) == 1
-    assert distinct_ngrams([[1, 2] * 10], 4) == pytest.approx(2 / 17)
+def test_distinct_4grams_sees_a_loop():
+    assert distinct_4grams([list(range(20))]) == 1
+    assert distinct_4grams([[1, 2] * 10]) == pytest.approx(2 / 17)

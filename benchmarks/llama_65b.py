@@ -53,7 +53,7 @@ def main(
 
         def enough(alpha: float) -> bool:
             work = constant_workload(alpha, tokens=NEW, prompt_tokens=PROMPT)
-            return best_k(curves[mode][name], targets[mode], work, KS, 1)[2] >= rate
+            return best_k(curves[mode][name], targets[mode], work, KS)[2] >= rate
 
         low, high = 0.0, 1.0
         if not enough(high):

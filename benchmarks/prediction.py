@@ -25,6 +25,7 @@ from draftlab.commands.distill import distill
 from draftlab.commands.prune import prune
 from draftlab.console import note
 from draftlab.data import heldout_prompts
+from draftlab.engine.drafters.parallel import model_drafter
 from draftlab.latency import predict as predicting
 from draftlab.latency.cost_model import CostModel, Profile, expected_tokens
 from draftlab.latency.machine_state import device_name
@@ -78,10 +79,17 @@ def main(
             measure({TARGET: target, **drafts}, grid, mode="eager", clock=time.process_time)
         )
         measured = measure_throughput(
-            target, drafts, texts[number * prompts : (number + 1) * prompts], ks=list(KS),
-            sampling=SamplingParams(max_tokens=new_tokens), repeats=1, advance=lambda done: None,
+            target,
+            {
+                name: (model_drafter(draft, target.vocab), list(KS))
+                for name, draft in drafts.items()
+            },
+            texts[number * prompts : (number + 1) * prompts],
+            sampling=SamplingParams(max_tokens=new_tokens),
+            repeats=1,
+            advance=lambda done: None,
             clock=time.process_time,
-        )  # fmt: skip
+        )
         wrote += measured.tokens[PLAIN]
         for arm, found in measured.generations.items():
             placed = [g.model_copy(update={"prompt": number * prompts + g.prompt}) for g in found]

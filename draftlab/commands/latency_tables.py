@@ -56,7 +56,7 @@ def law_table(law: ScalingLaw) -> Table:
     for profile, shape, measured, error in zip(
         law.profiles, law.shapes, law.measured_ms, law.held_out_errors, strict=True
     ):
-        cells = [measured, law.ms(shape), *law.curve.parts(shape, law.bytes_per_weight)]
+        cells = [measured, law.ms(shape), *law.curve.parts(shape)]
         rows.append([profile.name, *(f"{cell:.3g}" for cell in cells), f"{error:+.1%}"])
     title = f"{first.device}, {first.dtype}, {first.mode}: ms of a one-token pass after {law.context} cached tokens"
     heads = ("shape", "measured", "fitted", "issue", "work", "error when\nheld out")

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel
-from draftlab.latency.steps import Server, plain_ms, step_costs, steps, total_ms
+from draftlab.latency.steps import Server, steps, total_ms
 from draftlab.latency.workload import Workload
 from draftlab.reading import FileModel, read_model
 
@@ -69,9 +69,9 @@ def schedule(
     for batch in range(1, most + 1):
         total, plain = dict.fromkeys(by_k, 0.0), 0.0
         for work in works:
-            costs = step_costs(draft, target, work, max(ks), batch, server)
-            plain += float(plain_ms(costs, work).sum())
-            for k, ms in total_ms(costs, work, by_k).items():
+            alone, drafted = total_ms(draft, target, work, by_k, batch, server)
+            plain += alone
+            for k, ms in drafted.items():
                 total[k] += ms
         chosen.append(min(total, key=lambda k: total[k]))
         if pays_up_to == batch - 1 and total[chosen[-1]] < plain:

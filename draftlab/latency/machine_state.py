@@ -69,13 +69,12 @@ class CoreTime:
 
 def read_core_time() -> CoreTime:
     own = _text(f"/proc/self/task/{threading.get_native_id()}/schedstat").split()
-    cores = _text("/proc/stat").partition("\n")[0].split()
     pressed = re.search(r"some .*total=(\d+)", _text("/proc/pressure/cpu"))
     return CoreTime(
         clock=time.perf_counter(),
         ran=int(own[0]) / 1e9 if own else None,
         waited=int(own[1]) / 1e9 if own else None,
-        stolen=int(cores[8]) / os.sysconf("SC_CLK_TCK") if len(cores) > 8 else None,
+        stolen=getattr(psutil.cpu_times(), "steal", None),  # a field of Linux alone
         pressed=int(pressed[1]) / 1e6 if pressed else None,
     )
 
@@ -83,23 +82,18 @@ def read_core_time() -> CoreTime:
 def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) -> Environment:
     """Return the environment with the shares of waiting, stolen and pressed time between two readings."""
 
-    def grown(name: str) -> float:
-        return (getattr(after, name) or 0.0) - (getattr(before, name) or 0.0)
+    def share(first: float | None, last: float | None, of: float) -> float | None:
+        return None if first is None or last is None or not of else round((last - first) / of, 4)
 
-    seconds = max(grown("clock"), 1e-9)
-    runnable = grown("ran") + grown("waited")
+    seconds = max(after.clock - before.clock, 1e-9)
+    ran = (after.ran or 0.0) - (before.ran or 0.0)
+    waited = (after.waited or 0.0) - (before.waited or 0.0)
     shares = {
-        "waited_share": None
-        if before.waited is None or not runnable
-        else grown("waited") / runnable,
-        "stolen_share": None
-        if before.stolen is None
-        else grown("stolen") / (seconds * environment.cores),
-        "pressure": None if before.pressed is None else grown("pressed") / seconds,
+        "waited_share": share(before.waited, after.waited, ran + waited),
+        "stolen_share": share(before.stolen, after.stolen, seconds * environment.cores),
+        "pressure": share(before.pressed, after.pressed, seconds),
     }
-    return environment.model_copy(
-        update={name: share and round(share, 4) for name, share in shares.items()}
-    )
+    return environment.model_copy(update=shares)
 
 
 def warm_up(run: Callable[[], float]) -> bool:
@@ -135,24 +129,14 @@ def processor_name(cpuinfo: str) -> str:
 
     cpuinfo: Content of /proc/cpuinfo. Without a model name in it, the name comes from Python's platform.
     """
-
-    def first(field: str) -> str:
-        return next(
-            (
-                line.split(":", 1)[1].strip()
-                for line in cpuinfo.splitlines()
-                if line.startswith(field)
-            ),
-            "",
-        )
-
-    name, flags = (
-        first("model name") or platform.processor() or platform.machine(),
-        first("flags").split(),
-    )
-    return ", ".join(
-        [name, *[called for flag, called in INSTRUCTIONS.items() if flag in flags][:1]]
-    )
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())  # the first processor's
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    flags = fields.get("flags", "").split()
+    fastest = [called for flag, called in INSTRUCTIONS.items() if flag in flags][:1]
+    return ", ".join([name, *fastest])
 
 
 def _one_cpu_thread(device: torch.device) -> bool:

@@ -169,11 +169,20 @@ def predict_draft(
             f"this acceptance is by --rule {acceptance.rule}, which is not {server}'s: --server-rule {server} sets it"
         )
     by_k = {k: steps(work, k) for k in ks}
-    places = product(batches, prompts)
-    best_ks = [
-        _best_k(draft, target, works[prompt], by_k, batch, prompt, server)
-        for batch, prompt in places
-    ]
+    best_ks: list[BestK] = []
+    for batch, prompt in product(batches, prompts):
+        plain, ms = total_ms(draft, target, works[prompt], by_k, batch, server)
+        fastest = min(ms, key=lambda k: ms[k])
+        least = min(plain, ms[fastest])
+        best = BestK(
+            batch=batch,
+            prompt_tokens=prompt,
+            k=fastest if least < plain else 0,
+            speedup=plain / least,
+            tokens_per_second=1e3 * batch * work.tokens / least,
+            speedups={k: plain / value for k, value in ms.items()},
+        )
+        best_ks.append(best)
     most, table = max(batches), None
     if server is not None and most > 1 and work.kind == "parallel":
         prediction.notes.append(
@@ -199,28 +208,6 @@ def _drafted_by(draft: CostModel, acceptance: DraftAcceptance) -> Workload:
     return work
 
 
-def _best_k(
-    draft: CostModel,
-    target: CostModel,
-    work: Workload,
-    by_k: dict[int, Steps],
-    batch: int,
-    prompt_tokens: int | None,
-    server: Server | None,
-) -> BestK:
-    costs = step_costs(draft, target, work, max(by_k), batch, server)
-    plain, ms = float(plain_ms(costs, work).sum()), total_ms(costs, work, by_k)
-    k = min((0, *ms), key=lambda k: ms.get(k, plain))
-    return BestK(
-        batch=batch,
-        prompt_tokens=prompt_tokens,
-        k=k,
-        speedup=plain / ms.get(k, plain),
-        tokens_per_second=1e3 * batch * float(work.texts.lengths.sum()) / ms.get(k, plain),
-        speedups={k: plain / value for k, value in ms.items()},
-    )
-
-
 def predict(
     draft: CostModel,
     target: CostModel,
@@ -243,26 +230,22 @@ def predict(
         )
     costs = step_costs(draft, target, work, max(ks), batch, server)
     plain = plain_ms(costs, work)
-    tokens = float(work.texts.lengths.sum())
-    middle = int((work.prompt_tokens + work.texts.lengths / 2).mean())
     by_k = {k: steps(work, k) for k in ks}
-    times = {k: expected_time(costs, work.prompt_tokens, by_k[k]) for k in ks}
+    times = [expected_time(costs, work.prompt_tokens, each).total for each in by_k.values()]
     counts = [chain(work.texts, k) for k in ks]
-    emitted, passes = (
-        np.stack([c.steps + c.accepted for c in counts], 1),
-        np.stack([c.steps for c in counts], 1),
-    )
-    lengths = ratio_intervals(emitted, passes)
-    speedups = ratio_intervals(
-        np.stack([plain] * len(ks), 1), np.stack([t.total for t in times.values()], 1)
-    )
+    emitted = np.stack([c.steps + c.accepted for c in counts], 1)
+    lengths = ratio_intervals(emitted, np.stack([c.steps for c in counts], 1))
+    speedups = ratio_intervals(np.stack([plain] * len(ks), 1), np.stack(times, 1))
     return Prediction(
         name=f"{draft.profile.name}, {draft.profile.mode}",
         draft=draft.profile.describe(),
         target=target.profile.describe(),
         batch=batch,
-        c=float(draft.steady_ms(batch, np.array(middle)) / costs.verify[0, middle - costs.first]),
-        plain_tokens_per_second=1e3 * batch * tokens / float(plain.sum()),
+        c=float(
+            draft.steady_ms(batch, np.array(work.middle))
+            / costs.verify[0, work.middle - costs.first]
+        ),
+        plain_tokens_per_second=1e3 * batch * work.tokens / float(plain.sum()),
         rows=[
             _row(k, costs, work, by_k[k], length, speedup, batch)
             for k, length, speedup in zip(ks, lengths, speedups, strict=True)
@@ -273,13 +256,12 @@ def predict(
 
 
 def best_k(
-    draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int
+    draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int]
 ) -> tuple[int, float, float]:
-    """Return the fastest K, its speed-up, and tokens per second of the whole batch."""
-    found = _best_k(draft, target, work, {k: steps(work, k) for k in ks}, batch, None, None)
-    k = max(ks, key=lambda k: found.speedups[k])
-    plain = found.tokens_per_second / found.speedup
-    return k, found.speedups[k], plain * found.speedups[k]
+    """Return the fastest K for one row, its speed-up, and its tokens per second."""
+    plain, ms = total_ms(draft, target, work, {k: steps(work, k) for k in ks}, 1)
+    k = min(ms, key=lambda k: ms[k])
+    return k, plain / ms[k], 1e3 * work.tokens / ms[k]
 
 
 def required_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:
@@ -326,6 +308,11 @@ REMEDIES = {
     "verify": "Verification is the limit: use a smaller batch, or kernels that read the weights once for all tokens",
     "host": "Time on the host is the limit: use CUDA graphs, or sample and verify on the device",
 }
+ASSUMPTIONS = {
+    "analytic": "latencies are computed from constants of devices, not measured",
+    "fitted": "latencies follow a latency law fitted to other shapes; they are not measured",
+    "served": "a pass over several tokens is assumed to cost the pass of an equal number of streams (profile --server)",
+}
 
 
 def _row(
@@ -338,7 +325,7 @@ def _row(
     batch: int,
 ) -> KPrediction:
     prompts, plain = work.prompt_tokens, float(plain_ms(costs, work).sum())
-    at = int((prompts + work.texts.lengths / 2).mean()) - costs.first
+    at = work.middle - costs.first
     unit = costs.verify[0, at] + costs.host[0]
     time = expected_time(costs, prompts, steps_)
     total = float(time.total.sum())
@@ -351,7 +338,7 @@ def _row(
         k=k,
         tokens_per_pass=length,
         speedup=speedup,
-        tokens_per_second=1e3 * batch * float(work.texts.lengths.sum()) / total,
+        tokens_per_second=1e3 * batch * work.tokens / total,
         beta=float(costs.verify[k, at] / costs.verify[0, at]),
         closed_form_speedup=closed_form_speedup(
             length.value,
@@ -396,14 +383,7 @@ def _notes(
     for cost, width in ((draft, widest), (target, k + 1)):
         notes += cost.beyond("width", 1, width) + cost.beyond("context", *contexts)
     kinds = {cost.profile.kind for cost in (draft, target)}
-    if "analytic" in kinds:
-        notes.append("latencies are computed from constants of devices, not measured")
-    if "fitted" in kinds:
-        notes.append("latencies follow a latency law fitted to other shapes; they are not measured")
-    if "served" in kinds:
-        notes.append(
-            "a pass over several tokens is assumed to cost the pass of an equal number of streams (profile --server)"
-        )
+    notes += [text for kind, text in ASSUMPTIONS.items() if kind in kinds]
     for name in ("device", "dtype", "mode"):
         a, b = getattr(draft.profile, name), getattr(target.profile, name)
         if a != b:

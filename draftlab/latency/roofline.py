@@ -129,23 +129,6 @@ class ModelSizes:
         return active_params(self.shape) - gated + self.mlps.weights(self.shape, used)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadWeights:
-    """The number of weights of an EAGLE-3 head in addition to the shape of its layer.
-
-    own: Weights of q, k and v for the embedding that they read as well. states: `own` plus the weights of fc, for a
-    pass that reads three states of the target.
-    """
-
-    states: int
-    own: int
-
-    @classmethod
-    def of(cls, shape: Shape) -> "HeadWeights":
-        own = shape.hidden * (shape.sizes["q"] + 2 * shape.sizes["kv"])
-        return cls(states=own + 3 * shape.hidden**2, own=own)
-
-
 def roofline_profile(
     sizes: ModelSizes,
     device: Device,
@@ -156,11 +139,12 @@ def roofline_profile(
     widths: Sequence[int],
     batches: Sequence[int],
     contexts: Sequence[int],
-    head: HeadWeights | None = None,
+    head: bool = False,
 ) -> Profile:
     """Return a profile by the roofline model. A pass reads weights and cache once and has a constant time per layer.
 
-    head: Weights of an EAGLE-3 head; `shape` is then its one layer, with draft_vocab as the rows of its output layer.
+    head: Whether this is an EAGLE-3 head; `shape` is then its one layer, with draft_vocab as the rows of its output
+        layer.
 
     Raises:
         UserError: the weights do not fit the device, or the device has no constants for the mode or dtype.
@@ -179,63 +163,49 @@ def roofline_profile(
         * (max(contexts) + max(widths))
         * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
     )
-    what = f"{name} in {dtype} with {max(batches)} rows of {max(contexts)} tokens"
-    _check_fits(what, _read_bytes(sizes, dtype, sizes.mlps.experts) + embedding, cached, device)
+    stored = _read_bytes(sizes, dtype, sizes.mlps.experts) + embedding + cached
+    room = device.count * device.memory_gb
+    if stored / 1e9 > room:
+        raise UserError(
+            f"{name} in {dtype} with {max(batches)} rows of {max(contexts)} tokens needs {stored / 1e9:.0f} GB "
+            f"({cached / 1e9:.0f} GB of it KV cache); {device.name} has {room:.0f} GB"
+        )
 
-    first, later = (0, 0) if head is None else (head.states, head.own)
+    # a head's q, k and v read the embedding as well; fc reads three states of the target
+    own = shape.hidden * (shape.sizes["q"] + 2 * shape.sizes["kv"]) if head else 0
+    fc = 3 * shape.hidden**2 if head else 0
+    host = device.modes[mode]
+    issuing = host.pass_ms + host.layer_ms * shape.layers
 
-    def pass_ms(width: int, batch: int, context: int, more: int = first) -> float:
-        host = device.modes[mode]
-        issuing = host.pass_ms + host.layer_ms * shape.layers
+    def pass_ms(width: int, batch: int, context: int, more: int) -> float:
         return max(issuing, _device_ms(sizes, device, dtype, width, batch, context, more))
 
-    forward = [
-        Point(width=w, batch=b, context=c, **exact(pass_ms(w, b, c)))
-        for w, b, c in itertools.product(widths, batches, contexts)
-    ]
     return Profile(
         kind="analytic",
         name=name,
         sha256=None,
         shape=None if head or sizes.mlps != LLAMAS else shape,
-        drafter="model" if head is None else "eagle",
+        drafter="eagle" if head else "model",
         device=device.name,
         dtype=dtype,
         mode=mode,
         threads=None,
-        forward=forward,
+        forward=[
+            Point(width=w, batch=b, context=c, **exact(pass_ms(w, b, c, own + fc)))
+            for w, b, c in itertools.product(widths, batches, contexts)
+        ],
         steady=[
-            SteadyPoint(width=1, batch=b, context=c, after=1, **exact(pass_ms(1, b, c, later)))
+            SteadyPoint(width=1, batch=b, context=c, after=1, **exact(pass_ms(1, b, c, own)))
             for b, c in itertools.product(batches, contexts)
         ],
-        prefill=[Latency(width=c, **exact(pass_ms(c, 1, 0))) for c in contexts if c > 0],
-        host=[Latency(width=w, **exact(device.modes[mode].step_ms)) for w in widths],
+        prefill=[Latency(width=c, **exact(pass_ms(c, 1, 0, own + fc))) for c in contexts if c > 0],
+        host=[Latency(width=w, **exact(host.step_ms)) for w in widths],
         bandwidth_gbs=device.bandwidth_gbs * device.count,
         matmul_tflops={dtype: device.tflops[dtype] * device.count},
         command="",
         versions={},
         created="",
     )
-
-
-def _check_fits(what: str, weight_bytes: float, cache_bytes: float, device: Device) -> None:
-    need, room = (weight_bytes + cache_bytes) / 1e9, device.count * device.memory_gb
-    if need > room:
-        cache = f"{cache_bytes / 1e9:.0f} GB of it KV cache"
-        raise UserError(f"{what} needs {need:.0f} GB ({cache}); {device.name} has {room:.0f} GB")
-
-
-def is_measured(spec: str) -> bool:
-    """Return whether spec is the path of a measured profile rather than ``SHAPE@DEVICE,...`` of a computed profile.
-
-    Raises:
-        UserError: spec is neither.
-    """
-    if not Path(spec).exists() and "@" not in spec:
-        raise UserError(
-            f"no profile at {spec}; measure one with draftlab profile, or compute one with {EXAMPLE}"
-        )
-    return Path(spec).exists()
 
 
 def parse_profile(
@@ -250,9 +220,13 @@ def parse_profile(
     Raises:
         UserError: spec is neither.
     """
-    if is_measured(spec):
+    if Path(spec).exists():
         return read_profile(Path(spec))
-    name, _, rest = spec.partition("@")
+    name, at, rest = spec.partition("@")
+    if not at:
+        raise UserError(
+            f"no profile at {spec}; measure one with draftlab profile, or compute one with {EXAMPLE}"
+        )
     place, *words = rest.split(",")
     sizes = _named(name, known_sizes(), read_sizes)
     device = _named(place, devices(), read_device)
@@ -265,7 +239,7 @@ def parse_profile(
             f"{spec}: want SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS] with a mode of {', '.join(device.modes)}, "
             f"as in {EXAMPLE}"
         )
-    called, head = Path(name).name.removesuffix(".yaml"), None
+    called = Path(name).name.removesuffix(".yaml")
     if heads:
         ids = int(heads[0].removeprefix("eagle="))
         if ids > sizes.shape.vocab:
@@ -276,7 +250,6 @@ def parse_profile(
         ffn = sizes.mlps.dense_ffn or sizes.shape.ffn
         one_layer = {"layers": 1, "tied": False, "draft_vocab": ids, "ffn": ffn}
         sizes = ModelSizes(shape=sizes.shape.model_copy(update=one_layer))
-        head = HeadWeights.of(sizes.shape)
     return roofline_profile(
         sizes,
         device,
@@ -286,7 +259,7 @@ def parse_profile(
         widths=widths,
         batches=batches,
         contexts=sorted({0, 1, *range(0, longest, -(-longest // 16)), longest}),
-        head=head,
+        head=bool(heads),
     )
 
 

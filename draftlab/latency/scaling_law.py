@@ -25,20 +25,22 @@ MIN_PROFILES = 6  # one more than the fitted numbers: a, b, c, d, p
 TERMS = 4  # a, b, c, d
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FittedCurve:
     """One latency as a function of the shape. terms: a ms, b ms per layer, c ms per byte, d ms per layer x width."""
 
     terms: np.ndarray
+    bytes_per_weight: int
     overlap: float
     rms_error: float  # root mean square of log(fitted / measured)
 
-    def ms(self, shape: Shape, bytes_per_weight: int) -> float:
-        return float(_latency(_features([shape], bytes_per_weight), self.terms, self.overlap)[0])
+    def ms(self, shape: Shape) -> float:
+        features = _features([shape], self.bytes_per_weight)
+        return float(_latency(features, self.terms, self.overlap)[0])
 
-    def parts(self, shape: Shape, bytes_per_weight: int) -> tuple[float, float]:
+    def parts(self, shape: Shape) -> tuple[float, float]:
         """Return the milliseconds of issue and of work, before they overlap."""
-        a, b, c, d = _features([shape], bytes_per_weight)[0] * self.terms
+        a, b, c, d = _features([shape], self.bytes_per_weight)[0] * self.terms
         return float(a + b), float(c + d)
 
 
@@ -76,7 +78,7 @@ class ScalingLaw:
 
     def ms(self, shape: Shape) -> float:
         """Return the predicted milliseconds of a one-token pass of one row after another model's pass."""
-        return self.curve.ms(shape, self.bytes_per_weight)
+        return self.curve.ms(shape)
 
     @cached_property
     def held_out_errors(self) -> np.ndarray:
@@ -85,7 +87,7 @@ class ScalingLaw:
         for i, (shape, measured) in enumerate(zip(self.shapes, self.measured_ms, strict=True)):
             others = self.shapes[:i] + self.shapes[i + 1 :]
             curve = fit(others, np.delete(self.measured_ms, i), self.bytes_per_weight)
-            errors.append(curve.ms(shape, self.bytes_per_weight) / measured - 1)
+            errors.append(curve.ms(shape) / measured - 1)
         return np.array(errors)
 
     def profile(self, shape: Shape, name: str) -> Profile:
@@ -99,7 +101,7 @@ class ScalingLaw:
             "created": "",
         }
         for part, curves in self._curves.items():
-            fields[part] = [self._predicted(*point, shape) for point in curves]
+            fields[part] = [p.model_dump() | exact(curve.ms(shape)) for p, curve in curves]
         return Profile.model_validate(self.profiles[0].model_dump() | fields)
 
     def verdict(self) -> str:
@@ -128,9 +130,6 @@ class ScalingLaw:
                 measured = np.array([point.median_ms for point in column])
                 curves[part].append((column[0], fit(self.shapes, measured, self.bytes_per_weight)))
         return curves
-
-    def _predicted(self, measured: Latency, curve: FittedCurve, shape: Shape) -> dict[str, object]:
-        return measured.model_dump() | exact(curve.ms(shape, self.bytes_per_weight))
 
 
 def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
@@ -179,9 +178,24 @@ def read_law(directory: Path) -> ScalingLaw:
 
 
 def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> FittedCurve:
-    """Return the curve with the least relative error to times [N], for the best p in OVERLAPS."""
+    """Return the curve with the least relative error to times [N], for the best p in OVERLAPS.
+
+    The logarithms of the terms are fitted, so that the terms stay positive, from equal shares of the median time.
+    """
+    from scipy.optimize import least_squares
+
     features = _features(shapes, bytes_per_weight)
-    return min((_fit(features, times, p) for p in OVERLAPS), key=lambda curve: curve.rms_error)
+    start = np.log(np.median(times) / TERMS / np.median(features, axis=0))
+    curves: list[FittedCurve] = []
+    for overlap in OVERLAPS:
+        result = least_squares(
+            lambda logs, p=overlap: np.log(_latency(features, np.exp(logs), p) / times),
+            start,
+            bounds=(start - 40, start + 40),
+        )
+        error = float(np.sqrt(np.mean(result.fun**2)))
+        curves.append(FittedCurve(np.exp(result.x), bytes_per_weight, overlap, error))
+    return min(curves, key=lambda curve: curve.rms_error)
 
 
 def law_shapes(named: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -225,21 +239,6 @@ def _features(shapes: Sequence[Shape], bytes_per_weight: int) -> np.ndarray:
 def _latency(features: np.ndarray, terms: np.ndarray, overlap: float) -> np.ndarray:
     parts = features * terms
     return (parts[:, :2].sum(1) ** overlap + parts[:, 2:].sum(1) ** overlap) ** (1 / overlap)
-
-
-def _fit(features: np.ndarray, times: np.ndarray, overlap: float) -> FittedCurve:
-    """Fit the logarithms of the terms, so that the terms stay positive, from equal shares of the median time."""
-    from scipy.optimize import least_squares
-
-    start = np.log(np.median(times) / TERMS / np.median(features, axis=0))
-    result = least_squares(
-        lambda logs: np.log(_latency(features, np.exp(logs), overlap) / times),
-        start,
-        bounds=(start - 40, start + 40),
-    )
-    return FittedCurve(
-        terms=np.exp(result.x), overlap=overlap, rms_error=float(np.sqrt(np.mean(result.fun**2)))
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,9 +242,20 @@ def expected_time(costs: StepCosts, prompt_tokens: np.ndarray, steps: Steps) -> 
     )
 
 
-def total_ms(costs: StepCosts, work: Workload, by_k: Mapping[int, Steps]) -> dict[int, float]:
-    """Return the milliseconds of all texts by K. K = 0 is a server that keeps its draft but drafts nothing."""
-    return {
-        k: float(expected_time(costs, work.prompt_tokens, each).total.sum())
-        for k, each in by_k.items()
-    }
+def total_ms(
+    draft: CostModel,
+    target: CostModel,
+    work: Workload,
+    by_k: Mapping[int, Steps],
+    batch: int,
+    server: Server | None = None,
+) -> tuple[float, dict[int, float]]:
+    """Return the milliseconds of all texts without a draft, and by K. K = 0 is a server whose draft only reads.
+
+    Raises:
+        UserError: a context, width or batch is outside a profile.
+    """
+    costs, ms = step_costs(draft, target, work, max(by_k), batch, server), dict[int, float]()
+    for k, each in by_k.items():
+        ms[k] = float(expected_time(costs, work.prompt_tokens, each).total.sum())
+    return float(plain_ms(costs, work).sum()), ms

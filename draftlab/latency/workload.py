@@ -27,6 +27,16 @@ class Workload:
     kind: str = "model"
 
     @property
+    def tokens(self) -> float:
+        """Return the number of tokens of all texts after the first of each, which the prefill emits."""
+        return float(self.texts.lengths.sum())
+
+    @property
+    def middle(self) -> int:
+        """Return the number of cached tokens at the middle of the texts."""
+        return int((self.prompt_tokens + self.texts.lengths / 2).mean())
+
+    @property
     def longest(self) -> int:
         """Return the largest number of tokens of a text with its prompt."""
         return int((self.prompt_tokens + self.texts.lengths).max())

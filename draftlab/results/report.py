@@ -154,14 +154,13 @@ def markdown(scores: Sequence[Score]) -> str:
     ranking = rank(scores)
     ordered = [ranked.score for ranked in ranking]
     board = ranking_table(ranking)
-    tables = [accuracy_table(ordered), _cost_table(ordered), _conditions_table(ordered)]
     parts = [
         "\n".join(f"- {markdown_text(line)}" for line in verdict_lines(ranking)),
         board.markdown(),
         markdown_text(board.caption),
         "\n".join(f"- **{markdown_text(s.label)}**: {markdown_text(s.verdict())}" for s in ordered),
         "\n".join(f"- Warning: {markdown_text(text)}" for text in score_warnings(scores)),
-        *(table.markdown() for table in tables if table),
+        *(table.markdown() for table in _last_tables(ordered)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -178,9 +177,8 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
     ranking = rank(scores)
     ordered = [ranked.score for ranked in ranking]
     answer, *lines = verdict_lines(ranking)
-    tables = [accuracy_table(ordered), _cost_table(ordered), _conditions_table(ordered)]
     marks = {score.label: plots.Mark.of(score.label, i) for i, score in enumerate(ordered)}
-    speedups = {score.label: score.speedup_by_k for score in ordered}
+    speedups = {s.label: {k: s.speedup(k) for k in sorted(s.speculative)} for s in ordered}
     first, *figures = _figures(ranking, marks, speedups)
     written = page_template("report.html.j2").render(
         target=ordered[0].target.name,
@@ -195,13 +193,18 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
             (score, _k_table(score, speedups[score.label]), category_table(score))
             for score in ordered
         ],
-        tables=[table for table in tables if table],
+        tables=_last_tables(ordered),
         marks=marks,
         colours=(plots.COLOURS, plots.DARK_COLOURS),
         page_colour=plots.VARIABLES.__getitem__,
         command=command,
     )
     return written.strip() + "\n"
+
+
+def _last_tables(scores: Sequence[Score]) -> list[Table]:
+    tables = (accuracy_table(scores), _cost_table(scores), _conditions_table(scores))
+    return [table for table in tables if table]
 
 
 def export_command(fastest: Ranked) -> str:

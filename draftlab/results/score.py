@@ -291,10 +291,6 @@ class Score(FileModel):
         return [self.plain, *self.other_plain.values(), *self.speculative.values()]
 
     @property
-    def speedup_by_k(self) -> dict[int, Interval]:
-        return {k: self.speedup(k) for k in sorted(self.speculative)}
-
-    @property
     def best_k(self) -> int:
         return max(self.speculative, key=self.speedup_value)
 
@@ -513,9 +509,7 @@ class Score(FileModel):
         measured = sorted((latency.width, latency.median_ms) for latency in self.draft.latency)
         if len(measured) == 1:
             return measured[0][1]
-        line = InterpolatedUnivariateSpline(
-            [width for width, _ in measured], [ms for _, ms in measured], k=1
-        )
+        line = InterpolatedUnivariateSpline(*zip(*measured, strict=True), k=1)
         return float(np.asarray(line(self.tokens_per_pass(k) + k - 1)))
 
     @property

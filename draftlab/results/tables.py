@@ -93,9 +93,9 @@ class Table:
 
 
 def terminal_table(
-    heads: Sequence[str], rows: Rows, best: int | None = None, flexible: int = 0, title: str = ""
+    heads: Sequence[str], rows: Rows, best: int | None = None, title: str = ""
 ) -> TerminalTable:
-    """Return a table of text. best: Row to mark. flexible: Column that shrinks on a narrow terminal."""
+    """Return a table of text. best: Row to mark. The first column shrinks on a narrow terminal."""
     table = TerminalTable(
         title=_text(title) if title else None,
         box=box.SIMPLE_HEAD,
@@ -106,10 +106,8 @@ def terminal_table(
         caption_justify="left",
     )
     for i, head in enumerate(heads):
-        justify = "left" if i == flexible else "right"
-        table.add_column(
-            head, justify=justify, no_wrap=i != flexible, overflow="fold", vertical="top"
-        )
+        justify = "right" if i else "left"
+        table.add_column(head, justify=justify, no_wrap=i > 0, overflow="fold", vertical="top")
     for i, cells in enumerate(rows):
         first = f"* {cells[0]}" if i == best else cells[0]
         table.add_row(*map(_text, (first, *cells[1:])), style="bold green" if i == best else None)

@@ -26,7 +26,7 @@ from draftlab.results.decoding import share_of_equal_texts
 from draftlab.results.score import SAMPLING, PromptRecord
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.lm_eval import Tasks, check_chat_template
-from draftlab.target_outputs.store import MANIFEST, distinct_ngrams, read_texts
+from draftlab.target_outputs.store import MANIFEST, distinct_4grams, read_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Requests:
             "equal_texts": share_of_equal_texts(plain, texts)
             if self.sampling.temperature == 0
             else None,
-            "distinct_4grams": distinct_ngrams(plain, 4),
+            "distinct_4grams": distinct_4grams(plain),
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
 
@@ -112,27 +112,27 @@ class Comparison:
         return "-".join(["score", *drafts, *(spec.kind for spec in self.drafters)])
 
     @property
+    def results(self) -> list[str]:
+        """Return the names of drafts and drafters, each of which gets a score."""
+        return [*self.drafts, *(spec.name for spec in self.drafters)]
+
+    @property
     def draft_paths(self) -> list[Path]:
         """Return all draft models, including the draft models of drafters."""
-        named = [
-            path
-            for spec in self.drafters
-            for path in spec.paths(self.default_draft, models_only=True)
-        ]
-        return list(dict.fromkeys([*self.drafts.values(), *named]))
+        paths = [*self.drafts.values()]
+        for spec in self.drafters:
+            paths += spec.paths(self.default_draft, models_only=True)
+        return list(dict.fromkeys(paths))
 
     @property
     def inputs(self) -> list[Path]:
         """Return the files and directories that the output's record names as inputs."""
-        read = [path for spec in self.drafters for path in spec.paths(self.default_draft)]
-        said = turns.place(
-            self.requests.prompts, provenance.fingerprint(self.target), self.requests.sampling
-        )
-        return list(
-            dict.fromkeys(
-                [self.target, *self.drafts.values(), *read, *([] if said is None else [said])]
-            )
-        )
+        read = [self.target, *self.drafts.values()]
+        for spec in self.drafters:
+            read += spec.paths(self.default_draft)
+        target = provenance.fingerprint(self.target)
+        said = turns.place(self.requests.prompts, target, self.requests.sampling)
+        return list(dict.fromkeys(read if said is None else [*read, said]))
 
     @property
     def context(self) -> int:
@@ -162,7 +162,7 @@ class Comparison:
         asked = [tuple(prompt.ids) for prompt in self.requests.prompts.rows]
         prompts_of: dict[Path, set[tuple[int, ...]]] = {}
         counts: dict[str, int] = {}
-        for name in (*self.drafts, *(spec.name for spec in self.drafters)):
+        for name in self.results:
             learnt: set[tuple[int, ...]] = set()
             for path in self._paths(name):
                 for store in lineage(path, self.target):
@@ -181,7 +181,7 @@ class Comparison:
 
     def facts(self) -> Mapping[str, object]:
         """Return the facts of a dry run."""
-        ways = 1 + self.engine.int8 + (len(self.drafts) + len(self.drafters)) * len(self.ks)
+        ways = 1 + self.engine.int8 + len(self.results) * len(self.ks)
         texts = self.requests.prompts.requests * self.requests.repeats * ways * len(self.batches)
         read = {spec.name: spec.paths(self.default_draft) for spec in self.drafters}
         return {
@@ -219,8 +219,7 @@ class Comparison:
                 raise UserError(
                     f"--batch {batch}: {count} prompts do not fill such batches; want a multiple of it"
                 )
-        names = [*self.drafts, *(spec.name for spec in self.drafters)]
-        if twice := [name for name in names if names.count(name) > 1]:
+        if twice := [name for name in self.results if self.results.count(name) > 1]:
             raise UserError(
                 f"two results would both be called {twice[0]}; ask for one of them, or rename the draft"
             )
@@ -260,16 +259,11 @@ class Comparison:
             path: read_size(path) for path in [self.target, *self.draft_paths] if path not in spread
         }
         longest, rows, k = self.requests.prompts.longest, max(self.batches), max(self.ks)
-        width, tokens = (
-            self.engine.dtype.itemsize,
-            rows * (longest + self.requests.sampling.max_tokens + k),
-        )
+        width = self.engine.dtype.itemsize
+        tokens = rows * (longest + self.requests.sampling.max_tokens + k)
         needs = {f"weights of {path}": size.weight_bytes(width) for path, size in sizes.items()}
-        needs |= (
-            {"int8 copies": sum(size.weight_bytes(1) for size in sizes.values())}
-            if self.engine.int8
-            else {}
-        )
+        if self.engine.int8:
+            needs["int8 copies"] = sum(size.weight_bytes(1) for size in sizes.values())
         needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) for size in sizes.values())
         needs["logits"] = 2 * 4 * max(rows * (k + 1), longest) * checkpoint.vocab_size(self.target)
         devices.check_fits(

@@ -10,7 +10,7 @@ from draftlab import provenance, turns
 from draftlab.console import heartbeat, note, progress
 from draftlab.engine.batch_generate import turn_answers
 from draftlab.engine.drafters.context import DrafterContext, DrafterRun
-from draftlab.engine.drafters.parallel import drafts_in_parallel
+from draftlab.engine.drafters.parallel import drafts_in_parallel, model_drafter
 from draftlab.engine.verify import rule_named
 from draftlab.errors import UserError
 from draftlab.exporting.hf import parse_quantized_name
@@ -31,6 +31,7 @@ from draftlab.model.modes import load, with_mode
 from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
 from draftlab.registry import REJECTION
+from draftlab.results.decoding import Generation
 from draftlab.results.score import Conditions, Environment, Latency, Model, Score, TaskResult
 from draftlab.scoring.comparison import Comparison, with_rounded_drafts
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, TimedArms, measure_throughput
@@ -61,21 +62,15 @@ def measure(comparison: Comparison, command: str) -> list[Score]:
     comparison.check_memory()
     tasks = _accuracies(comparison)
     models = Models(comparison)
-    drafts = {name: models.draft(path) for name, path in comparison.drafts.items()}
+    runs = _runs(comparison, models)
     comparison = _with_turns(comparison, models)
-    contexts = {
-        name: model.context for name, model in {"the target": models.target, **drafts}.items()
-    }
-    comparison.check_context(contexts, max(comparison.ks))
-    runs = _drafter_runs(comparison, models)
     for name, run in runs.items():
-        context = {} if run.model is None else {f"the draft of {name}": run.model.context}
+        called = name if name in comparison.drafts else f"the draft of {name}"
+        context = {} if run.model is None else {called: run.model.context}
         comparison.check_context({"the target": models.target.context} | context, max(run.ks))
     measurement = Measurement(
         comparison=comparison,
-        target=models.target,
-        other_target=models.other_target,
-        drafts=drafts,
+        models=models,
         runs=runs,
         tasks=tasks,
         environment=read_environment(),
@@ -139,12 +134,13 @@ class Models:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The loaded models of a comparison. tasks: lm-eval results by directory."""
+    """The loaded models of a comparison.
+
+    runs: Drafts and drafters by name. tasks: lm-eval results by directory.
+    """
 
     comparison: Comparison
-    target: Decoder
-    other_target: Decoder | None
-    drafts: Mapping[str, Decoder]
+    models: Models
     runs: Mapping[str, DrafterRun]
     tasks: Mapping[Path, list[TaskResult]]
     environment: Environment
@@ -157,29 +153,17 @@ class Measurement:
         before = read_core_time()
         measured = self._throughput(batch)
         environment = with_waiting(self.environment, before, read_core_time())
-        target = self._model("", self.target, self.comparison.target, latency)
+        target = self._model("", self.models.target, self.comparison.target, latency)
         scores = []
-        for name, model in self.drafts.items():
-            draft = self._model(name, model, self.comparison.drafts[name], latency)
-            weights = parse_quantized_name(name)[1] or self._weights(model)
-            draft = draft.model_copy(update={"parallel": drafts_in_parallel(model)})
-            scores.append(self._score(name, target, draft, weights, measured, environment, batch))
         for name, run in self.runs.items():
-            draft = self._model(name, run.model, None, latency).model_copy(update=dict(run.facts))
-            weights = None if run.model is None else self._weights(run.model)
-            if "heads_sha256" in run.facts:
-                engine = self.comparison.engine
-                weights = "int8" if engine.draft_int8 else checkpoint.dtype_name(engine.dtype)
-            scores.append(self._score(name, target, draft, weights, measured, environment, batch))
+            draft = self._model(name, run.model, self.comparison.drafts.get(name), latency)
+            draft = draft.model_copy(update=dict(run.facts))
+            scores.append(self._score(name, target, draft, measured, environment, batch))
         return scores
 
     def _latency(self, batch: int) -> dict[str, list[Latency]]:
         """Time single passes of the models that draftlab's engine runs, by name. The target's name is ""."""
-        decoders = {
-            "": self.target,
-            **self.drafts,
-            **{name: run.model for name, run in self.runs.items()},
-        }
+        decoders = {"": self.models.target, **{name: run.model for name, run in self.runs.items()}}
         own = {name: model for name, model in decoders.items() if isinstance(model, Llama)}
         if not own:
             return {}
@@ -198,20 +182,17 @@ class Measurement:
     def _throughput(self, batch: int) -> TimedArms:
         comparison, requests = self.comparison, self.comparison.requests
         prompts = [prompt.ids for prompt in requests.prompts.rows]
-        ways = 1 + (self.other_target is not None) + len(self.drafts) * len(comparison.ks)
-        ways += sum(len(run.ks) for run in self.runs.values())
+        ways = 1 + comparison.engine.int8 + sum(len(run.ks) for run in self.runs.values())
         note(f"{len(prompts)} prompts, each decoded in {ways} ways, {requests.repeats} times")
         with progress("decode", len(prompts) * requests.repeats) as advance:
             return measure_throughput(
-                self.target,
-                self.drafts,
+                self.models.target,
+                {name: (run.drafter, run.ks) for name, run in self.runs.items()},
                 prompts,
-                other_target=self.other_target,
-                ks=comparison.ks,
+                other_target=self.models.other_target,
                 sampling=requests.sampling,
                 repeats=requests.repeats,
                 batch=batch,
-                drafters={name: (run.drafter, run.ks) for name, run in self.runs.items()},
                 rule=rule_named(comparison.acceptance.rule),
                 draft_temperature=comparison.acceptance.draft_temperature,
                 advance=lambda done: advance(done, "prompts"),
@@ -223,30 +204,30 @@ class Measurement:
         name: str,
         target: Model,
         draft: Model,
-        draft_weights: str | None,
         measured: TimedArms,
         environment: Environment,
         batch: int,
     ) -> Score:
-        ks = [k for arm, k in measured.tokens if arm == name]
-        other = {} if self.other_target is None else {self._weights(self.other_target): OTHER_PLAIN}
-        run = self.runs.get(name)
+        run, other = self.runs[name], dict[str, list[Generation]]()
+        if self.models.other_target is not None:
+            weights = self._weights(self.models.other_target)
+            other[weights] = measured.generations[OTHER_PLAIN]
         return Score(
             name=self._label(name, batch),
             target=target,
             draft=draft,
-            conditions=self._conditions(name, draft_weights, batch),
+            conditions=self._conditions(name, batch),
             environment=environment,
             plain=measured.generations[PLAIN],
-            other_plain={weights: measured.generations[arm] for weights, arm in other.items()},
-            speculative={k: measured.generations[name, k] for k in ks},
+            other_plain=other,
+            speculative={k: measured.generations[name, k] for k in run.ks},
             command=self.command,
             versions=provenance.versions(),
-            learnt=run.learnt if run else None,
+            learnt=run.learnt,
             made=self.comparison.made(name),
             learnt_prompts=self.learnt_prompts[name],
             **self.comparison.requests.score_facts(
-                measured.tokens[PLAIN], [measured.tokens[name, k] for k in ks]
+                measured.tokens[PLAIN], [measured.tokens[name, k] for k in run.ks]
             ),
         )
 
@@ -257,15 +238,12 @@ class Measurement:
         rounded = "@int8" if comparison.engine.draft_int8 and name in models else ""
         return f"{name}{rounded}" + (f"-b{batch}" if len(comparison.batches) > 1 else "")
 
-    def _conditions(self, name: str, draft_weights: str | None, batch: int) -> Conditions:
-        comparison, engine, acceptance = (
-            self.comparison,
-            self.comparison.engine,
-            self.comparison.acceptance,
-        )
-        own_rule = {spec.name: spec.rejection_rule for spec in comparison.drafters}.get(
-            name, REJECTION
-        )
+    def _conditions(self, name: str, batch: int) -> Conditions:
+        comparison, acceptance = self.comparison, self.comparison.acceptance
+        engine, rule = comparison.engine, acceptance.rule
+        if rule == REJECTION:
+            own_rules = {spec.name: spec.rejection_rule for spec in comparison.drafters}
+            rule = own_rules.get(name, REJECTION)
         return Conditions(
             **comparison.requests.conditions(),
             device=device_name(engine.device),
@@ -274,10 +252,10 @@ class Measurement:
             threads=torch.get_num_threads(),
             context=comparison.context,
             batch=batch,
-            target_weights=self._weights(self.target),
-            draft_weights=draft_weights,
+            target_weights=self._weights(self.models.target),
+            draft_weights=self._draft_weights(name, self.runs[name]),
             draft_temperature=acceptance.draft_temperature,
-            rule=own_rule if acceptance.rule == REJECTION else acceptance.rule,
+            rule=rule,
         )
 
     def _model(
@@ -295,6 +273,13 @@ class Measurement:
             tasks=self.tasks.get(path, []) if path else [],
             via_transformers=decoder is not None and decoder.architecture is None,
         )
+
+    def _draft_weights(self, name: str, run: DrafterRun) -> str | None:
+        engine = self.comparison.engine
+        if "heads_sha256" in run.facts:
+            return "int8" if engine.draft_int8 else checkpoint.dtype_name(engine.dtype)
+        rounded = parse_quantized_name(name)[1] if name in self.comparison.drafts else None
+        return rounded or (None if run.model is None else self._weights(run.model))
 
     def _weights(self, model: Decoder) -> str:
         """Return the precision of a model's weights: int8, the checkpoint's quantisation, or the run's dtype."""
@@ -333,10 +318,8 @@ def _with_turns(comparison: Comparison, models: Models) -> Comparison:
     return replace(comparison, requests=replace(requests, prompts=prompts))
 
 
-def _drafter_runs(comparison: Comparison, models: Models) -> dict[str, DrafterRun]:
-    """Return the drafters by name."""
-    if not comparison.drafters:
-        return {}
+def _runs(comparison: Comparison, models: Models) -> dict[str, DrafterRun]:
+    """Return the drafts and drafters by name."""
     context = DrafterContext(
         models.target,
         comparison.target,
@@ -349,4 +332,10 @@ def _drafter_runs(comparison: Comparison, models: Models) -> dict[str, DrafterRu
         clock=steady_clock(comparison.engine.device),
         int8=comparison.engine.draft_int8,
     )
-    return {spec.name: spec.build(context) for spec in comparison.drafters}
+    runs: dict[str, DrafterRun] = {}
+    for name, path in comparison.drafts.items():
+        model = models.draft(path)
+        drafter = model_drafter(model, models.target.vocab)
+        facts = {"parallel": drafts_in_parallel(model)}
+        runs[name] = context.run(drafter, model=model, facts=facts)
+    return runs | {spec.name: spec.build(context) for spec in comparison.drafters}

@@ -100,6 +100,17 @@ class ServerAnswers:
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
 
+    def ask(
+        self, server: Server, prompt: list[int], sampling: SamplingParams, clock: Clock
+    ) -> tuple[list[int], float]:
+        """Return the token ids of an answer and its seconds, and add its counters if it has any (SGLang)."""
+        start = clock()
+        ids, counters = server.generate_ids(prompt, sampling)
+        seconds = clock() - start
+        if counters is not None:
+            self.answer_counters.append(counters)
+        return ids, seconds
+
     @property
     def counters(self) -> Counters | None:
         """Return the increase of the server's speculative counters, or None if nothing was drafted."""
@@ -194,9 +205,9 @@ def measure(
     _warm_up(comparison, prompts[0][::-1], clock)
     answers = {role: ServerAnswers(before=_metrics(server)) for role, server in servers.items()}
     for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
-        ids, seconds, counters = _ask(servers[role], prompts[index], requests.sampling, clock)
+        prompt = prompts[index]
+        ids, seconds = answers[role].ask(servers[role], prompt, requests.sampling, clock)
         answers[role].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
-        answers[role].answer_counters.extend([counters] if counters is not None else [])
         if repeat == 0:
             answers[role].tokens.append(ids)
         advance(repeat * len(prompts) + index + 1)
@@ -234,8 +245,7 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
     sampling = comparison.requests.sampling
     for role, server in comparison.servers.items():
         answers = ServerAnswers(before=_metrics(server))
-        *_, counters = _ask(server, prompt, sampling, clock)
-        answers.answer_counters.extend([counters] if counters is not None else [])
+        answers.ask(server, prompt, sampling, clock)
         answers.after = _metrics(server)
         drafts = answers.counters is not None
         if drafts != (role == SPECULATIVE):
@@ -245,20 +255,12 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
                 else "drafts nothing; start it with a draft"
             )
             raise UserError(f"{OPTIONS[role]} {server.http.url} {wrong}")
+    discarded = ServerAnswers()
     for server in comparison.servers.values():
-        if not warm_up(lambda server=server: _ask(server, prompt, sampling, clock)[1]):
+        if not warm_up(lambda server=server: discarded.ask(server, prompt, sampling, clock)[1]):
             note(
                 f"{server.http.url} does not reach a steady state: its times vary by more than a tenth"
             )
-
-
-def _ask(
-    server: Server, prompt: list[int], sampling: SamplingParams, clock: Clock
-) -> tuple[list[int], float, Counters | None]:
-    """Return the token ids of an answer, its seconds, and its speculative counters if it has any (SGLang)."""
-    start = clock()
-    ids, counters = server.generate_ids(prompt, sampling)
-    return ids, clock() - start, counters
 
 
 def _metrics(server: Server) -> dict[str, float]:

@@ -22,7 +22,6 @@ import numpy as np
 
 from draftlab.console import note, note_if_slow
 from draftlab.engine.clocks import StepClock, step_clock_for
-from draftlab.engine.drafters.parallel import model_drafter
 from draftlab.engine.generate import Drafter, Step, decode, speculative_decode
 from draftlab.engine.verify import Rule
 from draftlab.errors import UserError
@@ -88,7 +87,7 @@ def _kind(timed: TimedStep) -> Hashable:
 
 
 def _mended(timed: TimedStep, usual: _Usual | None) -> TimedStep:
-    seconds = sum(getattr(timed.step, phase) for phase in PHASES)
+    seconds = _seconds(timed.step)
     if usual is None or seconds <= usual.limit:
         return timed
     step = replace(timed.step, **dict(zip(PHASES, usual.phases, strict=True)))
@@ -115,84 +114,84 @@ class TimedArms:
 
 def measure_throughput(
     target: Decoder,
-    drafts: Mapping[str, Decoder],
+    drafters: Mapping[str, tuple[Drafter, list[int]]],
     prompts: list[list[int]],
     *,
-    ks: list[int],
     sampling: SamplingParams,
     repeats: int,
     advance: Callable[[int], None],
     other_target: Decoder | None = None,
     clock: StepClock | None = None,
     batch: int = 1,
-    drafters: Mapping[str, tuple[Drafter, list[int]]] | None = None,
     rule: Rule | None = None,
     draft_temperature: float | None = None,
 ) -> TimedArms:
     """Decode every prompt in every arm, repeats times, after a warm-up of each arm.
 
     Args:
-        ks: Values of K for the draft models in drafts.
+        drafters: Drafters with their numbers of drafted tokens.
         advance: Function that takes the number of finished prompts.
         other_target: Target at another precision, timed in plain decoding as well.
         clock: Clock in seconds; wall time by default.
         batch: Number of prompts decoded at once.
-        drafters: Other drafters, each with its own numbers of drafted tokens.
         rule: Verify rule, see speculative_decode.
         draft_temperature: Temperature of drafts, see speculative_decode.
 
     Raises:
         UserError: Every text ends with its first token.
     """
-    runs = {name: (model_drafter(model, target.vocab), ks) for name, model in drafts.items()}
-    runs |= dict(drafters or {})
     alone = {PLAIN: target} | ({} if other_target is None else {OTHER_PLAIN: other_target})
-    arms = [*alone, *((name, k) for name, (_, counts) in runs.items() for k in counts)]
-    by_name = {name: drafter for name, (drafter, _) in runs.items()}
+    arms = [*alone, *((name, k) for name, (_, ks) in drafters.items() for k in ks)]
     clock = clock or step_clock_for(target.device)
-    decode_arm = _decoder(alone, by_name, sampling, clock, rule, draft_temperature)
-    decode_to_the_end = _decoder(
-        alone, by_name, replace(sampling, stop_token_ids=()), clock, rule, draft_temperature
-    )
     groups = [
         list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)
     ]
+
+    def steps(arm: Arm, group: list[int], sampling: SamplingParams) -> Iterator[Step]:
+        texts = [prompts[i] for i in group]
+        if arm in alone:
+            return decode(alone[arm], texts, sampling, clock, group)
+        name, k = arm
+        drafter, _ = drafters[name]
+        return speculative_decode(
+            target, drafter, texts, k, sampling, clock, group, rule, draft_temperature
+        )
+
+    to_the_end = replace(sampling, stop_token_ids=())
     for arm in sorted(arms, key=lambda arm: -arm[1]) if target.replays_passes else []:
         with note_if_slow(f"capturing graphs of {_arm_name(arm)}"):
             for group in _first_of_each_length(
                 groups, prompts
             ):  # longest caches first: longer ones replace shorter
-                deque(decode_to_the_end(arm, [prompts[i] for i in group], group), maxlen=0)
+                deque(steps(arm, group, to_the_end), maxlen=0)
     few = replace(sampling, max_tokens=min(sampling.max_tokens, WARM_UP_TOKENS))
-    decode_few = _decoder(alone, by_name, few, clock, rule, draft_temperature)
-    _warm_up(arms, lambda arm: decode_few(arm, [prompts[i] for i in groups[0]], groups[0]))
+    _warm_up(arms, lambda arm: steps(arm, groups[0], few))
     # keys: repeat and group
     runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {arm: {} for arm in arms}
-    tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
 
-    def run(arm: Arm, group: list[int]) -> list[list[Step]]:
-        return _by_row(decode_arm(arm, [prompts[i] for i in group], group), len(group))
+    def run(arm: Arm, number: int) -> list[_Run]:
+        rows: list[list[Step]] = [[] for _ in groups[number]]
+        for step in steps(arm, groups[number], sampling):
+            rows[step.row].append(step)
+        prefills = [TimedStep(row[0], len(rows)) for row in rows]
+        return list(map(_Run, groups[number], prefills, timed_steps(rows)))
 
     for arm, repeat, number in interleaved(arms, len(groups), repeats):
-        group = groups[number]
-        rows = run(arm, group)
-        runs_of[arm][repeat, number] = _runs(group, rows)
-        if repeat == 0:
-            for steps in rows:
-                tokens[arm].append([t for step in steps for t in step.tokens])
-        advance(repeat * len(prompts) + group[-1] + 1)
-    if all(len(text) < 2 for text in tokens[PLAIN]):
+        runs_of[arm][repeat, number] = run(arm, number)
+        advance(repeat * len(prompts) + groups[number][-1] + 1)
+    if not any(run.steps for run in chain.from_iterable(runs_of[PLAIN].values())):
         raise UserError(
             f"the target answers each of the {len(prompts)} prompts with one token, its end, so there is nothing "
             "to time; a chat model needs prompts in its own format, other models longer prompts"
         )
-    _repeat_stalled(runs_of, lambda arm, number: _runs(groups[number], run(arm, groups[number])))
-    _mend_prefills(
-        [(arm, run) for arm, runs in runs_of.items() for each in runs.values() for run in each]
-    )
-    generations = {
-        arm: _generations(list(chain.from_iterable(runs.values()))) for arm, runs in runs_of.items()
-    }
+    tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
+    for arm in arms:
+        for number in range(len(groups)):
+            tokens[arm] += [each.tokens for each in runs_of[arm][0, number]]
+    _repeat_stalled(runs_of, run)
+    every = {arm: list(chain.from_iterable(runs.values())) for arm, runs in runs_of.items()}
+    _mend_prefills([(arm, run) for arm, runs in every.items() for run in runs])
+    generations = {arm: _generations(runs) for arm, runs in every.items()}
     return TimedArms(generations=generations, tokens=tokens)
 
 
@@ -206,37 +205,12 @@ def interleaved(
                 yield arm, repeat, group
 
 
-def _decoder(
-    alone: Mapping[Arm, Decoder],
-    drafters: Mapping[str, Drafter],
-    sampling: SamplingParams,
-    clock: StepClock,
-    rule: Rule | None,
-    draft_temperature: float | None,
-) -> Callable[[Arm, list[list[int]], list[int]], Iterator[Step]]:
-    def decode_arm(arm: Arm, prompts: list[list[int]], numbers: list[int]) -> Iterator[Step]:
-        name, k = arm
-        if arm in alone:
-            return decode(alone[arm], prompts, sampling, clock, numbers)
-        return speculative_decode(
-            alone[PLAIN],
-            drafters[name],
-            prompts,
-            k,
-            sampling,
-            clock,
-            numbers,
-            rule,
-            draft_temperature,
-        )
-
-    return decode_arm
-
-
 def _warm_up(arms: list[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> None:
     for number, arm in enumerate(arms, 1):
         with note_if_slow(f"warming up, way {number} of {len(arms)} to decode: {_arm_name(arm)}"):
-            steady = warm_up(lambda arm=arm: _pass_seconds(decode_first(arm)))
+            steady = warm_up(
+                lambda arm=arm: sum(s.draft_seconds + s.verify_seconds for s in decode_first(arm))
+            )
         if not steady:
             note(f"{_arm_name(arm)} does not reach a steady state: its times vary")
 
@@ -244,13 +218,6 @@ def _warm_up(arms: list[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> 
 def _arm_name(arm: Arm) -> str:
     name, k = arm
     return f"{name} at K = {k}" if k else name or "plain decoding"
-
-
-def _by_row(steps: Iterator[Step], count: int) -> list[list[Step]]:
-    rows: list[list[Step]] = [[] for _ in range(count)]
-    for step in steps:
-        rows[step.row].append(step)
-    return rows
 
 
 def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> list[list[int]]:
@@ -268,10 +235,6 @@ def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> 
     return sorted(by_length.values(), key=longest, reverse=True)
 
 
-def _pass_seconds(steps: Iterator[Step]) -> float:
-    return sum(step.draft_seconds + step.verify_seconds for step in steps)
-
-
 @dataclass(slots=True)
 class _Run:
     """One prompt decoded once: the prefill and the steps after it."""
@@ -280,11 +243,9 @@ class _Run:
     prefill: TimedStep
     steps: list[TimedStep]
 
-
-def _runs(group: list[int], rows: list[list[Step]]) -> list[_Run]:
-    return list(
-        map(_Run, group, (TimedStep(steps[0], len(rows)) for steps in rows), timed_steps(rows))
-    )
+    @property
+    def tokens(self) -> list[int]:
+        return [token for timed in (self.prefill, *self.steps) for token in timed.step.tokens]
 
 
 def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
@@ -340,25 +301,24 @@ def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]
 
 def _generations(runs: list[_Run]) -> list[Generation]:
     """Return the generations of an arm, with the time of stalled steps replaced."""
-    mended = without_stalls([run.steps for run in runs])
-    return [_generation(run, steps) for run, steps in zip(runs, mended, strict=True)]
-
-
-def _generation(run: _Run, timed: list[TimedStep]) -> Generation:
-    steps, prefill = [t.step for t in timed], run.prefill.step
-    return Generation(
-        prompt=run.prompt,
-        tokens=len(prefill.tokens) + sum(len(s.tokens) for s in steps),
-        drafted=[s.drafted for s in steps],
-        accepted=[s.accepted for s in steps],
-        emitted=[len(s.tokens) for s in steps],
-        prefill_seconds=_seconds(prefill),
-        draft_seconds=sum(s.draft_seconds for s in steps),
-        verify_seconds=sum(s.verify_seconds for s in steps),
-        host_seconds=sum(s.host_seconds for s in steps),
-        stalled_passes=sum(t.stall > 0 for t in (run.prefill, *timed)),
-        stalled_seconds=sum(t.stall for t in (run.prefill, *timed)),
-    )
+    generations: list[Generation] = []
+    for run, timed in zip(runs, without_stalls([run.steps for run in runs]), strict=True):
+        steps, passes = [t.step for t in timed], (run.prefill, *timed)
+        generation = Generation(
+            prompt=run.prompt,
+            tokens=len(run.tokens),
+            drafted=[s.drafted for s in steps],
+            accepted=[s.accepted for s in steps],
+            emitted=[len(s.tokens) for s in steps],
+            prefill_seconds=_seconds(run.prefill.step),
+            draft_seconds=sum(s.draft_seconds for s in steps),
+            verify_seconds=sum(s.verify_seconds for s in steps),
+            host_seconds=sum(s.host_seconds for s in steps),
+            stalled_passes=sum(t.stall > 0 for t in passes),
+            stalled_seconds=sum(t.stall for t in passes),
+        )
+        generations.append(generation)
+    return generations
 
 
 def _seconds(step: Step) -> float:

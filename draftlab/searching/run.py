@@ -209,7 +209,7 @@ class Searcher:
         left: Share of its rejections that a candidate still has after one more rung.
         """
         cost, ks = self._shape_cost(self.shapes[name]), self.wanted.ks
-        k, speedup, rate = best_k(cost, self._target_cost, work, ks, 1)
+        k, speedup, rate = best_k(cost, self._target_cost, work, ks)
         learnt = work.with_chances(1 - left * (1 - work.texts.chances))
         return ShapeTrial(
             name=name,
@@ -219,7 +219,7 @@ class Searcher:
             speedup=speedup,
             rejection=rejection,
             draft_ms=self._pass_ms(cost),
-            promise=best_k(cost, self._target_cost, learnt, ks, 1)[2],
+            promise=best_k(cost, self._target_cost, learnt, ks)[2],
         )
 
     def _last_steps(self, rung: int, steps: int, names: Sequence[str]) -> int:

@@ -100,12 +100,13 @@ class StoredBatches:
 def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple[int, int]]:
     """Return all rows of a store as (shard, row), in an epoch's order. sequences: Number of rows of each shard."""
     rng = None if seed is None else np.random.default_rng((seed, epoch))
+
+    def shuffled(count: int) -> list[int]:
+        return list(range(count)) if rng is None else rng.permutation(count).tolist()
+
     order: list[tuple[int, int]] = []
-    for shard in range(len(sequences)) if rng is None else rng.permutation(len(sequences)).tolist():
-        rows = (
-            range(sequences[shard]) if rng is None else rng.permutation(sequences[shard]).tolist()
-        )
-        order += [(shard, row) for row in rows]
+    for shard in shuffled(len(sequences)):
+        order += [(shard, row) for row in shuffled(sequences[shard])]
     return order
 
 

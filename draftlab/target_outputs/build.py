@@ -24,7 +24,7 @@ from draftlab.prompts import Prompt, Prompts
 from draftlab.reading import FileModel, parse_json, read_lines, reading
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import ServedCompletion
-from draftlab.target_outputs.outputs import ROUNDING, TEMPERATURES, TargetOutput, split
+from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
 from draftlab.target_outputs.store import ABOVE_ZERO, Manifest, vocabulary_sha256, write_store
 from draftlab.target_outputs.targets import ServedTarget, Target, outputs_of
 
@@ -51,20 +51,13 @@ class _Line(FileModel):
             raise ValueError(
                 "ids, top_ids, top_logprobs and logprobs differ in their number of entries"
             )
-        places = zip(self.ids, self.logprobs, self.top_ids, self.top_logprobs, strict=True)
-        for place, (token, logprob, ids, values) in enumerate(places):
-            listed = dict(zip(ids, values, strict=False))
-            if not len(ids) == len(values) == len(listed) > 0:
+        for place, (ids, values) in enumerate(zip(self.top_ids, self.top_logprobs, strict=True)):
+            if not len(ids) == len(values) == len(set(ids)) > 0:
                 raise ValueError(
                     f"place {place}: top_ids and top_logprobs differ in length, or list a token twice"
                 )
             if (total := sum(map(math.exp, values))) > 1 + ABOVE_ONE:
                 raise ValueError(f"place {place}: the listed probabilities sum to {total:.3f}")
-            by_list = listed.get(token, min(logprob, *values))
-            if abs(by_list - logprob) > ROUNDING:
-                raise ValueError(
-                    f"place {place}: token {token} has log-probability {logprob}, and by the list {by_list}"
-                )
         return self
 
     def completion(self) -> ServedCompletion:
@@ -158,6 +151,8 @@ def _checked(text: bytes, where: str, vocab: int) -> _Line:
     """Return the parsed line. Raises UserError: the line is invalid; the message has `where` and the first error."""
     with reading(where):
         line = _Line.model_validate(parse_json(text))
+        # compares the log-probability of each token with its list
+        outputs_of([line.completion()], [0], min(map(len, line.top_ids), default=0))
     largest = max(chain(line.prompt_ids, line.ids, *line.top_ids))
     if largest >= vocab:
         raise UserError(f"{where}: id {largest} is not among the tokenizer's {vocab:,}")

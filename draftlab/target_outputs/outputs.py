@@ -3,8 +3,9 @@
 R sequences, n tokens of a sequence after its prompt, T tokens of a row, k listed tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -75,6 +76,11 @@ class StoredLogprobs:
         listed = np.exp(np.logaddexp.reduce(logprobs, axis=-1))
         return logprobs, np.log(np.clip(1 - listed, 1e-30, None)).astype(np.float32)
 
+    def parts(self, counts: Iterable[float]) -> "list[StoredLogprobs]":
+        """Return consecutive parts. counts: Number of positions of each part."""
+        ends = np.cumsum([0, *map(int, counts)]).tolist()
+        return [self[start:end] for start, end in pairwise(ends)]
+
     def __getitem__(self, rows: slice) -> "StoredLogprobs":
         return StoredLogprobs(*(getattr(self, name)[rows] for name in self.__slots__))
 
@@ -126,9 +132,9 @@ def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
 
     top: Lists for all positions in the mask, row by row.
     """
-    outputs, ends = [], np.cumsum(batch.mask.sum(1)).astype(int)
-    for i, (row, mask, length, end) in enumerate(
-        zip(batch.ids, batch.mask > 0, batch.lengths, ends, strict=True)
+    outputs, parts = [], top.parts(batch.mask.sum(1))
+    for i, (row, mask, length, part) in enumerate(
+        zip(batch.ids, batch.mask > 0, batch.lengths, parts, strict=True)
     ):
         counted = mask[:length]
         outputs.append(
@@ -136,7 +142,7 @@ def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
                 number=first + i,
                 prompt=row[:1],
                 ids=row[1 : length + 1],
-                top=top[end - int(counted.sum()) : end],
+                top=part,
                 counted=None if counted.all() else counted,
             )
         )
@@ -145,7 +151,5 @@ def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
 
 def with_top(outputs: Sequence[TargetOutput], top: StoredLogprobs) -> list[TargetOutput]:
     """Return outputs with their parts of `top`, which has the lists of all outputs one after another."""
-    ends = np.cumsum([len(output.ids) for output in outputs])
-    return [
-        replace(o, top=top[end - len(o.ids) : end]) for o, end in zip(outputs, ends, strict=True)
-    ]
+    parts = top.parts(len(output.ids) for output in outputs)
+    return [replace(output, top=part) for output, part in zip(outputs, parts, strict=True)]

@@ -35,7 +35,7 @@ from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import AcceptanceMetrics
 from draftlab.sampling import FinishReason, SamplingParams
 from draftlab.target_outputs.outputs import TargetOutput
-from draftlab.target_outputs.store import LOOP, StoredOutputs, distinct_ngrams
+from draftlab.target_outputs.store import LOOP, StoredOutputs, distinct_4grams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +358,7 @@ def _replayed(text: TargetOutput, score: TokenLogprobs, *, certain: bool) -> Rep
         prompt_tokens=len(text.prompt),
         finish_reason=text.finish_reason,
         chances=np.round(expected.chances(score.logprobs.T, log_p).T, 8).tolist(),
-        distinct_4grams=distinct_ngrams([text.ids.tolist()], 4),
+        distinct_4grams=distinct_4grams([text.ids.tolist()]),
     )
 
 

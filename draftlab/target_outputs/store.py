@@ -8,7 +8,7 @@ each token must agree with the list at its position, so opening a store detects 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -33,11 +33,11 @@ from draftlab.trust import folder_name
 LOOP = 0.5  # a text with a smaller share of distinct 4-grams is mostly a loop
 
 
-def distinct_ngrams(texts: Sequence[Sequence[int]], n: int) -> float:
-    """Divide the number of distinct n-grams by the number of all n-grams, both summed over texts; 1 without repeats."""
+def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
+    """Divide the number of distinct 4-grams by the number of all 4-grams, both summed over texts; 1 without repeats."""
     distinct = total = 0
     for tokens in texts:
-        grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+        grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
         distinct += len(set(grams))
         total += len(grams)
     return distinct / total if total else 1.0
@@ -195,22 +195,19 @@ def read_store(directory: Path) -> StoredOutputs:
         UserError: The store is unfinished, or a shard is missing, corrupt or misaligned.
     """
     manifest = finished_manifest(directory)
-    outputs: list[TargetOutput] = []
-    for number in range(len(manifest.shards)):
-        outputs += read_shard(directory, manifest, number)
-    return StoredOutputs(directory, manifest, sorted(outputs, key=lambda output: output.number))
+    outputs = sorted(_all(directory, manifest), key=lambda output: output.number)
+    return StoredOutputs(directory, manifest, outputs)
 
 
 def read_texts(directory: Path) -> list[TargetOutput]:
     """Return the outputs without log-probabilities, in the order of writing. Errors are those of read_store."""
-    manifest = finished_manifest(directory)
-    outputs: list[TargetOutput] = []
+    outputs = _all(directory, finished_manifest(directory))
+    return [replace(output, logprobs=None, top=None) for output in outputs]
+
+
+def _all(directory: Path, manifest: Manifest) -> Iterator[TargetOutput]:
     for number in range(len(manifest.shards)):
-        outputs += [
-            replace(output, logprobs=None, top=None)
-            for output in read_shard(directory, manifest, number)
-        ]
-    return outputs
+        yield from read_shard(directory, manifest, number)
 
 
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
@@ -239,7 +236,7 @@ def describe(directory: Path) -> dict[str, object]:
             max(len(o.prompt) for o in outputs),
         ],
         "stopped_at_eos": sum(o.finish_reason == "stop" for o in outputs),
-        "degenerate_texts": sum(distinct_ngrams([o.ids.tolist()], 4) < LOOP for o in outputs),
+        "degenerate_texts": sum(distinct_4grams([o.ids.tolist()]) < LOOP for o in outputs),
     }
 
 

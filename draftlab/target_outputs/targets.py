@@ -4,7 +4,6 @@ R rows, T tokens, n tokens that count, k listed tokens, V vocab.
 """
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -128,12 +127,8 @@ class LocalTarget:
             for rows, part in batch.numbered_parts(
                 min(most, CPU_TOKENS) if self.device.type == "cpu" else most
             ):
-                joined = self._score(part, most, k)
-                ends = np.cumsum(part.mask.sum(1).astype(int))
-                scores |= {
-                    r: joined[slice(*at)]
-                    for r, at in zip(rows, itertools.pairwise([0, *ends]), strict=True)
-                }
+                parts = self._score(part, most, k).parts(part.mask.sum(1))
+                scores |= dict(zip(rows, parts, strict=True))
                 advance(len(scores), "sequences")
         return StoredLogprobs.joined([scores[row] for row in range(len(batch.ids))])
 

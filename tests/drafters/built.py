@@ -19,8 +19,8 @@ def built(context: DrafterContext, text: str) -> DrafterRun:
 def check_output(context: DrafterContext, runs: Mapping[str, DrafterRun]) -> None:
     """Every drafter decodes what the target would."""
     found = measure_throughput(
-        context.target, {}, PROMPTS, ks=[], sampling=SamplingParams(max_tokens=12), repeats=1,
-        advance=lambda done: None, drafters={name: (run.drafter, run.ks) for name, run in runs.items()},
+        context.target, {name: (run.drafter, run.ks) for name, run in runs.items()}, PROMPTS,
+        sampling=SamplingParams(max_tokens=12), repeats=1, advance=lambda done: None,
     )  # fmt: skip
     assert {name for name, _ in found.tokens} == {"", *runs}
     assert all(tokens == found.tokens[PLAIN] for tokens in found.tokens.values())

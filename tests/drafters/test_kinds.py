@@ -45,8 +45,8 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(context):
     """By the match rule, with the same draws, sampling differs from Leviathan's."""
     found = [
         measure_throughput(
-            context.target, {}, PROMPTS, ks=[], sampling=SamplingParams(max_tokens=12, temperature=1.0), repeats=1,
-            advance=lambda done: None, drafters={"model": (built(context, "model").drafter, [3])}, rule=rule,
+            context.target, {"model": (built(context, "model").drafter, [3])}, PROMPTS,
+            sampling=SamplingParams(max_tokens=12, temperature=1.0), repeats=1, advance=lambda done: None, rule=rule,
         ).tokens["model", 3]
         for rule in (None, None, match)
     ]  # fmt: skip

@@ -123,11 +123,8 @@ def test_a_step_of_vllm_is_its_passes():
         for at in range(len(row)):
             plain += float(target.steady_ms(batch, np.array(prompt + at)))
             paused += float(draft.forward_ms(2, batch, np.array(prompt + at)))
-    costs = step_costs(draft, target, work, k, batch, "vllm")
-    by_k, alone = (
-        total_ms(costs, work, {n: steps(work, n) for n in (0, k)}),
-        float(plain_ms(costs, work).sum()),
-    )
+    by_n = {n: steps(work, n) for n in (0, k)}
+    alone, by_k = total_ms(draft, target, work, by_n, batch, "vllm")
     # the first pass counts at the context of the step
     assert by_k[k] == pytest.approx(total, rel=0.01)
     assert alone == pytest.approx(plain)

@@ -315,7 +315,7 @@ def test_a_batch_is_as_fast_as_its_rows_together():
 def test_best_k_falls_where_verification_is_dear():
     work = constant_workload(0.8, tokens=60, prompt_tokens=10)
     cheap, dear = (
-        best_k(*pair(DRAFT, law(4, extra, 0.0, 0.0)), work, range(1, 9), 1) for extra in (0.05, 1.0)
+        best_k(*pair(DRAFT, law(4, extra, 0.0, 0.0)), work, range(1, 9)) for extra in (0.05, 1.0)
     )
     assert cheap[0] > dear[0]
     assert cheap[1] > dear[1]

@@ -57,7 +57,7 @@ def test_a_known_law_is_found_back(overlap):
     unseen = TINY.model_copy(
         update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 600}
     )
-    assert curve.ms(unseen, 4) == pytest.approx(made_ms(unseen, overlap), rel=2e-3)
+    assert curve.ms(unseen) == pytest.approx(made_ms(unseen, overlap), rel=2e-3)
 
 
 def test_noise_of_five_percent_stays_below_eight_held_out():

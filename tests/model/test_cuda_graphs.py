@@ -13,6 +13,7 @@ from test_engine import RAGGED
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from draftlab.engine.drafters.eagle import EagleDrafter
+from draftlab.engine.drafters.parallel import model_drafter
 from draftlab.engine.generate import (
     ModelDrafter,
     Sampler,
@@ -115,7 +116,12 @@ def test_no_graph_is_captured_in_a_pass_that_counts(family_dirs, device, monkeyp
     monkeypatch.setattr(throughput, "timed_steps", decoded)
     sampling = SamplingParams(max_tokens=8)
     measure_throughput(
-        target, {"d": draft}, prompts, ks=[4], sampling=sampling, repeats=1, advance=lambda _: None
+        target,
+        {"d": (model_drafter(draft, target.vocab), [4])},
+        prompts,
+        sampling=sampling,
+        repeats=1,
+        advance=lambda _: None,
     )
     assert len(counts) >= 2 * len(prompts)  # a prompt full of stalls is decoded again
     assert all(count == counts[0] for count in counts)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from builders import build
 
+from draftlab.engine.drafters.parallel import model_drafter
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.latency.profiler import measure_latency
 from draftlab.model import llama
 from draftlab.results.decoding import count_acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, measure_throughput
-from draftlab.target_outputs.store import distinct_ngrams
+from draftlab.target_outputs.store import distinct_4grams
 
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66], [0, 90, 91, 92, 93]]
 
@@ -27,16 +28,13 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(models):
-    drafts = {"same": models["target"], "other": models["draft"]}
+    drafters = {
+        "same": (model_drafter(models["target"], models["target"].vocab), [1, 4]),
+        "other": (model_drafter(models["draft"], models["target"].vocab), [1, 4]),
+    }
     sampling = SamplingParams(max_tokens=17)
     return measure_throughput(
-        models["target"],
-        drafts,
-        PROMPTS,
-        ks=[1, 4],
-        sampling=sampling,
-        repeats=2,
-        advance=lambda done: None,
+        models["target"], drafters, PROMPTS, sampling=sampling, repeats=2, advance=lambda done: None
     )
 
 
@@ -49,9 +47,15 @@ def test_batches_emit_the_same_tokens_and_share_their_time(models, measured):
     """On a clock that counts its readings, four a pass, all rows together take three ticks a pass."""
     ticks = itertools.count()
     found = measure_throughput(
-        models["target"], {"other": models["draft"]}, PROMPTS, ks=[4], sampling=SamplingParams(max_tokens=17),
-        repeats=1, advance=lambda done: None, batch=3, clock=lambda: next(ticks),
-    )  # fmt: skip
+        models["target"],
+        {"other": (model_drafter(models["draft"], models["target"].vocab), [4])},
+        PROMPTS,
+        sampling=SamplingParams(max_tokens=17),
+        repeats=1,
+        advance=lambda done: None,
+        batch=3,
+        clock=lambda: next(ticks),
+    )
     assert found.tokens["other", 4] == found.tokens[PLAIN] == measured.tokens[PLAIN]
     assert sum(g.decode_seconds for g in found.generations[PLAIN]) == pytest.approx(3 * 16)
     assert [g.prompt for g in found.generations["other", 4]] == [0, 1, 2]
@@ -61,9 +65,14 @@ def test_a_target_with_other_weights_is_decoded_alone_and_verifies_nothing(model
     target, draft = models["target"], models["draft"]
     sampling = SamplingParams(max_tokens=17)
     found = measure_throughput(
-        target, {"other": draft}, PROMPTS, ks=[4], sampling=sampling, repeats=2, advance=lambda done: None,
+        target,
+        {"other": (model_drafter(draft, models["target"].vocab), [4])},
+        PROMPTS,
+        sampling=sampling,
+        repeats=2,
+        advance=lambda done: None,
         other_target=draft,
-    )  # fmt: skip
+    )
     assert set(found.generations) == {PLAIN, OTHER_PLAIN, ("other", 4)}
     assert sorted(g.prompt for g in found.generations[OTHER_PLAIN]) == [0, 0, 1, 1, 2, 2]
     assert found.tokens[OTHER_PLAIN] == output_tokens(decode(draft, PROMPTS, sampling))
@@ -112,6 +121,6 @@ def test_latency_is_measured_at_every_width(models):
         assert all(0 < x.low_ms <= x.median_ms <= x.high_ms and x.n == 5 for x in latencies)
 
 
-def test_distinct_ngrams_sees_a_loop():
-    assert distinct_ngrams([list(range(20))], 4) == 1
-    assert distinct_ngrams([[1, 2] * 10], 4) == pytest.approx(2 / 17)
+def test_distinct_4grams_sees_a_loop():
+    assert distinct_4grams([list(range(20))]) == 1
+    assert distinct_4grams([[1, 2] * 10]) == pytest.approx(2 / 17)

@@ -9,6 +9,7 @@ import torch
 from builders import build
 
 from draftlab import intervals
+from draftlab.engine.drafters.parallel import model_drafter
 from draftlab.engine.generate import Step
 from draftlab.model import llama
 from draftlab.results.decoding import Generation, decode_timings
@@ -50,9 +51,14 @@ def measured(models, share: float, factor: tuple[float, float]) -> TimedArms:
 def measured_on(models, clock: Callable[[], float]) -> TimedArms:
     target, draft = models
     return measure_throughput(
-        target, {"draft": draft}, PROMPTS, ks=[1, 3], sampling=SamplingParams(max_tokens=41), repeats=2,
-        advance=lambda done: None, clock=clock,
-    )  # fmt: skip
+        target,
+        {"draft": (model_drafter(draft, target.vocab), [1, 3])},
+        PROMPTS,
+        sampling=SamplingParams(max_tokens=41),
+        repeats=2,
+        advance=lambda done: None,
+        clock=clock,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +130,14 @@ def prefills(models, stalled: range) -> tuple[list[list[float]], int, int]:
 
     target, draft = models
     found = measure_throughput(
-        target, {"draft": draft}, PROMPTS[:2], ks=[1, 3], sampling=SamplingParams(max_tokens=9), repeats=1,
-        advance=lambda done: None, clock=clock,
-    )  # fmt: skip
+        target,
+        {"draft": (model_drafter(draft, target.vocab), [1, 3])},
+        PROMPTS[:2],
+        sampling=SamplingParams(max_tokens=9),
+        repeats=1,
+        advance=lambda done: None,
+        clock=clock,
+    )
     runs = [found.generations[arm] for arm in ARMS]
     return (
         [[g.prefill_seconds for g in arm] for arm in runs],

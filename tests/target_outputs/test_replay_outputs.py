@@ -41,7 +41,7 @@ from draftlab.target_outputs.replay import (
 from draftlab.target_outputs.store import (
     LOOP,
     StoredOutputs,
-    distinct_ngrams,
+    distinct_4grams,
     read_shard,
     read_store,
 )
@@ -467,12 +467,12 @@ def test_outputs_that_lack_what_distilling_needs_are_refused(
 def test_a_loop_is_degenerate_and_varied_text_is_not():
     rng = np.random.default_rng(0)
     loop, text = np.tile([5, 6, 7], 20), rng.integers(0, 300, 60)
-    assert [distinct_ngrams([ids.tolist()], 4) < LOOP for ids in (loop, text, text[:3])] == [
+    assert [distinct_4grams([ids.tolist()]) < LOOP for ids in (loop, text, text[:3])] == [
         True,
         False,
         False,
     ]
-    assert distinct_ngrams([loop.tolist(), text.tolist()], 4) == pytest.approx((3 + 57) / (57 + 57))
+    assert distinct_4grams([loop.tolist(), text.tolist()]) == pytest.approx((3 + 57) / (57 + 57))
 
 
 # the command line

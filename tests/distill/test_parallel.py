@@ -1,6 +1,5 @@
 """Parallel drafts: a packed pass is K separate ones, COD is nested, a step is the sum of its parts, resume is exact."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from builders import FAMILIES, altered, build, rounding, setup, until
-from errors import raises_option
 from torch import Tensor
 
 from draftlab.acceptance import expected
@@ -263,16 +261,6 @@ def test_scores_by_offset_are_those_of_separate_passes(temperature, memory):
     np.testing.assert_allclose(scored.logprobs[:, 0], plain.logprobs, atol=1e-3)
 
 
-def test_chances_that_do_not_depend_on_the_age_count_as_those_of_a_plain_draft():
-    chances = np.random.default_rng(1).random((3, 20))
-    plain = expected.chain(expected.texts_of(list(chances)), 3)
-    by_age = expected.chain(
-        expected.texts_of([np.repeat(row[:, None], 5, 1) for row in chances]), 3
-    )
-    np.testing.assert_allclose(by_age.passes, plain.passes)
-    np.testing.assert_allclose(by_age.reached, plain.reached)
-
-
 def test_expected_passes_by_age_are_those_of_simulation():
     rng = np.random.default_rng(2)
     chances = rng.random((15, 4))
@@ -292,10 +280,3 @@ def test_expected_passes_by_age_are_those_of_simulation():
 def test_the_mask_token_is_an_id_that_no_text_has(family_dirs):
     assert parallel.unused_id(family_dirs["llama"], 307) not in (0, 1)
     assert parallel.pard_token(family_dirs["llama"]) is None
-
-
-def test_a_mask_token_outside_the_vocabulary_is_refused(family_dirs, tmp_path):
-    config = checkpoint.read_config(family_dirs["llama"]) | {"pard_token": 307}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with raises_option("pard_token", "307", "0", "306"):
-        parallel.pard_token(tmp_path)

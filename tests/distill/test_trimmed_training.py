@@ -108,23 +108,6 @@ def test_a_listed_teacher_bounds_the_acceptance_of_the_whole_one(k):
     assert low - 1e-9 <= float(wanted.acceptance) <= low + float(found.slack) + 1e-9
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_head_of_all_ids_is_the_whole_one(name):
-    x = inputs()
-    found = fused(x, name, 1.0, whole(x), torch.arange(V))
-    given = (x["hidden"], x["head"], x["labels"], x["weights"], whole(x), parse_loss(name), 1.0)
-    wanted = fused_loss(*given, budget(x, 4))
-    same(found, {key: getattr(wanted, key).double() for key in ALL}, x, ALL)
-
-
-def test_the_head_has_no_gradient_where_it_is_trimmed():
-    x = inputs()
-    (gradient,) = torch.autograd.grad(fused(x, "fkl", 1.0, whole(x)).objective, x["head"])
-    others = [i for i in range(V) if i not in HEAD]
-    assert not gradient[others].any()
-    assert gradient[HEAD].any(1).all()
-
-
 def test_lost_ids_would_change_the_loss():
     """A negative control: renormalised over the head, acceptance is too high."""
     x = inputs()

@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafter_laws import PROMPTS, VOCAB, dflash_drafter, save_models
+from drafter_laws import PROMPTS, VOCAB, dflash_drafter, replay_errors, save_models
 from test_dflash import NATIVE, written
 
-from draftlab.acceptance import expected
 from draftlab.acceptance.block_logprobs import score_blocks
-from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.commands import COMMANDS
 from draftlab.engine.drafters.dflash import DFlashDrafter
-from draftlab.engine.generate import decode, output_tokens, speculative_decode
+from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import read_profile
 from draftlab.model.dflash import DFlash
@@ -69,21 +67,13 @@ def test_replay_has_the_log_probabilities_that_the_drafter_draws_with(target, ch
 
 
 def test_replay_expects_what_sampling_counts(target):
-    """Over many texts, within five standard errors; ages in another order are another head."""
-    head = head_of(target)
-    sampling, rows, k = SamplingParams(max_tokens=24, temperature=1.5), 200, 3
-    steps = list(
-        speculative_decode(target, DFlashDrafter(target, head), [PROMPTS[0]] * rows, k, sampling)
-    )
-    pairs = [(np.array(PROMPTS[0]), np.array(text)) for text in output_tokens(steps)]
-    log_p = [each.logprobs for each in score_tokens(target, pairs, VOCAB, sampling)]
-    log_q = [each.logprobs for each in score_blocks(target, head, pairs, VOCAB, sampling, k)]
-    chances = [expected.chances(q, p[:, None])[1:] for q, p in zip(log_q, log_p, strict=True)]
-    live = np.array([sum(step.row == row for step in steps) - 1 for row in range(rows)])
-    counts = expected.chain(expected.texts_of(chances), k)
-    differences = live - counts.passes
-    assert abs(differences.mean()) / (differences.std(ddof=1) / rows**0.5) < 5
-    assert counts.accepted.sum() > rows  # a step in ten accepts a token
+    """Over many texts, within five standard errors."""
+    head, sampling = head_of(target), SamplingParams(max_tokens=24, temperature=1.5)
+    found, _ = replay_errors(
+        target, DFlashDrafter(target, head), lambda pairs, how: score_blocks(target, head, pairs, VOCAB, how, 3),
+        sampling, 3, 200,
+    )  # fmt: skip
+    assert found < 5
 
 
 def test_a_head_as_typed_through_replay_profile_and_predict(family_dirs, tmp_path):

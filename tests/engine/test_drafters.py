@@ -37,11 +37,12 @@ def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
 
 
 DRAFTERS = [
+    "model",
     "ngram",
     "lookup",
     "fallback",
     "gated",
-    "lookup, then eagle",
+    "lookup-eagle",
     "parallel",
     "eagle",
     "dflash",
@@ -51,6 +52,7 @@ DRAFTERS = [
 def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:
     noisy = models["noisy"]
     return {
+        "model": lambda: ModelDrafter(noisy, VOCAB),
         "ngram": lambda: NgramDrafter(ngrams),
         "lookup": lambda: PromptLookupDrafter(3),
         "fallback": lambda: FallbackDrafter(
@@ -59,7 +61,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "gated": lambda: FallbackDrafter(
             PromptLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB, 2
         ),
-        "lookup, then eagle": lambda: FallbackDrafter(
+        "lookup-eagle": lambda: FallbackDrafter(
             PromptLookupDrafter(3), eagle_drafter(models["target"]), VOCAB, 2
         ),
         "parallel": lambda: ParallelDrafter(models["parallel"], VOCAB),
@@ -79,7 +81,7 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
     check_rows(models["target"], drafter(name, models, ngrams))
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle", "parallel", "dflash"])
+@pytest.mark.parametrize("name", ["model", "ngram", "eagle", "parallel", "dflash"])
 def test_q_is_what_was_sampled(models, ngrams, name):
     check_q(models["target"], drafter(name, models, ngrams))
 

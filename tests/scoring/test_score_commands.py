@@ -153,14 +153,6 @@ def test_a_dry_run_does_not_mind_what_is_there(space, draft):  # noqa: F811
     assert "--force" in call(*SCORE, "--out", "here", code=1).stderr
 
 
-def test_the_newest_draft_is_taken_whatever_made_it(space, draft):  # noqa: F811
-    shutil.copytree(draft, space / "runs/older")
-    record = json.loads((space / "runs/older/draftlab.json").read_text())
-    older = record | {"command": "distill", "created": "2001-01-01T00:00:00+00:00"}
-    (space / "runs/older/draftlab.json").write_text(json.dumps(older))
-    assert "prune-2x32" in call(*SCORE, "--dry-run").stdout
-
-
 def test_a_mixture_is_scored_on_its_first_source(space, draft):  # noqa: F811
     here = workspace.load()
     workspace.write(here.model_copy(update={"data": f"{here.data}=0.7,stdlib=0.3"}))

@@ -8,7 +8,7 @@ from outside import draftlab, example, install
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Path:
+def site(tmp_path) -> Path:
     folder = tmp_path / "site"
     install(folder, "squares-package", {"squares": example("squares")}, "draftlab.losses")
     install(folder, "quiet-package", {"quiet": example("quiet")}, "draftlab.students")

@@ -131,20 +131,13 @@ def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_i
     ids = read_head_ids(tmp_path / "draft", 307)
     assert ids is not None
     assert len(ids) == 120
-    written = {
-        "target": target,
-        "data": str(text),
-        "num_prompts": 4,
-        "prompt_tokens": 8,
-        "max_new_tokens": 24,
-    }
-    COMMANDS["outputs build"](use="replay", **written, out=tmp_path / "answers")
+    COMMANDS["outputs build"](
+        use="replay", target=target, data=str(text), num_prompts=4, prompt_tokens=8, max_new_tokens=24,
+        out=tmp_path / "answers",
+    )  # fmt: skip
     COMMANDS["replay"](
-        directory=tmp_path / "answers",
-        draft=[str(tmp_path / "draft")],
-        k=[3, 4],
-        out=tmp_path / "replay",
-    )
+        directory=tmp_path / "answers", draft=[str(tmp_path / "draft")], k=[3, 4], out=tmp_path / "replay"
+    )  # fmt: skip
     assert capsys.readouterr().err.count("draft was trained to draft 3 tokens, not 4") == 1
     expected = read_replay(tmp_path / "replay" / "draft").counts(3)
     models = [
@@ -160,24 +153,13 @@ def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_i
         assert sum(step.accepted for step in steps) == expected.accepted[row]
 
 
-def test_a_trimmed_head_is_no_targets(family_dirs, tmp_path):
-    shutil.copytree(family_dirs["llama"], tmp_path / "target")
-    write_head_ids(tmp_path / "target", range(200))
-    with pytest.raises(UserError):
-        COMMANDS["distill"](
-            draft=str(family_dirs["llama"]), target=str(tmp_path / "target"), data="stdlib"
-        )
-
-
 @pytest.mark.parametrize(
-    ("vocab", "trimmed", "message"), [(307, False, "fewer than all 307"), (150, True, "already")]
+    ("draft", "target", "vocab"), [("trimmed", "whole", 150), ("whole", "trimmed", None)]
 )
-def test_what_cannot_be_trimmed_is_refused(vocab, trimmed, message, family_dirs, tmp_path):
-    draft = tmp_path / "draft"
-    shutil.copytree(family_dirs["llama"], draft)
-    if trimmed:
-        write_head_ids(draft, range(200))
-    with pytest.raises(UserError, match=message):
-        COMMANDS["distill"](
-            draft=str(draft), target=str(family_dirs["llama"]), data="stdlib", vocab=vocab
-        )
+def test_a_head_is_trimmed_once_and_a_targets_never(draft, target, vocab, family_dirs, tmp_path):
+    places = {"whole": family_dirs["llama"], "trimmed": tmp_path / "trimmed"}
+    shutil.copytree(places["whole"], places["trimmed"])
+    write_head_ids(places["trimmed"], range(200))
+    models = {"draft": str(places[draft]), "target": str(places[target])}
+    with pytest.raises(UserError):
+        COMMANDS["distill"](**models, data="stdlib", vocab=vocab)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from drafter_laws import PROMPTS, VOCAB, dflash_drafter, replay_errors, save_models
+from errors import raises_option
 from test_dflash import NATIVE, written
 
 from draftlab.acceptance.block_logprobs import score_blocks
 from draftlab.commands import COMMANDS
 from draftlab.engine.drafters.dflash import DFlashDrafter
 from draftlab.engine.generate import decode, output_tokens
-from draftlab.errors import UserError
 from draftlab.latency.cost_model import read_profile
 from draftlab.model.dflash import DFlash
 from draftlab.model.llama import Llama
@@ -23,7 +23,7 @@ K = 6
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+def target(tmp_path_factory) -> Llama:
     return save_models(tmp_path_factory.mktemp("models"))["target"]
 
 
@@ -83,13 +83,8 @@ def test_a_head_as_typed_through_replay_profile_and_predict(family_dirs, tmp_pat
     COMMANDS["outputs build"](
         use="replay", target=str(target), data="stdlib-tests", out=tmp_path / "answers", **sizes
     )
-    COMMANDS["replay"](
-        directory=tmp_path / "answers",
-        draft=[str(head)],
-        target=str(target),
-        k="1-4",
-        out=tmp_path / "replay",
-    )
+    replay = {"directory": tmp_path / "answers", "draft": [str(head)], "target": str(target)}
+    COMMANDS["replay"](**replay, k="1-4", out=tmp_path / "replay")
     COMMANDS["profile"](
         models=[str(target), str(head)], k=4, context="8,40", repeats=3, mode="eager", threads=1,
         out=tmp_path / "profile",
@@ -106,22 +101,15 @@ def test_a_head_as_typed_through_replay_profile_and_predict(family_dirs, tmp_pat
     for row in predicted.rows:
         drafting = 1e3 * row.shares["draft"] * row.tokens_per_pass.value / row.tokens_per_second
         assert ms[row.k, 8] * 0.5 < drafting < 2 * max(ms[row.k, 8], ms[row.k, 40]) + 2
-    with pytest.raises(UserError, match="dflash"):
-        COMMANDS["predict"](
-            **pair | {"draft_profile": [str(profiles["llama"])]}, acceptance=acceptance, k="1-4"
-        )
-    with pytest.raises(UserError, match="at most 4"):
-        COMMANDS["replay"](
-            directory=tmp_path / "answers",
-            draft=[str(head)],
-            target=str(target),
-            k="5",
-            out=tmp_path / "deep",
-        )
+    pair["draft_profile"] = [str(profiles["llama"])]
+    with raises_option("dflash"):
+        COMMANDS["predict"](**pair, acceptance=acceptance, k="1-4")
+    with raises_option("--k", 4):
+        COMMANDS["replay"](**replay, k="5", out=tmp_path / "deep")
 
 
 def test_a_text_longer_than_the_heads_context_is_refused(target):
     head = head_of(target, context=40)
     pairs = [(np.arange(3, 23), np.arange(3, 23))]
-    with pytest.raises(UserError, match="40"):
+    with raises_option("40"):
         score_blocks(target, head, pairs, VOCAB, SamplingParams(), K)

@@ -27,12 +27,12 @@ from draftlab.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, llama.Llama]:
+def models(tmp_path_factory) -> dict[str, llama.Llama]:
     return save_models(tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.fixture(scope="module")
-def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
+def ngrams(models) -> NgramModel:
     return ngram_model(models["target"])
 
 

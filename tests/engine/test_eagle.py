@@ -25,7 +25,7 @@ from draftlab.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def folder(request: pytest.FixtureRequest, family_dirs: dict[str, Path], tmp_path_factory) -> Path:
+def folder(request, family_dirs, tmp_path_factory) -> Path:
     """A random head of each variant; one is in speculators' layout."""
     out, target = tmp_path_factory.mktemp("head"), family_dirs["llama"]
     config = eagle.head_config(target, None, 120, **VARIANTS[request.param])
@@ -40,7 +40,7 @@ def folder(request: pytest.FixtureRequest, family_dirs: dict[str, Path], tmp_pat
 
 
 @pytest.fixture(scope="module", params=["eager", "native", "graphs"])
-def target(request: pytest.FixtureRequest, family_dirs: dict[str, Path]) -> llama.Llama:
+def target(request, family_dirs) -> llama.Llama:
     model = llama.load(family_dirs["llama"], torch.float32)
     return CudaGraphLlama(model) if request.param == "graphs" else with_mode(model, request.param)
 

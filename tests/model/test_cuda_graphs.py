@@ -62,23 +62,6 @@ def test_memory_and_graphs_serve_the_next_text_and_never_two_at_once(family_dirs
 
 
 @DEVICES
-def test_a_shorter_text_uses_the_memory_and_graphs_of_a_longer_one(family_dirs, device):
-    graphed = CudaGraphLlama(llama.load(family_dirs["llama"], torch.float32, torch.device(device)))
-    graphed.context = 3 * BUCKET
-    ids = torch.ones(1, 3, dtype=torch.long, device=device)
-    for capacity, stores in (
-        (BUCKET + 1, 1),
-        (30, 1),
-        (2 * BUCKET + 1, 1),
-    ):  # the last one is longer: in its place
-        cache = graphed.new_cache(1, capacity)
-        for _ in range(2):
-            graphed.forward(ids, cache)
-        assert (len(graphed._stores), len(graphed._graphs)) == (stores, 1)
-        del cache
-
-
-@DEVICES
 def test_no_graph_is_captured_in_a_pass_that_counts(family_dirs, device, monkeypatch):
     """Prompts of several lengths, of which the longest needs a longer cache to speculate than to decode plainly."""
     model = llama.load(family_dirs["llama"], torch.float32, torch.device(device))

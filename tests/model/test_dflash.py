@@ -70,7 +70,7 @@ def drafted(head: DFlash, states: Tensor, text: Tensor, at: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def target(family_dirs: dict[str, Path]) -> Path:
+def target(family_dirs) -> Path:
     return family_dirs["llama"]
 
 

@@ -16,7 +16,7 @@ from draftlab.training.eagle_head import EagleHead
 
 
 @pytest.fixture(scope="module")
-def target(family_dirs: dict[str, Path]) -> Path:
+def target(family_dirs) -> Path:
     return family_dirs["llama"]
 
 
@@ -30,12 +30,12 @@ def random_head(config: HeadShape) -> Head:
 
 
 @pytest.fixture(scope="module")
-def head(target: Path) -> Head:
+def head(target) -> Head:
     return random_head(eagle.head_config(target, None, 40))
 
 
 @pytest.fixture
-def folder(head: Head, target: Path, tmp_path: Path) -> Path:
+def folder(head, target, tmp_path) -> Path:
     """A head in the native layout."""
     eagle.write(tmp_path, head, "native", target=target, k=3)
     return tmp_path

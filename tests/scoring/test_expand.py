@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from builders import FAMILIES, logits_by_transformers
+from errors import raises_option
 from safetensors.torch import load_file, save_file
 
 from benchmarks.expand import Expanded, expand, larger
-from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, modes
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -35,14 +35,8 @@ def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 def test_logits_are_the_sources_by_transformers_alone(family, family_dirs, tmp_path):
     kv_heads = 12 if family == "llama_mha" else 6
     out = expanded(family_dirs[family], tmp_path / "out", kv_heads=kv_heads)
-    shape = checkpoint.read_shape(out)
-    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn) == (
-        7,
-        96,
-        12,
-        kv_heads,
-        104,
-    )
+    wanted = LARGER | {"kv_heads": kv_heads}
+    assert checkpoint.read_shape(out).model_dump(include=set(wanted)) == wanted
     assert error(logits(out), logits(family_dirs[family])) < 1e-4
 
 
@@ -60,14 +54,7 @@ def test_logits_are_the_sources_in_our_decoder(family, mode, family_dirs, tmp_pa
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads"),
-    [
-        (12, 4),
-        (16, 4),
-        (8, 8),
-        (16, 8),
-        (24, 12),
-        (32, 8),
-    ],  # of 8 on 4: more heads each, fewer, as many
+    [(12, 4), (8, 8), (24, 12)],  # of 8 on 4: more heads each, fewer, as many
 )
 def test_ratios_of_heads_that_hold_the_source_are_exact(heads, kv_heads, family_dirs, tmp_path):
     out = expanded(family_dirs["llama_biases"], tmp_path / "out", heads=heads, kv_heads=kv_heads)
@@ -88,13 +75,7 @@ def test_each_axis_alone(axis, family_dirs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        "model.layers.2.input_layernorm.weight",
-        "model.norm.weight",
-        "model.layers.6.mlp.down_proj.weight",
-        "eps",
-    ],
+    "wrong", ["model.norm.weight", "model.layers.6.mlp.down_proj.weight", "eps"]
 )
 def test_one_wrong_scale_changes_the_logits(wrong, family_dirs, tmp_path):
     out = expanded(family_dirs["llama"], tmp_path / "out")
@@ -114,9 +95,7 @@ def test_what_is_added_is_random_of_the_sources_scale_and_seeded(family_dirs):
         checkpoint.Weights(family_dirs["llama"]),
         checkpoint.read_shape(family_dirs["llama"]),
     )
-    shape = source.model_copy(
-        update={"layers": 7, "hidden": 96, "heads": 12, "kv_heads": 6, "ffn": 104}
-    )
+    shape = source.model_copy(update=LARGER)
     first, again, other = (Expanded(weights, source, shape, seed) for seed in (0, 0, 1))
     for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.6.self_attn.q_proj.weight"):
         assert torch.equal(first[name], again[name])
@@ -137,15 +116,8 @@ def test_parameters_solve_the_ffn(family_dirs):
     assert (shape.heads, shape.kv_heads) == (16, 8)
 
 
-def requested(source: Path, tmp_path: Path, **sizes: Any) -> str:
-    with pytest.raises(UserError) as refused:
-        expanded(source, tmp_path / "out", **sizes)
-    assert not (tmp_path / "out").exists()
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("axis", ["layers", "hidden", "heads", "kv_heads", "ffn"])
+@pytest.mark.parametrize("axis", ["layers", "kv_heads", "ffn"])
 def test_no_axis_may_be_shorter_than_the_sources(axis, family_dirs, tmp_path):
-    assert f"{axis} 2 is less than the source has" in requested(
-        family_dirs["llama"], tmp_path, **{axis: 2}
-    )
+    with raises_option(axis):
+        expanded(family_dirs["llama"], tmp_path / "out", **{axis: 2})
+    assert not (tmp_path / "out").exists()

@@ -172,31 +172,21 @@ def test_rows_end_on_their_own(target, drafts, alone, rows):
     assert [t for step in steps if step.row == 0 for t in step.tokens] == expected[0]
 
 
-def test_what_a_row_samples_does_not_depend_on_the_other_rows(target, drafts):
-    """By its number, wherever it stands in a batch."""
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=16)
+def test_what_a_row_samples_depends_on_its_number_and_the_seed_alone(target, drafts):
+    """Wherever it stands in a batch."""
+
+    def written(rows: list[int], k: int, numbers: list[int], seed: int = 3) -> list[list[int]]:
+        sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=seed, max_tokens=16)
+        prompts, drafter = [RAGGED[row] for row in rows], ModelDrafter(drafts["noisy"])
+        steps = speculative_decode(target, drafter, prompts, k, sampling, numbers=numbers)
+        return output_tokens(steps)
+
     for k in (0, 3):
-        together, turned, single = (
-            output_tokens(
-                speculative_decode(
-                    target,
-                    ModelDrafter(drafts["noisy"]),
-                    [RAGGED[i] for i in order],
-                    k,
-                    sampling,
-                    numbers=order,
-                )
-            )
-            for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [2])
-        )
-        assert [turned[place] for place in (2, 4, 1, 3, 0)] == together
-        assert single == [together[2]]
-        other = output_tokens(
-            speculative_decode(
-                target, ModelDrafter(drafts["noisy"]), [RAGGED[2]], k, sampling, numbers=[7]
-            )
-        )
-        assert other != single
+        order = [4, 2, 0, 3, 1]
+        together, turned = (written(rows, k, rows) for rows in ([0, 1, 2, 3, 4], order))
+        assert [together[row] for row in order] == turned
+        assert written([2], k, [2]) == [together[2]]
+        assert written([2], k, [7]) != [together[2]] != written([2], k, [2], seed=4)
 
 
 def test_seconds_of_rows_add_up_to_the_passes(target):

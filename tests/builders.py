@@ -107,11 +107,11 @@ def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
     return model.eval()
 
 
-def save_neox(out: Path, tokenizer: Path, layers: int = 1) -> Path:
+def save_neox(out: Path, tokenizer: Path, layers: int = 1, hidden: int = 32) -> Path:
     """Save a random model that has other tensors than LLaMA's, with a tokenizer of so many ids."""
     sizes: dict[str, Any] = {
         "vocab_size": SIZES["vocab_size"],
-        "hidden_size": 32,
+        "hidden_size": hidden,
         "intermediate_size": 64,
     }
     config = GPTNeoXConfig(

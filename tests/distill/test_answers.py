@@ -14,38 +14,16 @@ from draftlab.training.trainer import StepRecord
 PROMPTS = [{"prompt": f"return {i}"} for i in range(14)] + [
     {"turns": ["if not line:", "self.path"]}
 ] * 3
-DISTILL = (
-    "distill",
-    "--draft",
-    "draft",
-    "--text",
-    "target",
-    "--prompt-file",
-    "prompts.jsonl",
-    "--max-new-tokens",
-    12,
-)
-DISTILL = (
-    *DISTILL,
-    "--steps",
-    3,
-    "--batch-size",
-    4,
-    "--eval-steps",
-    3,
-    "--training-dtype",
-    "float32",
-)
+TRAINING = ["--steps", "3", "--batch-size", "4", "--eval-steps", "3", "--training-dtype", "float32"]
+PROMPT_FILE = ["--text", "target", "--prompt-file", "prompts.jsonl", "--max-new-tokens", "12"]
+DISTILL = ("distill", "--draft", "draft", *PROMPT_FILE, *TRAINING)
 
 
 def test_a_draft_learns_from_the_targets_answers_which_the_next_run_finds(space, monkeypatch):  # noqa: F811
     lines(space, *PROMPTS)
     first = call(*DISTILL, "--out", "first")
     (place,) = Path("runs").glob("answers-target-prompts-*")
-    assert (
-        f"the target's answers go to {place}; later runs, and --outputs, find them there"
-        in first.stderr
-    )
+    assert str(place) in first.stderr
     stored = read_store(place)
     texts = [*stored.outputs, *read_store(place / HELDOUT).outputs]
     assert len(texts) == 20  # requests: one for each turn
@@ -56,9 +34,8 @@ def test_a_draft_learns_from_the_targets_answers_which_the_next_run_finds(space,
     assert sum(s.tokens for s in steps) <= sum(len(o.ids) for o in rows)  # answers alone count
     monkeypatch.setattr(build, "build", None)  # nothing is written again
     second = call(*DISTILL, "--lr", 0.001, "--out", "second")
-    assert f"{place} has the target's answers already" in second.stderr
-    rest = ("--steps", 3, "--batch-size", 4, "--eval-steps", 3, "--training-dtype", "float32")
-    call("distill", "--draft", "draft", "--outputs", place, *rest, "--out", "third")
+    assert str(place) in second.stderr
+    call("distill", "--draft", "draft", "--outputs", place, *TRAINING, "--out", "third")
     records = [read_log(Path(name) / "log.jsonl") for name in ("first", "third")]
     for one, other in zip(*records, strict=True):
         np.testing.assert_allclose(one.loss, other.loss, rtol=0)
@@ -74,35 +51,3 @@ def test_other_prompts_sampling_and_system_prompts_are_answered_anew(space):  # 
     lines(space, *PROMPTS[1:])
     call(*DISTILL, "--out", "run-4")
     assert len(list(Path("runs").glob("answers-*"))) == 5
-
-
-def test_settings_that_do_not_go_with_prompts_get_one_line(space):  # noqa: F811
-    lines(space, *PROMPTS)
-    base = ("distill", "--draft", "draft", "--prompt-file", "prompts.jsonl")
-    for arguments, message in [
-        (base, "--prompt-file: the target answers its prompts: add --text target"),
-        (
-            (*base, "--text", "target=0.5,draft=0.5"),
-            "--prompt-file: the target answers its prompts",
-        ),
-        (
-            (*base, "--text", "target", "--data", "stdlib"),
-            "--data: the text is that of --prompt-file",
-        ),
-        (
-            (*base, "--text", "target", "--seq-len", 64),
-            "--seq-len: the text is that of --prompt-file",
-        ),
-        (
-            (*base, "--text", "target", "--temperature", 0.7),
-            "--temperature 0.7: stored answers have 0.6, 0.8",
-        ),
-        (
-            ("distill", "--draft", "draft", "--max-new-tokens", 9),
-            "--max-new-tokens: needs --prompt-file",
-        ),
-        (("distill", "--draft", "draft", "--chat", "on"), "--chat: needs --prompt-file"),
-    ]:
-        result = call(*arguments, code=1)
-        assert message in result.stderr, result.stderr
-        assert len(result.stderr.splitlines()) == 1, result.stderr

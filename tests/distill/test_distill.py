@@ -72,8 +72,9 @@ def weights(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("optimizer", "stop_after"), [("adamw", 1), ("adamw", 4), ("muon", 3), ("muon", 7)]
+)
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(
     tmp_path, teacher, optimizer, stop_after
 ):
@@ -89,18 +90,11 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(
     assert len([r for r in after if isinstance(r, StepRecord)]) == 8 - (stop_after - 1) // 3 * 3
 
 
-@pytest.mark.parametrize("damage", ["another optimiser", "cut off"])
-def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, teacher, damage):
+def test_a_checkpoint_of_another_optimizer_is_named(tmp_path, teacher):
     run(student(), teacher, tmp_path / "run", SETTINGS, stop_after=5)
     (checkpoint,) = (tmp_path / "run").glob("step-*")
-    settings = SETTINGS
-    if damage == "cut off":
-        file = checkpoint / "state.pt"
-        file.write_bytes(file.read_bytes()[:1000])
-    else:
-        settings = altered(SETTINGS, optimizer="muon" if SETTINGS.optimizer == "adamw" else "adamw")
     with raises_option(checkpoint, "--force"):
-        run(student(), teacher, tmp_path / "run", settings)
+        run(student(), teacher, tmp_path / "run", altered(SETTINGS, optimizer="muon"))
 
 
 def first_gradients(
@@ -147,9 +141,7 @@ def test_only_masked_in_tokens_count(tmp_path, teacher):
     """Changing ids that are masked out, as inputs to nothing that counts, changes nothing."""
 
     class LastMasked(RandomText):
-        def __init__(self, garbage: int) -> None:
-            super().__init__(masked=False)
-            self.garbage = garbage
+        garbage = 0
 
         def batch(self, step):
             batch = super().batch(step)
@@ -157,14 +149,10 @@ def test_only_masked_in_tokens_count(tmp_path, teacher):
             batch.mask[:, -3:] = 0
             return batch
 
-    results = []
-    for garbage in (5, 77):
-        model = student()
-        run(
-            model, teacher, tmp_path / str(garbage), altered(SETTINGS, steps=2), LastMasked(garbage)
-        )
-        results.append(weights(model))
-    assert all(torch.equal(results[1][name], w) for name, w in results[0].items())
+    batches, found = LastMasked(), []
+    for batches.garbage in (5, 77):
+        found.append(first_gradients(teacher, tmp_path / str(batches.garbage), batches=batches))
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
 
 
 def test_the_teacher_is_not_touched(tmp_path):
@@ -183,17 +171,6 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn(tmp_path, teacher):
     assert records[0].acceptance == pytest.approx(1, abs=1e-6)
     assert records[0].agreement == 1
     assert records[1].grad_norm == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd(0.5)"])
-def test_distilling_raises_acceptance_on_text_it_has_seen(tmp_path, teacher, loss):
-    class Same(RandomText):
-        def batch(self, step):
-            return super().batch(10_000)  # the held-out batch of run()
-
-    settings = altered(SETTINGS, steps=40, lr=1e-2, eval_steps=40)
-    records = run(student(), teacher, tmp_path, settings, Same(masked=False), loss=loss)
-    assert records[-1].acceptance > records[0].acceptance + 0.1
 
 
 def test_a_loss_that_compares_needs_a_target(tmp_path):
@@ -250,38 +227,14 @@ def test_the_drafts_own_text_depends_on_seed_step_and_weights_alone():
     def rows(seed: int = 0, step: int = 0) -> Batch:
         return StudentBatches(model, RandomText(masked=False), 4, 1.0, (1,), 307, seed).batch(step)
 
-    torch.manual_seed(1)
-    first = rows()
+    first, state = rows(), torch.get_rng_state()
+    rows(step=3)
+    assert torch.equal(torch.get_rng_state(), state)  # the run's own randomness does not notice
     torch.rand(5)
-    again = rows()
-    assert np.array_equal(first.ids, again.ids)
+    assert np.array_equal(first.ids, rows().ids)
     assert not np.array_equal(first.ids, rows(seed=1).ids)
     assert np.array_equal(first.ids[:, :4], RandomText(masked=False).batch(0).ids[:, :4])
     assert (first.mask[:, :3] == 0).all()
-    state = torch.get_rng_state()
-    rows(step=3)
-    assert torch.equal(torch.get_rng_state(), state)  # the run's own randomness does not notice
-    assert model.training == student().training
-
-
-def test_on_policy_training_resumes_bit_for_bit(tmp_path, teacher):
-    def go(state: Path, stop_after: int | None = None) -> dict[str, torch.Tensor]:
-        model = student()
-        batches = MixedBatches.of(
-            {
-                "data": RandomText(),
-                "draft": StudentBatches(model, RandomText(masked=False), 4, 1.0, (1,), 307, 0),
-            },
-            {"data": 0.5, "draft": 0.5},
-            SETTINGS.steps,
-        )
-        run(model, teacher, state, SETTINGS, batches, stop_after)
-        return weights(model)
-
-    whole = go(tmp_path / "a")
-    go(tmp_path / "b", stop_after=5)
-    resumed = go(tmp_path / "b")
-    assert all(torch.equal(whole[name], w) for name, w in resumed.items())
 
 
 def test_one_process_moves_no_sums_to_its_device(tmp_path, teacher, monkeypatch):
@@ -346,7 +299,9 @@ def test_a_signal_that_was_ignored_stays_ignored(number, heard):
     assert received == [signal.SIGTERM]
 
 
-@pytest.mark.parametrize("loss", ["tvd", "nla", "lk(3)", "fkl@0.5 -> lk(3)", "0.5*fkl + 0.5*ce"])
+@pytest.mark.parametrize(
+    "loss", ["rkl", "jsd(0.5)", "tvd", "nla", "fkl@0.5 -> lk(3)", "0.5*fkl + 0.5*ce"]
+)
 def test_every_loss_learns_and_resumes(tmp_path, teacher, loss):
     settings = altered(SETTINGS, steps=40, lr=1e-2, save_steps=15)
     whole = student()
@@ -366,4 +321,3 @@ def test_dtype_auto_is_bfloat16_where_that_is_fast(fast, wanted, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
     assert training_dtype("auto") == wanted
-    assert [training_dtype(name) for name in ("float32", "bfloat16")] == ["float32", "bfloat16"]

@@ -29,14 +29,7 @@ def launch(words: list[str], processes: int, where: Path, **environment: str) ->
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(processes),
-        "--master_port",
-        port,
-    ]
+    torchrun = f"-m torch.distributed.run --nproc_per_node {processes} --master_port {port}".split()
     done = subprocess.run(
         [sys.executable, *(torchrun if processes > 1 else []), *words],
         env=os.environ
@@ -98,10 +91,8 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
     pytest.importorskip("deepspeed")
     (alone,) = run(tmp_path / "alone", 1, "distil")
     for stage in (1, 2, 3):
-        zero = {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-        }  # shards even what is small
+        # shards even what is small
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         other = {
             "optimizer": {"type": "Adam", "params": {"lr": 1}},
             "gradient_accumulation_steps": 2,
@@ -119,28 +110,15 @@ def test_deepspeed_computes_what_one_process_does_and_goes_on_where_it_stopped(t
 @pytest.mark.parametrize(
     ("launcher", "words", "said"),
     [
-        (
-            "DEEPSPEED",
-            ["distill", "--loss", "ce", "--data", "stdlib", "--draft", "tiny"],
-            "--optimizer muon",
-        ),
-        (
-            "FSDP",
-            ["distill", "--data", "stdlib", "--draft", "tiny", "--target", "tiny"],
-            "--optimizer muon",
-        ),
-        ("DEEPSPEED", ["prune", "--method", "masks", "--layers", "3"], "DDP or FSDP2"),
+        ("DEEPSPEED", "distill --loss ce --data stdlib --draft tiny", "--optimizer muon"),
+        ("FSDP", "distill --data stdlib --draft tiny --target tiny", "--optimizer muon"),
+        ("DEEPSPEED", "prune --method masks --layers 3 --source tiny --data stdlib", "FSDP2"),
     ],
 )
-def test_what_a_launcher_cannot_train_is_refused_at_once(
-    launcher, words, said, family_dirs, monkeypatch
-):
+def test_what_a_launcher_cannot_train_is_refused_at_once(launcher, words, said, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    source = (
-        ["--source", str(family_dirs["llama"]), "--data", "stdlib"] if words[0] == "prune" else []
-    )
-    result = CliRunner().invoke(app, [*words, *source])
+    result = CliRunner().invoke(app, words.split())
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert said in result.stderr
 
@@ -160,36 +138,22 @@ def test_the_commands_write_once_and_what_one_process_writes(family_dirs, tmp_pa
     (tmp_path / "text.txt").write_text(
         "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(200))
     )
-    same = ["--data", "text.txt", "--batch-size", "4", "--steps", "4"]
-    distilled = [
-        "distill",
-        "--draft",
-        str(source),
-        "--target",
-        str(family_dirs["llama3_tied"]),
-        *same,
-    ]
-    distilled += [
-        "--seq-len",
-        "48",
-        "--text",
-        "data=0.5,draft=0.5",
-        "--prompt-tokens",
-        "8",
-        "--lr",
-        "1e-3",
-        "--training-dtype",
-        "float32",
-    ]
-    distilled += ["--micro-batch-tokens", "64", "--eval-steps", "2", "--optimizer", "adamw"]
-    masked = ["prune", "--method", "masks", "--source", str(source), *same]
-    masked += ["--layers", "3", "--width", "48"]
-    masked += ["--seq-len", "32", "--calibration-tokens", "256", "--lr", "1e-4"]
+    same = "--data text.txt --batch-size 4 --steps 4"
+    distilled = (
+        f"distill --draft {source} --target {family_dirs['llama3_tied']} {same} --seq-len 48 --lr 1e-3 "
+        "--text data=0.5,draft=0.5 --prompt-tokens 8 --training-dtype float32 --micro-batch-tokens 64 "
+        "--eval-steps 2 --optimizer adamw"
+    )
+    masked = (
+        f"prune --method masks --source {source} {same} --layers 3 --width 48 --seq-len 32 "
+        "--calibration-tokens 256 --lr 1e-4"
+    )
     for words in (distilled, masked):
         made = {}
         for processes in (1, 2):
-            out = tmp_path / f"{words[0]}-{processes}"
-            printed = launch(["-m", "draftlab", *words, "--out", str(out)], processes, tmp_path)
+            out = tmp_path / f"{words.split()[0]}-{processes}"
+            typed = f"-m draftlab {words} --out {out}".split()
+            printed = launch(typed, processes, tmp_path)
             assert printed.count(str(out)) == 1
             made[processes] = load_file(out / "model.safetensors")
             assert not (tmp_path / f".{out.name}.state").exists()

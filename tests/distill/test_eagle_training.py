@@ -144,18 +144,6 @@ def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text
         torch.testing.assert_close(parameter.grad, wanted, atol=FP32, rtol=FP32)
 
 
-def test_a_chain_does_not_see_the_states_behind_its_start(text):
-    ids, _, states, _ = text
-    student = module_of(random_head())
-    changed = states.clone()
-    changed[:, 4:] += 1
-    for step, (one, other) in enumerate(
-        zip(*(student(ids[:, :-1], s, L) for s in (states, changed)), strict=True)
-    ):
-        assert torch.equal(one[:, :4], other[:, :4]), step
-        assert not torch.isclose(one[:, 4], other[:, 4]).all()
-
-
 def gpt2() -> PreTrainedModel:
     torch.manual_seed(0)
     return GPT2LMHeadModel(
@@ -230,31 +218,19 @@ def test_every_stored_sequence_is_read_once_in_an_epoch():
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]) -> dict[str, Any]:
+def words(tmp_path_factory, family_dirs) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text(
         "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))
     )
-    given = {
-        "target": str(family_dirs["llama"]),
-        "data": str(file),
-        "steps": 6,
-        "batch_size": 2,
-        "lr": 2e-3,
-    }
-    given |= {"student": "eagle:ttt_steps=2"}
-    few = {
-        "seq_len": 32,
-        "training_dtype": "float32",
-        "eval_steps": 2,
-        "save_steps": 2,
-        "vocab": 50,
-    }
-    return given | few
+    return {
+        "target": str(family_dirs["llama"]), "data": str(file), "steps": 6, "batch_size": 2, "lr": 2e-3, "vocab": 50,
+        "seq_len": 32, "student": "eagle:ttt_steps=2", "training_dtype": "float32", "eval_steps": 2, "save_steps": 2,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def trained(words: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(words, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("eagle") / "head"
     COMMANDS["distill"](**words, out=out)
     return out
@@ -279,19 +255,6 @@ def test_training_lowers_the_loss_at_every_step_and_least_squares_starts_below_r
     assert (family_dirs["llama"] / "model.safetensors").read_bytes() == before
 
 
-def test_what_is_written_is_read_again(trained, family_dirs):
-    head = eagle.read(trained, family_dirs["llama"], torch.float32)
-    assert head.config.layer_ids == (1, 2, 4)
-    assert (len(head.ids), head.embedding) == (50, None)
-    tensors = load_file(trained / "model.safetensors")
-    assert all(
-        torch.equal(tensors[name.replace("layers.0.", "midlayer.")], w)
-        for name, w in head.weights.items()
-    )
-    config = json.loads((trained / "config.json").read_text())
-    assert config["norm_before_residual"] is False
-
-
 def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_path):
     with training_killed_at(4):
         COMMANDS["distill"](**words, out=tmp_path / "head")
@@ -304,7 +267,7 @@ def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_pa
 
 
 def test_training_goes_on_with_a_head_as_it_was_written(words, tmp_path, monkeypatch):
-    """With its ids, from its held-out losses, wherever it comes from."""
+    """With its ids, from its held-out losses; here as it is exported for a server."""
     monkeypatch.setattr(training, "start_linear", lambda student, found: None)
     first, exported = tmp_path / "first", tmp_path / "exported"
     COMMANDS["distill"](**words | {"steps": 20}, out=first)
@@ -314,16 +277,13 @@ def test_training_goes_on_with_a_head_as_it_was_written(words, tmp_path, monkeyp
         json.loads((first / "draftlab.json").read_text())["notes"][at] for at in ("before", "after")
     )
     assert ended["loss"] < 0.98 * began["loss"]
-    for source in (first, exported):
-        out = tmp_path / f"on-{source.name}"
-        found = cast(Any, COMMANDS["distill"](**given, draft=str(source), out=out).data)
-        assert found["before"]["offsets"] == pytest.approx(ended["offsets"], rel=1e-5)
-        assert found["before"]["loss"] == pytest.approx(ended["loss"], rel=1e-5)
-        assert found["after"]["loss"] < found["before"]["loss"]
-        ids = [
-            eagle.read(folder, Path(words["target"]), torch.float32).ids for folder in (first, out)
-        ]
-        assert torch.equal(*ids)
+    out = tmp_path / "on"
+    found = cast(Any, COMMANDS["distill"](**given, draft=str(exported), out=out).data)
+    assert found["before"]["offsets"] == pytest.approx(ended["offsets"], rel=1e-5)
+    assert found["before"]["loss"] == pytest.approx(ended["loss"], rel=1e-5)
+    assert found["after"]["loss"] < found["before"]["loss"]
+    ids = [eagle.read(head, Path(words["target"]), torch.float32).ids for head in (first, out)]
+    assert torch.equal(*ids)
 
 
 def test_a_head_learns_from_what_the_target_writes(words, tmp_path):
@@ -334,16 +294,10 @@ def test_a_head_learns_from_what_the_target_writes(words, tmp_path):
 
 
 def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
-    built = {
-        "use": "replay",
-        "num_prompts": 12,
-        "prompt_tokens": 8,
-        "max_new_tokens": 20,
-        "temperature": 1.0,
-    }
     COMMANDS["outputs build"](
-        target=words["target"], data=words["data"], **built, out=tmp_path / "store"
-    )
+        target=words["target"], data=words["data"], use="replay", num_prompts=12, prompt_tokens=8,
+        max_new_tokens=20, temperature=1.0, out=tmp_path / "store",
+    )  # fmt: skip
     given = {name: value for name, value in words.items() if name != "data"}
     outcome = COMMANDS["distill"](**given, outputs=tmp_path / "store", out=tmp_path / "head")
     found = cast(Any, outcome.data)
@@ -353,15 +307,11 @@ def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"server": "http://localhost:1"}, "--server"),
-        ({"student": "eagle:layer_ids=1+9"}, "reads the layers 1, 9, and llama has 5"),
+        ({"student": "eagle:layer_ids=1+9"}, "1, 9"),
         ({"student": "eagle:layer_ids=1+x"}, "--student eagle:layer_ids=1"),
-        ({"student": "eagle:steps=3"}, "no option 'steps'"),
-        ({"vocab": 400}, "a draft vocabulary of 400 ids is larger than the target's, 307"),
+        ({"vocab": 400}, "400"),
         ({"text": "draft", "prompt_tokens": 8}, "--text"),
         ({"student": "eagle:ttt_steps=15", "seq_len": 16}, "too short"),
-        ({"prompt_tokens": 8}, "--prompt-tokens"),
-        ({"loss": "fkk"}, "unknown loss"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_weights_are_read(

@@ -67,7 +67,7 @@ def whole(x: dict[str, Tensor]) -> Dense:
 
 
 def fused(
-    x: dict[str, Tensor], name: str, temperature: float, chunk: int, teacher: Teacher
+    x: dict[str, Tensor], name: str, temperature: float, chunk: int, teacher: Teacher | None
 ) -> Sums:
     given = [x[key] for key in ("hidden", "head", "labels", "weights")]
     return fused_loss(*given, teacher, parse_loss(name), temperature, budget(x, chunk))
@@ -105,40 +105,6 @@ def test_fused_is_naive_in_fp64(name, temperature, chunk):
 def test_a_vocabulary_that_is_worked_through_in_blocks_and_slices_changes_nothing(name):
     x = inputs(vocab=30_000)
     same(fused(x, name, 1.3, 5, whole(x)), naive(x, name, 1.3), x, ALL[:2] if name == "ce" else ALL)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_fused_is_naive_in_fp32(name):
-    x = inputs(torch.float32)
-    wanted = naive(x, name, 1.0)
-    gradients = torch.autograd.grad(wanted["objective"], [x["hidden"], x["head"]])
-    found = fused(x, name, 1.0, 4, whole(x))
-    assert float(found.objective.detach()) == pytest.approx(
-        float(wanted["objective"].detach()), rel=2e-6
-    )
-    for there, here in zip(
-        torch.autograd.grad(found.objective, [x["hidden"], x["head"]]), gradients, strict=True
-    ):
-        assert float((there - here).abs().max() / here.abs().max()) < 5e-5
-
-
-@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.3)", "nla"])
-def test_gradient_is_what_finite_differences_find(name):
-    x, rng, step = inputs(), torch.Generator().manual_seed(1), 1e-6
-    ways = {
-        key: torch.randn(x[key].shape, generator=rng, dtype=torch.float64)
-        for key in ("hidden", "head")
-    }
-
-    def moved(by: float) -> float:
-        there = {key: (x[key] + by * way).detach() for key, way in ways.items()}
-        return float(fused(x | there, name, 1.3, 4, whole(x)).objective)
-
-    gradients = torch.autograd.grad(
-        fused(x, name, 1.3, 4, whole(x)).objective, [x["hidden"], x["head"]]
-    )
-    slope = sum(float((g * way).sum()) for g, way in zip(gradients, ways.values(), strict=True))
-    assert slope == pytest.approx((moved(step) - moved(-step)) / (2 * step), rel=1e-7)
 
 
 def test_a_second_backward_pass_is_refused():
@@ -195,20 +161,6 @@ def top_k(x: dict[str, Tensor], k: int, temperature: float) -> TopK:
     values, ids = log_p.topk(k)
     rest = log_p.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(-80)
     return TopK(ids, values, rest)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_all_tokens_listed_is_the_whole_distribution(name):
-    x = inputs()
-    dense = fused(x, name, 1.0, 4, whole(x))
-    listed = fused(x, name, 1.0, 4, top_k(x, V, 1.0))
-    for key in ALL:
-        torch.testing.assert_close(getattr(listed, key), getattr(dense, key), atol=1e-8, rtol=1e-8)
-    gradients = [
-        torch.autograd.grad(s.objective, [x["hidden"], x["head"]]) for s in (listed, dense)
-    ]
-    for there, here in zip(*gradients, strict=True):
-        torch.testing.assert_close(there, here, atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -316,21 +268,9 @@ def test_no_token_at_all_is_no_loss():
 @pytest.mark.parametrize("k", [0, 5])
 def test_cross_entropy_beside_a_teacher_reports_what_a_divergence_reports(k):
     """A schedule that begins with cross-entropy is watched all the way."""
-    rng = torch.Generator().manual_seed(0)
-    hidden, head, teacher = (
-        torch.randn(size, generator=rng) for size in ((9, 6), (20, 6), (9, 20))
-    )
-    labels, weights = torch.arange(9), torch.ones(9)
-    seen = Dense(teacher, None)
-    if k:
-        log_p, ids = teacher.log_softmax(-1).topk(k)
-        seen = TopK(ids, log_p, (1 - log_p.exp().sum(-1)).log())
-    ce, fkl = (
-        fused_loss(hidden, head, labels, weights, seen, parse_loss(name), 1.0)
-        for name in ("ce", "fkl")
-    )
-    alone = fused_loss(hidden, head, labels, weights, None, parse_loss("ce"), 1.0)
-    assert float(ce.objective) == pytest.approx(float(alone.objective))
-    assert float(ce.acceptance) > 0
+    x = inputs()
+    seen = top_k(x, k, 1.0) if k else whole(x)
+    ce, fkl = (fused(x, name, 1.0, 4, seen) for name in ("ce", "fkl"))
+    torch.testing.assert_close(ce.objective, fused(x, "ce", 1.0, 4, None).objective)
     for name in ("acceptance", "slack", "agreement", "cross_entropy"):
-        assert float(getattr(ce, name)) == pytest.approx(float(getattr(fkl, name)))
+        torch.testing.assert_close(getattr(ce, name), getattr(fkl, name))

@@ -1,7 +1,5 @@
 """Divergences equal their definitions, keep their bounds, and have the right gradients."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -59,13 +57,6 @@ def test_value_is_the_definition(name, seed):
 
 
 @pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.5)"])
-def test_zero_exactly_where_both_agree_and_positive_elsewhere(name):
-    log_p, log_q = logits_pair(0)
-    assert (value(name, log_p, log_p).abs() < 1e-30).all()
-    assert (value(name, log_p, log_q) > 0).all()
-
-
-@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.5)"])
 def test_never_negative_in_fp32_when_p_and_q_nearly_agree(name):
     rng = torch.Generator().manual_seed(0)
     z = torch.randn(64, 5000, generator=rng) * 3
@@ -77,52 +68,6 @@ def test_never_negative_in_fp32_when_p_and_q_nearly_agree(name):
     if name != "jsd(0.5)":
         textbook = by_definition(name, log_p, log_q)
         assert ((textbook - exact) / exact).abs().median() > 0.05
-
-
-@given(st.integers(0, 1000), st.sampled_from([0.3, 2.0, 6.0]))
-@settings(max_examples=30, deadline=None)
-def test_inequalities_between_them(seed, spread):
-    log_p, log_q = logits_pair(seed, spread=spread)
-    fkl, rkl, tvd, nla, jsd = (
-        value(name, log_p, log_q) for name in ("fkl", "rkl", "tvd", "nla", "jsd(0.5)")
-    )
-    slack = 1e-12
-    assert (tvd <= (fkl / 2).sqrt() + slack).all()  # Pinsker
-    assert (tvd <= (rkl / 2).sqrt() + slack).all()
-    assert (tvd <= (1 - (-fkl).exp()).sqrt() + slack).all()  # Bretagnolle-Huber
-    assert (jsd <= math.log(2) * tvd + slack).all()
-    assert (nla >= tvd - slack).all()
-
-
-def test_jsd_goes_to_the_kls_at_its_ends():
-    log_p, log_q = logits_pair(1, spread=1.0)
-    for name, end in (("jsd(0.0001)", "fkl"), ("jsd(0.9999)", "rkl")):
-        torch.testing.assert_close(
-            value(name, log_p, log_q) / 1e-4, value(end, log_p, log_q), rtol=2e-2, atol=0
-        )
-
-
-@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.3)"])
-def test_gradient_is_the_closed_form(name):
-    """dD/dz_i = q_i (h_i - sum_j q_j h_j) with h = dD/dq: fkl -p/q, rkl log q - log p, jsd (1-b)(log q - log m)."""
-    log_p, _ = logits_pair(2)
-    z = torch.randn(7, 23, dtype=torch.float64, requires_grad=True)
-    log_q = torch.log_softmax(z, -1)
-    (grad,) = torch.autograd.grad(value(name, log_p, log_q).sum(), z)
-    p, q = log_p.exp(), log_q.detach().exp()
-    m = 0.3 * p + 0.7 * q
-    h = {"fkl": -p / q, "rkl": (q / p).log(), "jsd(0.3)": 0.7 * (q / m).log()}[name]
-    torch.testing.assert_close(grad, q * (h - (q * h).sum(-1, keepdim=True)), atol=1e-12, rtol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.5)"])
-def test_far_apart_distributions_give_finite_values_and_gradients(name):
-    z = torch.zeros(1, 4, requires_grad=True)
-    logits = torch.tensor([[200.0, 0.0, -200.0, 0.0]])
-    found = value(name, log_probs(logits, 1.0), log_probs(z * 1.0 - logits, 1.0))
-    (grad,) = torch.autograd.grad(found.sum(), z)
-    assert torch.isfinite(found).all()
-    assert torch.isfinite(grad).all()
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -138,22 +83,12 @@ def test_what_underflows_in_fp32_still_counts(name):
     )
 
 
-def test_acceptance_is_the_enumerated_chance():
-    log_p, log_q = logits_pair(3, rows=1, vocab=5)
-    p, q = log_p.exp()[0], log_q.exp()[0]
-    chance = sum(float(q[x]) * min(1.0, float(p[x] / q[x])) for x in range(5))
-    assert float(Pair.of(log_p, log_q).alpha) == pytest.approx(chance, abs=1e-12)
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("fk", "did you mean 'fkl'"),
         ("jsd(0)", "use fkl"),
-        ("jsd(1)", "use fkl"),
-        ("jsd(x)", "jsd"),
         ("fkl(2)", "fkl"),
-        ("lk(-1)", "lk"),
         ("x*fkl", "weight"),
         ("fkl@2 -> tvd", "above 0 and below 1"),
         ("fkl -> tvd@0.5", "leave out"),

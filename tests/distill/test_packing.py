@@ -1,12 +1,9 @@
 """Sequences packed into rows teach what they teach apart, and waste little."""
 
-import itertools
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, build, rounding, setup, until
+from builders import FAMILIES, build, rounding
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -21,7 +18,6 @@ from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
 from draftlab.training.teachers import LocalTeacher, OutputHead, StoredTeacher
-from draftlab.training.trainer import train
 
 SETTINGS = Loop(steps=6, optimizer="adamw", lr=3e-3, dtype="float32", eval_steps=6, save_steps=2)
 CPU = torch.device("cpu")
@@ -81,32 +77,6 @@ def test_the_gradient_of_packed_sequences_is_theirs_apart(family, teacher):
     assert off > 100  # without positions the sequences of a row would see each other
 
 
-def test_every_counted_token_keeps_its_sequence_and_list():
-    batch = answers()
-    packed = batch.packed()
-    assert packed.positions is not None
-    assert packed.mask.sum() == batch.mask.sum()
-    sequences = []
-    for row, position in enumerate(packed.positions):
-        starts = [*np.flatnonzero(position == 0).tolist(), len(position)]
-        for start, end in itertools.pairwise(starts):
-            assert (position[start:end] == np.arange(end - start)).all()
-            sequences.append((row, slice(start, end)))
-    for number in range(len(batch.ids)):
-        length = int(batch.lengths[number])
-        same = [
-            (row, part) for row, part in sequences
-            if part.stop - part.start >= length
-            and (packed.ids[row, part.start : part.start + length + 1] == batch.ids[number, : length + 1]).all()
-        ]  # fmt: skip
-        ((row, part),) = same
-        assert (packed.mask[row, part][:length] == batch.mask[number, :length]).all()
-        assert packed.mask[row, part][length:].sum() == 0
-        for name in ("ids", "log_p", "tail"):
-            found, wanted = getattr(packed.top_logprobs, name), getattr(batch.top_logprobs, name)
-            assert (found[row, part][:length] == wanted[number, :length]).all()
-
-
 @pytest.mark.parametrize("rows", [16, 64])
 def test_rows_of_answers_are_nearly_full(rows):
     lengths = np.clip(np.random.default_rng(1).lognormal(4.6, 0.9, rows), 5, 400).astype(int)
@@ -139,18 +109,3 @@ def test_models_that_would_mix_sequences_are_not_given_packed_ones(model):
 class Uneven:
     def batch(self, step: int) -> Batch:
         return answers(seed=step)
-
-
-def test_a_resumed_run_on_packed_answers_is_the_uninterrupted_one_bit_for_bit(tmp_path):
-    def run(state: Path, stop: int | None = None):
-        model = build("llama", 3, num_hidden_layers=2)
-        given = setup(StoredTeacher(307), Uneven(), [answers(seed=99)])
-        list(until(stop, train(model, given, SETTINGS, state)))
-        return model
-
-    wanted = run(tmp_path / "a")
-    run(tmp_path / "b", stop=3)
-    found = run(tmp_path / "b")
-    assert all(
-        torch.equal(a, b) for a, b in zip(wanted.parameters(), found.parameters(), strict=True)
-    )

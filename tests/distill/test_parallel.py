@@ -1,6 +1,5 @@
 """Parallel drafts: a packed pass is K separate ones, COD is nested, a step is the sum of its parts, resume is exact."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from builders import FAMILIES, altered, build, rounding, setup, until
-from errors import raises_option
 from torch import Tensor
 
 from draftlab.acceptance import expected
@@ -63,58 +61,40 @@ def drawn(step: int = 0) -> Batch:
     return OFFSETS.drawn(RandomText().batch(step), step)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def answers() -> Batch:
+    """Sequences that share rows."""
+    rng, lengths = np.random.default_rng(4), np.array([20, 4, 9, 11, 6, 7])
+    mask = (np.arange(20) < lengths[:, None]).astype(np.float32)
+    return OFFSETS.drawn(Batch(rng.integers(3, 300, (6, 21)), mask).packed(), 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "batch"), [*((family, drawn()) for family in FAMILIES), ("llama", answers())]
+)
 @torch.no_grad()
-def test_a_packed_pass_predicts_what_separate_passes_predict(family):
-    model, batch = build(family), drawn()
+def test_a_packed_pass_predicts_what_separate_passes_predict(family, batch):
+    model, (rows, width) = build(family), batch.mask.shape
+    plain = np.arange(width)[None].repeat(rows, 0)
+    positions = torch.from_numpy(plain if batch.positions is None else batch.positions)
     ids, depths = torch.from_numpy(batch.ids[:, :-1]), torch.from_numpy(batch.depths)
-    packed = pack(ids, depths, MASK)
-    logits = model(input_ids=packed.ids, use_cache=False, **layout(packed)).logits.flatten(0, 1)[
-        packed.predicting
-    ]
-    wanted = [
-        ordinary(
-            model,
-            ids[place // ids.shape[1]],
-            int(place % ids.shape[1]) - int(offset) + 1,
-            int(offset),
-        )
-        for place, offset in zip(packed.predicted, packed.offset, strict=True)
-    ]
+    packed = pack(ids, depths, MASK, None if batch.positions is None else positions)
+
+    def predicted(packed) -> Tensor:
+        logits = model(input_ids=packed.ids, use_cache=False, **layout(packed)).logits
+        return logits.flatten(0, 1)[packed.predicting]
+
+    wanted = []
+    for place, offset in zip(packed.predicted.tolist(), packed.offset.tolist(), strict=True):
+        row, at = divmod(place, width)
+        first = at - int(positions[row, at])
+        wanted.append(ordinary(model, ids[row, first:], at - first - offset + 1, offset))
     assert len(wanted) == batch.depths.sum()
+    logits = predicted(packed)
     bound = rounding(torch.float32, 64 * 5, float(logits.abs().max()))
     assert torch.stack(wanted).sub(logits).abs().max() < bound
     causal = torch.ones_like(packed.mask).tril()
-    broken = replace(packed, mask=causal)  # a control: masks see those of other positions
-    wrong = model(input_ids=broken.ids, use_cache=False, **layout(broken)).logits.flatten(0, 1)[
-        packed.predicting
-    ]
+    wrong = predicted(replace(packed, mask=causal))  # a control: masks see those of other positions
     assert torch.stack(wanted).sub(wrong).abs().max() > 100 * bound
-
-
-@torch.no_grad()
-def test_sequences_in_one_row_stay_apart():
-    model, rng = build("llama"), np.random.default_rng(4)
-    mask = np.ones((6, 20), dtype=np.float32)
-    for row in range(1, 6):
-        mask[row, rng.integers(4, 12) :] = 0
-    batch = OFFSETS.drawn(Batch(rng.integers(3, 300, (6, 21)), mask).packed(), 0)
-    assert batch.positions is not None
-    ids, depths, positions = (
-        torch.from_numpy(x) for x in (batch.ids[:, :-1], batch.depths, batch.positions)
-    )
-    packed = pack(ids, depths, MASK, positions)
-    logits = model(input_ids=packed.ids, use_cache=False, **layout(packed)).logits.flatten(0, 1)[
-        packed.predicting
-    ]
-    wanted = []
-    for place, offset in zip(packed.predicted.tolist(), packed.offset.tolist(), strict=True):
-        row, at = divmod(place, ids.shape[1])
-        first = at - int(positions[row, at])
-        wanted.append(ordinary(model, ids[row, first:], at - first - offset + 1, offset))
-    assert torch.stack(wanted).sub(logits).abs().max() < rounding(
-        torch.float32, 64 * 5, float(logits.abs().max())
-    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_tied", "qwen3"])
@@ -133,24 +113,18 @@ def test_our_decoder_runs_a_packed_pass_as_transformers_do(family, family_dirs):
 
 @pytest.mark.parametrize(("share", "floor"), [(0.7, 0.2), (1.0, 0.0), (0.5, 0.0)])
 def test_an_offset_is_predicted_only_where_the_ones_before_it_are(share, floor):
-    rng = np.random.default_rng(0)
     mask = np.zeros((5, 60), dtype=np.float32)
     for row in range(5):  # two answers each
-        first, second = sorted(rng.choice(np.arange(2, 30), 2, replace=False))
-        mask[row, first:second] = 1
-        mask[row, 35:55] = 1
+        mask[row, 2 + row : 9 + 4 * row] = mask[row, 35:55] = 1
     offsets = replace(OFFSETS, count=8, share=share, floor=floor)
     batch = offsets.drawn(Batch(np.zeros((5, 61), dtype=np.int64), mask), 7)
     depths = batch.depths
     counted = mask > 0
-    # kept[j - 1][s]: offset j is predicted from position s
-    kept = [depths >= j for j in range(1, 9)]
-    assert np.array_equal(kept[0], counted)
+    assert np.array_equal(depths >= 1, counted)
     for j in range(2, 9):
-        assert not (kept[j - 1] & ~kept[j - 2]).any()
-        most = (counted.sum(1) * max(share ** (j - 1), floor)).astype(int)
-        assert (kept[j - 1].sum(1) <= most).all()
-        for row, start in zip(*np.nonzero(kept[j - 1]), strict=True):
+        kept = depths >= j  # [s]: offset j is predicted from position s
+        assert (kept.sum(1) <= (counted.sum(1) * max(share ** (j - 1), floor)).astype(int)).all()
+        for row, start in zip(*np.nonzero(kept), strict=True):
             assert counted[row, start : start + j].all()
     whole = offsets.drawn(
         Batch(np.zeros((1, 201), dtype=np.int64), np.ones((1, 200), dtype=np.float32)), 7
@@ -263,16 +237,6 @@ def test_scores_by_offset_are_those_of_separate_passes(temperature, memory):
     np.testing.assert_allclose(scored.logprobs[:, 0], plain.logprobs, atol=1e-3)
 
 
-def test_chances_that_do_not_depend_on_the_age_count_as_those_of_a_plain_draft():
-    chances = np.random.default_rng(1).random((3, 20))
-    plain = expected.chain(expected.texts_of(list(chances)), 3)
-    by_age = expected.chain(
-        expected.texts_of([np.repeat(row[:, None], 5, 1) for row in chances]), 3
-    )
-    np.testing.assert_allclose(by_age.passes, plain.passes)
-    np.testing.assert_allclose(by_age.reached, plain.reached)
-
-
 def test_expected_passes_by_age_are_those_of_simulation():
     rng = np.random.default_rng(2)
     chances = rng.random((15, 4))
@@ -292,10 +256,3 @@ def test_expected_passes_by_age_are_those_of_simulation():
 def test_the_mask_token_is_an_id_that_no_text_has(family_dirs):
     assert parallel.unused_id(family_dirs["llama"], 307) not in (0, 1)
     assert parallel.pard_token(family_dirs["llama"]) is None
-
-
-def test_a_mask_token_outside_the_vocabulary_is_refused(family_dirs, tmp_path):
-    config = checkpoint.read_config(family_dirs["llama"]) | {"pard_token": 307}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with raises_option("pard_token", "307", "0", "306"):
-        parallel.pard_token(tmp_path)

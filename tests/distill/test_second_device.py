@@ -17,7 +17,7 @@ ROUNDING = 1e-4  # of kernels that are put together of others there
 
 
 @pytest.fixture
-def words(family_dirs: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
+def words(family_dirs, tmp_path) -> dict[str, Any]:
     file = tmp_path / "text.txt"
     file.write_text(
         "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))

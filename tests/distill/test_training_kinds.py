@@ -8,7 +8,7 @@ from outside import draftlab, example, install
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Path:
+def site(tmp_path) -> Path:
     folder = tmp_path / "site"
     install(folder, "squares-package", {"squares": example("squares")}, "draftlab.losses")
     install(folder, "quiet-package", {"quiet": example("quiet")}, "draftlab.students")
@@ -22,19 +22,7 @@ def test_a_loss_and_a_student_from_outside_train(site, family_dirs, tmp_path):
     assert "quiet" in shown
     assert "squares" in shown
     target = str(family_dirs["llama"])
-    words = [
-        "distill",
-        "--draft",
-        target,
-        "--target",
-        target,
-        "--data",
-        "text.txt",
-        "--steps",
-        "2",
-        "--batch-size",
-        "2",
-    ]
+    words = f"distill --draft {target} --target {target} --data text.txt".split()
     words += ["--steps", "2", "--batch-size", "2", "--seq-len", "32", "--out", "out", "--json"]
     for given, named in (
         (["--student", "quite"], "'quiet'"),

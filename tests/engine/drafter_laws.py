@@ -1,13 +1,17 @@
 """What every drafter must do: it is lossless, keeps to the draws of each row, and says what it sampled from."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from builders import build
 from torch import Tensor
 
+from draftlab.acceptance import expected
+from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.engine.drafters.dflash import DFlashDrafter
 from draftlab.engine.drafters.dspark import DSparkDrafter
 from draftlab.engine.drafters.eagle import EagleDrafter
@@ -20,21 +24,29 @@ from draftlab.model.dflash import DFlash, DFlashShape
 from draftlab.model.dspark import DSpark, DSparkShape
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.eagle_llama import EagleLlama
+from draftlab.model.hf_files import write_head_ids
 from draftlab.sampling import SamplingParams
 
 VOCAB = 307
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 
 
-def save_models(root: Path) -> dict[str, llama.Llama]:
-    """Return the target, the target with noise, which agrees now and then, and the same as a parallel draft."""
+def save_models(
+    root: Path, noise: float = 0.02, head_ids: Sequence[int] = ()
+) -> dict[str, llama.Llama]:
+    """Return the target, the target with noise, which agrees now and then, and the same as a parallel draft.
+
+    head_ids: Ids of a trimmed head of the drafts.
+    """
     target, noisy = build("llama", 1, num_hidden_layers=3), build("llama", 1, num_hidden_layers=3)
     torch.manual_seed(5)
     with torch.no_grad():
         for p in noisy.parameters():
-            p.add_(torch.randn_like(p) * 0.02)
+            p.add_(torch.randn_like(p) * noise)
     for name, model in (("target", target), ("noisy", noisy)):
         model.save_pretrained(root / name)
+    if head_ids:
+        write_head_ids(root / "noisy", head_ids)
     loaded = {name: llama.load(Path(root / name), torch.float32) for name in ("target", "noisy")}
     loaded["parallel"] = llama.load(Path(root / "noisy"), torch.float32)
     loaded["parallel"].pard_token = 2
@@ -132,8 +144,48 @@ def check_q(target: llama.Llama, drafter: Drafter) -> None:
     assert torch.equal(draw(draft.q, uniform[:, : draft.ids.shape[1]]), draft.ids)
 
 
+Score = Callable[[list[tuple[np.ndarray, np.ndarray]], SamplingParams], Sequence[Any]]
+
+
+def check_greedy_replay(target: llama.Llama, drafter: Drafter, score: Score, k: int) -> None:
+    """Replay of greedy texts expects the passes and accepted tokens of every live row."""
+    sampling = SamplingParams(max_tokens=40)
+    texts = output_tokens(decode(target, PROMPTS, sampling))
+    pairs = [(np.array(p), np.array(text)) for p, text in zip(PROMPTS, texts, strict=True)]
+    chances = [np.exp(each.logprobs)[1:] for each in score(pairs, sampling)]
+    counts = expected.chain(expected.texts_of(chances), k)
+    live = list(speculative_decode(target, drafter, PROMPTS, k, sampling))
+    for row in range(len(PROMPTS)):
+        own = [step for step in live if step.row == row][1:]
+        assert len(own) == counts.passes[row]
+        assert sum(step.accepted for step in own) == counts.accepted[row]
+    assert counts.reached[:, min(2, k)].sum() > 0  # later tokens are accepted, too
+
+
+def replay_errors(
+    target: llama.Llama, drafter: Drafter, score: Score, sampling: SamplingParams, k: int, rows: int
+) -> tuple[float, float]:
+    """Return how many standard errors replay is off the passes that sampling counts.
+
+    The second is that of a control, in which tokens of all ages have the chances of the first.
+    """
+    steps = list(speculative_decode(target, drafter, [PROMPTS[0]] * rows, k, sampling))
+    assert sum(step.accepted for step in steps) > rows
+    pairs = [(np.array(PROMPTS[0]), np.array(text)) for text in output_tokens(steps)]
+    log_p = [each.logprobs for each in score_tokens(target, pairs, VOCAB, sampling)]
+    log_q = [each.logprobs for each in score(pairs, sampling)]
+    chances = [expected.chances(q, p[:, None])[1:] for q, p in zip(log_q, log_p, strict=True)]
+    live = np.array([sum(step.row == row for step in steps) - 1 for row in range(rows)])
+
+    def error(chances: list[np.ndarray]) -> float:
+        differences = live - expected.chain(expected.texts_of(chances), k).passes
+        return abs(differences.mean()) / (differences.std(ddof=1) / rows**0.5)
+
+    return error(chances), error([np.repeat(row[:, :1], k, 1) for row in chances])
+
+
 class Bigrams(Decoder):
-    """A context-free model of three ids; any cache will do."""
+    """A context-free model of few ids; any cache will do."""
 
     device = torch.device("cpu")
     context = 100

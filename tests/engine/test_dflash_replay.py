@@ -6,16 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafter_laws import PROMPTS, VOCAB, dflash_drafter, dspark_drafter, save_models
+from drafter_laws import PROMPTS, VOCAB, dflash_drafter, dspark_drafter, replay_errors, save_models
+from errors import raises_option
 from test_dflash import NATIVE, written
 
-from draftlab.acceptance import expected
 from draftlab.acceptance.block_logprobs import score_blocks
-from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.commands import COMMANDS
 from draftlab.engine.drafters.dflash import DFlashDrafter
-from draftlab.engine.generate import decode, output_tokens, speculative_decode
-from draftlab.errors import UserError
+from draftlab.engine.generate import decode, output_tokens
 from draftlab.latency.cost_model import read_profile
 from draftlab.model.dflash import DFlash
 from draftlab.model.llama import Llama
@@ -25,7 +23,7 @@ K = 6
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+def target(tmp_path_factory) -> Llama:
     return save_models(tmp_path_factory.mktemp("models"))["target"]
 
 
@@ -71,21 +69,14 @@ def test_replay_has_the_log_probabilities_that_the_drafter_draws_with(target, ch
 @pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn"])
 def test_replay_expects_what_sampling_counts(target, kind):
     """Over many texts, within five standard errors, also where each token depends on the drafted tokens before it."""
-    drafter = (
-        DFlashDrafter(target, head_of(target)) if kind == "dflash" else dspark_drafter(target, kind)
-    )
-    head = drafter.head
-    sampling, rows, k = SamplingParams(max_tokens=24, temperature=1.5), 200, 3
-    steps = list(speculative_decode(target, drafter, [PROMPTS[0]] * rows, k, sampling))
-    pairs = [(np.array(PROMPTS[0]), np.array(text)) for text in output_tokens(steps)]
-    log_p = [each.logprobs for each in score_tokens(target, pairs, VOCAB, sampling)]
-    log_q = [each.logprobs for each in score_blocks(target, head, pairs, VOCAB, sampling, k)]
-    chances = [expected.chances(q, p[:, None])[1:] for q, p in zip(log_q, log_p, strict=True)]
-    live = np.array([sum(step.row == row for step in steps) - 1 for row in range(rows)])
-    counts = expected.chain(expected.texts_of(chances), k)
-    differences = live - counts.passes
-    assert abs(differences.mean()) / (differences.std(ddof=1) / rows**0.5) < 5
-    assert counts.accepted.sum() > rows  # a step in ten accepts a token
+    plain = kind == "dflash"
+    drafter = DFlashDrafter(target, head_of(target)) if plain else dspark_drafter(target, kind)
+
+    def score(pairs: list[tuple[np.ndarray, np.ndarray]], sampling: SamplingParams) -> Any:
+        return score_blocks(target, drafter.head, pairs, VOCAB, sampling, 3)
+
+    sampling = SamplingParams(max_tokens=24, temperature=1.5)
+    assert replay_errors(target, drafter, score, sampling, 3, 200)[0] < 5
 
 
 def test_a_head_as_typed_through_replay_profile_and_predict(family_dirs, tmp_path):
@@ -95,13 +86,8 @@ def test_a_head_as_typed_through_replay_profile_and_predict(family_dirs, tmp_pat
     COMMANDS["outputs build"](
         use="replay", target=str(target), data="stdlib-tests", out=tmp_path / "answers", **sizes
     )
-    COMMANDS["replay"](
-        directory=tmp_path / "answers",
-        draft=[str(head)],
-        target=str(target),
-        k="1-4",
-        out=tmp_path / "replay",
-    )
+    replay = {"directory": tmp_path / "answers", "draft": [str(head)], "target": str(target)}
+    COMMANDS["replay"](**replay, k="1-4", out=tmp_path / "replay")
     COMMANDS["profile"](
         models=[str(target), str(head)], k=4, context="8,40", repeats=3, mode="eager", threads=1,
         out=tmp_path / "profile",
@@ -118,22 +104,15 @@ def test_a_head_as_typed_through_replay_profile_and_predict(family_dirs, tmp_pat
     for row in predicted.rows:
         drafting = 1e3 * row.shares["draft"] * row.tokens_per_pass.value / row.tokens_per_second
         assert ms[row.k, 8] * 0.5 < drafting < 2 * max(ms[row.k, 8], ms[row.k, 40]) + 2
-    with pytest.raises(UserError, match="dflash"):
-        COMMANDS["predict"](
-            **pair | {"draft_profile": [str(profiles["llama"])]}, acceptance=acceptance, k="1-4"
-        )
-    with pytest.raises(UserError, match="at most 4"):
-        COMMANDS["replay"](
-            directory=tmp_path / "answers",
-            draft=[str(head)],
-            target=str(target),
-            k="5",
-            out=tmp_path / "deep",
-        )
+    pair["draft_profile"] = [str(profiles["llama"])]
+    with raises_option("dflash"):
+        COMMANDS["predict"](**pair, acceptance=acceptance, k="1-4")
+    with raises_option("--k", 4):
+        COMMANDS["replay"](**replay, k="5", out=tmp_path / "deep")
 
 
 def test_a_text_longer_than_the_heads_context_is_refused(target):
     head = head_of(target, context=40)
     pairs = [(np.arange(3, 23), np.arange(3, 23))]
-    with pytest.raises(UserError, match="40"):
+    with raises_option("40"):
         score_blocks(target, head, pairs, VOCAB, SamplingParams(), K)

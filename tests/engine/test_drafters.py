@@ -28,21 +28,22 @@ from draftlab.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, llama.Llama]:
+def models(tmp_path_factory) -> dict[str, llama.Llama]:
     return save_models(tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.fixture(scope="module")
-def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
+def ngrams(models) -> NgramModel:
     return ngram_model(models["target"])
 
 
 DRAFTERS = [
+    "model",
     "ngram",
     "lookup",
     "fallback",
     "gated",
-    "lookup, then eagle",
+    "lookup-eagle",
     "parallel",
     "eagle",
     "dflash",
@@ -54,6 +55,7 @@ DRAFTERS = [
 def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:
     noisy = models["noisy"]
     return {
+        "model": lambda: ModelDrafter(noisy, VOCAB),
         "ngram": lambda: NgramDrafter(ngrams),
         "lookup": lambda: PromptLookupDrafter(3),
         "fallback": lambda: FallbackDrafter(
@@ -62,7 +64,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "gated": lambda: FallbackDrafter(
             PromptLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB, 2
         ),
-        "lookup, then eagle": lambda: FallbackDrafter(
+        "lookup-eagle": lambda: FallbackDrafter(
             PromptLookupDrafter(3), eagle_drafter(models["target"]), VOCAB, 2
         ),
         "parallel": lambda: ParallelDrafter(models["parallel"], VOCAB),
@@ -84,7 +86,7 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
     check_rows(models["target"], drafter(name, models, ngrams))
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle", "parallel", "dflash", "dspark"])
+@pytest.mark.parametrize("name", ["model", "ngram", "eagle", "parallel", "dflash", "dspark"])
 def test_q_is_what_was_sampled(models, ngrams, name):
     check_q(models["target"], drafter(name, models, ngrams))
 

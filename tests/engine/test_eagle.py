@@ -1,17 +1,16 @@
 """EAGLE-3 in the engine: what it reads is where it should be, in texts of any length beside each other."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from builders import build, recording
+from drafter_laws import PROMPTS, check_greedy_replay, replay_errors
 from plain_eagle import VARIANTS, PlainHead, target_and_head
 
-from draftlab.acceptance import expected
 from draftlab.acceptance.chain_logprobs import score_chains
-from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.model import Mode, eagle, eagle_llama, llama
@@ -24,11 +23,9 @@ from draftlab.model.modes import with_mode
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 
-PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
-
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def folder(request: pytest.FixtureRequest, family_dirs: dict[str, Path], tmp_path_factory) -> Path:
+def folder(request, family_dirs, tmp_path_factory) -> Path:
     """A random head of each variant; one is in speculators' layout."""
     out, target = tmp_path_factory.mktemp("head"), family_dirs["llama"]
     config = eagle.head_config(target, None, 120, **VARIANTS[request.param])
@@ -43,7 +40,7 @@ def folder(request: pytest.FixtureRequest, family_dirs: dict[str, Path], tmp_pat
 
 
 @pytest.fixture(scope="module", params=["eager", "native", "graphs"])
-def target(request: pytest.FixtureRequest, family_dirs: dict[str, Path]) -> llama.Llama:
+def target(request, family_dirs) -> llama.Llama:
     model = llama.load(family_dirs["llama"], torch.float32)
     return CudaGraphLlama(model) if request.param == "graphs" else with_mode(model, request.param)
 
@@ -63,16 +60,15 @@ def near_head(tmp_path_factory) -> tuple[llama.Llama, EagleLlama]:
     return target_and_head(tmp_path_factory.mktemp("near"))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
 def test_the_engine_drafts_what_a_plain_head_says_of_transformers_states(
-    folder, target, family_dirs, rows
+    folder, target, family_dirs
 ):
-    drafter, sampling = drafter_of(folder, target, family_dirs), SamplingParams(max_tokens=16)
-    found = output_tokens(speculative_decode(target, drafter, PROMPTS[:rows], 3, sampling))
-    assert found == output_tokens(decode(target, PROMPTS[:rows], sampling))
+    drafter, sampling = drafter_of(folder, target, family_dirs), SamplingParams(max_tokens=10)
+    found = output_tokens(speculative_decode(target, drafter, PROMPTS, 3, sampling))
+    assert found == output_tokens(decode(target, PROMPTS, sampling))
     model: Any = build("llama")
     plain = PlainHead.of(folder, model.get_input_embeddings().weight.detach())
-    ends = [len(p) + len(f) for p, f in zip(PROMPTS, found, strict=False)]
+    ends = [len(p) + len(f) for p, f in zip(PROMPTS, found, strict=True)]
     for texts, draft in drafter.seen:
         for row, text in enumerate(texts):
             if len(text) == ends[row]:
@@ -144,43 +140,19 @@ def test_the_compiled_head_is_the_eager_one(folder, family_dirs, dtype):
         eager.forward(ids, eager.new_cache(2, 12))
 
 
+def scored(pair, pairs, sampling):
+    return score_chains(*pair, pairs, 307, sampling, 5)
+
+
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_replay_expects_what_greedy_decoding_counts(near_head, k):
     """After acceptances of every length."""
-    target, head = near_head
-    sampling = SamplingParams(max_tokens=40)
-    texts = output_tokens(decode(target, PROMPTS, sampling))
-    pairs = [
-        (np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)
-    ]
-    scored = score_chains(target, head, pairs, 307, sampling, 5)
-    chances = expected.texts_of([np.exp(each.logprobs)[1:] for each in scored])
-    counts = expected.chain(chances, k)
-    live = list(speculative_decode(target, EagleDrafter(target, head), PROMPTS, k, sampling))
-    for row in range(len(PROMPTS)):
-        own = [step for step in live if step.row == row][1:]
-        assert len(own) == counts.passes[row]
-        assert sum(step.accepted for step in own) == counts.accepted[row]
-    # what follows the head's own states is accepted, too
-    assert counts.reached[:, min(2, k)].sum() > 0
+    check_greedy_replay(near_head[0], EagleDrafter(*near_head), partial(scored, near_head), k)
 
 
 def test_sampled_replay_expects_what_sampling_counts(near_head):
     """Over many texts, within five standard errors; a head that never went on from its own states is another one."""
-    target, head = near_head
-    sampling, rows, k = SamplingParams(max_tokens=24, temperature=0.9), 160, 4
-    steps = list(
-        speculative_decode(target, EagleDrafter(target, head), [PROMPTS[0]] * rows, k, sampling)
-    )
-    pairs = [(np.array(PROMPTS[0]), np.array(text)) for text in output_tokens(steps)]
-    log_p = [each.logprobs for each in score_tokens(target, pairs, 307, sampling)]
-    log_q = [each.logprobs for each in score_chains(target, head, pairs, 307, sampling, k)]
-    chances = [expected.chances(q, p[:, None])[1:] for q, p in zip(log_q, log_p, strict=True)]
-    live = np.array([sum(step.row == row for step in steps) - 1 for row in range(rows)])
-
-    def error(rows: list[np.ndarray]) -> float:
-        differences = live - expected.chain(expected.texts_of(rows), k).passes
-        return abs(differences.mean()) / (differences.std(ddof=1) / len(rows) ** 0.5)
-
-    assert error(chances) < 5
-    assert error([np.repeat(row[:, :1], k, 1) for row in chances]) > 5
+    sampling = SamplingParams(max_tokens=24, temperature=0.9)
+    score = partial(scored, near_head)
+    found, control = replay_errors(near_head[0], EagleDrafter(*near_head), score, sampling, 4, 160)
+    assert found < 5 < control

@@ -76,14 +76,6 @@ def test_what_follows_a_prompt_in_one_wide_pass_is_causal_from_the_right(model):
     assert isinstance(how["attn_mask"], CausalBias)
 
 
-@pytest.mark.parametrize("width", [1, 5, NARROW, NARROW + 1, 100])
-def test_each_way_gives_the_logits_of_one_pass(model, width):
-    whole = model.forward(IDS[:, :150], model.new_cache(2, 150))
-    cache = model.new_cache(2, 150)
-    parts = [model.forward(IDS[:, at : min(at + width, 150)], cache) for at in range(0, 150, width)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
-
-
 class FakeEvent:
     counts: ClassVar[Counter[str]] = Counter()
 
@@ -131,3 +123,11 @@ def test_phases_are_timed_by_events_that_are_waited_for_when_the_step_is_over(mo
     assert FakeEvent.counts["recorded"] == 4 * len(steps) + 1
     # none between the start of a step and its verification
     assert waits == [4 * step for step in range(len(steps))]
+
+
+@pytest.mark.parametrize("width", [1, 5, NARROW, NARROW + 1, 100])
+def test_each_way_gives_the_logits_of_one_pass(model, width):
+    whole = model.forward(IDS[:, :150], model.new_cache(2, 150))
+    cache = model.new_cache(2, 150)
+    parts = [model.forward(IDS[:, at : min(at + width, 150)], cache) for at in range(0, 150, width)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)

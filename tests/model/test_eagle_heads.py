@@ -10,14 +10,13 @@ from errors import raises_option
 from plain_eagle import VARIANTS, PlainHead
 from safetensors.torch import load_file, save_file
 
-from draftlab.errors import UserError
 from draftlab.model import checkpoint, eagle
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.training.eagle_head import EagleHead
 
 
 @pytest.fixture(scope="module")
-def target(family_dirs: dict[str, Path]) -> Path:
+def target(family_dirs) -> Path:
     return family_dirs["llama"]
 
 
@@ -31,27 +30,23 @@ def random_head(config: HeadShape) -> Head:
 
 
 @pytest.fixture(scope="module")
-def head(target: Path) -> Head:
+def head(target) -> Head:
     return random_head(eagle.head_config(target, None, 40))
 
 
 @pytest.fixture
-def folder(head: Head, target: Path, tmp_path: Path) -> Path:
+def folder(head, target, tmp_path) -> Path:
     """A head in the native layout."""
     eagle.write(tmp_path, head, "native", target=target, k=3)
     return tmp_path
 
 
-def altered(folder: Path, drop: str = "", **fields: object) -> None:
-    """Change fields of config.json; a field of None is taken out, and so is a tensor to drop."""
+def altered(folder: Path, **fields: object) -> None:
+    """Change fields of config.json; a field of None is taken out."""
     config = json.loads((folder / "config.json").read_text()) | fields
     (folder / "config.json").write_text(
         json.dumps({k: v for k, v in config.items() if v is not None})
     )
-    if drop:
-        tensors = load_file(folder / "model.safetensors")
-        del tensors[drop]
-        save_file(tensors, folder / "model.safetensors")
 
 
 def assert_same_logits(folder: Path, target: Path) -> None:
@@ -84,16 +79,15 @@ def test_what_is_written_is_read_as_it_was(target, tmp_path, layout, variant):
     assert_same_logits(tmp_path, target)
 
 
-def test_speculators_layout_brings_the_targets_embedding(head, target, tmp_path):
+def test_speculators_layout_brings_an_embedding_that_is_the_targets_or_the_heads_own(
+    head, target, tmp_path
+):
     """That library leaves the embedding at zero, without a word, where the file has none."""
-    eagle.write(tmp_path, head, "speculators", target=target, k=3)
-    embedding = checkpoint.Weights(target)["model.embed_tokens.weight"]
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["embed_tokens.weight"], embedding)
-
-
-def test_a_head_with_an_embedding_of_its_own(head, target, tmp_path):
     embedding = torch.randn(307, 64, generator=torch.Generator().manual_seed(5))
     own = Head(config=head.config, weights=head.weights, ids=head.ids, embedding=embedding)
+    eagle.write(tmp_path, head, "speculators", target=target, k=3)
+    theirs = checkpoint.Weights(target)["model.embed_tokens.weight"]
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["embed_tokens.weight"], theirs)
     eagle.write(tmp_path, own, "speculators", target=target, k=3)
     assert torch.equal(cast(Any, eagle.read(tmp_path, target, torch.float32).embedding), embedding)
     assert_same_logits(tmp_path, target)
@@ -139,16 +133,10 @@ def test_a_head_over_all_ids_needs_no_d2t(target, tmp_path):
     [
         ({"target_hidden_size": 48}, "hidden size 48"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "1, 2, 6"),
-        ({"draft_vocab_size": 41}, "d2t"),
         ({"intermediate_size": 44}, "(64, 44)"),
         ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
         ({"fc_norm": True}, "fc_norm.0"),
-        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc"),
-        ({"layer_types": ["sliding_attention"]}, "sliding_window"),
-        ({"model_type": "qwen3"}, "k_norm"),
         ({"model_type": "gemma3"}, "gemma3"),
-        ({"draft_vocab_size": None}, "draft_vocab_size"),
-        ({"hidden_size": 48}, "embed_tokens"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused_by_their_configuration(folder, target, fields, named):
@@ -158,29 +146,17 @@ def test_heads_that_do_not_fit_are_refused_by_their_configuration(folder, target
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("dropped", ["d2t", "fc.weight"])
-def test_heads_without_a_tensor_are_refused(folder, target, dropped):
-    altered(folder, drop=dropped)
-    with raises_option(dropped):
-        eagle.check(folder, target)
-
-
 def test_files_that_hold_something_else_are_refused(folder, target):
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"mask_hidden": torch.zeros(3)}, folder / "model.safetensors")
     with raises_option("mask_hidden"):
         eagle.check(folder, target)
-    save_file(tensors | {"d2t": torch.full((40,), 300)}, folder / "model.safetensors")
-    with raises_option("d2t"):
-        eagle.read(folder, target, torch.float32)
-    save_file(tensors | {"norm.weight": torch.full((64,), torch.nan)}, folder / "model.safetensors")
-    with pytest.raises(UserError):
-        eagle.read(folder, target, torch.float32)
+    del tensors["fc.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with raises_option("fc.weight"):
+        eagle.check(folder, target)
     (folder / "model.safetensors").write_bytes(b"garbage")
     with raises_option("safetensors"):
-        eagle.check(folder, target)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError):
         eagle.check(folder, target)
 
 
@@ -192,13 +168,3 @@ def test_three_layers_of_every_target_that_has_four():
     assert all(len(set(layers(n))) == 3 and max(layers(n)) < n for n in range(4, 100))
     with raises_option("3"):
         layers(3)
-
-
-def test_the_sizes_are_those_of_the_target():
-    config = HeadShape(
-        hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, eps=1e-5, context=8192, rope={}, vocab=49152,
-        draft_vocab=12288, target_hidden=576, layer_ids=(2, 15, 27), norm_before_residual=False,
-    )  # fmt: skip
-    sizes = config.sizes()
-    assert sizes["fc.weight"] == (576, 1728)
-    assert sizes["layers.0.self_attn.k_proj.weight"] == (192, 1152)

@@ -1,6 +1,5 @@
 """Hub names, through huggingface_hub itself and a hub on this machine: what is fetched, what is said if it cannot."""
 
-import json
 import shutil
 import socket
 import time
@@ -10,6 +9,7 @@ import pytest
 from errors import raises_option
 from hub_server import Hub, running_hub
 from huggingface_hub import constants
+from test_checkpoint import SHARDS, sharded
 from typer.testing import CliRunner
 
 from draftlab import workspace
@@ -18,50 +18,34 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 
 PLAIN = [
-    "config.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
+    f"{name}.json"
+    for name in [
+        "config",
+        "generation_config",
+        "model.safetensors.index",
+        "tokenizer",
+        "tokenizer_config",
+    ]
 ]
-SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
 @pytest.fixture(scope="module")
 def served(family_dirs, tmp_path_factory) -> Hub:
     """lab/sharded as Mistral lays its repositories out, and others that are no plain checkpoint."""
-    from safetensors.torch import load_file, save_file
-
     root = tmp_path_factory.mktemp("repos")
-    sharded = root / "sharded"
-    shutil.copytree(family_dirs["llama"], sharded)
-    tensors = load_file(sharded / "model.safetensors")
-    (sharded / "model.safetensors").unlink()
-    parts = dict(zip(SHARDS, (sorted(tensors)[::2], sorted(tensors)[1::2]), strict=True))
-    for file, names in parts.items():
-        save_file({name: tensors[name] for name in names}, sharded / file)
-    index = {
-        "metadata": {},
-        "weight_map": {name: file for file, names in parts.items() for name in names},
-    }
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    (sharded / "consolidated.safetensors").write_bytes(b"another layout")
-    (sharded / "original").mkdir()
-    (sharded / "original/params.json").write_text("{}")
-    (sharded / "pytorch_model.bin").write_bytes(b"a pickle")
-    older = root / "older"
+    newer, older = sharded(family_dirs["llama"], root / "sharded"), root / "older"
+    (newer / "consolidated.safetensors").write_bytes(b"another layout")
+    (newer / "original").mkdir()
+    (newer / "original/params.json").write_text("{}")
+    (newer / "pytorch_model.bin").write_bytes(b"a pickle")
     shutil.copytree(family_dirs["llama"], older)
-    for name, file in (
-        ("gguf", "m-Q4_K_M.gguf"),
-        ("adapter", "adapter_config.json"),
-        ("bin", "pytorch_model.bin"),
-    ):
-        (root / name).mkdir()
-        (root / name / file).write_text("{}")
-    (root / "bin/config.json").write_text("{}")
-    repos = {f"models/lab/{name}": {"main": root / name} for name in ("gguf", "adapter", "bin")}
-    repos["models/lab/sharded"] = {"main": sharded, "v0.1": older}
-    repos["models/lab/gated"] = {"main": older}
+    (root / "gguf").mkdir()
+    (root / "gguf/m-Q4_K_M.gguf").write_text("{}")
+    repos = {
+        "models/lab/gguf": {"main": root / "gguf"},
+        "models/lab/sharded": {"main": newer, "v0.1": older},
+        "models/lab/gated": {"main": older},
+    }
     with running_hub(repos, gated=frozenset({"lab/gated"})) as running:
         yield running
 
@@ -136,8 +120,6 @@ def test_a_revision_is_named_behind_an_at_sign(served, cache):
         ("lab/nosuch", "RepositoryNotFound"),
         ("lab/gated", "lab/gated.*hf auth login"),
         ("lab/gguf", "draftlab import"),
-        ("lab/adapter", "draftlab import"),
-        ("lab/bin", "draftlab import"),
         ("lab/na--me", "HFValidationError"),
     ],
 )

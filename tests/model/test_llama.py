@@ -11,12 +11,10 @@ from errors import raises_option
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from draftlab.cli import app
-from draftlab.errors import UserError
-from draftlab.model import llama
+from draftlab.model import llama, modes
 from draftlab.model.decoder import Tree
+from draftlab.model.hf_decoder import HFDecoder
 
 IDS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -29,34 +27,13 @@ def pair(request, family_dirs):
     )
 
 
+@pytest.mark.parametrize("widths", [[40], [7, 1, 1, 5, 1, 3, 22]])
 @torch.inference_mode()
-def test_prefill_logits_equal_transformers(pair):
-    ours, theirs = pair
-    torch.testing.assert_close(
-        ours.forward(IDS, ours.new_cache(2, 64)), theirs(IDS).logits, atol=2e-5, rtol=1e-4
-    )
-
-
-@torch.inference_mode()
-def test_steps_of_any_width_equal_one_prefill(pair):
+def test_logits_of_passes_of_any_width_equal_transformers(pair, widths):
     ours, theirs = pair
     cache = ours.new_cache(2, 64)
-    widths = [7, 1, 1, 5, 1, 3, 22]
     parts = [ours.forward(part, cache) for part in IDS.split(widths, dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), theirs(IDS).logits, atol=2e-5, rtol=1e-4)
-
-
-@torch.inference_mode()
-def test_rollback_equals_fresh_prefill(family_dirs):
-    model = llama.load(family_dirs["qwen3"], torch.float32)
-    used, fresh = model.new_cache(2, 64), model.new_cache(2, 64)
-    model.forward(IDS[:, :20], used)
-    model.forward(IDS[:, 25:38], used)  # a rejected draft
-    used.used = [20, 20]
-    after = model.forward(IDS[:, 20:30], used)
-    model.forward(IDS[:, :20], fresh)
-    torch.testing.assert_close(after, model.forward(IDS[:, 20:30], fresh), atol=0, rtol=0)
-    assert torch.equal(used.keys[:, :, :, :30], fresh.keys[:, :, :, :30])
 
 
 @settings(max_examples=12, deadline=None)
@@ -67,7 +44,7 @@ def test_rollback_equals_fresh_prefill(family_dirs):
         max_size=8,
     )
 )
-def test_a_cache_after_any_accepting_and_rejecting_is_that_of_a_fresh_prefill(family_dirs, steps):
+def test_rollback_equals_fresh_prefill(family_dirs, steps):
     """Rows of two texts that keep as much of each pass as they like, one more or less than the other."""
     model = _model(family_dirs["qwen3"])
     cache = model.new_cache(2, 64)
@@ -129,13 +106,6 @@ def test_a_tree_gives_what_each_of_its_paths_gives(family_dirs):
             )
 
 
-@torch.inference_mode()
-def test_last_gives_the_last_logits(family_dirs):
-    model = llama.load(family_dirs["llama"], torch.float32)
-    whole = model.forward(IDS, model.new_cache(2, 64))
-    torch.testing.assert_close(model.forward(IDS, model.new_cache(2, 64), last=3), whole[:, -3:])
-
-
 def test_a_cache_longer_than_the_context_is_refused(family_dirs):
     with raises_option("256"):
         llama.load(family_dirs["llama"], torch.float32).new_cache(1, 257)
@@ -152,9 +122,9 @@ def test_a_full_cache_is_an_error(family_dirs):
     [
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rotary scaling 'dynamic'",
+            "dynamic",
         ),
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"hidden_act": "gelu"}, "gelu"),
     ],
 )
 def test_what_is_not_computed_is_known_before_weights_are_read(family_dirs, tmp_path, change, said):
@@ -163,15 +133,6 @@ def test_what_is_not_computed_is_known_before_weights_are_read(family_dirs, tmp_
     assert llama.check_supported(place) == llama.load(place, torch.float32).shape
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(UserError, match=said):
+    with raises_option(said):
         llama.check_supported(place)
-    plain, words = (
-        CliRunner(),
-        ["--target", str(place), "--draft", str(family_dirs["llama"]), "--data", "stdlib"],
-    )
-    shown = plain.invoke(app, ["score", *words, "--num-prompts", "1", "--k", "2", "--dry-run"])
-    assert said in " ".join(shown.output.split()), shown.output
-    assert "transformers runs it" in " ".join(shown.output.split())
-    refused = plain.invoke(app, ["score", *words, "--drafter", "layer-skip:layers=1", "--dry-run"])
-    assert refused.exit_code == 1
-    assert "--drafter" in refused.output
+    assert isinstance(modes.load(place, torch.float32, torch.device("cpu")), HFDecoder)

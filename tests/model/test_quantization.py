@@ -21,19 +21,8 @@ from draftlab.model.size import read_size
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 METHODS: dict[str, dict[str, Any]] = {
-    "bitsandbytes": {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-    },
-    "awq": {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": 128,
-        "version": "gemm",
-        "zero_point": True,
-    },
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
     "fp8": FP8,
 }
 

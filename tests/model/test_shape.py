@@ -111,25 +111,13 @@ def test_params_of_a_shape_file_are_those_of_transformers(file):
         ("llama-65b", 65_285_660_672),
         ("llama-2-70b", 68_976_648_192),
         ("llama-3.1-8b", 8_030_261_248),
-        ("llama-3.1-70b", 70_553_706_496),
         ("noft-1.3b", 1_345_423_360),
         ("llama-3.2-1b", 1_235_814_400),
-        ("llama-3.2-3b", 3_212_749_824),
         ("qwen2.5-0.5b", 494_032_768),
-        ("qwen2.5-1.5b", 1_543_714_304),
-        ("qwen2.5-7b", 7_615_616_512),
-        ("qwen2.5-32b", 32_763_876_352),
         ("qwen2.5-72b", 72_706_203_648),
-        ("qwen3-4b", 4_022_468_096),
         ("qwen3-8b", 8_190_735_360),
-        ("qwen3-14b", 14_768_307_200),
-        ("qwen3-32b", 32_762_123_264),
         ("mistral-7b-v0.1", 7_241_732_096),
-        ("mistral-7b-v0.3", 7_248_023_552),
-        ("mistral-small-24b", 23_572_403_200),
         ("smollm2-135m", 134_515_008),
-        ("smollm2-360m", 361_821_120),
-        ("smollm2-1.7b", 1_711_376_384),
     ],
 )
 def test_params_equal_the_published_count(name, count):
@@ -138,21 +126,10 @@ def test_params_equal_the_published_count(name, count):
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("qwen3-0.6b", 751_632_384), ("qwen3-1.7b", 2_031_739_904)]
-)
-def test_where_the_file_holds_the_tied_head_too_the_published_count_has_it_twice(name, count):
-    shape = preset(name)
-    assert shape.tied
-    assert shape.params() + shape.vocab * shape.hidden == count
-
-
-@pytest.mark.parametrize(
     ("name", "millions"),
     [
         ("wide-1.3b", 1333.7),
         ("wide-796m", 796.3),
-        ("wide-543m", 543.3),
-        ("wide-290m", 290.3),
         ("fastdraft-150m-6x512", 154.1),
         ("direct-align-115m-4x1024", 116.9),
     ],
@@ -172,10 +149,6 @@ def test_kv_cache_of_llama_65b():
     assert preset("llama-65b").kv_bytes_per_token() == 2560 * 1024
 
 
-def test_kv_cache_counts_kv_heads_only():
-    assert GROUPED.kv_bytes_per_token(1) == 2 * 32 * 8 * 128
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_per_token_by_hand(tied):
     shape = Shape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=16, vocab=32, tied=tied)
@@ -183,10 +156,6 @@ def test_flops_per_token_by_hand(tied):
     # two products, multiply and add, heads x head_dim, 9 cached and 1 new
     scores_and_values = 2 * 2 * (2 * 4) * 10
     assert shape.flops_per_token(9) == 2 * (2 * (attention + mlp) + head) + 2 * scores_and_values
-
-
-def test_resolve_keeps_the_source_where_nothing_is_asked():
-    assert resolve(GROUPED) == GROUPED
 
 
 def test_resolve_scales_heads_and_ffn_with_the_width():
@@ -239,12 +208,10 @@ def test_kv_heads_that_do_not_divide_heads_are_refused_with_neighbours():
 @pytest.mark.parametrize(
     ("field", "value", "option"),
     [
-        ("layers", 33, "--layers 33 .* at most --layers 32"),
-        ("heads", 64, "64 heads on 8 .* 32 on 8"),
-        ("ffn", 14337, "--ffn 14337 .* at most --ffn 14336"),
-        ("vocab", 32000, "vocab 32000 .* 128256"),
-        ("head_dim", 64, "head_dim 64 .* 128"),
-        ("qk_norm", True, "qk_norm True .* False"),
+        ("layers", 33, "--layers 33"),
+        ("heads", 64, "64 heads on 8"),
+        ("vocab", 32000, "vocab 32000"),
+        ("qk_norm", True, "qk_norm True"),
     ],
 )
 def test_what_the_source_does_not_have_is_refused(field, value, option):
@@ -266,34 +233,20 @@ def test_fewest_kv_heads(heads, group, fewest):
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("1.3b", 1_300_000_000),
-        ("796M", 796_000_000),
-        ("350k", 350_000),
-        ("0.57m", 570_000),
-        ("42", 42),
-    ],
+    ("text", "count"), [("1.3b", 1_300_000_000), ("0.57M", 570_000), ("42", 42)]
 )
 def test_parse_count(text, count):
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "many", "-1b", "0", "nan"])
+@pytest.mark.parametrize("text", ["", "-1b", "nan"])
 def test_what_is_no_count_is_refused(text):
     with pytest.raises(UserError, match=re.escape(repr(text))):
         parse_count(text)
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (6_738_415_616, "6.74B"),
-        (999_600_000, "1B"),
-        (154_147_328, "154M"),
-        (350_000, "350k"),
-        (999, "999"),
-    ],
+    ("count", "text"), [(6_738_415_616, "6.74B"), (999_600_000, "1B"), (999, "999")]
 )
 def test_count_text(count, text):
     assert format_count(count) == text
@@ -307,12 +260,7 @@ def test_a_written_shape_file_reads_back(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
-    [
-        ("width: 64", "width: "),
-        ("layers: twelve", "layers: .*'twelve'"),
-        ("layers: 0", "layers: .*0"),
-        ("layers: [1", "while"),
-    ],
+    [("width: 64", "width: "), ("layers: twelve", "layers: .*'twelve'"), ("layers: [1", "while")],
 )
 def test_a_bad_line_in_a_shape_file_is_named(tmp_path, line, complaint):
     text = (WIDTHS / "tiny-16x256.yaml").read_text()
@@ -325,25 +273,10 @@ def test_a_bad_line_in_a_shape_file_is_named(tmp_path, line, complaint):
         read_shape_file(path)
 
 
-def test_a_file_that_is_no_mapping_is_refused(tmp_path):
-    path = tmp_path / "odd.yaml"
-    path.write_bytes(b"12\n")
-    with raises_option(path):
-        read_shape_file(path)
-
-
-def test_a_missing_shape_file_is_named(tmp_path):
-    with raises_option("none.yaml"):
-        read_shape_file(tmp_path / "none.yaml")
-
-
 REAL = {  # width, heads, kv heads, head_dim, from the models' config.json
-    "SmolLM2-135M": (576, 9, 3, 64),
     "SmolLM2-360M": (960, 15, 5, 64),
-    "Llama-3.2-3B": (3072, 24, 8, 128),
     "Qwen2.5-0.5B": (896, 14, 2, 64),
     "Qwen3-0.6B": (1024, 16, 8, 128),
-    "Mistral-7B": (4096, 32, 8, 128),
     "LLaMA-7B": (4096, 32, 32, 128),
 }
 
@@ -365,12 +298,3 @@ def test_default_heads_of_every_width_are_legal(name):
         check(shape)
         assert shape.kv_heads <= kv_heads
         assert shape.heads // shape.kv_heads <= heads // kv_heads
-
-
-def test_half_of_smollm2_360m_has_six_heads_on_two():
-    """Seven heads would be natural: on five KV heads with three each, seven divide into no fewer than seven."""
-    source = Shape(
-        layers=32, hidden=960, heads=15, kv_heads=5, head_dim=64, ffn=2560, vocab=49152, tied=True
-    )
-    shape = resolve(source, hidden=480)
-    assert (shape.heads, shape.kv_heads) == (6, 2)

@@ -22,7 +22,7 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def target(family_dirs: dict[str, Path]) -> Path:
+def target(family_dirs) -> Path:
     return family_dirs["llama"]
 
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from builders import FAMILIES, build, logits_by_transformers
+from builders import FAMILIES, logits_by_transformers
+from errors import raises_option
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from benchmarks.expand import Expanded, expand, larger
-from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, modes
-from draftlab.model.hf_files import write_head_ids
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 LARGER: dict[str, Any] = {"layers": 7, "hidden": 96, "heads": 12, "kv_heads": 6, "ffn": 104}
@@ -37,14 +35,8 @@ def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
 def test_logits_are_the_sources_by_transformers_alone(family, family_dirs, tmp_path):
     kv_heads = 12 if family == "llama_mha" else 6
     out = expanded(family_dirs[family], tmp_path / "out", kv_heads=kv_heads)
-    shape = checkpoint.read_shape(out)
-    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.ffn) == (
-        7,
-        96,
-        12,
-        kv_heads,
-        104,
-    )
+    wanted = LARGER | {"kv_heads": kv_heads}
+    assert checkpoint.read_shape(out).model_dump(include=set(wanted)) == wanted
     assert error(logits(out), logits(family_dirs[family])) < 1e-4
 
 
@@ -62,14 +54,7 @@ def test_logits_are_the_sources_in_our_decoder(family, mode, family_dirs, tmp_pa
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads"),
-    [
-        (12, 4),
-        (16, 4),
-        (8, 8),
-        (16, 8),
-        (24, 12),
-        (32, 8),
-    ],  # of 8 on 4: more heads each, fewer, as many
+    [(12, 4), (8, 8), (24, 12)],  # of 8 on 4: more heads each, fewer, as many
 )
 def test_ratios_of_heads_that_hold_the_source_are_exact(heads, kv_heads, family_dirs, tmp_path):
     out = expanded(family_dirs["llama_biases"], tmp_path / "out", heads=heads, kv_heads=kv_heads)
@@ -89,21 +74,8 @@ def test_each_axis_alone(axis, family_dirs, tmp_path):
     assert error(logits(out), logits(family_dirs["llama3_tied"])) < 1e-4
 
 
-def test_a_tied_head_can_be_written_out(family_dirs, tmp_path):
-    sizes = {"layers": 6, "hidden": 128, "tied": False}
-    expanded(family_dirs["llama3_tied"], tmp_path / "out", **SAME | {"kv_heads": 4} | sizes)
-    assert "lm_head.weight" in checkpoint.Weights(tmp_path / "out")
-    assert error(logits(tmp_path / "out"), logits(family_dirs["llama3_tied"])) < 1e-4
-
-
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        "model.layers.2.input_layernorm.weight",
-        "model.norm.weight",
-        "model.layers.6.mlp.down_proj.weight",
-        "eps",
-    ],
+    "wrong", ["model.norm.weight", "model.layers.6.mlp.down_proj.weight", "eps"]
 )
 def test_one_wrong_scale_changes_the_logits(wrong, family_dirs, tmp_path):
     out = expanded(family_dirs["llama"], tmp_path / "out")
@@ -118,41 +90,12 @@ def test_one_wrong_scale_changes_the_logits(wrong, family_dirs, tmp_path):
     assert error(logits(out), logits(family_dirs["llama"])) > 1e-4
 
 
-def test_bfloat16_writes_the_same_text(family_dirs, tmp_path):
-    """Four times the width: all scales are powers of two, and only the order of sums differs."""
-    source = tmp_path / "source"
-    built: Any = build("llama")
-    built.to(torch.bfloat16).save_pretrained(source)
-    out = expanded(source, tmp_path / "out", hidden=256, heads=32, kv_heads=16, ffn=352)
-    picks = []
-    for path in (source, out):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-        with torch.inference_mode():
-            picks.append(model(IDS).logits.argmax(-1))
-    assert float((picks[0] == picks[1]).float().mean()) >= 0.98
-
-
-def test_a_trimmed_head_comes_along(family_dirs, tmp_path):
-    source = tmp_path / "source"
-    build("llama").save_pretrained(source)
-    write_head_ids(source, list(range(0, 307, 3)))
-    out = expanded(source, tmp_path / "out")
-    assert checkpoint.read_shape(out).draft_vocab == 103
-    ours, expected = (
-        llama.load(path, torch.float32).forward_uncached(IDS, IDS.shape[1])[..., ::3]
-        for path in (out, source)
-    )
-    assert error(ours, expected) < 1e-4
-
-
 def test_what_is_added_is_random_of_the_sources_scale_and_seeded(family_dirs):
     weights, source = (
         checkpoint.Weights(family_dirs["llama"]),
         checkpoint.read_shape(family_dirs["llama"]),
     )
-    shape = source.model_copy(
-        update={"layers": 7, "hidden": 96, "heads": 12, "kv_heads": 6, "ffn": 104}
-    )
+    shape = source.model_copy(update=LARGER)
     first, again, other = (Expanded(weights, source, shape, seed) for seed in (0, 0, 1))
     for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.6.self_attn.q_proj.weight"):
         assert torch.equal(first[name], again[name])
@@ -167,63 +110,14 @@ def test_what_is_added_is_random_of_the_sources_scale_and_seeded(family_dirs):
     )
 
 
-def test_it_streams(family_dirs):
-    """A tensor is read and made when it is asked for."""
-    read: list[str] = []
-
-    class Watched(checkpoint.Weights):
-        def __getitem__(self, name: str) -> torch.Tensor:
-            read.append(name)
-            return super().__getitem__(name)
-
-    source = checkpoint.read_shape(family_dirs["llama"])
-    tensors = Expanded(
-        Watched(family_dirs["llama"]), source, source.model_copy(update={"layers": 9}), 0
-    )
-    assert read == []
-    assert tensors["model.layers.8.mlp.up_proj.weight"].shape == (88, 64)
-    assert read == ["model.layers.3.mlp.up_proj.weight"]
-
-
 def test_parameters_solve_the_ffn(family_dirs):
     shape = larger(checkpoint.read_shape(family_dirs["llama"]), width=128, params="1m")
     assert shape.params() == pytest.approx(1e6, rel=0.01)
     assert (shape.heads, shape.kv_heads) == (16, 8)
 
 
-def requested(source: Path, tmp_path: Path, **sizes: Any) -> str:
-    with pytest.raises(UserError) as refused:
-        expanded(source, tmp_path / "out", **sizes)
-    assert not (tmp_path / "out").exists()
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("axis", ["layers", "hidden", "heads", "kv_heads", "ffn"])
+@pytest.mark.parametrize("axis", ["layers", "kv_heads", "ffn"])
 def test_no_axis_may_be_shorter_than_the_sources(axis, family_dirs, tmp_path):
-    assert f"{axis} 2 is less than the source has" in requested(
-        family_dirs["llama"], tmp_path, **{axis: 2}
-    )
-
-
-def test_kv_heads_that_cannot_repeat_the_sources_are_refused(family_dirs, tmp_path):
-    assert "kv_heads" in requested(family_dirs["llama"], tmp_path, heads=12, kv_heads=5)
-    wide: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2}
-    build("llama", **wide).save_pretrained(tmp_path / "four-each")
-    requested(tmp_path / "four-each", tmp_path, heads=9, kv_heads=3, hidden=72)
-
-
-@pytest.mark.parametrize(("field", "size"), [("head_dim", 16), ("vocab", 400)])
-def test_another_head_dim_or_vocabulary_is_refused(field, size, family_dirs, tmp_path):
-    assert f"{field} {size} differs from the source's" in requested(
-        family_dirs["llama"], tmp_path, **{field: size}
-    )
-
-
-def test_norms_that_add_one_are_refused(family_dirs, tmp_path):
-    config = json.loads((family_dirs["llama"] / "config.json").read_text())
-    (tmp_path / "gemma").mkdir()
-    (tmp_path / "gemma/config.json").write_text(json.dumps(config | {"model_type": "gemma"}))
-    (tmp_path / "gemma/model.safetensors").write_bytes(
-        (family_dirs["llama"] / "model.safetensors").read_bytes()
-    )
-    requested(tmp_path / "gemma", tmp_path)
+    with raises_option(axis):
+        expanded(family_dirs["llama"], tmp_path / "out", **{axis: 2})
+    assert not (tmp_path / "out").exists()

@@ -3,8 +3,7 @@
 import pytest
 from test_report import UNEVEN, change, score
 
-from benchmarks.noise import QUICK, SCORED, parsed, result, steal
-from draftlab.commands.score import ScoreConfig
+from benchmarks.noise import result
 from draftlab.results.score import Score
 
 
@@ -28,22 +27,3 @@ def test_spread_coverage_and_false_praise_are_counted():
     # the interval of 0.87 holds 1
     assert [found[name] for name in ("answered", "right", "wrong", "false_faster")] == [3, 2, 1, 1]
     assert (found["scores"], found["cannot_tell"], found["reference_in_doubt"]) == (4, 0, [])
-
-
-def test_thieves_end_with_their_parent():
-    steal(0, parent=-1)
-
-
-def test_quick_runs_are_short_and_paths_do_not_depend_on_the_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    options = parsed(["--quick", "--target", "model", "--draft", "lab/draft", "--folder", "runs/n"])
-    assert {name: getattr(options, name) for name in QUICK} == QUICK
-    assert set(SCORED) <= set(vars(options)) & set(ScoreConfig.model_fields)
-    assert (options.folder, options.target, options.draft) == (
-        tmp_path / "runs/n",
-        tmp_path / "model",
-        "lab/draft",
-    )
-    with pytest.raises(SystemExit):
-        parsed(["--target", "model"])

@@ -69,16 +69,6 @@ def score(plain: str, other: str, *arguments: str, code: int = 0):
     return result
 
 
-def test_what_a_server_was_asked_for_is_kept(space, started):
-    target = small(space)
-    sampled = ("--temperature", "0.7", "--top-k", "9", "--top-p", "0.8")
-    score(
-        started(target), started(small(space, draft=target.model)), "--draft", "its own", *sampled
-    )
-    kept = read_score(space / "runs/score-served").conditions
-    assert (kept.temperature, kept.top_k, kept.top_p) == (0.7, 9, 0.8)
-
-
 def test_the_password_of_an_address_stands_in_nothing_that_is_written_or_printed(space, started):
     target = small(space)
     urls = [

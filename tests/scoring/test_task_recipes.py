@@ -5,7 +5,6 @@ import json
 import math
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,12 +73,12 @@ def docs() -> list[Document]:
 
 
 @pytest.fixture(scope="module")
-def items(docs: list[Document]) -> list[Any]:
+def items(docs) -> list[Any]:
     return code_tasks.next_line_items(docs, count=200, seed=0)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, docs: list[Document]) -> Path:
+def model(tmp_path_factory, docs) -> Path:
     """A random model with a long window; its tokenizer puts bos in front and joins ')', line break and indentation."""
     out = tmp_path_factory.mktemp("long")
     build("llama", max_position_embeddings=2048, vocab_size=600).save_pretrained(out)
@@ -99,9 +98,7 @@ def log_prob(model: Any, ids: list[int]) -> float:
     return float(log_probs.gather(-1, torch.tensor(ids[1:])[:, None]).sum())
 
 
-def test_the_answer_is_the_next_line_and_among_the_choices_once(
-    items: list[Any], docs: list[Document]
-):
+def test_the_answer_is_the_next_line_and_among_the_choices_once(items, docs):
     assert len(items) == 200
     for item in items:
         answer = item.choices[item.answer]
@@ -109,17 +106,7 @@ def test_the_answer_is_the_next_line_and_among_the_choices_once(
         assert any(item.context + answer in doc.text for doc in docs)
 
 
-def test_a_context_is_whole_lines_of_a_file(items: list[Any], docs: list[Document]):
-    for item in items:
-        assert 200 <= len(item.context) <= 700
-        assert any(
-            doc.text.startswith(item.context) or "\n" + item.context in doc.text for doc in docs
-        )
-
-
-def test_distractors_are_other_lines_alike_in_indentation_and_length(
-    items: list[Any], docs: list[Document]
-):
+def test_distractors_are_other_lines_alike_in_indentation_and_length(items, docs):
     lines = {line + "\n" for doc in docs for line in doc.text.split("\n")}
     for item in items:
         answer = item.choices[item.answer]
@@ -131,20 +118,12 @@ def test_distractors_are_other_lines_alike_in_indentation_and_length(
             assert choice is answer or choice.strip() not in item.context
 
 
-def test_no_place_among_the_choices_is_favoured(items: list[Any]):
-    counts = Counter(item.answer for item in items)
-    # 50 +- 4 standard deviations
-    assert all(25 <= counts[place] <= 75 for place in range(4)), counts
-
-
-def test_a_question_is_decided_by_the_seed_alone(docs: list[Document], items: list[Any]):
+def test_a_question_is_decided_by_the_seed_alone(docs, items):
     assert code_tasks.next_line_items(docs, count=30, seed=0) == items[:30]
     assert code_tasks.next_line_items(docs, count=30, seed=1) != items[:30]
 
 
-def test_accuracy_is_the_share_of_items_whose_likeliest_text_has_the_answer(
-    model: Path, items: list[Any]
-):
+def test_accuracy_is_the_share_of_items_whose_likeliest_text_has_the_answer(model, items):
     loaded, tokenizer, right = load_model(model, torch.float32).eval(), load_tokenizer(model), []
     for item in items[:ITEMS]:
         texts = [tokenizer(item.context + choice)["input_ids"] for choice in item.choices]
@@ -155,7 +134,7 @@ def test_accuracy_is_the_share_of_items_whose_likeliest_text_has_the_answer(
     assert 0 < sum(right) < ITEMS
 
 
-def test_bits_per_byte_is_that_of_a_forward_pass(model: Path, docs: list[Document]):
+def test_bits_per_byte_is_that_of_a_forward_pass(model, docs):
     loaded, tokenizer = load_model(model, torch.float32).eval(), load_tokenizer(model)
     texts = [doc.text[:1500] for doc in docs[:3]]
     bits = [-log_prob(loaded, tokenizer(text)["input_ids"]) / math.log(2) for text in texts]
@@ -167,7 +146,7 @@ def test_bits_per_byte_is_that_of_a_forward_pass(model: Path, docs: list[Documen
     assert not found["bits_per_byte"].higher_is_better
 
 
-def test_the_tasks_are_found_by_name_and_take_other_text(docs: list[Document], tmp_path: Path):
+def test_the_tasks_are_found_by_name_and_take_other_text(docs, tmp_path):
     names = (f"text{i}.txt" for i in range(10_000))
     heldout = next(name for name in names if is_heldout(f"{name}:0"))
     (tmp_path / heldout).write_text(docs[0].text)
@@ -179,7 +158,7 @@ def test_the_tasks_are_found_by_name_and_take_other_text(docs: list[Document], t
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def made(tmp_path_factory) -> dict[str, Path]:
     """The tasks of make_tasks.py, made of small files, by name."""
     out = tmp_path_factory.mktemp("tasks")
     commands = [
@@ -215,14 +194,14 @@ def rows(task: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in task.with_suffix(".jsonl").read_text().splitlines()]
 
 
-def test_every_task_that_is_made_can_be_loaded(made: dict[str, Path]):
+def test_every_task_that_is_made_can_be_loaded(made):
     tasks = load_tasks([str(file) for file in made.values()], limit=2, batch_size=1)
     loaded = tasks.index.load(tasks.names)["tasks"]
     assert loaded.keys() == made.keys()
     assert all(len(task.eval_docs) for task in loaded.values())
 
 
-def test_hellaswags_rows_are_those_of_lm_evals_task(made: dict[str, Path]):
+def test_hellaswags_rows_are_those_of_lm_evals_task(made):
     expected = process_docs(Dataset.from_list(HELLASWAG))
     for row, theirs in zip(rows(made["local_hellaswag"]), expected, strict=True):
         assert row == {
@@ -232,13 +211,13 @@ def test_hellaswags_rows_are_those_of_lm_evals_task(made: dict[str, Path]):
         }
 
 
-def test_both_layouts_of_arc_are_read(made: dict[str, Path]):
+def test_both_layouts_of_arc_are_read(made):
     first, second = rows(made["local_arc"])
     assert first == {"query": "Which is a loop?", "choices": ["for", "if"], "label": 0}
     assert second == {"query": "Which is a test?", "choices": ["1", "if"], "label": 1}
 
 
-def test_stand_ins_have_one_right_choice_of_four(made: dict[str, Path]):
+def test_stand_ins_have_one_right_choice_of_four(made):
     for name in ("next_sentence", "which_article"):
         items = rows(made[name])
         assert items

@@ -1,7 +1,5 @@
 """The recipe of the embedded target begins with a model of random weights and a tokenizer of its own."""
 
-from pathlib import Path
-
 import torch
 
 from benchmarks import tiny_target
@@ -12,7 +10,7 @@ from draftlab.model.shape import Shape, write_shape_file
 SHAPE = Shape(layers=2, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=48, vocab=300)
 
 
-def test_a_new_model_learns_from_text_alone(tmp_path: Path) -> None:
+def test_a_new_model_learns_from_text_alone(tmp_path):
     write_shape_file(SHAPE, tmp_path / "shape.yaml", "a test")
     text = tmp_path / "text.txt"
     text.write_text(

@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 from typing_extensions import Self
 
 from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_program, command, fill
 from draftlab.config import shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
-from draftlab.config.server_rules import acceptance_of
+from draftlab.config.server_rules import ServerRule
 from draftlab.console import note
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -42,7 +42,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     train: bool = option(
         False, "With --draft: train drafts of auto's own, too. Without --draft they are trained."
     )
-    server: str | None = option(
+    server: ServerRule | None = option(
         None,
         (
             f"What the draft is for, {', '.join(SERVERS.names())}: only what it runs is "
@@ -86,16 +86,6 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
             "belongs to --for vllm and llama.cpp",
         ),
     )
-
-    @field_validator("server")
-    @classmethod
-    def _has_a_rule(cls, name: str | None) -> str | None:
-        if name is not None:
-            try:
-                acceptance_of(name)
-            except UserError as error:
-                raise ValueError(str(error).removeprefix("--server-rule: ")) from None
-        return name
 
     @model_validator(mode="after")
     def _server_can(self) -> Self:

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from draftlab import provenance, workspace
-from draftlab.commands.base import Job, Outcome, command, fill
+from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.commands.prune import PruneConfig
 from draftlab.config import shared
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
@@ -177,8 +177,7 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
     if config.gguf is not None and not config.gguf.is_file():
         raise UserError(f"--gguf {config.gguf}: no such file")
     if config.data is not None:
-        with about("--data"):
-            hub.check_local_data(config.data)
+        check_data(config.data, weights=False)
     if config.target is not None:
         source = config.source or config.target
         for name in filter(None, (config.target, source, config.draft)):

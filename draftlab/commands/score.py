@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import model_validator
 from typing_extensions import Self
 
-from draftlab.commands.base import Job, Outcome, command, fill
+from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared
-from draftlab.config.base import (
-    SERVER,
-    DraftedTokens,
-    Numbers,
-    Only,
-    OutputConfig,
-    from_workspace,
-    numbers,
-    option,
-)
+from draftlab.config.base import SERVER, DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.kinds import DRAFTERS, Drafter
 from draftlab.config.server_rules import Acceptance, ServerRule, acceptance_of
 from draftlab.console import note, note_if_slow
@@ -71,7 +62,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     target: str = shared.target()
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
     batch: Numbers = numbers("1", "Prompts decoded at once; 1,4 gives a score for each.")
-    data: str = from_workspace("data", "Source of held-out text for prompts.")
+    data: str = shared.data("Source of held-out text for prompts.")
     prompt_file: Path | None = shared.prompt_file()
     chat: shared.ChatMode = shared.chat(advanced=True)
     system_prompt: str | None = shared.system_prompt()
@@ -267,10 +258,8 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     specs = config.drafter
     for spec in specs:
         spec.check_inputs(weights)
-    source = config.data
     if config.prompt_file is None or any(spec.reads_data for spec in specs):
-        with about("--data"):
-            source = hub.check_data(config.data)
+        check_data(config.data, weights=True)
     default = next(iter(drafts.values()), None)
     if default is None and any("" in spec.drafts for spec in specs):
         default = hub.locate_model(str(shared.newest_draft()), weights)
@@ -304,7 +293,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         )
     if mode == "auto":
         mode = resolve_mode(mode, device, dtype, [target, *models] if weights else [])
-    requests = _requests(config, target, source)
+    requests = _requests(config, target)
     stop = checkpoint.eos_token_ids(target)
     comparison = Comparison(
         target=target,
@@ -326,7 +315,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         acceptance=acceptance_of(config.server_rule)
         if config.server_rule
         else Acceptance(config.rule, None),
-        data=source,
+        data=config.data,
         tasks=tasks,
     )
     comparison.check()
@@ -357,10 +346,8 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
             servers["speculative"] = Server.connect(
                 config.speculative_server, None, config.api_key_file
             )
-    source = config.data
     if config.prompt_file is None:
-        with about("--data"):
-            source = hub.check_data(config.data)
+        check_data(config.data, weights=True)
     with about("--target"):
         tokenizer = hub.locate_tokenizer(config.target)
     with note_if_slow("loading torch and transformers"):
@@ -370,7 +357,7 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
         stored = read_model(PlainAnswers, Path(config.server), PLAIN_FILE) if is_stored else None
     if len(config.draft) > 1:
         raise UserError("--draft: a server runs one draft; name that one")
-    requests = _requests(config, tokenizer, source)
+    requests = _requests(config, tokenizer)
     if config.apply_chat_template:
         check_chat_template(tokenizer)
     if tasks is not None and "plain" in servers:
@@ -385,24 +372,19 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
     )
 
 
-def _requests(config: ScoreConfig, tokenizer: Path, source: str) -> "Requests":
-    """Read the prompts.
-
-    Args:
-        tokenizer: Directory of the tokenizer.
-        source: Data source of the prompts if there is no file.
-    """
+def _requests(config: ScoreConfig, tokenizer: Path) -> "Requests":
+    """Read the prompts. tokenizer: Directory of the tokenizer."""
     from draftlab.model import checkpoint
     from draftlab.prompts import load_prompts
     from draftlab.scoring.comparison import Requests
 
     option = "--data" if config.prompt_file is None else "--prompt-file"
-    with about(option), note_if_slow(f"reading prompts of {config.prompt_file or source}"):
+    with about(option), note_if_slow(f"reading prompts of {config.prompt_file or config.data}"):
         prompts = fill(
             load_prompts,
             config,
             file=config.prompt_file,
-            source=source,
+            source=config.data,
             tokenizer=checkpoint.load_tokenizer(tokenizer),
             count=config.num_prompts,
             tokens=config.prompt_tokens,

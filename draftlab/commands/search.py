@@ -10,15 +10,7 @@ from typing_extensions import Self
 
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared
-from draftlab.config.base import (
-    DraftedTokens,
-    Numbers,
-    Only,
-    OutputConfig,
-    from_workspace,
-    numbers,
-    option,
-)
+from draftlab.config.base import DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
@@ -50,9 +42,7 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     parallel: bool = option(
         False, "Search for parallel drafts, which learn to draft the most of --k in one pass."
     )
-    target: str = from_workspace(
-        "target", "Checkpoint of the target: a directory, or a hub name with @REVISION."
-    )
+    target: str = shared.target()
     source: str = shared.source()
     data: str = shared.data()
     outputs: Path | None = option(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 from typing_extensions import Self
@@ -182,10 +182,9 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
 
     @model_validator(mode="after")
     def _rule_is_known(self) -> Self:
-        if self.rule not in (REJECTION, *RULES.names()):
-            raise ValueError(
-                f"--rule {self.rule}: no such rule{did_you_mean(self.rule, [REJECTION, *RULES.names()])}"
-            )
+        known = [REJECTION, *RULES.names()]
+        if self.rule not in known:
+            raise ValueError(f"--rule {self.rule}: no such rule{did_you_mean(self.rule, known)}")
         return self
 
     def resolved(self) -> Self:
@@ -228,8 +227,13 @@ def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | l
     if config.tasks is not None and weights:
         from draftlab.scoring.lm_eval import load_tasks
 
-        limits = {"limit": config.task_limit, "batch_size": config.task_batch_size}
-        tasks = fill(load_tasks, config, names=config.tasks.split(","), **limits)
+        tasks = fill(
+            load_tasks,
+            config,
+            names=config.tasks.split(","),
+            limit=config.task_limit,
+            batch_size=config.task_batch_size,
+        )
     from draftlab.scoring import run, servers
 
     if config.served:
@@ -244,9 +248,15 @@ def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Score
     """Measure drafts against the target, here or on servers: acceptance, speed-up over plain decoding, accuracy."""
     from draftlab.scoring.servers import PlainAnswers
 
-    if isinstance(result, PlainAnswers):
-        return _stored(result, output)
-    return _outcome(result if isinstance(result, list) else [result], output)
+    if not isinstance(result, PlainAnswers):
+        return _outcome(result if isinstance(result, list) else [result], output)
+    speed = tokens_per_second([run.request for run in result.runs])
+    return Outcome(
+        path=output.out,
+        show=[f"{len(result.runs)} answers, {speed:.4g} tokens per second alone", str(output.out)],
+        data={"path": str(output.out), "output_tps": speed},
+        next=f"draftlab score --server {output.out} --speculative-server http://HOST:PORT",
+    )
 
 
 def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Comparison":
@@ -285,16 +295,17 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     mode = config.mode
-    if mode == "auto":
-        mode = (
-            "eager"
-            if config.device_map
-            else next((spec.mode for spec in specs if spec.mode), "auto")
-        )
-    if mode == "auto":
-        mode = resolve_mode(mode, device, dtype, [target, *models] if weights else [])
+    if mode == "auto" and config.device_map:
+        mode = "eager"
+    elif mode == "auto":
+        run_by = [target, *models] if weights else []
+        only = next((spec.mode for spec in specs if spec.mode), None)
+        mode = only or resolve_mode("auto", device, dtype, run_by)
     requests = _requests(config, target)
     stop = checkpoint.eos_token_ids(target)
+    acceptance = Acceptance(config.rule, None)
+    if config.server_rule:
+        acceptance = acceptance_of(config.server_rule)
     comparison = Comparison(
         target=target,
         drafts=drafts,
@@ -312,18 +323,13 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         ),
         ks=config.k,
         batches=config.batch,
-        acceptance=acceptance_of(config.server_rule)
-        if config.server_rule
-        else Acceptance(config.rule, None),
+        acceptance=acceptance,
         data=config.data,
         tasks=tasks,
     )
     comparison.check()
-    if (
-        config.dtype == "auto"
-        and device.type == "cpu"
-        and checkpoint.is_fast(torch.bfloat16, device)
-    ):
+    on_cpu = device.type == "cpu"
+    if config.dtype == "auto" and on_cpu and checkpoint.is_fast(torch.bfloat16, device):
         note(
             "weights are float32; this processor multiplies bfloat16, too: add --dtype bfloat16 if you serve that"
         )
@@ -338,14 +344,13 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
     assert config.server is not None
     is_stored = config.speculative_server is not None and "://" not in config.server
     servers: dict[str, Server] = {}
-    if not is_stored:
-        with about("--server"):
-            servers["plain"] = Server.connect(config.server, None, config.api_key_file)
-    if config.speculative_server is not None:
-        with about("--speculative-server"):
-            servers["speculative"] = Server.connect(
-                config.speculative_server, None, config.api_key_file
-            )
+    for name, flag, url in (
+        ("plain", "--server", None if is_stored else config.server),
+        ("speculative", "--speculative-server", config.speculative_server),
+    ):
+        if url is not None:
+            with about(flag):
+                servers[name] = Server.connect(url, None, config.api_key_file)
     if config.prompt_file is None:
         check_data(config.data, weights=True)
     with about("--target"):
@@ -411,16 +416,6 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
     return drafts
 
 
-def _stored(answers: "PlainAnswers", output: Output) -> Outcome:
-    speed = tokens_per_second([run.request for run in answers.runs])
-    return Outcome(
-        path=output.out,
-        show=[f"{len(answers.runs)} answers, {speed:.4g} tokens per second alone", str(output.out)],
-        data={"path": str(output.out), "output_tps": speed},
-        next=f"draftlab score --server {output.out} --speculative-server http://HOST:PORT",
-    )
-
-
 def _outcome(scores: "list[Score]", output: Output) -> Scored:
     from draftlab.results.ranking import (
         category_rows,
@@ -433,29 +428,29 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
 
     config = output.config
     assert isinstance(config, ScoreConfig)
-    missed = [
-        text for score in scores for text in missed_thresholds(score, config.min_speedup, None)
-    ]
+    missed: list[str] = []
+    for each in scores:
+        missed += missed_thresholds(each, config.min_speedup, None)
     ranking = rank(scores)
     comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
     tables = [ranking_table(ranking), *map(category_table, scores), accuracy_table(scores)]
     show: list[object] = [table.terminal() for table in tables if table]
     show += [f"{s.label}: {s.verdict()}" for s in scores]
     show += verdict_lines(ranking) if comparable else []
-    show += [f"warning: {text}" for text in score_warnings(scores)]
-    data: dict[str, Any] = {
-        "scores": json_rows(scores),
-        "categories": {s.name: category_rows(s) for s in scores},
-    }
-    show.append(str(output.out))
+    show += [*(f"warning: {text}" for text in score_warnings(scores)), str(output.out)]
+    categories = {s.name: category_rows(s) for s in scores}
     then = f"report {output.out} --html report.html"
     if config.draft and not config.served:
-        drafts = [name.partition("@")[0] for name in config.draft]
-        names = [ranked.name.partition("@")[0] for ranked in ranking]
-        fastest = next(
-            (draft for name in names for draft in drafts if Path(draft).name == name), drafts[0]
-        )
-        then = f"export {fastest}{f' --target {config.target}' if config.is_set('target') else ''} --to vllm"
+        drafts = {Path(name).name: name for name in (n.partition("@")[0] for n in config.draft)}
+        ranked = [drafts.get(row.name.partition("@")[0]) for row in ranking]
+        fastest = next(filter(None, [*ranked, *drafts.values()]))
+        target = f" --target {config.target}" if config.is_set("target") else ""
+        then = f"export {fastest}{target} --to vllm"
     return Scored(
-        path=output.out, show=show, data=data, missed=missed, scores=scores, next=f"draftlab {then}"
+        path=output.out,
+        show=show,
+        data={"scores": json_rows(scores), "categories": categories},
+        missed=missed,
+        scores=scores,
+        next=f"draftlab {then}",
     )

@@ -150,11 +150,10 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
             config.streams,
             trains=config.trains,
         )
-    program = config.verify_with or (
-        shutil.which(config.server_kind.program) if config.server else None
-    )
-    program = None if program is None else Path(program)
-    size = read_size(target)
+    program = config.verify_with
+    if program is None and config.server is not None:
+        installed = shutil.which(config.server_kind.program)
+        program = Path(installed) if installed else None
     with about("--draft"):
         ready = ready_drafts(config.draft, target, weights)
     request = fill(
@@ -162,7 +161,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
         config,
         name=config.target,
         target=target,
-        size=size,
+        size=read_size(target),
         prompts=prompts,
         program=program,
         ready=ready,
@@ -200,9 +199,10 @@ def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
     from draftlab.searching.plan import not_tried
     from draftlab.searching.verdict import unverified
 
-    notes = [*not_tried(plan.left_out), *unverified(request)]
     facts = plan.facts() | {"minutes": round(plan.minutes)}
-    return facts | ({"notes": "; ".join(notes)} if notes else {})
+    if notes := [*not_tried(plan.left_out), *unverified(request)]:
+        facts["notes"] = "; ".join(notes)
+    return facts
 
 
 def _run(
@@ -252,14 +252,10 @@ def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
     if not (folder / PLAN).exists():
         return None
     before = read_model(Plan, folder, PLAN)
-    if changed := [
-        AutoConfig.flag(name)
-        for name, value in settings.items()
-        if before.settings.get(name) != value
-    ]:
-        raise UserError(
-            f"{folder} is a run with other {', '.join(changed)}; choose another --out, or remove it"
-        )
+    changed = [name for name, value in settings.items() if before.settings.get(name) != value]
+    if changed:
+        flags = ", ".join(map(AutoConfig.flag, changed))
+        raise UserError(f"{folder} is a run with other {flags}; choose another --out, or remove it")
     return before
 
 
@@ -270,5 +266,4 @@ def _rule(config: AutoConfig) -> str | None:
     """
     if config.temperature == 0 or config.server is None:
         return None
-    variant = config.server_kind.script_rule
-    return f"{config.server}-{variant}" if variant else config.server
+    return f"{config.server}-{config.server_kind.script_rule}".rstrip("-")

@@ -12,6 +12,7 @@ from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_data, check_program, command, fill
 from draftlab.config.base import MAX_K, Config, Only, OutputConfig, option
 from draftlab.config.shared import (
+    ONE_SOURCE,
     CheckpointSettings,
     Device,
     data,
@@ -37,11 +38,6 @@ FORMATS = {
     "gguf": "llama.cpp",
     "speculators": "vllm",
 }  # format -> server that loads it; "" for all servers
-_ONE_SOURCE = Only(
-    ("data",),
-    lambda c: c.prompt_file is None,
-    "give prompts by --data or by --prompt-file, not both",
-)
 
 
 class DraftConfig(Config, CheckpointSettings):
@@ -84,7 +80,7 @@ class CheckConfig(DraftConfig):
             lambda c: not c.files_only,
             "--files-only does not run the draft",
         ),
-        _ONE_SOURCE,
+        ONE_SOURCE,
     )
 
 
@@ -169,7 +165,7 @@ class ExportConfig(DraftConfig, OutputConfig):
             lambda c: c.verify_with,
             "belongs to --verify-with",
         ),
-        _ONE_SOURCE,
+        ONE_SOURCE,
     )
 
     @property

@@ -46,7 +46,7 @@ PROFILE_HELP = (
     "Output of draftlab profile, SHAPE@LAW (output of draftlab profile --law) or SHAPE@DEVICE,MODE[,DTYPE] (constants; "
     "with eagle=IDS of an EAGLE-3 head)."
 )
-ENGINE = ("k", "mode", "dtype", "device", "threads", "device_map", "law", "trust_remote_code")
+ENGINE = ("k", "mode", "dtype", "device", "threads", "trust_remote_code")
 
 
 class ProfileConfig(OutputConfig, CheckpointSettings):
@@ -99,21 +99,14 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
             "transformers runs the models, so use --mode eager",
         ),
         Only(("device_map",), lambda c: not c.law, "shapes of a law run in draftlab's engine"),
-        Only(ENGINE, lambda c: not c.server, "leave it out: the servers decide"),
+        Only(
+            (*ENGINE, "device_map", "law"),
+            lambda c: not c.server,
+            "leave it out: the servers decide",
+        ),
         KEY_RULE,
         Only(
-            (
-                "k",
-                "batch",
-                "context",
-                "repeats",
-                "mode",
-                "dtype",
-                "device",
-                "threads",
-                "trust_remote_code",
-                "out",
-            ),
+            (*ENGINE, "batch", "context", "repeats", "out"),
             lambda c: c.profiles is None,
             "the profiles are there already",
         ),

@@ -137,6 +137,11 @@ def api_key_file() -> Any:
 
 
 KEY_RULE = Only(("api_key_file",), lambda c: c.server, "needs --server")
+ONE_SOURCE = Only(
+    ("data",),
+    lambda c: c.prompt_file is None,
+    "give prompts by --data or by --prompt-file, not both",
+)
 CHAT_RULES = (
     Only(("chat", "system_prompt"), lambda c: c.prompt_file is not None, "needs --prompt-file"),
     Only(("system_prompt",), lambda c: c.chat != "off", "there is no conversation with --chat off"),
@@ -155,7 +160,7 @@ def newest_output(*commands: str, ready: bool = False) -> Path:
     space = workspace.load()
     path = workspace.newest(space.runs, commands)
     if path is None and ready and space.draft is not None:
-        path = Path(space.draft)
+        return Path(space.draft)
     if path is None:
         raise UserError(f"no draft in {space.runs}; run draftlab {commands[-1]} first, or name one")
     return path

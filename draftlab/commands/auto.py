@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 from typing_extensions import Self
 
 from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_program, command, fill
 from draftlab.config import shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
-from draftlab.config.server_rules import acceptance_of
+from draftlab.config.server_rules import ServerRule
 from draftlab.console import note
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -42,7 +42,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     train: bool = option(
         False, "With --draft: train drafts of auto's own, too. Without --draft they are trained."
     )
-    server: str | None = option(
+    server: ServerRule | None = option(
         None,
         (
             f"What the draft is for, {', '.join(SERVERS.names())}: only what it runs is "
@@ -90,16 +90,6 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
             "belongs to --for vllm and llama.cpp",
         ),
     )
-
-    @field_validator("server")
-    @classmethod
-    def _has_a_rule(cls, name: str | None) -> str | None:
-        if name is not None:
-            try:
-                acceptance_of(name)
-            except UserError as error:
-                raise ValueError(str(error).removeprefix("--server-rule: ")) from None
-        return name
 
     @model_validator(mode="after")
     def _server_can(self) -> Self:
@@ -164,11 +154,10 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
             config.streams,
             trains=config.trains,
         )
-    program = config.verify_with or (
-        shutil.which(config.server_kind.program) if config.server else None
-    )
-    program = None if program is None else Path(program)
-    size = read_size(target)
+    program = config.verify_with
+    if program is None and config.server is not None:
+        installed = shutil.which(config.server_kind.program)
+        program = Path(installed) if installed else None
     with about("--draft"):
         ready = ready_drafts(config.draft, target, weights)
     request = fill(
@@ -176,7 +165,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
         config,
         name=config.target,
         target=target,
-        size=size,
+        size=read_size(target),
         prompts=prompts,
         program=program,
         ready=ready,
@@ -214,9 +203,10 @@ def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
     from draftlab.searching.plan import not_tried
     from draftlab.searching.verdict import unverified
 
-    notes = [*not_tried(plan.left_out), *unverified(request)]
     facts = plan.facts() | {"minutes": round(plan.minutes)}
-    return facts | ({"notes": "; ".join(notes)} if notes else {})
+    if notes := [*not_tried(plan.left_out), *unverified(request)]:
+        facts["notes"] = "; ".join(notes)
+    return facts
 
 
 def _run(
@@ -266,14 +256,10 @@ def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
     if not (folder / PLAN).exists():
         return None
     before = read_model(Plan, folder, PLAN)
-    if changed := [
-        AutoConfig.flag(name)
-        for name, value in settings.items()
-        if before.settings.get(name) != value
-    ]:
-        raise UserError(
-            f"{folder} is a run with other {', '.join(changed)}; choose another --out, or remove it"
-        )
+    changed = [name for name, value in settings.items() if before.settings.get(name) != value]
+    if changed:
+        flags = ", ".join(map(AutoConfig.flag, changed))
+        raise UserError(f"{folder} is a run with other {flags}; choose another --out, or remove it")
     return before
 
 
@@ -284,5 +270,4 @@ def _rule(config: AutoConfig) -> str | None:
     """
     if config.temperature == 0 or config.server is None:
         return None
-    variant = config.server_kind.script_rule
-    return f"{config.server}-{variant}" if variant else config.server
+    return f"{config.server}-{config.server_kind.script_rule}".rstrip("-")

@@ -1,12 +1,11 @@
 """A command: settings, the call of the library that they prepare, and the outcome that a person sees."""
 
-import functools
 import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 
@@ -18,9 +17,6 @@ from draftlab.errors import EXTRAS, MissingExtra, UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
 from draftlab.trust import remote_code
-
-if TYPE_CHECKING:
-    import torch
 
 Value = TypeVar("Value")
 Result = TypeVar("Result", covariant=True)
@@ -101,9 +97,9 @@ class Command:
 
     Attributes:
         function: Makes the outcome from the result of the job, and from the output if the command writes a directory.
-            Its docstring is the command's help. Without prepare, the function takes the config in place of a result.
+            Its docstring is the command's help.
         prepare: Resolves and checks the settings, and returns the job. Its second argument is False if weight files
-            may be missing.
+            may be missing. By default the result of the job is the config.
         dry_run: Whether the command can show its plan.
         resumes: Whether the command resumes in its output directory. Such a command has no --force.
     """
@@ -113,7 +109,7 @@ class Command:
     function: Callable[..., Outcome]
     dry_run: bool = False
     resumes: bool = False
-    prepare: Callable[[Any, bool], Job[Any]] | None = None
+    prepare: Callable[[Any, bool], Job[Any]] = lambda config, weights: Job(lambda: config)
 
     def __call__(self, *, force: bool = False, dry_run: bool = False, **settings: Any) -> Outcome:
         return self.run(self.config.build(settings), force=force, dry_run=dry_run)
@@ -137,30 +133,19 @@ class Command:
         if isinstance(config, OutputConfig) and config.out is not None and not checked:
             # before the settings are checked, which may take minutes
             check_free(config.out, force=False)
-        job = self.prepare(config, not dry_run) if self.prepare else Job(lambda *_: config)
+        job = self.prepare(config, not dry_run)
         if not isinstance(config, OutputConfig):
             return self.function(job.run())
-        out = self._directory(config, job)
+        out = config.out or workspace.load().runs / job.name
         output = Output(command=self.name, config=config, out=out, force=force, dry_run=dry_run)
         if dry_run:
-            return plan(output, job.facts()) if self.prepare else self.function(config, output)
+            return plan(output, job.facts())
         if not self.resumes:
             output.check_free()
         with output.locked(resumes=self.resumes):
             if not self.resumes:
                 output.check_free()  # again: another process may have finished since
             return self.function(job.run(output), output)
-
-    def _directory(self, config: OutputConfig, job: Job[Any]) -> Path:
-        if self.prepare is None:
-            return config.output_directory()
-        return config.out or workspace.load().runs / job.name
-
-    def output_directory(self, config: OutputConfig) -> Path:
-        """Return the directory that a run with these settings writes. Weights are neither read nor fetched."""
-        if self.prepare is None or config.out is not None:
-            return config.output_directory()
-        return self._directory(config, self.prepare(config.resolved(), False))
 
     @property
     def has_force(self) -> bool:
@@ -184,11 +169,17 @@ def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
     shown, minutes = dict(facts), {}
     flops, read_bytes = shown.pop("flops", 0), shown.pop("bytes", 0)
     if flops or read_bytes:
+        import torch
+
+        from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
         from draftlab.model.checkpoint import resolve_device
 
-        device = resolve_device(getattr(output.config, "device", "auto"))
-        seconds = MODEL_SECONDS * flops / _flops_per_second(device) if flops else 0.0
-        seconds += read_bytes / _bytes_per_second(device) if read_bytes else 0.0
+        device, seconds = resolve_device(getattr(output.config, "device", "auto")), 0.0
+        if flops:
+            seconds += MODEL_SECONDS * flops / (1e12 * matmul_tflops(torch.float32, device))
+        if read_bytes:
+            bandwidth = bandwidth_gbs(LARGE_WEIGHTS, torch.float32, device)
+            seconds += read_bytes / (1e9 * bandwidth)
         minutes = {"minutes": seconds / 60}
         kind = device.type.upper().replace("CUDA", "GPU")
         shown["time"] = f"about {minutes['minutes']:.2g} min on this {kind}"
@@ -197,23 +188,3 @@ def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
     return Outcome(
         path=None, show=[*lines, f"would write {output.out}"], data=data, next=output.command_line
     )
-
-
-@functools.cache
-def _flops_per_second(device: "torch.device") -> float:
-    """Time one large float32 matrix product, in less than a second."""
-    import torch
-
-    from draftlab.engine.timing import matmul_tflops
-
-    return 1e12 * matmul_tflops(torch.float32, device)
-
-
-@functools.cache
-def _bytes_per_second(device: "torch.device") -> float:
-    """Time a matrix product that memory bandwidth limits, in less than a second."""
-    import torch
-
-    from draftlab.engine.timing import bandwidth_gbs
-
-    return 1e9 * bandwidth_gbs(LARGE_WEIGHTS, torch.float32, device)

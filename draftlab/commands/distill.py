@@ -10,15 +10,7 @@ from typing_extensions import Self
 
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared
-from draftlab.config.base import (
-    CHECKPOINTS,
-    SERVER,
-    TRAINING,
-    Only,
-    OutputConfig,
-    from_workspace,
-    option,
-)
+from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Only, OutputConfig, option
 from draftlab.config.kinds import STUDENTS, Student
 from draftlab.config.outputs import check_store
 from draftlab.config.shared import (
@@ -41,7 +33,6 @@ if TYPE_CHECKING:
     from draftlab.training.answers import PromptFile
     from draftlab.training.evaluate import LengthComparison
     from draftlab.training.run import TrainingResult
-    from draftlab.training.texts import TrainingText
 
 GENERATED = "Generated text"  # panel of --help
 PROVEN_LR = {
@@ -73,9 +64,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     draft: str | None = option(
         None, "Checkpoint to train. Default: the newest pruned one; of heads, a new head."
     )
-    target: str = from_workspace(
-        "target", "Checkpoint of the target: a directory, or a hub name with @REVISION."
-    )
+    target: str = shared.target()
     data: str = shared.data()
     text: Annotated[str, AfterValidator(_texts)] = option(
         "data",
@@ -189,7 +178,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
 
     only = (
         Only(
-            ("target", "data", "text", "server", "seq_len", "reweigh_steps", "loss_on"),
+            ("target", "server", "seq_len", "reweigh_steps"),
             lambda c: c.outputs is None or c.on_target,
             "leave out what --outputs brings: text, and the target's probabilities",
         ),
@@ -257,8 +246,11 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
 
     @model_validator(mode="after")
     def _leaves_room_to_generate(self) -> Self:
-        if self.trains_on_windows and self.generates:
-            shared.check_prompt_tokens(self.prompt_tokens, self.seq_len)
+        windows = self.generates and self.prompt_file is None
+        if windows and self.seq_len <= self.prompt_tokens:
+            raise ValueError(
+                f"--prompt-tokens {self.prompt_tokens} leaves nothing to generate in sequences of {self.seq_len}"
+            )
         return self
 
     @property
@@ -275,11 +267,6 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     def may_answer_data(self) -> bool:
         """Return whether the target would answer conversations of the data; only the rows show if there are any."""
         return self.text == "target" and self.outputs is None and self.data.endswith(ROW_FILES)
-
-    @property
-    def trains_on_windows(self) -> bool:
-        """Return whether all training sequences have the same length."""
-        return self.outputs is None and self.prompt_file is None
 
     @property
     def generates(self) -> bool:
@@ -328,11 +315,11 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
             settings cannot be trained.
     """
     with note_if_slow("distill: loading torch and transformers"):
+        from draftlab.data import loss_on_of, parse_mixture
         from draftlab.training import checkpointer, run
         from draftlab.training.loop import Hardware, Loop
         from draftlab.training.losses import parse_loss
-        from draftlab.training.run import Distillation
-        from draftlab.training.run import distill as library
+        from draftlab.training.texts import TrainingText
 
     with about("--loss"):
         parse_loss(config.loss)
@@ -350,17 +337,25 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
         with about("--outputs"):
             check_store(config.outputs)
     answers = _answers(config, target)
-    if config.outputs is None and answers is None:
+    reads_data = config.outputs is None and answers is None
+    if reads_data:
         check_data(config.data, weights=True)
-    _check_models(
-        config, draft, target, windows=config.outputs is None and answers is None, weights=weights
+    _check_models(config, draft, target, reads_data=reads_data, weights=weights)
+    with about("--text"):
+        shares = parse_mixture(config.text)
+    text = fill(
+        TrainingText,
+        config,
+        shares=shares,
+        loss_on=loss_on_of(config.data, config.loss_on) if reads_data else None,
+        temperature=config.sample_temperature,
     )
     job = fill(
-        Distillation,
+        run.Distillation,
         config,
         draft=draft,
         target=target,
-        text=_text(config, answered=answers is not None),
+        text=text,
         loop=fill(Loop, config, dtype=config.training_dtype),
         answers=answers,
         server=_server(config, weights),
@@ -368,7 +363,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     )
     config.student.check(job)
     name = config.student.name(Path(config.draft or ""), Path(config.target.partition("@")[0]))
-    return Job(partial(library, job), name, partial(config.student.facts, job))
+    return Job(partial(run.distill, job), name, partial(config.student.facts, job))
 
 
 @command(DistillConfig, prepare=prepare, dry_run=True)
@@ -377,28 +372,32 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
     cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; {result.bits_per_byte:.3f} bits per byte held out"
     lines = [str(output.out), cost]
     before, after = result.before.acceptance, result.after.acceptance
+    slack, offsets, lengths = result.after.slack, result.after.offsets, result.lengths
     if before is not None and after is not None:
-        more = f" (or up to {result.after.slack:.3f} more: the stored answers list the most probable tokens alone)"
-        lines.append(
-            f"held-out acceptance {before:.3f} -> {after:.3f}"
-            + (more if result.after.slack > 0.001 else "")
+        more = (
+            f" (or up to {slack:.3f} more: the stored answers list the most probable tokens alone)"
         )
-    if result.after.offsets:
-        lines.append(
-            "held-out acceptance by token: " + " ".join(f"{a:.3f}" for a in result.after.offsets)
-        )
-    if result.lengths:
-        chosen = {2, 4, result.lengths[-1].k} if result.after.offsets else {2, 4}
-        shown = [n for n in result.lengths if n.k in chosen]
+        gain = f"held-out acceptance {before:.3f} -> {after:.3f}"
+        lines.append(gain + (more if slack > 0.001 else ""))
+    if offsets:
+        lines.append("held-out acceptance by token: " + " ".join(f"{a:.3f}" for a in offsets))
+    if lengths:
+        chosen = {2, 4, lengths[-1].k} if offsets else {2, 4}
         text = [
             f"K = {n.k}: {n.before:.2f} -> {n.after:.2f} ({n.low:.2f} to {n.high:.2f})"
-            for n in shown
+            for n in lengths
+            if n.k in chosen
         ]
         lines.append("tokens per target pass: " + "; ".join(text))
-    if result.lengths and all(n.gain_low <= 1 for n in result.lengths):
-        lines.append(
-            "no gain beyond the noise at any K: more steps, another --lr or other text may help"
-        )
+        if all(n.gain_low <= 1 for n in lengths):
+            lines.append(
+                "no gain beyond the noise at any K: more steps, another --lr or other text may help"
+            )
+    config = output.config
+    assert isinstance(config, DistillConfig)
+    drafter = f"--drafter {config.student.kind}:heads={output.out}"
+    if config.student.starts_from_draft:
+        drafter = f"--draft {output.out}"
     return Trained(
         path=output.out,
         show=lines,
@@ -407,21 +406,18 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
         acceptance=after,
         tokens=result.tokens,
         seconds=result.seconds,
-        lengths=result.lengths,
-        next=_next(output),
+        lengths=lengths,
+        next=f"draftlab score {drafter}",
     )
 
 
-def _next(output: Output) -> str:
-    config = output.config
-    assert isinstance(config, DistillConfig)
-    if config.student.starts_from_draft:
-        return f"draftlab score --draft {output.out}"
-    return f"draftlab score --drafter {config.student.kind}:heads={output.out}"
-
-
 def _check_models(
-    config: DistillConfig, draft: Path | None, target: Path | None, *, windows: bool, weights: bool
+    config: DistillConfig,
+    draft: Path | None,
+    target: Path | None,
+    *,
+    reads_data: bool,
+    weights: bool,
 ) -> None:
     """Check that draft and target fit the text and each other."""
     from draftlab.model import checkpoint
@@ -429,32 +425,18 @@ def _check_models(
     from draftlab.model.tokenizer import common_vocabulary
 
     starts = config.student.starts_from_draft
-    for model in (draft, target) if windows or not starts else ():
-        if model is not None:
-            with about("--seq-len"):
-                check_length(model, config.seq_len)
-    if starts and draft is not None and target is not None:
-        with about("--draft"):
-            common_vocabulary(draft, target)
-    if starts and draft is not None and config.vocab is not None:
-        with about("--vocab"):
-            check_trimmable(draft, config.vocab)
-    for model in (draft if starts else None, target) if weights else ():
-        if model is not None:
-            checkpoint.check(model)
-
-
-def _text(config: DistillConfig, *, answered: bool) -> "TrainingText":
-    from draftlab.data import loss_on_of, parse_mixture
-    from draftlab.training.texts import TrainingText
-
-    read = config.outputs is None and not answered
-    with about("--text"):
-        shares = parse_mixture(config.text)
-    loss_on = loss_on_of(config.data, config.loss_on) if read else None
-    return fill(
-        TrainingText, config, shares=shares, loss_on=loss_on, temperature=config.sample_temperature
-    )
+    for model in filter(None, (draft, target)) if reads_data or not starts else ():
+        with about("--seq-len"):
+            check_length(model, config.seq_len)
+    if starts and draft is not None:
+        if target is not None:
+            with about("--draft"):
+                common_vocabulary(draft, target)
+        if config.vocab is not None:
+            with about("--vocab"):
+                check_trimmable(draft, config.vocab)
+    for model in filter(None, (draft if starts else None, target)) if weights else ():
+        checkpoint.check(model)
 
 
 def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
@@ -496,14 +478,12 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
 
 def _server(config: DistillConfig, weights: bool) -> "Server | None":
     """Return the server of the target, or None. A dry run (weights=False) connects to no server."""
-    if config.server is None:
-        return None
     from draftlab.servers.client import Server
 
     with about("--server"):
         check_address(config.server)
     if config.api_key_file is not None and not config.api_key_file.exists():
         raise UserError(f"--api-key-file {config.api_key_file}: No such file or directory")
-    return (
-        Server.connect(config.server, config.served_model, config.api_key_file) if weights else None
-    )
+    if config.server is None or not weights:
+        return None
+    return Server.connect(config.server, config.served_model, config.api_key_file)

@@ -1,6 +1,6 @@
 """The commands that bring a finished draft to where it runs."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,8 +10,9 @@ from typing_extensions import Self
 
 from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_data, check_program, command, fill
-from draftlab.config.base import MAX_K, Config, Only, OutputConfig, from_workspace, option
+from draftlab.config.base import MAX_K, Config, Only, OutputConfig, option
 from draftlab.config.shared import (
+    ONE_SOURCE,
     CheckpointSettings,
     Device,
     data,
@@ -29,10 +30,7 @@ from draftlab.registry import SERVERS
 from draftlab.servers.kinds import Finding
 
 if TYPE_CHECKING:
-    import torch
-
     from draftlab.exporting.run import Exported
-    from draftlab.prompts import Prompts
     from draftlab.results.score import Score
 
 FORMATS = {
@@ -40,11 +38,6 @@ FORMATS = {
     "gguf": "llama.cpp",
     "speculators": "vllm",
 }  # format -> server that loads it; "" for all servers
-_ONE_SOURCE = Only(
-    ("data",),
-    lambda c: c.prompt_file is None,
-    "give prompts by --data or by --prompt-file, not both",
-)
 
 
 class DraftConfig(Config, CheckpointSettings):
@@ -69,7 +62,7 @@ class CheckConfig(DraftConfig):
         f"Servers to check for, by comma: {', '.join(SERVERS.names())}. Default: all.",
         flag="--for",
     )
-    data: str = from_workspace("data", "Text to measure perplexity on.")
+    data: str = data("Text to measure perplexity on.")
     prompt_file: Path | None = prompt_file(advanced=True)
     files_only: bool = option(False, "Read files only; do not run the draft.")
 
@@ -87,7 +80,7 @@ class CheckConfig(DraftConfig):
             lambda c: not c.files_only,
             "--files-only does not run the draft",
         ),
-        _ONE_SOURCE,
+        ONE_SOURCE,
     )
 
 
@@ -172,7 +165,7 @@ class ExportConfig(DraftConfig, OutputConfig):
             lambda c: c.verify_with,
             "belongs to --verify-with",
         ),
-        _ONE_SOURCE,
+        ONE_SOURCE,
     )
 
     @property
@@ -203,49 +196,35 @@ class Checked(Outcome):
 
 def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Finding]]]:
     """Resolve and check the settings. Raises UserError: no such draft, target, text or device."""
+    from draftlab.exporting.artifact import check_files, open_artifact
+    from draftlab.exporting.trials import trial_prompts
     from draftlab.model import checkpoint
+    from draftlab.servers.kinds import error
 
     draft, target = _located(config, weights=False)
-    device = None
-    if not config.files_only:
-        device = checkpoint.resolve_device(workspace.load().device)
-        if config.prompt_file is None:
-            check_data(config.data, weights=False)
-        elif not config.prompt_file.is_file():
-            raise UserError(f"--prompt-file {config.prompt_file}: No such file or directory")
-    servers = SERVERS.loadable()
+    data, prompt_file, servers = config.data, config.prompt_file, SERVERS.loadable()
+    device = None if config.files_only else checkpoint.resolve_device(workspace.load().device)
+    if device is not None and prompt_file is None:
+        check_data(data, weights=False)
     if config.servers is not None:
         names = {part.strip() for part in config.servers.split(",")}
         servers = [SERVERS.get(name, "--for") for name in SERVERS.names() if name in names]
-    return Job(partial(_findings, draft, target, servers, device, config.data, config.prompt_file))
 
+    def run() -> tuple[Path, list[Finding]]:
+        try:
+            artifact = open_artifact(draft, target)
+            findings = list(check_files(artifact, servers))
+        except UserError as failure:
+            if not hub.is_eagle_head(draft):
+                raise
+            remedy = "train one with draftlab distill --student eagle"
+            return draft, [error("head", str(failure), remedy)]
+        if device is not None:
+            reader = target if artifact.difference() is None else draft
+            findings += artifact.trial(trial_prompts(reader, data, prompt_file), device)
+        return draft, findings
 
-def _findings(
-    draft: Path,
-    target: Path,
-    servers: list[Any],
-    device: "torch.device | None",
-    data: str,
-    prompts: Path | None,
-) -> tuple[Path, list[Finding]]:
-    """Return the draft and its findings. Without a device, only files are read."""
-    from draftlab.exporting.artifact import check_files, open_artifact
-    from draftlab.exporting.trials import trial_prompts
-    from draftlab.servers.kinds import error
-
-    try:
-        artifact = open_artifact(draft, target)
-        findings = list(check_files(artifact, servers))
-    except UserError as failure:
-        if not hub.is_eagle_head(draft):
-            raise
-        return draft, [
-            error("head", str(failure), "train one with draftlab distill --student eagle")
-        ]
-    if device is not None:
-        reader = target if artifact.difference() is None else draft
-        findings += artifact.trial(trial_prompts(reader, data, prompts), device)
-    return draft, findings
+    return Job(run)
 
 
 @command(CheckConfig, prepare=prepare_check)
@@ -254,21 +233,13 @@ def check(found: tuple[Path, list[Finding]]) -> Checked:
     draft, findings = found
     errors = sum(finding.level == "error" for finding in findings)
     missed = (
-        [
-            f"{errors} finding{'s' * (errors > 1)} to fix before {hub.checkpoint_name(draft)} is served"
-        ]
-        if errors
-        else []
+        f"{errors} finding{'s' * (errors > 1)} to fix before {hub.checkpoint_name(draft)} is served"
     )
-    rows = [
-        {"about": each.about, "level": each.level, "text": each.text, "fix": each.fix}
-        for each in findings
-    ]
     return Checked(
         path=draft,
         show=[finding.line() for finding in findings],
-        data={"findings": rows, "fits": not errors},
-        missed=missed,
+        data={"findings": list(map(asdict, findings)), "fits": not errors},
+        missed=[missed] if errors else [],
         findings=findings,
         next=None if errors else f"draftlab export {draft} --to vllm",
     )
@@ -283,11 +254,13 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     """
     check_program(config.verify_with)
     draft, target = _located(config, weights=config.verify_with is not None)
+    from draftlab.engine.batch_generate import check_context
     from draftlab.exporting import run
     from draftlab.exporting.artifact import Form, open_artifact
     from draftlab.exporting.run import ChosenK, Verifier, choose_k
     from draftlab.latency.k_schedule import read_schedule
     from draftlab.model import checkpoint
+    from draftlab.prompts import load_prompts
     from draftlab.provenance import fingerprint
 
     artifact = open_artifact(draft, target)
@@ -314,23 +287,29 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
         chosen = ChosenK(k=schedule.largest_k, reason=reason, by_batch=list(schedule.ranges))
     verifier = None
     if config.verify_with is not None:
-        prompts = _prompts(config.prompt_file, config.data, target, chosen.k)
+        cut = None if config.prompt_file else PROMPT_TOKENS
+        prompts = load_prompts(
+            config.prompt_file,
+            config.data,
+            checkpoint.load_tokenizer(target),
+            count=None,
+            tokens=cut,
+            seed=0,
+        )
+        new_tokens = run.NEW_TOKENS + chosen.k
+        check_context(prompts.longest, new_tokens, checkpoint.max_model_len(target))
         device = checkpoint.resolve_device(config.device)
         verifier = fill(
             Verifier, config, program=config.verify_with, prompts=prompts, device=device
         )
-    facts = {
-        "draft": artifact.path,
-        "target": config.target,
-        "k": chosen.k,
-        "because": chosen.reason,
-    }
+    name = config.target
+    facts = {"draft": artifact.path, "target": name, "k": chosen.k, "because": chosen.reason}
     return Job(
         partial(
             run.export,
             artifact,
             form=form,
-            target=config.target,
+            target=name,
             chosen=chosen,
             scores=scores,
             verifier=verifier,
@@ -343,14 +322,14 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
 @command(ExportConfig, prepare=prepare_export, dry_run=True)
 def export(exported: "Exported", output: Output) -> Outcome:
     """Write a draft or head as servers load it, with a card and a script that serves it; verify it where it runs."""
-    scripts = [*output.out.glob("serve.*")]
+    script = next(output.out.glob("serve.*"), None)
+    show = [*exported.lines, str(output.out), exported.advice]
+    starts = "sh" if script and script.suffix == ".sh" else "python"
     return Outcome(
         path=output.out,
-        show=[*exported.lines, str(output.out), *([exported.advice] if exported.advice else [])],
+        show=[text for text in show if text],
         data={"path": str(output.out), **exported.notes},
-        next=f"{'sh' if scripts[0].suffix == '.sh' else 'python'} {scripts[0]}"
-        if scripts
-        else None,
+        next=f"{starts} {script}" if script else None,
     )
 
 
@@ -368,25 +347,8 @@ def _scores_of(places: list[Path], draft: Path, target: Path) -> "list[Score]":
     from draftlab.results.score import read_score, score_files
 
     sha256, own = fingerprint(draft), []
-    for file in score_files(places or [workspace.load().runs]):
-        score = read_score(file)
-        if (
-            sha256 in (score.draft.sha256, score.draft.heads_sha256)
-            and score.target.name == target.name
-        ):
+    for score in map(read_score, score_files(places or [workspace.load().runs])):
+        hashes = (score.draft.sha256, score.draft.heads_sha256)
+        if sha256 in hashes and score.target.name == target.name:
             own.append(score)
     return sorted(own, key=lambda score: score.created, reverse=True)[:3]
-
-
-def _prompts(file: Path | None, data: str, target: Path, k: int) -> "Prompts":
-    from draftlab.engine.batch_generate import check_context
-    from draftlab.exporting.run import NEW_TOKENS
-    from draftlab.model import checkpoint
-    from draftlab.prompts import load_prompts
-
-    tokenizer = checkpoint.load_tokenizer(target)
-    prompts = load_prompts(
-        file, data, tokenizer, count=None, tokens=None if file else PROMPT_TOKENS, seed=0
-    )
-    check_context(prompts.longest, NEW_TOKENS + k, checkpoint.max_model_len(target))
-    return prompts

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -34,7 +35,6 @@ from draftlab.config.shared import (
 )
 from draftlab.errors import UserError, about
 from draftlab.model import families, hub
-from draftlab.model.shape import Shape
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ PROFILE_HELP = (
     "Output of draftlab profile, SHAPE@LAW (output of draftlab profile --law) or SHAPE@DEVICE,MODE[,DTYPE] (constants; "
     "with eagle=IDS of an EAGLE-3 head)."
 )
-ENGINE = ("k", "mode", "dtype", "device", "threads", "device_map", "law", "trust_remote_code")
+ENGINE = ("k", "mode", "dtype", "device", "threads", "trust_remote_code")
 
 
 class ProfileConfig(OutputConfig, CheckpointSettings):
@@ -100,21 +100,14 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
             "transformers runs the models, so use --mode eager",
         ),
         Only(("device_map",), lambda c: not c.law, "shapes of a law run in draftlab's engine"),
-        Only(ENGINE, lambda c: not c.server, "leave it out: the servers decide"),
+        Only(
+            (*ENGINE, "device_map", "law"),
+            lambda c: not c.server,
+            "leave it out: the servers decide",
+        ),
         KEY_RULE,
         Only(
-            (
-                "k",
-                "batch",
-                "context",
-                "repeats",
-                "mode",
-                "dtype",
-                "device",
-                "threads",
-                "trust_remote_code",
-                "out",
-            ),
+            (*ENGINE, "batch", "context", "repeats", "out"),
             lambda c: c.profiles is None,
             "the profiles are there already",
         ),
@@ -183,16 +176,23 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
     """
     if config.server:
         return _prepare_servers(config)
-    from draftlab.latency.scaling_law import fit_law, read_law
+    from draftlab.latency.scaling_law import fit_law, law_shapes, read_law
+    from draftlab.pruning.source import prunable_shape
 
     if config.profiles is not None:
         law = read_law(config.profiles)
-        measured, count = (
-            Measured(law.profiles, config.profiles, law),
-            {"profiles": len(law.profiles)},
-        )
+        measured = Measured(law.profiles, config.profiles, law)
+        count = {"profiles": len(law.profiles)}
         return Job(lambda _: measured, f"law-{config.profiles.name}", lambda: count)
-    places = _law_shapes(config.models) if config.law else _places(config.models, weights)
+    if config.law:
+        with about("--law"):
+            places = law_shapes(dict(map(prunable_shape, config.models)))
+    else:
+        places = dict(families.locate_shape(name, weights) for name in config.models)
+        if len(places) < len(config.models):
+            raise UserError(
+                f"two models have the same name; rename one: {', '.join(config.models)}"
+            )
     from draftlab.latency.profile import (
         grid_of,
         needed_bytes,
@@ -210,9 +210,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
     for model in models if weights else ():
         if model.path is not None and model.target is None:
             checkpoint.check(model.path)
-    called = "-".join(
-        Path(model.partition("@")[0]).name.removesuffix(".yaml") for model in config.models
-    )
+    names = [Path(model.partition("@")[0]).name.removesuffix(".yaml") for model in config.models]
     k, contexts, repeats = (1, [16, 256], 10) if config.law else (8, [16, 128, 480], 20)
     grid = grid_of(
         models,
@@ -228,14 +226,13 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
         return Measured(profiles, output.out, fit_law(profiles) if has_law else None)
 
     def facts() -> dict[str, object]:
-        passes = (
-            len(grid.widths) * len(grid.batches) * len(grid.contexts) * grid.repeats * len(models)
-        )
+        points = len(grid.widths) * len(grid.batches) * len(grid.contexts)
+        passes = points * grid.repeats * len(models)
         memory = sum(needed_bytes(models, grid, running).values())
         sizes: dict[str, object] = {model.name: model.size.describe() for model in models}
         return sizes | {"passes": passes, "memory": f"{memory / 1e9:.3g} GB"}
 
-    return Job(run, f"{'law' if has_law else 'profile'}-{called}", facts)
+    return Job(run, "-".join(["law" if has_law else "profile", *names]), facts)
 
 
 @command(ProfileConfig, prepare=prepare_profile, dry_run=True)
@@ -278,27 +275,24 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     acceptances *= len(config.draft_profile) // len(acceptances)
     prompts: Sequence[int | None] = config.context or [None]
     works = [acceptance.work for acceptance in acceptances]
-    ends = [
-        work.longest if n is None else work.with_prompt_tokens(n).longest
-        for work in works
-        for n in prompts
-    ]
+    if config.context:
+        works = [work.with_prompt_tokens(n) for work in works for n in config.context]
     grid = {
         # a parallel draft's widest pass, as vLLM runs it
         "widths": range(1, 2 * max(config.k) + 2),
         "batches": config.batch,
-        "longest": max(ends) + max(config.k),
+        "longest": max(work.longest for work in works) + max(config.k),
     }
 
     def cost(option: str, spec: str) -> CostModel:
         name, _, directory = spec.rpartition("@")
         with about(option):
-            if not name or not Path(directory).is_dir():
-                return CostModel.of(parse_profile(spec, **grid), extrapolate=config.extrapolate)
-            called, shape = prunable_shape(name)
-            return CostModel.of(
-                read_law(Path(directory)).profile(shape, called), extrapolate=config.extrapolate
-            )
+            if name and Path(directory).is_dir():
+                called, shape = prunable_shape(name)
+                profile = read_law(Path(directory)).profile(shape, called)
+            else:
+                profile = parse_profile(spec, **grid)
+            return CostModel.of(profile, extrapolate=config.extrapolate)
 
     drafts = [cost("--draft-profile", spec) for spec in config.draft_profile]
     target = cost("--target-profile", config.target_profile)
@@ -321,9 +315,7 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
     show += [best_k_table(draft) for draft in drafts if len(draft.best_ks) > 1]
     show += [f"{p.name}: {verdict(p)}" if several else verdict(p) for p in predictions]
     show += [draft.schedule.verdict() for draft in drafts if draft.schedule is not None]
-    notes: dict[str, None] = {}
-    for prediction in predictions:
-        notes |= dict.fromkeys(prediction.notes)
+    notes = dict.fromkeys(chain.from_iterable(p.notes for p in predictions))
     show += [f"note: {text}" for text in notes]
     data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
     return Predicted(path=None, show=show, data=data, predictions=drafts, next="draftlab score")
@@ -355,30 +347,13 @@ def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
     path = Path(text)
     if path.name == "score.json" or (path / "score.json").exists():
         score = read_score(path)
-        rule = score.conditions.rule if score.conditions.temperature > 0 else None
-        return DraftAcceptance(
-            work=workload_of_score(score), model=(score.draft.name, score.draft.sha256), rule=rule
-        )
-    replay = read_replay(path)
-    rule = replay.rule if replay.sampling.temperature > 0 else None
-    return DraftAcceptance(
-        work=workload_of_replay(replay), model=(replay.draft, replay.draft_sha256), rule=rule
-    )
-
-
-def _places(names: list[str], weights: bool) -> dict[str, Path | Shape]:
-    places = dict(families.locate_shape(name, weights) for name in names)
-    if len(places) < len(names):
-        raise UserError(f"two models have the same name; rename one: {', '.join(names)}")
-    return places
-
-
-def _law_shapes(names: list[str]) -> dict[str, Shape]:
-    from draftlab.latency.scaling_law import law_shapes
-    from draftlab.pruning.source import prunable_shape
-
-    with about("--law"):
-        return law_shapes(dict(map(prunable_shape, names)))
+        work, model = workload_of_score(score), (score.draft.name, score.draft.sha256)
+        rule, temperature = score.conditions.rule, score.conditions.temperature
+    else:
+        replay = read_replay(path)
+        work, model = workload_of_replay(replay), (replay.draft, replay.draft_sha256)
+        rule, temperature = replay.rule, replay.sampling.temperature
+    return DraftAcceptance(work=work, model=model, rule=rule if temperature > 0 else None)
 
 
 def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":

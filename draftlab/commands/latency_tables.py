@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from draftlab.latency.cost_model import Profile, pass_bytes
-from draftlab.latency.predict import BestK, DraftPrediction, Prediction, required_length
+from draftlab.latency.predict import DraftPrediction, Prediction, required_length
 from draftlab.latency.scaling_law import ScalingLaw
 from draftlab.results.ranking import NO_DRAFT
 from draftlab.results.score import Latency
@@ -28,19 +28,17 @@ def profile_table(profile: Profile) -> Table:
         heads, rows, title=f"{profile.describe()}: milliseconds per pass (quartiles)"
     )
     steady_ms = min(profile.steady, key=lambda p: (p.batch, p.context, -p.after)).median_ms
-    weights = pass_bytes(profile.shape, profile.dtype) if profile.shape else 0
-    reached = (
-        f"A steady one-token pass reads weights at {weights / 1e6 / steady_ms:.3g} GB/s; "
-        if weights
-        else ""
-    )
+    reached = limits = ""
+    if profile.shape:
+        rate = pass_bytes(profile.shape, profile.dtype) / 1e6 / steady_ms
+        reached = f"A steady one-token pass reads weights at {rate:.3g} GB/s; "
     products = ", ".join(f"{value:.3g} in {name}" for name, value in profile.matmul_tflops.items())
     prompts = ", ".join(f"{p.width} tokens in {_ms(p)}" for p in profile.prefill)
-    limits = (
-        f"a matrix-vector product reaches {profile.bandwidth_gbs:.3g} GB/s, a large matrix product {products} TFLOP/s. "
-        if profile.bandwidth_gbs
-        else ""
-    )
+    if profile.bandwidth_gbs:
+        limits = (
+            f"a matrix-vector product reaches {profile.bandwidth_gbs:.3g} GB/s, a large matrix product {products} "
+            "TFLOP/s. "
+        )
     table.caption = (
         f"{reached}{limits}Prompts: {prompts}. Host time per step: {_ms(profile.host[0])}, and {_ms(profile.host[-1])} "
         f"to verify {profile.host[-1].width} tokens. steady: after {last} passes of the same model, as in plain "
@@ -89,11 +87,8 @@ def k_table(prediction: Prediction) -> Table:
             ", ".join(shares),
         ]
         rows.append(cells)
-    best = prediction.best
-    rows.insert(
-        0,
-        [NO_DRAFT, "1.00", "–", f"{prediction.plain_tokens_per_second:.4g}", "1.00", "–", "–", "–"],
-    )
+    best, plain = prediction.best, f"{prediction.plain_tokens_per_second:.4g}"
+    rows.insert(0, [NO_DRAFT, "1.00", "–", plain, "1.00", "–", "–", "–"])
     fastest = prediction.rows.index(best) + 1 if best.speedup.value > 1 else 0
     title = (
         f"Predicted: {prediction.draft}\nwith {prediction.target}, batch size {prediction.batch}"
@@ -149,7 +144,7 @@ def best_k_table(draft: DraftPrediction) -> Table:
     rows = [
         [
             str(best.batch),
-            _prompts(best),
+            str(best.prompt_tokens or "of the texts"),
             str(best.k) if best.k else "no draft",
             f"{best.speedup:.2f}",
             f"{best.tokens_per_second:.4g}",
@@ -158,10 +153,6 @@ def best_k_table(draft: DraftPrediction) -> Table:
     ]
     heads = ("batch", "prompt\ntokens", "K", "speed-up", "tok/s of\nthe batch")
     return terminal_table(heads, rows, title=f"Best K of {draft.prediction.name}")
-
-
-def _prompts(best: BestK) -> str:
-    return "of the texts" if best.prompt_tokens is None else str(best.prompt_tokens)
 
 
 def _cells(points: Sequence[Latency]) -> list[str]:

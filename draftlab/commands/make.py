@@ -9,7 +9,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from draftlab import provenance, workspace
-from draftlab.commands.base import Job, Outcome, command, fill
+from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.commands.prune import PruneConfig
 from draftlab.config import shared
 from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from draftlab.importing.run import ImportSource
     from draftlab.latency.scaling_law import Design
     from draftlab.model.shape import Shape
+
+    # the workspace of a new draftlab.yaml, and the size of each text source that is a local file or folder
+    NewWorkspace = tuple[Workspace, dict[str, SourceSize]]
 
 
 class InitConfig(Config):
@@ -154,16 +157,7 @@ def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewWorkspace:
-    """A new draftlab.yaml. sizes: Size of each text source that is a local file or folder."""
-
-    path: Path
-    space: Workspace
-    sizes: "dict[str, SourceSize]"
-
-
-def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
+def prepare_init(config: InitConfig, weights: bool) -> "Job[NewWorkspace]":
     """Resolve and check the settings.
 
     Raises:
@@ -177,11 +171,10 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
     if config.gguf is not None and not config.gguf.is_file():
         raise UserError(f"--gguf {config.gguf}: no such file")
     if config.data is not None:
-        with about("--data"):
-            hub.check_local_data(config.data)
+        check_data(config.data, weights=False)
     if config.target is not None:
         source = config.source or config.target
-        for name in filter(None, (config.target, source, config.draft)):
+        for name in filter(None, (config.target, config.source, config.draft)):
             hub.locate(name, weights=False)
         space = Workspace(target=config.target, source=source, data="stdlib", draft=config.draft)
     elif config.gguf or config.preset == "smollm2":
@@ -193,7 +186,7 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
     return Job(partial(_write, space, gguf, fetch=config.preset is None, force=config.overwrite))
 
 
-def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> NewWorkspace:
+def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> "NewWorkspace":
     """Import the GGUF file of the target, and write draftlab.yaml.
 
     Args:
@@ -214,7 +207,8 @@ def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> 
         note(warning)
     with about("--data"):
         sizes = _sizes(space)
-    return NewWorkspace(path=workspace.write(space, comment=warning), space=space, sizes=sizes)
+    workspace.write(space, comment=warning)
+    return space, sizes
 
 
 def _sizes(space: Workspace) -> "dict[str, SourceSize]":
@@ -244,20 +238,20 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
 
 
 @command(InitConfig, prepare=prepare_init)
-def init(written: NewWorkspace) -> Outcome:
+def init(written: "NewWorkspace") -> Outcome:
     """Write draftlab.yaml here: target, source and data for the commands that follow. Text that is here is counted."""
-    space = written.space
-    show = [str(written.path)]
-    for source, size in written.sizes.items():
+    space, sizes = written
+    show = [str(workspace.FILE)]
+    for source, size in sizes.items():
         show += _size_lines(source, size)
     data = space.model_dump(mode="json", exclude_none=True)
-    if written.sizes:
-        data["text"] = {source: asdict(size) for source, size in written.sizes.items()}
+    if sizes:
+        data["text"] = {source: asdict(size) for source, size in sizes.items()}
     plan = "" if hub.local(space.source) else " --dry-run"  # shows what prune would fetch
     then = f"draftlab prune --layers {_layers(space)}{plan}"
     if space.draft is not None:
         then = f"draftlab auto {space.target} --draft {space.draft} --dry-run"
-    return Outcome(path=written.path, show=show, data=data, next=then)
+    return Outcome(path=workspace.FILE, show=show, data=data, next=then)
 
 
 def _size_lines(source: str, size: "SourceSize") -> list[str]:
@@ -265,27 +259,18 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
     from draftlab.results.ranking import FEW_PROMPTS
 
     whole, train, heldout = size.whole, size.train, size.heldout
-    kind = f"{whole.rows:,} texts"
-    if whole.conversations:
-        plain = (
-            f", {whole.rows - whole.conversations:,} texts"
-            if whole.rows > whole.conversations
-            else ""
-        )
-        kind = f"{whole.conversations:,} conversations with {whole.answers:,} answers{plain}"
     calibration = PruneConfig.model_fields["calibration_tokens"].default
+    kind, measures = f"{whole.rows:,} texts", "score takes starts of them"
     teaches = f"distill trains on {train.tokens:,} tokens an epoch"
-    if whole.conversations and not whole.answers:
-        teaches = (
-            f"distill --text target trains on the target's answers to {train.questions:,} prompts"
-        )
-    measures = (
-        f"score takes {heldout.questions:,} prompts"
-        if whole.conversations
-        else "score takes starts of them"
-    )
-    if whole.conversations and heldout.questions < FEW_PROMPTS:
-        measures += f", too few for a narrow interval: add conversations, or name {FEW_PROMPTS} by --prompt-file"
+    if whole.conversations:
+        kind = f"{whole.conversations:,} conversations with {whole.answers:,} answers"
+        if whole.rows > whole.conversations:
+            kind += f", {whole.rows - whole.conversations:,} texts"
+        if not whole.answers:
+            teaches = f"distill --text target trains on the target's answers to {train.questions:,} prompts"
+        measures = f"score takes {heldout.questions:,} prompts"
+        if heldout.questions < FEW_PROMPTS:
+            measures += f", too few for a narrow interval: add conversations, or name {FEW_PROMPTS} by --prompt-file"
     return [
         f"{source}: {kind}, {whole.tokens:,} tokens",
         f"  training: {train.rows:,} of them; prune calibrates on {min(calibration, train.tokens):,} tokens, {teaches}",
@@ -302,8 +287,7 @@ def _layers(space: Workspace) -> int:
 
 def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Path | None]]":
     """Resolve and check the settings. Raises UserError: the source cannot be cut, or there is no such law."""
-    from draftlab.latency import scaling_law as designing
-    from draftlab.latency.scaling_law import read_law
+    from draftlab.latency import scaling_law
     from draftlab.model.families import Budget, BudgetKind
     from draftlab.model.hf_files import check_head_size
     from draftlab.model.shape import parse_count
@@ -317,7 +301,7 @@ def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Pa
     law = None
     if config.law is not None:
         with about("--law"):
-            law = read_law(config.law)
+            law = scaling_law.read_law(config.law)
     kind: BudgetKind = "latency"
     amount = config.latency_ms or 0.0
     if config.params is not None:
@@ -329,7 +313,7 @@ def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Pa
     layers, out, overwrite = config.layers, config.out, config.overwrite
 
     def run() -> "tuple[Design, Path | None]":
-        found = designing.design(source, layers, budget, law)
+        found = scaling_law.design(source, layers, budget, law)
         if out is not None:
             found.write(
                 out, f"draftlab design: {kind} budget {amount:g}, from {name}", overwrite=overwrite

@@ -82,10 +82,10 @@ def _build_facts(
     from draftlab.model.size import read_size
     from draftlab.target_outputs.build import TargetAnswers, bytes_per_token
 
-    facts: dict[str, object] = (
-        {"prompts": text.prompts.requests} if isinstance(text, TargetAnswers) else {}
-    )
-    most = "at most " if facts else ""
+    facts: dict[str, object] = {}
+    most = ""
+    if isinstance(text, TargetAnswers):
+        facts["prompts"], most = text.prompts.requests, "at most "
     facts["tokens"] = f"{most}{text.tokens:,}"
     if text.sampling is not None:
         facts["sampling"] = text.sampling.describe()
@@ -101,7 +101,7 @@ def _build_facts(
 def build(manifest: "Manifest", output: Output) -> Outcome:
     """Store text and probabilities of a target, to distil and to replay drafts without it; a killed build resumes."""
     then = f"distill --outputs {output.out}" if manifest.top_logprobs else f"replay {output.out}"
-    return replace(_shown(output.out, manifest), next=f"draftlab {then}")
+    return replace(_shown(output.out, manifest, {}), next=f"draftlab {then}")
 
 
 def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
@@ -118,8 +118,8 @@ def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
 
 
 def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows | TargetAnswers":
-    """Return the rows that the target reads, or the prompts that it answers."""
-    from draftlab.data import is_chat_file
+    """Return the rows that the target reads or continues, or the prompts that it answers."""
+    from draftlab.data import is_chat_file, loss_on_of
     from draftlab.model import checkpoint
     from draftlab.model.hf_files import check_length
     from draftlab.sampling import SamplingParams
@@ -147,8 +147,11 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
         with about("--data" if config.prompt_file is None else "--prompt-file"):
             prompts = _prompts(config, directory, chats)
         return fill(TargetAnswers, config, prompts=prompts, sampling=sampling)
-    asked = {"--num-prompts": config.num_prompts is not None, "--chat": config.chat != "auto"}
-    asked["--max-new-tokens"] = config.is_set("max_new_tokens")
+    asked = {
+        "--num-prompts": config.num_prompts is not None,
+        "--chat": config.chat != "auto",
+        "--max-new-tokens": config.is_set("max_new_tokens"),
+    }
     if idle := [option for option, is_given in asked.items() if is_given]:
         raise UserError(
             f"{', '.join(idle)}: {config.data} is no file of conversations; add --prompt-file"
@@ -156,17 +159,9 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     with about("--seq-len"):
         check_length(directory, config.seq_len)
     rows = fill(Rows, config, count=config.num_sequences, prompt_tokens=None)
-    return (
-        rows
-        if config.text == "data"
-        else _continued(rows, sampling, config.prompt_tokens or START_TOKENS)
-    )
-
-
-def _continued(rows: "Rows", sampling: "SamplingParams", starts: int) -> "Rows":
-    """Return the rows, set to be continued by the target after their first `starts` tokens."""
-    from draftlab.data import loss_on_of
-
+    if config.text == "data":
+        return rows
+    starts = config.prompt_tokens or START_TOKENS
     if starts > rows.seq_len:
         raise UserError(
             f"--prompt-tokens {starts} leaves nothing to write in {rows.seq_len} tokens"
@@ -175,9 +170,8 @@ def _continued(rows: "Rows", sampling: "SamplingParams", starts: int) -> "Rows":
         raise UserError(
             "--text target: the data has conversations; name one file of them, so that they are answered"
         )
-    return replace(
-        rows, prompt_tokens=starts, sampling=replace(sampling, max_tokens=rows.seq_len + 1 - starts)
-    )
+    sampling = replace(sampling, max_tokens=rows.seq_len + 1 - starts)
+    return replace(rows, prompt_tokens=starts, sampling=sampling)
 
 
 def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Prompts":
@@ -189,17 +183,18 @@ def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Promp
     from draftlab.model import checkpoint
     from draftlab.prompts import data_prompts, file_prompts
 
-    tokenizer, file = (
-        checkpoint.load_tokenizer(directory),
-        Path(config.data) if chats else config.prompt_file,
-    )
+    tokenizer = checkpoint.load_tokenizer(directory)
+    file = Path(config.data) if chats else config.prompt_file
     if file is not None:
-        cut = {
-            "count": config.num_prompts,
-            "tokens": config.prompt_tokens,
-            "split": "train" if chats else None,
-        }
-        return fill(file_prompts, config, file=file, tokenizer=tokenizer, **cut)
+        return fill(
+            file_prompts,
+            config,
+            file=file,
+            tokenizer=tokenizer,
+            count=config.num_prompts,
+            tokens=config.prompt_tokens,
+            split="train" if chats else None,
+        )
     tokens = config.prompt_tokens or (START_TOKENS if config.use == "distill" else PROMPT_TOKENS)
     count = config.num_prompts or PROMPTS_OF_DATA
     return data_prompts(config.data, tokenizer, count=count, tokens=tokens, seed=config.seed)
@@ -249,13 +244,12 @@ def prepare_info(
 ) -> "Job[tuple[Path, StoreVerification | None]]":
     """Return the job, which verifies the store if asked. Raises UserError: there is no store, or no target."""
     from draftlab.target_outputs.store import read_manifest
-    from draftlab.target_outputs.targets import verify
 
     manifest = read_manifest(config.directory)
     if not config.verify:
         return Job(lambda: (config.directory, None))
     from draftlab.model import checkpoint
-    from draftlab.target_outputs.targets import LocalTarget
+    from draftlab.target_outputs.targets import LocalTarget, verify
 
     directory = _located(config.target, tokenizer_only=config.server is not None, weights=True)
     if config.server is not None:
@@ -329,18 +323,13 @@ def prepare_replay(
         device = checkpoint.resolve_device(config.device)
     rule, temperature = config.acceptance
     dtype = checkpoint.resolve_dtype(config.dtype, device)
+    ks = config.k
     drafting = Drafting(
-        k=max(config.k),
-        rule=rule,
-        temperature=temperature,
-        dtype=dtype,
-        device=device,
-        target=target,
+        k=max(ks), rule=rule, temperature=temperature, dtype=dtype, device=device, target=target
     )
     for spec in drafters:
         check(store, spec, drafting)
     name = config.directory.name.removeprefix("outputs-").removeprefix("replay-")
-    ks = config.k
 
     def run(output: Output) -> "dict[str, tuple[Replay, list[AcceptanceRow]]]":
         replays = replay(store, drafters, drafting, output)
@@ -366,31 +355,24 @@ def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Out
     )
 
 
-def _shown(
-    directory: Path, manifest: "Manifest", facts: Mapping[str, object] | None = None
-) -> Outcome:
+def _shown(directory: Path, manifest: "Manifest", facts: Mapping[str, object]) -> Outcome:
     size = sum(f.stat().st_size for f in directory.rglob("*.safetensors"))
     per_token = size / max(1, manifest.tokens)
-    lists = ""
+    lists = written = ""
     if manifest.top_logprobs:
         lists = f"{manifest.top_logprobs} of {manifest.vocab:,} tokens listed"
         lists += f", 1/{2 * manifest.vocab / per_token:,.0f} of fp16 logits; "
-    written = "" if manifest.sampling is None else f"{manifest.sampling.describe()}, "
-    written += f"at most {manifest.sampling.max_tokens} tokens each; " if manifest.sampling else ""
+    if (sampling := manifest.sampling) is not None:
+        written = f"{sampling.describe()}, at most {sampling.max_tokens} tokens each; "
     text = [
         str(directory),
         f"{manifest.sequences:,} of {manifest.planned:,} sequences, {manifest.tokens:,} tokens, {size / 1e6:,.1f} MB "
         f"({per_token:.0f} bytes per token)",
         f"{manifest.target} ({manifest.source}); {lists}text: {written}{manifest.data} ({manifest.text}"
         f"{', chat' if manifest.chat else ''})",
-        *(f"{name.replace('_', ' ')}: {value}" for name, value in (facts or {}).items() if value),
+        *(f"{name.replace('_', ' ')}: {value}" for name, value in facts.items() if value),
     ]
-    data = {
-        "path": str(directory),
-        **manifest.model_dump(mode="json"),
-        "bytes": size,
-        **(facts or {}),
-    }
+    data = {"path": str(directory), **manifest.model_dump(mode="json"), "bytes": size, **facts}
     return Outcome(path=directory, show=text, data=data)
 
 
@@ -403,16 +385,8 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
     cells: list[list[str]] = []
     for row in rows:
         by_position = [f"{share.value:.2f}" for share in row.conditional]
-        cells.append(
-            [
-                row.group,
-                str(row.texts),
-                str(row.k),
-                _spread(row.length),
-                _spread(row.rate),
-                *by_position,
-            ]
-        )
+        spreads = [_spread(row.length), _spread(row.rate)]
+        cells.append([row.group, str(row.texts), str(row.k), *spreads, *by_position])
     title = f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}"
     notes = [
         "acceptance length: tokens per target pass, with the target's own; rate: accepted over drafted tokens; at i: "

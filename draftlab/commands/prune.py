@@ -18,9 +18,7 @@ from draftlab.output import Output
 
 if TYPE_CHECKING:
     from draftlab.pruning.masks.training import MaskTraining
-    from draftlab.pruning.refit import Refit
-    from draftlab.pruning.run import Depth, Method, PrunedDraft, Text
-    from draftlab.pruning.source import Source
+    from draftlab.pruning.run import Method, PrunedDraft, Text
 
 SHAPE, CALIBRATION = "Shape of the draft", "Calibration and refit"  # panels of --help
 SIZES = ("layers", "width", "ffn", "params")
@@ -157,9 +155,9 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
             not work with several processes or with this head.
     """
     from draftlab.model import checkpoint
-    from draftlab.pruning.masks.training import MaskTraining
+    from draftlab.pruning.masks.training import MaskTraining, prune_by_masks
     from draftlab.pruning.refit import REFITS
-    from draftlab.pruning.run import Text
+    from draftlab.pruning.run import Prune, Text
     from draftlab.pruning.source import Source, check_cut
     from draftlab.target_outputs.store import check_tokenizer, finished_manifest
     from draftlab.training import checkpointer
@@ -204,44 +202,24 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     head = "" if config.vocab is None else f"-v{config.vocab}"
     text = fill(Text, config, tokens=config.calibration_tokens)
     training = fill(MaskTraining, config) if config.method == "masks" else None
-    run = partial(
-        _prune,
-        source=cast("Source", source),
-        shape=shape,
-        text=text,
-        refit=REFITS[config.refit],
-        method=config.method,
-        depth=config.depth,
-        scores_cache=config.scores_cache,
-        training=training,
+    method, depth, scores_cache = config.method, config.depth, config.scores_cache
+    cut = partial(
+        Prune, source=cast(Source, source), shape=shape, text=text, refit=REFITS[config.refit]
     )
+
+    def run(output: Output) -> "PrunedDraft":
+        if training is not None:
+            return prune_by_masks(cut(output=output), training)
+        return cut(output=output).by_scores(
+            cast("Method", method), depth, scores_cache=scores_cache
+        )
+
     dtype_bytes = 2 if source is None else source.planned_dtype.itemsize
     return Job(
         run,
         f"prune-{'masks-' if training else ''}{shape_name(shape)}{head}",
         partial(_facts, have, shape, text, training, dtype_bytes=dtype_bytes, shipped=shipped),
     )
-
-
-def _prune(
-    output: Output,
-    *,
-    source: "Source",
-    shape: Shape,
-    text: "Text",
-    refit: "Refit",
-    method: str,
-    depth: "Depth",
-    scores_cache: Path | None,
-    training: "MaskTraining | None",
-) -> "PrunedDraft":
-    from draftlab.pruning.masks.training import prune_by_masks
-    from draftlab.pruning.run import Prune
-
-    cut = Prune(source=source, shape=shape, output=output, text=text, refit=refit)
-    if training is not None:
-        return prune_by_masks(cut, training)
-    return cut.by_scores(cast("Method", method), depth, scores_cache=scores_cache)
 
 
 def _facts(
@@ -291,6 +269,7 @@ def _facts(
 @command(PruneConfig, prepare=prepare, dry_run=True)
 def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
     """Cut a LLaMA-like checkpoint to an exact shape, and refit the draft to follow the source."""
+    from draftlab.data import is_chat_file
     from draftlab.pruning.source import kv_saving
 
     shape, layers = pruned.shape, pruned.keep.layers
@@ -317,6 +296,11 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
             f"(source {agreement.source_cross_entropy:.3f})"
         )
         data["acceptance"] = agreement.acceptance
+    config = output.config
+    assert isinstance(config, PruneConfig)
+    trains_on = f" --data {config.data}" if config.is_set("data") else ""
+    if is_chat_file(config.data):
+        trains_on += " --text target"
     return Pruned(
         path=output.out,
         show=lines,
@@ -324,19 +308,8 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
         shape=shape,
         layers=list(layers),
         acceptance=agreement.acceptance if agreement else None,
-        next=_next(output),
+        next=f"draftlab distill --draft {output.out}{trains_on}",
     )
-
-
-def _next(output: Output) -> str:
-    """Return the command that trains the draft, with --text target if the data is a file of conversations."""
-    from draftlab.data import is_chat_file
-
-    config = output.config
-    assert isinstance(config, PruneConfig)
-    data = f" --data {config.data}" if config.is_set("data") else ""
-    answers = " --text target" if is_chat_file(config.data) else ""
-    return f"draftlab distill --draft {output.out}{data}{answers}"
 
 
 def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
@@ -348,16 +321,10 @@ def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
     try:
         _, place = families.locate_shape(name, weights)
     except UserError:
-        shapes, called = (
-            families.presets(families.widths_folder()),
-            name.partition("@")[0].rpartition("/")[2].lower(),
-        )
-        if (
-            weights
-            or hub.local(name) is not None
-            or called not in shapes
-            or not hub.offline_reason()
-        ):
+        shapes = families.presets(families.widths_folder())
+        called = name.partition("@")[0].rpartition("/")[2].lower()
+        known = called in shapes and hub.local(name) is None
+        if weights or not known or not hub.offline_reason():
             raise
         return shapes[called], called
     if weights and isinstance(place, Shape):
@@ -374,11 +341,7 @@ def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
         "params": parse_count(config.params) if config.params else None,
     }
     shape, preset = have, None
-    if (
-        config.vocab is None
-        or config.shape is not None
-        or any(size is not None for size in sizes.values())
-    ):
+    if config.vocab is None or config.shape is not None or any(sizes.values()):
         with about(_sizes_named(config)):
             shape, preset = families.requested_shape(
                 have, **sizes, multiple_of=FFN_MULTIPLE, file=config.shape

@@ -60,10 +60,9 @@ def prepare(config: ReportConfig, weights: bool) -> "Job[tuple[ReportConfig, lis
     if config.html is not None:
         import_module("draftlab.results.plots")  # matplotlib may be missing
     scores = read_scores(config.scores)
-    for name in ("html", "markdown"):
-        file = getattr(config, name)
+    for flag, file in (("--html", config.html), ("--markdown", config.markdown)):
         if file is not None:
-            with about(config.flag(name)):
+            with about(flag):
                 check_writable(file)
     return Job(lambda: (config, scores))
 
@@ -89,22 +88,24 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
     if config.markdown is not None:
         texts[config.markdown] = markdown(scores)
     for file, text in texts.items():
-        _write(file, text)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, text)
+        except OSError as error:
+            raise UserError(f"cannot write {file}: {error.strerror}") from None
     path = next(iter(texts), None)
     tables = [ranking_table(ranking), accuracy_table(scores)]
-    show: list[object] = [table.terminal() for table in tables if table]
-    show += [
+    show = [
+        *(table.terminal() for table in tables if table),
         *verdict_lines(ranking),
         *(f"warning: {text}" for text in score_warnings(scores)),
         *map(str, texts),
     ]
+    rows = [ranked.as_dict() for ranked in ranking]
     return Reported(
         path=path,
         show=show,
-        data={
-            "path": str(path) if path else None,
-            "ranking": [ranked.as_dict() for ranked in ranking],
-        },
+        data={"path": str(path) if path else None, "ranking": rows},
         missed=missed_thresholds(
             ranking[0].score, config.min_speedup, config.min_acceptance_length
         ),
@@ -130,17 +131,8 @@ def _serve(fastest: "Ranked") -> str:
         try:
             config = parse_drafter(score.name).speculative_config(fastest.k)
         except UserError:  # the name of a draft model's folder
-            return ""
+            config = None
         if config is None:
             return ""
         words += ["--speculative-config", json.dumps(config)]
     return shlex.join(words)
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file. Raises UserError: the file cannot be written."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, text)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None

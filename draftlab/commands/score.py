@@ -3,23 +3,14 @@
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 from typing_extensions import Self
 
-from draftlab.commands.base import Job, Outcome, command, fill
+from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared
-from draftlab.config.base import (
-    SERVER,
-    DraftedTokens,
-    Numbers,
-    Only,
-    OutputConfig,
-    from_workspace,
-    numbers,
-    option,
-)
+from draftlab.config.base import SERVER, DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.kinds import DRAFTERS, Drafter
 from draftlab.config.server_rules import Acceptance, ServerRule, acceptance_of
 from draftlab.console import note, note_if_slow
@@ -71,7 +62,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     target: str = shared.target()
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
     batch: Numbers = numbers("1", "Prompts decoded at once; 1,4 gives a score for each.")
-    data: str = from_workspace("data", "Source of held-out text for prompts.")
+    data: str = shared.data("Source of held-out text for prompts.")
     prompt_file: Path | None = shared.prompt_file()
     chat: shared.ChatMode = shared.chat(advanced=True)
     system_prompt: str | None = shared.system_prompt()
@@ -191,10 +182,9 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
 
     @model_validator(mode="after")
     def _rule_is_known(self) -> Self:
-        if self.rule not in (REJECTION, *RULES.names()):
-            raise ValueError(
-                f"--rule {self.rule}: no such rule{did_you_mean(self.rule, [REJECTION, *RULES.names()])}"
-            )
+        known = [REJECTION, *RULES.names()]
+        if self.rule not in known:
+            raise ValueError(f"--rule {self.rule}: no such rule{did_you_mean(self.rule, known)}")
         return self
 
     def resolved(self) -> Self:
@@ -237,8 +227,13 @@ def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | l
     if config.tasks is not None and weights:
         from draftlab.scoring.lm_eval import load_tasks
 
-        limits = {"limit": config.task_limit, "batch_size": config.task_batch_size}
-        tasks = fill(load_tasks, config, names=config.tasks.split(","), **limits)
+        tasks = fill(
+            load_tasks,
+            config,
+            names=config.tasks.split(","),
+            limit=config.task_limit,
+            batch_size=config.task_batch_size,
+        )
     from draftlab.scoring import run, servers
 
     if config.served:
@@ -253,9 +248,15 @@ def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Score
     """Measure drafts against the target, here or on servers: acceptance, speed-up over plain decoding, accuracy."""
     from draftlab.scoring.servers import PlainAnswers
 
-    if isinstance(result, PlainAnswers):
-        return _stored(result, output)
-    return _outcome(result if isinstance(result, list) else [result], output)
+    if not isinstance(result, PlainAnswers):
+        return _outcome(result if isinstance(result, list) else [result], output)
+    speed = tokens_per_second([run.request for run in result.runs])
+    return Outcome(
+        path=output.out,
+        show=[f"{len(result.runs)} answers, {speed:.4g} tokens per second alone", str(output.out)],
+        data={"path": str(output.out), "output_tps": speed},
+        next=f"draftlab score --server {output.out} --speculative-server http://HOST:PORT",
+    )
 
 
 def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Comparison":
@@ -267,10 +268,8 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     specs = config.drafter
     for spec in specs:
         spec.check_inputs(weights)
-    source = config.data
     if config.prompt_file is None or any(spec.reads_data for spec in specs):
-        with about("--data"):
-            source = hub.check_data(config.data)
+        check_data(config.data, weights=True)
     default = next(iter(drafts.values()), None)
     if default is None and any("" in spec.drafts for spec in specs):
         default = hub.locate_model(str(shared.newest_draft()), weights)
@@ -296,16 +295,17 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     mode = config.mode
-    if mode == "auto":
-        mode = (
-            "eager"
-            if config.device_map
-            else next((spec.mode for spec in specs if spec.mode), "auto")
-        )
-    if mode == "auto":
-        mode = resolve_mode(mode, device, dtype, [target, *models] if weights else [])
-    requests = _requests(config, target, source)
+    if mode == "auto" and config.device_map:
+        mode = "eager"
+    elif mode == "auto":
+        run_by = [target, *models] if weights else []
+        only = next((spec.mode for spec in specs if spec.mode), None)
+        mode = only or resolve_mode("auto", device, dtype, run_by)
+    requests = _requests(config, target)
     stop = checkpoint.eos_token_ids(target)
+    acceptance = Acceptance(config.rule, None)
+    if config.server_rule:
+        acceptance = acceptance_of(config.server_rule)
     comparison = Comparison(
         target=target,
         drafts=drafts,
@@ -323,18 +323,13 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         ),
         ks=config.k,
         batches=config.batch,
-        acceptance=acceptance_of(config.server_rule)
-        if config.server_rule
-        else Acceptance(config.rule, None),
-        data=source,
+        acceptance=acceptance,
+        data=config.data,
         tasks=tasks,
     )
     comparison.check()
-    if (
-        config.dtype == "auto"
-        and device.type == "cpu"
-        and checkpoint.is_fast(torch.bfloat16, device)
-    ):
+    on_cpu = device.type == "cpu"
+    if config.dtype == "auto" and on_cpu and checkpoint.is_fast(torch.bfloat16, device):
         note(
             "weights are float32; this processor multiplies bfloat16, too: add --dtype bfloat16 if you serve that"
         )
@@ -349,18 +344,15 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
     assert config.server is not None
     is_stored = config.speculative_server is not None and "://" not in config.server
     servers: dict[str, Server] = {}
-    if not is_stored:
-        with about("--server"):
-            servers["plain"] = Server.connect(config.server, None, config.api_key_file)
-    if config.speculative_server is not None:
-        with about("--speculative-server"):
-            servers["speculative"] = Server.connect(
-                config.speculative_server, None, config.api_key_file
-            )
-    source = config.data
+    for name, flag, url in (
+        ("plain", "--server", None if is_stored else config.server),
+        ("speculative", "--speculative-server", config.speculative_server),
+    ):
+        if url is not None:
+            with about(flag):
+                servers[name] = Server.connect(url, None, config.api_key_file)
     if config.prompt_file is None:
-        with about("--data"):
-            source = hub.check_data(config.data)
+        check_data(config.data, weights=True)
     with about("--target"):
         tokenizer = hub.locate_tokenizer(config.target)
     with note_if_slow("loading torch and transformers"):
@@ -370,7 +362,7 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
         stored = read_model(PlainAnswers, Path(config.server), PLAIN_FILE) if is_stored else None
     if len(config.draft) > 1:
         raise UserError("--draft: a server runs one draft; name that one")
-    requests = _requests(config, tokenizer, source)
+    requests = _requests(config, tokenizer)
     if config.apply_chat_template:
         check_chat_template(tokenizer)
     if tasks is not None and "plain" in servers:
@@ -385,24 +377,19 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
     )
 
 
-def _requests(config: ScoreConfig, tokenizer: Path, source: str) -> "Requests":
-    """Read the prompts.
-
-    Args:
-        tokenizer: Directory of the tokenizer.
-        source: Data source of the prompts if there is no file.
-    """
+def _requests(config: ScoreConfig, tokenizer: Path) -> "Requests":
+    """Read the prompts. tokenizer: Directory of the tokenizer."""
     from draftlab.model import checkpoint
     from draftlab.prompts import load_prompts
     from draftlab.scoring.comparison import Requests
 
     option = "--data" if config.prompt_file is None else "--prompt-file"
-    with about(option), note_if_slow(f"reading prompts of {config.prompt_file or source}"):
+    with about(option), note_if_slow(f"reading prompts of {config.prompt_file or config.data}"):
         prompts = fill(
             load_prompts,
             config,
             file=config.prompt_file,
-            source=source,
+            source=config.data,
             tokenizer=checkpoint.load_tokenizer(tokenizer),
             count=config.num_prompts,
             tokens=config.prompt_tokens,
@@ -429,16 +416,6 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
     return drafts
 
 
-def _stored(answers: "PlainAnswers", output: Output) -> Outcome:
-    speed = tokens_per_second([run.request for run in answers.runs])
-    return Outcome(
-        path=output.out,
-        show=[f"{len(answers.runs)} answers, {speed:.4g} tokens per second alone", str(output.out)],
-        data={"path": str(output.out), "output_tps": speed},
-        next=f"draftlab score --server {output.out} --speculative-server http://HOST:PORT",
-    )
-
-
 def _outcome(scores: "list[Score]", output: Output) -> Scored:
     from draftlab.results.ranking import (
         category_rows,
@@ -451,29 +428,29 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
 
     config = output.config
     assert isinstance(config, ScoreConfig)
-    missed = [
-        text for score in scores for text in missed_thresholds(score, config.min_speedup, None)
-    ]
+    missed: list[str] = []
+    for each in scores:
+        missed += missed_thresholds(each, config.min_speedup, None)
     ranking = rank(scores)
     comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
     tables = [ranking_table(ranking), *map(category_table, scores), accuracy_table(scores)]
     show: list[object] = [table.terminal() for table in tables if table]
     show += [f"{s.label}: {s.verdict()}" for s in scores]
     show += verdict_lines(ranking) if comparable else []
-    show += [f"warning: {text}" for text in score_warnings(scores)]
-    data: dict[str, Any] = {
-        "scores": json_rows(scores),
-        "categories": {s.name: category_rows(s) for s in scores},
-    }
-    show.append(str(output.out))
+    show += [*(f"warning: {text}" for text in score_warnings(scores)), str(output.out)]
+    categories = {s.name: category_rows(s) for s in scores}
     then = f"report {output.out} --html report.html"
     if config.draft and not config.served:
-        drafts = [name.partition("@")[0] for name in config.draft]
-        names = [ranked.name.partition("@")[0] for ranked in ranking]
-        fastest = next(
-            (draft for name in names for draft in drafts if Path(draft).name == name), drafts[0]
-        )
-        then = f"export {fastest}{f' --target {config.target}' if config.is_set('target') else ''} --to vllm"
+        drafts = {Path(name).name: name for name in (n.partition("@")[0] for n in config.draft)}
+        ranked = [drafts.get(row.name.partition("@")[0]) for row in ranking]
+        fastest = next(filter(None, [*ranked, *drafts.values()]))
+        target = f" --target {config.target}" if config.is_set("target") else ""
+        then = f"export {fastest}{target} --to vllm"
     return Scored(
-        path=output.out, show=show, data=data, missed=missed, scores=scores, next=f"draftlab {then}"
+        path=output.out,
+        show=show,
+        data={"scores": json_rows(scores), "categories": categories},
+        missed=missed,
+        scores=scores,
+        next=f"draftlab {then}",
     )

@@ -10,15 +10,7 @@ from typing_extensions import Self
 
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared
-from draftlab.config.base import (
-    DraftedTokens,
-    Numbers,
-    Only,
-    OutputConfig,
-    from_workspace,
-    numbers,
-    option,
-)
+from draftlab.config.base import DraftedTokens, Numbers, Only, OutputConfig, numbers, option
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
@@ -50,9 +42,7 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     parallel: bool = option(
         False, "Search for parallel drafts, which learn to draft the most of --k in one pass."
     )
-    target: str = from_workspace(
-        "target", "Checkpoint of the target: a directory, or a hub name with @REVISION."
-    )
+    target: str = shared.target()
     source: str = shared.source()
     data: str = shared.data()
     outputs: Path | None = option(
@@ -107,6 +97,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
         UserError: The checkpoints, shapes or text cannot be used.
     """
     from draftlab.commands.steps import step_of
+    from draftlab.data.text import check_prompts
     from draftlab.model import checkpoint
     from draftlab.model.hf_files import check_trimmable
     from draftlab.model.modes import resolve_mode
@@ -114,8 +105,8 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     from draftlab.model.tokenizer import common_vocabulary
     from draftlab.pruning.source import prunable_shape
     from draftlab.searching import run as library
-    from draftlab.searching.run import Wanted, shapes_to_try
     from draftlab.searching.schedule import StepRunner
+    from draftlab.target_outputs.store import finished_manifest
 
     with about("--target"):
         target = hub.locate_model(config.target, weights)
@@ -126,12 +117,26 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     if config.vocab is not None:
         check_trimmable(source, config.vocab)
         shape = shape.model_copy(update={"draft_vocab": config.vocab})
-    tried = shapes_to_try(shape, config.layers, config.widths)
-    text, prompts = _texts(config.data, config.outputs, config.prompt_file, weights)
+    tried = library.shapes_to_try(shape, config.layers, config.widths)
+    text: dict[str, Any] = {"data": config.data}
+    prompts = text | {"prompt_tokens": library.PROMPT_TOKENS}
+    if config.outputs is not None:
+        with about("--outputs"):
+            if finished_manifest(config.outputs).top_logprobs == 0:
+                raise UserError(
+                    f"{config.outputs} stores no probabilities; build it with --use distill"
+                )
+        text = {"outputs": config.outputs}
+    if config.prompt_file is not None:
+        with about("--prompt-file"):
+            check_prompts(config.prompt_file)
+        prompts = {"prompt_file": config.prompt_file}
+    if "data" in text | prompts:
+        check_data(config.data, weights)
     device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     wanted = fill(
-        Wanted,
+        library.Wanted,
         config,
         target=target,
         source=source,
@@ -180,35 +185,6 @@ def search(result: "Search", output: Output) -> Searched:
     )
 
 
-def _texts(
-    data: str, outputs: Path | None, prompt_file: Path | None, weights: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings that name the training text, and the settings that name the prompts.
-
-    Raises:
-        UserError: A file cannot be read.
-    """
-    from draftlab.data.text import check_prompts
-    from draftlab.searching.run import PROMPT_TOKENS
-    from draftlab.target_outputs.store import finished_manifest
-
-    if outputs is not None:
-        with about("--outputs"):
-            if finished_manifest(outputs).top_logprobs == 0:
-                raise UserError(f"{outputs} stores no probabilities; build it with --use distill")
-    if prompt_file is not None:
-        with about("--prompt-file"):
-            check_prompts(prompt_file)
-    if outputs is None or prompt_file is None:
-        check_data(data, weights)
-    return (
-        {"data": data} if outputs is None else {"outputs": outputs},
-        {"data": data, "prompt_tokens": PROMPT_TOKENS}
-        if prompt_file is None
-        else {"prompt_file": prompt_file},
-    )
-
-
 def _rung_table(search: "Search") -> "Table":
     """Return a table with one row per candidate, from the last rung that the candidate reached."""
     from draftlab.model.shape import format_count
@@ -230,7 +206,7 @@ def _rung_table(search: "Search") -> "Table":
                 gains.get(trial.name, ""),
             ]
             rows.setdefault(trial.name, cells)
-    columns = [
+    heads = [
         "shape",
         "para-\nmeters",
         "ms per\npass",
@@ -238,14 +214,13 @@ def _rung_table(search: "Search") -> "Table":
         "K",
         "tokens\nper pass",
         "predicted\nTPOT",
+        "measured\nrequests",
     ]
     plain = search.winner.tokens_per_second / search.winner.gain.value
     last = [NO_DRAFT, "", "", "", "", "1.00", "1.00x", f"1.00x, {plain:.4g} tokens/s"]
     best = list(rows).index(search.winner.name) if search.pays else len(rows)
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}, the fastest marked"
-    table = terminal_table(
-        [*columns, "measured\nrequests"], [*rows.values(), last], best=best, title=title
-    )
+    table = terminal_table(heads, [*rows.values(), last], best=best, title=title)
     table.caption = (
         f"{search.spent_seconds / 60:.1f} minutes. Predicted: the tokens after the first, from a replay and the "
         "latency law, at the best K and after the steps in the table. Measured: whole requests, with a 95% interval "

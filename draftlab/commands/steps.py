@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from draftlab import provenance
+from draftlab import provenance, workspace
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.kinds import KindSpec
@@ -34,7 +34,8 @@ class CommandStep:
     def out(self) -> Path | None:
         if not isinstance(self.config, OutputConfig):
             return None
-        return self.config.out or self.command.output_directory(cast(OutputConfig, self.resolved))
+        name = "" if self.config.out else self.command.prepare(self.resolved, False).name
+        return self.config.out or workspace.load().runs / name
 
     @property
     def entry(self) -> dict[str, dict[str, Any]]:
@@ -80,12 +81,8 @@ def step_of(
     """
     from draftlab.commands import COMMANDS
 
-    command = COMMANDS[name]
-    known = {
-        key: value
-        for key, value in shared.items()
-        if key in command.config.model_fields and value is not None
-    }
+    fields = COMMANDS[name].config.model_fields
+    known = {key: value for key, value in shared.items() if key in fields and value is not None}
     return read_step({name: {**known, **settings}}, where)
 
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -33,6 +33,7 @@ OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
     "Training",
     "Evaluation and checkpoints",
 )  # panels of --help
+Value = TypeVar("Value")
 TRUST = "trust_remote_code"
 MAX_K = 1_000  # far more than any draft pays for; tables, passes and loops grow with K
 
@@ -71,12 +72,9 @@ def option(
         "shown_default": shown_default,
         "typed": typed,
     }
-    if factory is not None:
-        return Field(
-            default_factory=factory, description=help, ge=ge, le=le, gt=gt, json_schema_extra=extra
-        )
+    given: dict[str, Any] = {"default_factory": factory} if factory else {"default": default}
     return Field(
-        default,
+        **given,
         description=help,
         ge=ge,
         le=le,
@@ -96,12 +94,19 @@ def from_workspace(name: str, help: str, **others: Any) -> Any:
     )
 
 
-def _numbers(value: object) -> object:
-    """Parse numbers, from the text of an option or from a list in a settings file."""
+def parsed(parse: Callable[[str], Value], value: str) -> Value:
+    """Parse the value of a setting. Raises ValueError, which pydantic reports with the name of the setting."""
     try:
-        return parse_numbers(",".join(map(str, value)) if isinstance(value, list) else str(value))
+        return parse(value)
     except UserError as error:
         raise ValueError(str(error)) from None
+
+
+def _numbers(value: object) -> list[int]:
+    """Parse numbers, from the text of an option or from a list in a settings file."""
+    return parsed(
+        parse_numbers, ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    )
 
 
 def _at_most_max_k(ks: list[int]) -> list[int]:
@@ -155,8 +160,14 @@ class Config(BaseModel):
         try:
             return cls(**settings)
         except ValidationError as error:
-            missing = any(item["type"] == "missing" for item in error.errors())
-            raise (UsageError if missing else UserError)(where + cls._complaints(error)) from None
+            items = [
+                dict(item)
+                for item in error.errors()
+                if item["type"] != "default_factory_not_called"
+            ]
+            missing = any(item["type"] == "missing" for item in items)
+            text = "; ".join(map(cls._complaint, items))
+            raise (UsageError if missing else UserError)(where + text) from None
 
     @classmethod
     def of_file(cls, path: Path, command: str) -> dict[str, Any]:
@@ -209,16 +220,13 @@ class Config(BaseModel):
         """
         return self
 
-    def _idle(self) -> set[str]:
-        """Return the settings that this mode refuses."""
-        return {name for rule in self.only if not rule.when(self) for name in rule.options}
-
     def settings(self) -> dict[str, Any]:
         """Return, as JSON values, the settings that decide the result. Settings that `only` rules out are left out.
 
         trust_remote_code is left out, too, because each run must be given it anew. Secrets in addresses are removed.
         """
-        settings = json.loads(self.model_dump_json(exclude=self._idle() | {TRUST}))
+        refused = {name for rule in self.only if not rule.when(self) for name in rule.options}
+        settings = json.loads(self.model_dump_json(exclude=refused | {TRUST}))
         return {
             name: without_secrets(v) if isinstance(v, str) else v for name, v in settings.items()
         }
@@ -253,13 +261,6 @@ class Config(BaseModel):
         return shlex.join(words + arguments)
 
     @classmethod
-    def _complaints(cls, error: ValidationError) -> str:
-        items = [
-            dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"
-        ]
-        return "; ".join(cls._complaint(item) for item in items)
-
-    @classmethod
     def _complaint(cls, item: dict[str, Any]) -> str:
         """Return the error message of one setting, with its flag."""
         message = plain_words(str(item["msg"]))
@@ -281,13 +282,6 @@ class OutputConfig(Config):
     out: Path | None = option(
         None, "Directory to write. Default: a name under the workspace's runs.", panel=OUTPUT
     )
-
-    def default_name(self) -> str:
-        """Return the name of the output directory under the workspace's runs."""
-        raise NotImplementedError
-
-    def output_directory(self) -> Path:
-        return self.out or workspace.load().runs / self.default_name()
 
 
 def bound(field: FieldInfo, kind: Literal["ge", "gt", "le"]) -> float | None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 from typing_extensions import Self
 
+from draftlab.config.base import parsed
 from draftlab.errors import UserError, about, did_you_mean, plain_words
 from draftlab.model import Mode, hub
 from draftlab.registry import REJECTION, Registry
@@ -66,15 +67,7 @@ def parse_kind(text: str, registry: Registry[type[Spec]], option: str) -> Spec:
 def text_or_spec(parse: Callable[[str], KindSpec]) -> BeforeValidator:
     """Return a validator that parses text to a spec, and passes a spec unchanged."""
 
-    def parsed(value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        try:
-            return parse(value)
-        except UserError as error:
-            raise ValueError(str(error)) from None
-
-    return BeforeValidator(parsed)
+    return BeforeValidator(lambda value: parsed(parse, value) if isinstance(value, str) else value)
 
 
 def _complaint(item: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Literal
 from draftlab.config import shared
 from draftlab.config.base import SERVER, Config, DraftedTokens, Only, OutputConfig, numbers, option
 from draftlab.config.kinds import Drafter
-from draftlab.config.server_rules import SERVER_RULE_ONLY, AcceptanceSettings
+from draftlab.config.server_rules import AcceptanceSettings
 from draftlab.errors import UserError
 from draftlab.model import hub
 
@@ -112,12 +112,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
             "--from stores what a server's log has",
         ),
         Only(
-            ("text",),
-            lambda c: c.use == "distill" and c.prompt_file is None,
-            "needs --use distill on data; prompts are answered",
-        ),
-        Only(
-            ("num_sequences", "seq_len"),
+            ("text", "num_sequences", "seq_len"),
             lambda c: c.from_file is not None or not c.answers,
             "needs --use distill on data; prompts are answered",
         ),
@@ -126,11 +121,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
             lambda c: c.writes,
             "needs prompts to answer: --prompt-file, --use replay, or --text target on conversations",
         ),
-        Only(
-            ("data",),
-            lambda c: c.prompt_file is None,
-            "give prompts by --data or by --prompt-file, not by both",
-        ),
+        shared.ONE_SOURCE,
         Only(("chat",), lambda c: c.prompt_file is not None or c.text == "target", "needs prompts"),
         Only(
             ("prompt_tokens", "temperature"),
@@ -182,7 +173,9 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     device: shared.Device = shared.device()
 
     only = (
-        SERVER_RULE_ONLY,
+        Only(
+            ("rule", "draft_temperature"), lambda c: c.server_rule is None, "--server-rule sets it"
+        ),
         Only(
             ("server_rule",),
             lambda c: c.acceptance.rule != "block",
@@ -201,8 +194,6 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
         return any(map(hub.head_kind, self.draft)) or not all(spec.drafts for spec in self.drafter)
 
     def resolved(self) -> "ReplayConfig":
-        return (
-            self
-            if self.draft or self.drafter
-            else self.model_copy(update={"draft": [str(shared.newest_draft())]})
-        )
+        if self.draft or self.drafter:
+            return self
+        return self.model_copy(update={"draft": [str(shared.newest_draft())]})

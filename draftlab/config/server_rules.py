@@ -4,7 +4,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel
 
-from draftlab.config.base import Only, option
+from draftlab.config.base import option
 from draftlab.config.shared import SAMPLING
 from draftlab.errors import UserError, did_you_mean
 from draftlab.registry import SERVERS
@@ -65,8 +65,3 @@ class AcceptanceSettings(BaseModel):
         if self.server_rule is not None:
             return acceptance_of(self.server_rule)
         return Acceptance(self.rule, self.draft_temperature)
-
-
-SERVER_RULE_ONLY = Only(
-    ("rule", "draft_temperature"), lambda c: c.server_rule is None, "--server-rule sets it"
-)

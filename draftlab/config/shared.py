@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator
 
 from draftlab import workspace
-from draftlab.config.base import SERVER, Only, from_workspace, option
+from draftlab.config.base import SERVER, Only, from_workspace, option, parsed
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.shape import parse_count, parse_vocab
 from draftlab.registry import CROSS_ENTROPY, LOSSES
@@ -23,10 +23,7 @@ DEVICE = re.compile(r"auto|(cpu|cuda|xpu|mps|npu|hpu|meta)(:\d+)?")
 
 
 def _vocab(value: object) -> object:
-    try:
-        return parse_vocab(value) if isinstance(value, str) else value
-    except UserError as error:
-        raise ValueError(str(error)) from None
+    return parsed(parse_vocab, value) if isinstance(value, str) else value
 
 
 Vocab = Annotated[int | None, BeforeValidator(_vocab)]  # written 16k or 16384
@@ -52,11 +49,8 @@ def _known_device(name: str) -> str:
 
 
 def _count(value: str | None) -> str | None:
-    try:
-        if value is not None:
-            parse_count(value)
-    except UserError as error:
-        raise ValueError(str(error)) from None
+    if value is not None:
+        parsed(parse_count, value)
     return value
 
 
@@ -70,14 +64,6 @@ def _loss(spec: str) -> str:
 def names(spec: str) -> set[str]:
     """Return the names in a mixture or a loss, such as {"fkl", "lk"} for "fkl@0.2 -> 0.5*lk(3)"."""
     return set(re.findall(r"[a-z][a-z_]+", spec.lower()))
-
-
-def check_prompt_tokens(prompt_tokens: int, seq_len: int) -> None:
-    """Raise ValueError if the prompts leave no room to generate."""
-    if seq_len <= prompt_tokens:
-        raise ValueError(
-            f"--prompt-tokens {prompt_tokens} leaves nothing to generate in sequences of {seq_len}"
-        )
 
 
 Device = Annotated[str, AfterValidator(_known_device)]
@@ -151,6 +137,11 @@ def api_key_file() -> Any:
 
 
 KEY_RULE = Only(("api_key_file",), lambda c: c.server, "needs --server")
+ONE_SOURCE = Only(
+    ("data",),
+    lambda c: c.prompt_file is None,
+    "give prompts by --data or by --prompt-file, not both",
+)
 CHAT_RULES = (
     Only(("chat", "system_prompt"), lambda c: c.prompt_file is not None, "needs --prompt-file"),
     Only(("system_prompt",), lambda c: c.chat != "off", "there is no conversation with --chat off"),
@@ -169,7 +160,7 @@ def newest_output(*commands: str, ready: bool = False) -> Path:
     space = workspace.load()
     path = workspace.newest(space.runs, commands)
     if path is None and ready and space.draft is not None:
-        path = Path(space.draft)
+        return Path(space.draft)
     if path is None:
         raise UserError(f"no draft in {space.runs}; run draftlab {commands[-1]} first, or name one")
     return path
@@ -202,8 +193,8 @@ class ServerConnection(BaseModel):
     api_key_file: Path | None = api_key_file()
 
 
-class TruncationSettings(BaseModel):
-    """Settings that cut improbable tokens before sampling."""
+class SamplingSettings(BaseModel):
+    """Settings of sampling."""
 
     top_k: int = option(
         0,
@@ -228,11 +219,6 @@ class TruncationSettings(BaseModel):
         panel=SAMPLING,
         advanced=True,
     )
-
-
-class SamplingSettings(TruncationSettings):
-    """Settings of sampling."""
-
     temperature: float = option(0.0, "0 is greedy.", ge=0, panel=SAMPLING)
 
 

@@ -22,7 +22,6 @@ from draftlab.model.modes import resolve_mode
 from draftlab.results.report import html
 from draftlab.results.score import Score, read_score, score_files
 from draftlab.searching import verdict
-from draftlab.searching import verdict as verdicts
 from draftlab.searching.plan import (
     ANSWER_TOKENS,
     BATCH_SIZE,
@@ -38,7 +37,6 @@ from draftlab.searching.plan import (
     WRITTEN,
     Costs,
     Plan,
-    ReadyDraft,
     Request,
     arms,
 )
@@ -84,40 +82,36 @@ class AutoRun:
         self.request.prompts.write(self.folder / "prompts", self.request.target)
         candidates, training = self._candidates()
         scores = self._scores("score", candidates)
-        ranking = verdicts.ranking(candidates, scores)
+        ranking = verdict.ranking(candidates, scores)
         best = ranking[0]
         chosen = next(arm for arm in candidates if arm.name == best.name)
-        measured = {
-            n: by_name[best.name] for n, by_name in self._scores("final", [chosen], best.k).items()
-        }
+        final = self._scores("final", [chosen], best.k)
+        measured = {n: by_name[best.name] for n, by_name in final.items()}
         speedups = {n: score.speedup(best.k) for n, score in measured.items()}
-        use, reason = verdicts.judged(speedups)
+        use, reason = verdict.judged(speedups)
         if best.changed:
-            use, reason = (
-                False,
-                f"every candidate changes the target's output in {self.plan.machine.dtype}",
-            )
+            use = False
+            reason = f"every candidate changes the target's output in {self.plan.machine.dtype}"
         self._write_report()
         notes = verdict.unverified(self.request)
-        choice: dict[str, Any] = {
-            "would_change": verdicts.would_change(ranking, scores, self.plan.left_out)
-        }
+        choice: dict[str, Any]
         if use:
             ks = {n: _best_k(by_name[best.name]) for n, by_name in scores.items()}
             serve, more = verdict.serve(
                 self.request, self.steps, chosen, ks, k=best.k, int8=self._int8
             )
             self._write_recipe()
-            drafter = chosen.drafter.text if chosen.drafter else ""
+            notes += more
             choice = {
                 "choice": best.label,
                 "kind": best.kind,
                 "k": best.k,
-                "drafter": drafter,
+                "drafter": str(chosen.drafter or ""),
+                "draft": str(chosen.draft or ""),
                 "serve": serve,
             }
-            choice["draft"] = str(chosen.draft or "")
-            notes += more
+        else:
+            choice = {"would_change": verdict.would_change(ranking, scores, self.plan.left_out)}
         return Verdict(
             target=hub.checkpoint_name(self.request.target),
             use=use,
@@ -141,8 +135,8 @@ class AutoRun:
     def _write_report(self) -> None:
         file, scores = self.folder / "report/report.html", self.folder / "score"
         file.parent.mkdir(exist_ok=True)
-        measured = [read_score(path) for path in score_files([scores])]
-        write_atomic(file, html(measured, f"draftlab report {scores} --html {file}"))
+        measured = map(read_score, score_files([scores]))
+        write_atomic(file, html(list(measured), f"draftlab report {scores} --html {file}"))
 
     def _run(self, name: str, command: str, **settings: Any) -> Path:
         out = self.steps.run(name, command, **settings)
@@ -150,9 +144,8 @@ class AutoRun:
         return out
 
     def _write_recipe(self) -> None:
-        content = yaml.safe_dump(
-            {"steps": [step.entry for step in self.steps.done.values()]}, sort_keys=False
-        )
+        steps = [step.entry for step in self.steps.done.values()]
+        content = yaml.safe_dump({"steps": steps}, sort_keys=False)
         write_atomic(
             self.folder / RECIPE, f"# What draftlab auto ran, for draftlab run.\n{content}"
         )
@@ -163,9 +156,12 @@ class AutoRun:
     def _candidates(self) -> tuple[list[Arm], TrainingRounds | None]:
         """Make the candidates. A candidate that cannot be made is added to left_out."""
         kinds, training = self.plan.candidates, None
-        candidates = [
-            _ready_arm(draft) for draft in self.request.ready if draft.name in self.plan.ready
-        ]
+        candidates: list[Arm] = []
+        for ready in self.request.ready:
+            if ready.name in self.plan.ready:
+                drafter = EagleSpec.of(heads=str(ready.path)) if ready.kind == "eagle" else None
+                arm = Arm(kind=ready.kind, draft=ready.path, drafter=drafter, shape=ready.name)
+                candidates.append(arm)
         if "prompt-lookup" in kinds:
             candidates.append(Arm(kind="prompt-lookup", drafter=PromptLookupSpec.of()))
         if "draft" in kinds:
@@ -178,16 +174,15 @@ class AutoRun:
             steps = int(self._seconds_for("eagle") / self._costs.train_head(1))
             head = self._tried("eagle", steps, student=EagleStudent.of(), target=self.request.name)
             if head is not None:
-                candidates.append(
-                    Arm(kind="eagle", draft=head, drafter=EagleSpec.of(heads=str(head)))
-                )
-            if head is not None and "fallback-eagle" in kinds:
-                lookup = {
-                    "prompt_lookup_max": FALLBACK_LOOKUP_MAX,
-                    "draft_tokens": LOOKUP_HEAD_TOKENS,
-                }
-                drafter = EagleSpec.of(heads=str(head), **lookup)
-                candidates.append(Arm(kind="fallback-eagle", draft=head, drafter=drafter))
+                drafter = EagleSpec.of(heads=str(head))
+                candidates.append(Arm(kind="eagle", draft=head, drafter=drafter))
+                if "fallback-eagle" in kinds:
+                    drafter = EagleSpec.of(
+                        heads=str(head),
+                        prompt_lookup_max=FALLBACK_LOOKUP_MAX,
+                        draft_tokens=LOOKUP_HEAD_TOKENS,
+                    )
+                    candidates.append(Arm(kind="fallback-eagle", draft=head, drafter=drafter))
         return candidates, training
 
     @cached_property
@@ -268,17 +263,15 @@ class AutoRun:
             drafter = FallbackSpec.of(draft=str(draft), draft_tokens=LOOKUP_DRAFT_TOKENS)
             drafts.append(Arm(kind="fallback", draft=draft, drafter=drafter, shape=winner.name))
         pace = _pace(draft) / _tokens_per_step(draft)
-        students: dict[str, tuple[StudentSpec, float, dict[str, Any]]] = {
-            "parallel": (ParallelStudent.of(tokens=OFFSETS), OFFSET_COST, {}),
-            "trimmed": (OrdinarySpec.of(), 1.0, {"vocab": checkpoint.vocab_size(draft) // 4}),
-        }
-        for kind, (student, cost, settings) in students.items():
+        for kind, student, cost, vocab in (
+            ("parallel", ParallelStudent.of(tokens=OFFSETS), OFFSET_COST, None),
+            ("trimmed", OrdinarySpec.of(), 1.0, checkpoint.vocab_size(draft) // 4),
+        ):
             if kind in kinds:
                 steps = int(self._seconds_for(kind) * pace / cost)
-                trained = self._tried(kind, steps, student=student, draft=str(draft), **settings)
-                drafts += (
-                    [] if trained is None else [Arm(kind=kind, draft=trained, shape=winner.name)]
-                )
+                trained = self._tried(kind, steps, student=student, draft=str(draft), vocab=vocab)
+                if trained is not None:
+                    drafts.append(Arm(kind=kind, draft=trained, shape=winner.name))
         return drafts, training
 
     def _rounds(self, draft: Path, name: str, k: int) -> tuple[Path, TrainingRounds]:
@@ -286,24 +279,19 @@ class AutoRun:
 
         Training stops when a round gains too little, or when the time is over.
         """
-        start, budget, per_step = (
-            self.steps.seconds(),
-            self._seconds_for("train"),
-            _tokens_per_step(draft),
-        )
+        until = self.steps.seconds() + self._seconds_for("train")
+        per_step = _tokens_per_step(draft)
         drafts, rounds = [draft], [self._replayed(draft, 0, k, 0.0)]
         stopped = "no time was left for more"
         while True:
-            left = budget - (self.steps.seconds() - start)
+            left = until - self.steps.seconds()
             steps = int(min(rounds[-1].tokens, left * _pace(drafts[-1])) / per_step)
             if steps < LEAST_STEPS:
                 break
-            number_of = len(rounds)
-            longer = self._trained(
-                f"train/{name}-{number_of}", steps, draft=str(drafts[-1]), seed=number_of
-            )
-            drafts.append(longer)
-            rounds.append(self._replayed(longer, number_of, k, rounds[-1].tokens))
+            count = len(rounds)
+            draft = self._trained(f"train/{name}-{count}", steps, draft=str(drafts[-1]), seed=count)
+            drafts.append(draft)
+            rounds.append(self._replayed(draft, count, k, rounds[-1].tokens))
             if rounds[-1].length < (1 + MIN_GAIN) * rounds[-2].length:
                 stopped = f"the last round gained less than {MIN_GAIN:.0%}"
                 break
@@ -354,10 +342,8 @@ class AutoRun:
         afforded = (
             int(seconds / (answer * arms(len(self.plan.candidates) + len(self.plan.ready)))) - 5
         )
-        prompts = (
-            max(LEAST_PROMPTS, min(afforded, self.request.prompts.choose)) // together * together
-            or together
-        )
+        wanted = max(LEAST_PROMPTS, min(afforded, self.request.prompts.choose))
+        prompts = max(together, wanted // together * together)
         out = self._run(
             step,
             "score",
@@ -378,11 +364,6 @@ class AutoRun:
             batch = score.conditions.batch
             scores[batch][score.name.removesuffix(f"-b{batch}").removesuffix("@int8")] = score
         return scores
-
-
-def _ready_arm(draft: ReadyDraft) -> Arm:
-    drafter = EagleSpec.of(heads=str(draft.path)) if draft.kind == "eagle" else None
-    return Arm(kind=draft.kind, draft=draft.path, drafter=drafter, shape=draft.name)
 
 
 def _best_k(score: Score) -> int:

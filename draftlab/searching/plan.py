@@ -149,10 +149,8 @@ def measure_machine(
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     started, used = time.perf_counter(), time.process_time()
     with note_if_slow("measuring this machine: products and memory"):
-        tflops, bandwidth = (
-            matmul_tflops(dtype, device),
-            bandwidth_gbs(size.params(), dtype, device),
-        )
+        tflops = matmul_tflops(dtype, device)
+        bandwidth = bandwidth_gbs(size.params(), dtype, device)
         training_tflops = tflops if trained == dtype else matmul_tflops(trained, device)
     wall, busy = time.perf_counter() - started, time.process_time() - used
     return Machine(
@@ -192,29 +190,23 @@ SERVED = {
 }  # name of the drafter by kind of candidate
 CUT = ("draft", "parallel", "trimmed", "fallback")  # candidates that are cut from the target
 HEADS = ("eagle", "fallback-eagle")
-STEPS = {  # share of the time, commands and purpose of each step
-    "texts": (
-        0.03,
-        "outputs build",
-        "the target's answers to the prompts to choose by, to replay drafts on",
-    ),
+STEPS = {  # share of the time and purpose of each step
+    "texts": (0.03, "the target's answers to the prompts to choose by, to replay drafts on"),
     "answers": (
         0.22,
-        "outputs build",
         "what drafts learn from: the target's answers, or text with its probabilities",
     ),
     "search": (
         0.24,
-        "search",
         "a latency law of this machine; shapes are cut, distilled, replayed and measured",
     ),
-    "train": (0.22, "distill, replay", "the winner in rounds, until a round gains less than 1 %"),
-    "parallel": (0.06, "distill", "a parallel draft, from the winner"),
-    "trimmed": (0.04, "distill", "the winner with a head for frequent ids"),
-    "eagle": (0.07, "distill", "an EAGLE-3 head"),
-    "score": (0.08, "score", "all candidates side by side"),
-    "final": (0.04, "score", "the choice on other prompts"),
-    "export": (0.01, "export, report", "the choice, its script and card, and a page"),
+    "train": (0.22, "the winner in rounds, until a round gains less than 1 %"),
+    "parallel": (0.06, "a parallel draft, from the winner"),
+    "trimmed": (0.04, "the winner with a head for frequent ids"),
+    "eagle": (0.07, "an EAGLE-3 head"),
+    "score": (0.08, "all candidates side by side"),
+    "final": (0.04, "the choice on other prompts"),
+    "export": (0.01, "the choice, its script and card, and a page"),
 }
 EXPENDABLE = (
     ("trimmed",),
@@ -263,17 +255,13 @@ class ReadyDraft:
     artifact: Artifact
 
 
-class PlannedStep(FileModel):
+class PlannedStep(FileModel, extra="ignore"):
     """A step of a plan. minutes: least_minutes, and the step's share of the spare time."""
 
     name: str
-    command: str
     what: str
     minutes: float
     least_minutes: float
-
-    def line(self) -> str:
-        return f"{self.minutes:.1f} minutes: {self.what}"
 
 
 class Plan(FileModel, extra="ignore"):
@@ -319,14 +307,12 @@ class Plan(FileModel, extra="ignore"):
             "target": self.target,
             "machine": self.machine.describe(),
             "prompts": self.prompts,
-        }
-        facts |= {
             "candidates": ", ".join(["no draft", *self.ready, *map(in_words, self.candidates)]),
             "needs": self.needs,
         }
-        return facts | {
-            f"{count}. {step.name}": step.line() for count, step in enumerate(self.steps, 1)
-        }
+        for count, step in enumerate(self.steps, 1):
+            facts[f"{count}. {step.name}"] = f"{step.minutes:.1f} minutes: {step.what}"
+        return facts
 
 
 def served_by(server: str | None) -> list[str]:
@@ -411,8 +397,7 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
         steps=[
             PlannedStep(
                 name=name,
-                command=STEPS[name][1],
-                what=STEPS[name][2],
+                what=STEPS[name][1],
                 minutes=seconds[name] / 60,
                 least_minutes=least[name] / 60,
             )
@@ -435,19 +420,18 @@ def _unsuitable(request: Request) -> dict[str, str]:
         return dict.fromkeys(
             trained, "nothing is trained where --draft names drafts; --train adds it"
         )
-    reasons = dict.fromkeys(CUT, "") | dict.fromkeys(HEADS, "")
+    vocab = checkpoint.vocab_size(target)
     try:
         prunable_shape(str(target))
-        reasons |= dict.fromkeys(CUT, _refused(DraftModel(target, target), server))
+        no_cut = _refused(DraftModel(target, target), server)
     except UserError as error:
-        reasons |= dict.fromkeys(CUT, f"it cannot be pruned: {error}")
+        no_cut = f"it cannot be pruned: {error}"
     try:
-        ids = max(1, checkpoint.vocab_size(target) // 4)
-        head = eagle.head_config(target, None, ids, norm_before_residual=False)
-        reasons |= dict.fromkeys(HEADS, _refused(HeadArtifact(target, target, head, {}), server))
+        head = eagle.head_config(target, None, max(1, vocab // 4), norm_before_residual=False)
+        no_head = _refused(HeadArtifact(target, target, head, {}), server)
     except UserError as error:
-        reasons |= dict.fromkeys(HEADS, str(error))
-    vocab = checkpoint.vocab_size(target)
+        no_head = str(error)
+    reasons = dict.fromkeys(CUT, no_cut) | dict.fromkeys(HEADS, no_head)
     if not reasons["trimmed"] and vocab < LARGE_VOCAB:
         reasons["trimmed"] = f"a vocabulary of {vocab:,} costs a draft little"
     return {
@@ -474,13 +458,9 @@ def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[Read
         artifact = open_artifact(path, target)
         if (other := artifact.difference()) is not None:
             raise UserError(different_tokenizers(path, target, other))
-        kind = (
-            "eagle"
-            if artifact.head is not None
-            else "parallel"
-            if artifact.in_parallel
-            else "draft"
-        )
+        kind = "parallel" if artifact.in_parallel else "draft"
+        if artifact.head is not None:
+            kind = "eagle"
         name = hub.checkpoint_name(path)
         if name in drafts:
             raise UserError(f"two drafts are called {name}; rename one")

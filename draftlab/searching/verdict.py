@@ -169,16 +169,13 @@ class Verdict(FileModel, extra="ignore"):
 
 def ranking(arms: Sequence[Arm], scores: Scores) -> list[Choice]:
     """Return each arm at its best K over all streams, the fastest first."""
-    choices = []
-    for arm in arms:
-        choices.append(_at_best_k(arm, [by_name[arm.name] for by_name in scores.values()]))
+    choices = [_at_best_k(arm, [names[arm.name] for names in scores.values()]) for arm in arms]
     return sorted(choices, key=lambda choice: (choice.changed, -choice.speedup))
 
 
 def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
-    gains: dict[int, float] = {}
-    for k in set.intersection(*(set(score.speculative) for score in scores)):
-        gains[k] = geometric_mean([score.speedup_value(k) for score in scores])
+    ks = set.intersection(*(set(score.speculative) for score in scores))
+    gains = {k: geometric_mean([score.speedup_value(k) for score in scores]) for k in ks}
     k = max(gains, key=gains.__getitem__)
     return Choice(
         kind=arm.kind,
@@ -201,10 +198,8 @@ def would_change(
     trained = next((choice for choice in ranking if choice.kind == "draft"), None)
     if trained is not None:
         score = scores[fewest][trained.name]
-        needed, share = (
-            score.break_even_length(trained.k),
-            score.time_shares(trained.k).get("draft", 0.0),
-        )
+        needed = score.break_even_length(trained.k)
+        share = score.time_shares(trained.k).get("draft", 0.0)
         if trained.tokens_per_pass < needed:
             changes.append(
                 f"{trained.label} has {trained.tokens_per_pass:.2f} tokens per target pass at K = {trained.k} and "
@@ -226,14 +221,10 @@ def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
         return False, f"the fastest candidate gains nothing beyond the noise: {best.as_speedup()}"
     if losses and geometric_mean(gain.value for gain in speedups.values()) <= 1:
         return False, f"it gains at {streams(gains)} and loses more at {streams(losses)}"
+    reason = f"it gains at {streams(gains)}"
     if losses:
-        return (
-            True,
-            f"it gains at {streams(gains)}; at {streams(losses)} it loses: turn it off there",
-        )
-    return True, f"it gains at {streams(gains)}" if len(
-        speedups
-    ) > 1 else "its gain is beyond the noise"
+        reason += f"; at {streams(losses)} it loses: turn it off there"
+    return True, reason if len(speedups) > 1 else "its gain is beyond the noise"
 
 
 FASTEST = "the fastest that draftlab auto measured"

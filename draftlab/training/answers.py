@@ -69,7 +69,8 @@ class PromptFile:
             UserError: The errors of target_outputs.build.
         """
         settings = self._settings()
-        out = settings.output_directory()
+        out = settings.out
+        assert out is not None
         with process_state().main_process_first():
             if (out / MANIFEST).exists() and read_manifest(out).finished:
                 note(f"{out} has the target's answers already")

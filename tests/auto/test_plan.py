@@ -66,7 +66,7 @@ def test_what_a_step_leaves_goes_to_the_later_ones(least, more, used):
     """Steps that use a share of what they may take never run over the time; those that use all of it fill it."""
     total = sum(least.values()) + more
     steps = [
-        PlannedStep(name=n, command="", what="", minutes=s / 60, least_minutes=least[n] / 60)
+        PlannedStep(name=n, what="", minutes=s / 60, least_minutes=least[n] / 60)
         for n, s in seconds_of_steps(
             {name: least[name] for name in STEPS if name in least}, total
         ).items()

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from draftlab.cli import run_alone
-from draftlab.commands.base import Outcome, command
+from draftlab.commands.base import Job, Outcome, command
 from draftlab.config import shared
 from draftlab.config.base import OutputConfig, option
 from draftlab.errors import UserError
@@ -18,11 +18,12 @@ class ExportMedusaConfig(OutputConfig):
     target: str = shared.target()
     k: int | None = option(None, "Heads to write, each for one drafted token. Default: all.", ge=1)
 
-    def default_name(self) -> str:
-        return f"export-{self.heads.name}"
+
+def prepare(config: ExportMedusaConfig, weights: bool) -> Job[ExportMedusaConfig]:
+    return Job(lambda _: config, f"export-{config.heads.name}")
 
 
-@command(ExportMedusaConfig)
+@command(ExportMedusaConfig, prepare=prepare)
 def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
     """Write Medusa heads as vLLM loads them, with a script that serves them; vLLM drafts greedily with them."""
     import torch

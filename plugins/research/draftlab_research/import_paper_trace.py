@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftlab.cli import run_alone
-from draftlab.commands.base import Outcome, command
+from draftlab.commands.base import Job, Outcome, command
 from draftlab.config import shared
 from draftlab.config.base import Only, OutputConfig, option
 from draftlab.output import Output
@@ -27,11 +27,12 @@ class ImportPaperTraceConfig(OutputConfig):
 
     only = (Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),)
 
-    def default_name(self) -> str:
-        return f"outputs-{self.name}"
+
+def prepare(config: ImportPaperTraceConfig, weights: bool) -> Job[ImportPaperTraceConfig]:
+    return Job(lambda _: config, f"outputs-{config.name}")
 
 
-@command(ImportPaperTraceConfig, resumes=True)
+@command(ImportPaperTraceConfig, prepare=prepare, resumes=True)
 def import_paper_trace(config: ImportPaperTraceConfig, output: Output) -> Outcome:
     """Store the texts of a trace file of "Decoding Speculative Decoding", each for one prompt."""
     manifest = _write(config, output)

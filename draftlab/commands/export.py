@@ -237,7 +237,7 @@ def _findings(
         artifact = open_artifact(draft, target)
         findings = list(check_files(artifact, servers))
     except UserError as failure:
-        if not hub.is_eagle_head(draft):
+        if hub.head_kind(draft) != "eagle":
             raise
         return draft, [
             error("head", str(failure), "train one with draftlab distill --student eagle")

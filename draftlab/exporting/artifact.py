@@ -488,7 +488,7 @@ def open_artifact(path: Path, target: Path) -> Exportable:
             f"{path} is a DFlash head of this target: score --drafter dflash:heads={path} measures it, and vLLM and "
             "SGLang serve the directory as it is"
         )
-    if hub.is_eagle_head(path):
+    if hub.head_kind(path) == "eagle":
         return HeadArtifact(path, target, eagle.check(path, target), checkpoint.read_config(path))
     if checkpoint.read_config(path).get(parallel.PARD_TOKEN) is not None:
         return ParallelDraft(path, target)

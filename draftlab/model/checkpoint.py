@@ -20,7 +20,6 @@ from draftlab.model import hub
 from draftlab.model.hf_files import (
     BUFFERS,
     check_rotary,
-    check_stored,
     check_unquantised,
     eos_ids,
     is_quantised,
@@ -124,7 +123,6 @@ def check(directory: Path) -> None:
             config.json.
     """
     config = read_config(directory)
-    check_rotary(directory, config)
     if is_quantised(config):
         check_quantised_runs(directory, config)
         return
@@ -157,12 +155,20 @@ def read_shape(directory: Path) -> Shape:
     check_unquantised(directory, config)
     check_rotary(directory, config)
     headers = read_headers(directory)
-    sizes = {name: header.shape for name, header in headers.items()}
-    shape = shape_of(config, sizes)
-    _check_tensors(directory, config, shape, sizes)
-    check_stored(directory, headers)
+    shape = _fitting_shape(
+        directory, config, {name: header.shape for name, header in headers.items()}
+    )
+    for name, header in headers.items():
+        if header.stored not in STORED:
+            raise _quantised(directory, f"{name} is stored as {header.stored}")
     if shape.tied and "lm_head.weight" in headers:
-        check_tied(directory)
+        weights = Weights(directory)
+        # transformers would untie it
+        if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
+            raise UserError(
+                f"{directory}: config.json ties head and embedding, but the two "
+                "differ; set tie_word_embeddings to false in it"
+            )
     ids = read_head_ids(directory, shape.vocab)
     return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
 
@@ -180,9 +186,7 @@ def planned_shape(directory: Path) -> Shape:
     sizes = {
         name: tuple(p.shape) for name, p in meta_model(config, torch.float32).named_parameters()
     }
-    shape = shape_of(config, sizes)
-    _check_tensors(directory, config, shape, sizes)
-    return shape
+    return _fitting_shape(directory, config, sizes)
 
 
 def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) -> Shape:
@@ -212,10 +216,11 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
     return shape.model_copy(update=dict.fromkeys(block_options(tensors, shape.sizes), True))
 
 
-def _check_tensors(
-    directory: Path, config: dict[str, object], shape: Shape, sizes: dict[str, tuple[int, ...]]
-) -> None:
-    """Raises UserError: a tensor is unknown, missing or of another size."""
+def _fitting_shape(
+    directory: Path, config: dict[str, object], sizes: dict[str, tuple[int, ...]]
+) -> Shape:
+    """Return the shape, see shape_of. Raises UserError: a tensor is unknown, missing or of another size."""
+    shape = shape_of(config, sizes)
     expected = shape.axes()
     names = set(sizes) - ({"lm_head.weight"} if shape.tied else set())
     odd = sorted(names - set(expected))[:1] or sorted(set(expected) - names)[:1]
@@ -226,6 +231,13 @@ def _check_tensors(
         )
     for name, axes in expected.items():
         _check_size(directory, name, sizes[name], shape.dims(axes))
+    return shape
+
+
+def _quantised(directory: Path, how: str) -> Quantised:
+    return Quantised(
+        f"{directory} is quantised ({how}); name the checkpoint with unquantised weights"
+    )
 
 
 def _check_size(
@@ -364,9 +376,20 @@ def load_any_files(
     Raises:
         UserError: the errors of load_model, or a value is not finite.
     """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     with reading(f"{directory} cannot be loaded"):
         if weights is None:
-            model, info = from_files(directory, dtype, places)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                output_loading_info=True,
+                weights_only=True,
+                trust_remote_code=trusts_remote_code(),
+                device_map=places,
+            )
         else:
             model, info = from_slices(directory, weights, dtype)
     for kind in ("missing", "unexpected", "mismatched"):
@@ -477,9 +500,7 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
     """Return a model and transformers' loading info. Files are read into memory, not mapped."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.models.auto.auto_factory import _get_model_class
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     config: Any = auto_config(directory)
     # from_pretrained does the same
     model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)
@@ -490,22 +511,6 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model, info
-
-
-def from_files(directory: Path, dtype: torch.dtype, device_map: Any) -> Any:
-    """Return a model and transformers' loading info, from safetensors or pickles; pickles load with weights_only."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=dtype,
-        output_loading_info=True,
-        weights_only=True,
-        trust_remote_code=trusts_remote_code(),
-        device_map=device_map,
-    )
 
 
 class Weights(Mapping[str, Tensor]):
@@ -565,9 +570,7 @@ class Weights(Mapping[str, Tensor]):
             values[header.stored] += header.values
         most = values.most_common(1)[0][0]
         if most not in STORED:
-            raise Quantised(
-                f"{self.directory} is quantised (to {most}); name the checkpoint with unquantised weights"
-            )
+            raise _quantised(self.directory, f"to {most}")
         return STORED[most]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -580,21 +583,12 @@ class Weights(Mapping[str, Tensor]):
         return len(self._headers)
 
 
-def check_tied(directory: Path) -> None:
-    """Raises UserError: the head is tied, but also stored and unequal to the embedding; transformers would untie it."""
-    weights = Weights(directory)
-    if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
-        raise UserError(
-            f"{directory}: config.json ties head and embedding, but the two "
-            "differ; set tie_word_embeddings to false in it"
-        )
-
-
 def check_weight(tensor: Tensor, name: str, directory: Path) -> None:
     """Raises UserError: the tensor has no floating-point dtype, or has values that are not finite."""
     if tensor.dtype not in STORED.values():
-        stored = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(f"{directory}: {name} is stored as {stored}, not as weights are")
+        raise UserError(
+            f"{directory}: {name} is stored as {dtype_name(tensor.dtype)}, not as weights are"
+        )
     check_finite(tensor, name, directory)
 
 

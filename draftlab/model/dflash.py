@@ -21,12 +21,22 @@ from torch.nn import functional as F
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.eagle import TargetSizes, check_target, check_tensors, draft_ids, read_tensors
+from draftlab.model.eagle import (
+    SLIDING,
+    HeadSizes,
+    TargetSizes,
+    check_target,
+    check_tensors,
+    draft_ids,
+    layer_config,
+    layer_sizes,
+    read_tensors,
+    sizes_of,
+)
 from draftlab.model.llama import rms_norm, rotary, rotary_tables, spread
 from draftlab.model.size import ApproximateSize
-from draftlab.reading import FileModel, reading
+from draftlab.reading import reading
 
-SLIDING = "sliding_attention"
 NOT_COMPUTED = {
     "attention_bias": (False, None),
     "hidden_act": ("silu", None),
@@ -38,27 +48,16 @@ NOT_COMPUTED = {
 }  # fields of config.json, and the values that draftlab supports
 
 
-class DFlashShape(FileModel):
-    """Sizes of a head.
+class DFlashShape(HeadSizes):
+    """Sizes of a DFlash head.
 
     Attributes:
-        layer_ids: Id i is the target's residual stream after i layers.
         windows: Number of latest positions that each layer reads; None for all positions.
         causal: Whether a token of the block reads only earlier tokens, by layer.
         sample_from_anchor: Whether the text's last token predicts the first drafted token.
     """
 
     layers: int = Field(ge=1)
-    hidden: int = Field(ge=1)
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=2)
-    ffn: int = Field(ge=1)
-    eps: float = Field(gt=0)
-    context: int = Field(ge=1)
-    vocab: int = Field(ge=1)
-    draft_vocab: int = Field(ge=1)
-    layer_ids: tuple[int, ...] = Field(min_length=1)
     block_size: int = Field(ge=2)
     mask_token_id: int = Field(ge=0)
     windows: tuple[int | None, ...]
@@ -81,28 +80,10 @@ class DFlashShape(FileModel):
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the tensors that every head has."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sizes: dict[str, tuple[int, ...]] = {
+        return layer_sizes(self.shape_of(self.layers, qk_norm=True)) | {
             "fc.weight": (self.hidden, len(self.layer_ids) * self.hidden),
             "hidden_norm.weight": (self.hidden,),
-            "norm.weight": (self.hidden,),
         }
-        for layer in range(self.layers):
-            block = {
-                "self_attn.q_proj": (q, self.hidden),
-                "self_attn.k_proj": (kv, self.hidden),
-                "self_attn.v_proj": (kv, self.hidden),
-                "self_attn.o_proj": (self.hidden, q),
-                "self_attn.q_norm": (self.head_dim,),
-                "self_attn.k_norm": (self.head_dim,),
-                "mlp.gate_proj": (self.ffn, self.hidden),
-                "mlp.up_proj": (self.ffn, self.hidden),
-                "mlp.down_proj": (self.hidden, self.ffn),
-                "input_layernorm": (self.hidden,),
-                "post_attention_layernorm": (self.hidden,),
-            }
-            sizes |= {f"layers.{layer}.{name}.weight": size for name, size in block.items()}
-        return sizes
 
     def optional_sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the tensors that a head may have."""
@@ -300,11 +281,13 @@ def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash
 
 def _read_config(folder: Path, target: Path) -> tuple[DFlashShape, Any]:
     """Return a head's sizes, and the configuration of its layers. Raises UserError: the errors of check."""
+    from transformers import Qwen3Config
+
     sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
     if hub.head_kind(folder) != "dflash":
         raise UserError(f"{folder} is no DFlash head: its config.json has no dflash_config")
     with reading(folder / "config.json"):
-        layer = _layer_config(content)
+        layer = layer_config(Qwen3Config, content)  # DFlash heads have layers of Qwen 3
         config = _from_json(content, layer, folder)
     check_target(
         str(folder), sizes, hidden=config.hidden, vocab=config.vocab, layer_ids=config.layer_ids
@@ -314,19 +297,6 @@ def _read_config(folder: Path, target: Path) -> tuple[DFlashShape, Any]:
             f"{folder}: mask_token_id is {config.mask_token_id}, and the vocabulary has {config.vocab} ids"
         )
     return config, layer
-
-
-def _layer_config(content: Mapping[str, Any]) -> Any:
-    """Return the configuration of the layers as transformers' Qwen3Config; DFlash heads have layers of Qwen 3."""
-    from transformers import Qwen3Config
-
-    layer = content.get("transformer_layer_config", content)
-    known = {
-        name: value
-        for name, value in layer.items()
-        if name not in ("dtype", "torch_dtype", "model_type")
-    }
-    return Qwen3Config(**known)
 
 
 def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashShape:
@@ -361,15 +331,8 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
         else [i + 1 for i in own["target_layer_ids"]]
     )
     return DFlashShape(
+        **sizes_of(config),
         layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        ffn=config.intermediate_size,
-        eps=config.rms_norm_eps,
-        context=config.max_position_embeddings,
-        vocab=config.vocab_size,
         draft_vocab=content.get("draft_vocab_size") or config.vocab_size,
         layer_ids=tuple(ids),
         block_size=content.get("block_size") or own["block_size"],

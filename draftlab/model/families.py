@@ -4,6 +4,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -51,7 +52,7 @@ class Budget:
         if self.latency_ms is not None:
             return self.latency_ms(shape)
         if self.kind == "kv":
-            return shape.kv_bytes_per_token(2)
+            return shape.kv_bytes_per_token()
         return shape.params() if self.kind == "total" else shape.body_params()
 
     def met(self, shape: Shape) -> bool:
@@ -96,14 +97,9 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     return shapes
 
 
-def shape_name(shape: Shape, *, with_ffn: bool = False) -> str:
-    """Return the name of a shape file: layers x hidden, such as 3x256 or, with the ffn, 3x256-f688."""
-    return f"{shape.layers}x{shape.hidden}" + (f"-f{shape.ffn}" if with_ffn else "")
-
-
-def widths_folder() -> Path:
-    """Return the folder of named shapes."""
-    return shipped("widths")
+def shape_name(shape: Shape) -> str:
+    """Return the name of a shape file: layers x hidden, such as 3x256."""
+    return f"{shape.layers}x{shape.hidden}"
 
 
 def shipped(folder: str) -> Path:
@@ -146,7 +142,7 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
     Raises:
         UserError: nothing has that name; or weights=True, and the checkpoint has no weights.
     """
-    shapes = presets(widths_folder())
+    shapes = presets(shipped("widths"))
     if name in shapes:
         return name, shapes[name]
     if Path(name).suffix in (".yaml", ".yml"):
@@ -163,15 +159,12 @@ def matching_preset(
     source: Shape, layers: int, hidden: int, folder: Path
 ) -> tuple[str, Shape] | None:
     """Return the preset with these sizes that can be cut from the source. Raises UserError: several presets match."""
-
-    def fits(shape: Shape) -> bool:
-        try:
-            check_within(shape, source)
-        except UserError:
-            return False
-        return (shape.layers, shape.hidden) == (layers, hidden)
-
-    matches = [(name, shape) for name, shape in presets(folder).items() if fits(shape)]
+    matches = []
+    for name, shape in presets(folder).items():
+        if (shape.layers, shape.hidden) == (layers, hidden):
+            with suppress(UserError):
+                check_within(shape, source)
+                matches.append((name, shape))
     if len(matches) > 1:
         names = " and ".join(name for name, _ in matches)
         raise UserError(
@@ -205,7 +198,7 @@ def requested_shape(
     elif all(n is None for n in numbers):
         raise UserError("name a size: --layers 12 --width 2560, --params 1.3b, or --shape FILE")
     elif layers is not None and hidden is not None and ffn is None and params is None:
-        named = matching_preset(source, layers, hidden, widths_folder())
+        named = matching_preset(source, layers, hidden, shipped("widths"))
         named = named if named is None or named[1].ffn % multiple_of == 0 else None
     if named is None:
         return resolve(
@@ -275,7 +268,7 @@ def _kv_shape(source: Shape, layers: int, kv_heads: int, step: int) -> Shape:
 
 
 def _kv_bytes_per_head(source: Shape, layers: int) -> int:
-    return source.model_copy(update={"layers": layers, "kv_heads": 1}).kv_bytes_per_token(2)
+    return source.model_copy(update={"layers": layers, "kv_heads": 1}).kv_bytes_per_token()
 
 
 def _stretch(shape: Shape, source: Shape) -> float:

@@ -69,8 +69,7 @@ class HFCache:
             [self.position[:row], moved.unsqueeze(0), self.position[row + 1 :]]
         )
         if self.layer_states is not None:
-            states = self.layer_states.states
-            states[row, at : at + len(path)] = states[row, [at + i for i in path]]
+            self.layer_states.keep(row, at, path)
         self.used[row] = at + len(path)
 
     @torch.inference_mode(False)  # later passes write into these tensors
@@ -82,8 +81,7 @@ class HFCache:
                 chosen
             )
         used = [used for used, chosen in zip(self.used, mask.tolist(), strict=True) if chosen]
-        layers = self.layer_states
-        layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
+        layers = self.layer_states and self.layer_states.rows(mask)
         return HFCache(
             self.past, self.capacity, used, self.position[mask.to(self.position.device)], layers
         )

@@ -44,6 +44,14 @@ class LayerStates:
             at = self.ids.index(layers) * x.shape[-1]
             self.states[slots[0], slots[2], at : at + x.shape[-1]] = x
 
+    def rows(self, mask: Tensor) -> "LayerStates":
+        """Return the states of the rows in a mask, bool [B]."""
+        return LayerStates(self.ids, self.states[mask])
+
+    def keep(self, row: int, at: int, path: Sequence[int]) -> None:
+        """Replace positions, see Cache.keep."""
+        self.states[row, at : at + len(path)] = self.states[row, [at + i for i in path]]
+
 
 @dataclass(slots=True)
 class Cache:
@@ -73,17 +81,14 @@ class Cache:
             for cached in (self.keys, self.values):
                 cached[:, row, :, at:end] = cached[:, row, :, [at + i for i in path]]
             if self.layer_states is not None:
-                self.layer_states.states[row, at:end] = self.layer_states.states[
-                    row, [at + i for i in path]
-                ]
+                self.layer_states.keep(row, at, path)
         self.used[row] = end
 
     def rows(self, mask: Tensor) -> "Cache":
         """Return a cache of the rows in a mask, bool [B]."""
         used = [used for used, keep in zip(self.used, mask.tolist(), strict=True) if keep]
         states = None if self.hidden_states is None else self.hidden_states[mask]
-        layers = self.layer_states
-        layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
+        layers = self.layer_states and self.layer_states.rows(mask)
         return Cache(self.keys[:, mask], self.values[:, mask], used, states, layers)
 
 
@@ -199,14 +204,6 @@ class Llama(Decoder):
         )
         cache.used = [used + width for used in cache.used]
         return logits
-
-    @torch.inference_mode()
-    def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
-        """Return the logits of the last tokens of whole texts, [B, last, V]. tree: See forward."""
-        cache = self.new_cache(len(ids), ids.shape[1])
-        return (
-            self.forward(ids, cache, last) if tree is None else self.forward(ids, cache, last, tree)
-        )
 
     def decode(
         self,

@@ -70,8 +70,7 @@ class RecurrentCache:
     def rows(self, mask: Tensor) -> "RecurrentCache":
         """Return a cache of the rows in a mask, bool [B]."""
         chosen = mask.nonzero().squeeze(1).tolist()
-        layers = self.layer_states
-        layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
+        layers = self.layer_states and self.layer_states.rows(mask)
         states = [self.states[row] for row in chosen]
         return RecurrentCache(states, self.capacity, [self.used[row] for row in chosen], layers)
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from draftlab.errors import UserError
 from draftlab.model import families
-from draftlab.model.families import Budget, BudgetKind, matching_preset, presets, widths_folder
+from draftlab.model.families import Budget, BudgetKind, matching_preset, presets, shipped
 from draftlab.model.shape import Shape, check, check_within, write_shape_file
 
-NAMED = presets(widths_folder())
+NAMED = presets(shipped("widths"))
 LLAMA_7B, TINY = NAMED["llama-7b"], NAMED["tiny-16x256"]
 
 
@@ -180,7 +180,10 @@ def test_an_unreachable_cache_names_its_steps():
 
 
 def test_twelve_layers_of_2560_are_wide_1_3b():
-    assert matching_preset(LLAMA_7B, 12, 2560, widths_folder()) == ("wide-1.3b", NAMED["wide-1.3b"])
+    assert matching_preset(LLAMA_7B, 12, 2560, shipped("widths")) == (
+        "wide-1.3b",
+        NAMED["wide-1.3b"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,7 @@ def test_twelve_layers_of_2560_are_wide_1_3b():
     ],
 )
 def test_a_preset_counts_where_it_can_be_cut(source, layers, hidden):
-    found = matching_preset(NAMED[source], layers, hidden, widths_folder())
+    found = matching_preset(NAMED[source], layers, hidden, shipped("widths"))
     assert (found and found[0]) == ("mistral-7b-v0.1" if source == "llama-2-70b" else None)
 
 

@@ -19,24 +19,21 @@ from draftlab.errors import OtherArchitecture, Quantised, UserError, one_line
 from draftlab.model import hub
 from draftlab.model.hf_files import (
     BUFFERS,
+    MODEL_TYPES,
     check_rotary,
     check_unquantised,
     eos_ids,
     is_quantised,
+    max_model_len,
     other_layout,
     quantization_method,
+    read_config,
     read_head_ids,
     read_headers,
+    vocab_size,
 )
-from draftlab.model.hf_files import MODEL_TYPES as MODEL_TYPES
-from draftlab.model.hf_files import UNLIMITED as UNLIMITED
-from draftlab.model.hf_files import max_model_len as max_model_len
-from draftlab.model.hf_files import read_config as read_config
-from draftlab.model.hf_files import text_config as text_config
-from draftlab.model.hf_files import vocab_size as vocab_size
 from draftlab.model.shape import Shape, block_options
-from draftlab.model.tokenizer import load_tokenizer as load_tokenizer
-from draftlab.model.tokenizer import special_ids as special_ids
+from draftlab.model.tokenizer import load_tokenizer, special_ids
 from draftlab.model.trimmed_head import trim_model
 from draftlab.reading import read_object, reading
 from draftlab.trust import trusts_remote_code

@@ -26,6 +26,7 @@ from draftlab.model.hf_files import (
     is_quantised,
     max_model_len,
     other_layout,
+    quantised,
     quantization_method,
     read_config,
     read_head_ids,
@@ -157,7 +158,7 @@ def read_shape(directory: Path) -> Shape:
     )
     for name, header in headers.items():
         if header.stored not in STORED:
-            raise _quantised(directory, f"{name} is stored as {header.stored}")
+            raise quantised(directory, f"{name} is stored as {header.stored}")
     if shape.tied and "lm_head.weight" in headers:
         weights = Weights(directory)
         # transformers would untie it
@@ -231,12 +232,6 @@ def _fitting_shape(
     return shape
 
 
-def _quantised(directory: Path, how: str) -> Quantised:
-    return Quantised(
-        f"{directory} is quantised ({how}); name the checkpoint with unquantised weights"
-    )
-
-
 def _check_size(
     directory: Path, name: str, size: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
@@ -251,19 +246,14 @@ def config_for(
     shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None
 ) -> dict[str, object]:
     """Return the config `base` with the sizes of a shape, and its per-layer lists reduced to the kept layers."""
-    config = {
-        k: v
-        for k, v in base.items()
-        if k not in ("_name_or_path", "transformers_version", "torch_dtype")
-    }
-    layers = kept_layers if kept_layers is not None else list(range(shape.layers))
+    layers = range(shape.layers) if kept_layers is None else kept_layers
+    config: dict[str, object] = {}
     for key, value in base.items():
-        if (
-            isinstance(value, list)
-            and len(value) == base.get("num_hidden_layers")
-            and key != "architectures"
-        ):
-            config[key] = [value[i] for i in layers]
+        if key in ("_name_or_path", "transformers_version", "torch_dtype"):
+            continue
+        per_layer = isinstance(value, list) and len(value) == base.get("num_hidden_layers")
+        cut = per_layer and key != "architectures"
+        config[key] = [value[i] for i in layers] if cut else value
     return config | {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -412,13 +402,10 @@ def _parse_device_map(device_map: str | None) -> Any:
 
 def stored_dtype(directory: Path) -> torch.dtype:
     """Return the dtype of most weights. For quantised weights, return config.json's dtype, by default bfloat16."""
-    try:
-        return Weights(directory).dtype
-    except Quantised:
-        config = read_config(directory)
-        if not is_quantised(config):
-            raise
+    config = read_config(directory)
+    if is_quantised(config):
         return DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+    return Weights(directory).dtype
 
 
 @functools.cache
@@ -567,7 +554,7 @@ class Weights(Mapping[str, Tensor]):
             values[header.stored] += header.values
         most = values.most_common(1)[0][0]
         if most not in STORED:
-            raise _quantised(self.directory, f"to {most}")
+            raise quantised(self.directory, f"to {most}")
         return STORED[most]
 
     def shape(self, name: str) -> tuple[int, ...]:

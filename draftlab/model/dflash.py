@@ -25,8 +25,6 @@ from draftlab.model.eagle import (
     SLIDING,
     HeadSizes,
     TargetSizes,
-    check_target,
-    check_tensors,
     draft_ids,
     layer_config,
     layer_sizes,
@@ -83,15 +81,6 @@ class DFlashShape(HeadSizes):
         return layer_sizes(self.shape_of(self.layers, qk_norm=True)) | {
             "fc.weight": (self.hidden, len(self.layer_ids) * self.hidden),
             "hidden_norm.weight": (self.hidden,),
-        }
-
-    def optional_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the tensors that a head may have."""
-        return {
-            "lm_head.weight": (self.draft_vocab, self.hidden),
-            "embed_tokens.weight": (self.vocab, self.hidden),
-            "d2t": (self.draft_vocab,),
-            "t2d": (self.vocab,),
         }
 
 
@@ -204,6 +193,11 @@ class DFlash:
     def _weight(self, layer: int, name: str) -> Tensor:
         return self.weights[f"layers.{layer}.{name}.weight"]
 
+    def _heads(self, layer: int, name: str, x: Tensor) -> Tensor:
+        """Return the queries, keys or values of x [B, T, D], [B, T, heads, C]."""
+        projected = F.linear(x, self._weight(layer, f"self_attn.{name}_proj"))
+        return projected.unflatten(-1, (-1, self.config.head_dim))
+
     def _places(self, positions: Tensor) -> Places:
         rows = torch.arange(len(positions), device=self.device).unsqueeze(1)
         return Places(
@@ -222,13 +216,8 @@ class DFlash:
     def _store(self, layer: int, x: Tensor, places: Places, cache: BlockCache) -> None:
         """Write the keys and values of x [B, T, D] to the cache."""
         c = self.config
-        k = F.linear(x, self._weight(layer, "self_attn.k_proj")).unflatten(
-            -1, (c.kv_heads, c.head_dim)
-        )
+        k, v = self._heads(layer, "k", x), self._heads(layer, "v", x)
         k = rms_norm(k, self._weight(layer, "self_attn.k_norm"), c.eps)  # [B, T, K, C]
-        v = F.linear(x, self._weight(layer, "self_attn.v_proj")).unflatten(
-            -1, (c.kv_heads, c.head_dim)
-        )
         cache.keys[layer][places.rows, :, places.positions] = places.turned(k)
         cache.values[layer][places.rows, :, places.positions] = v
 
@@ -239,9 +228,7 @@ class DFlash:
         c, end = self.config, mask.shape[-1]
         normed = rms_norm(x, self._weight(layer, "input_layernorm"), c.eps)
         self._store(layer, normed, places, cache)
-        q = F.linear(normed, self._weight(layer, "self_attn.q_proj")).unflatten(
-            -1, (c.heads, c.head_dim)
-        )
+        q = self._heads(layer, "q", normed)
         q = rms_norm(q, self._weight(layer, "self_attn.q_norm"), c.eps)
         q = places.turned(q).transpose(1, 2)  # [B, H, T, C]
         keys, values = cache.keys[layer][:, :, :end], cache.values[layer][:, :, :end]
@@ -262,11 +249,8 @@ def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash
     """Load a head. embed, head: Embedding and output layer of the target, [V, D] each. Raises UserError: see check."""
     config, layer = _read_config(folder, target_path)
     tensors = read_tensors(folder, lambda name: name.removeprefix("model."))
-    expected, optional = config.sizes(), config.optional_sizes()
-    if config.draft_vocab < config.vocab:
-        expected |= {name: optional.pop(name) for name in ("d2t", "lm_head.weight")}
     sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_tensors(sizes, expected, optional, folder, "a DFlash head that draftlab computes")
+    config.check_tensors(sizes, folder, "a DFlash head that draftlab computes")
     ids = None
     if config.draft_vocab < config.vocab:
         ids = draft_ids(tensors["d2t"], tensors.get("t2d"), config.vocab, folder).to(embed.device)
@@ -289,9 +273,7 @@ def _read_config(folder: Path, target: Path) -> tuple[DFlashShape, Any]:
     with reading(folder / "config.json"):
         layer = layer_config(Qwen3Config, content)  # DFlash heads have layers of Qwen 3
         config = _from_json(content, layer, folder)
-    check_target(
-        str(folder), sizes, hidden=config.hidden, vocab=config.vocab, layer_ids=config.layer_ids
-    )
+    config.check_target(str(folder), sizes, config.hidden)
     if config.mask_token_id >= config.vocab:
         raise UserError(
             f"{folder}: mask_token_id is {config.mask_token_id}, and the vocabulary has {config.vocab} ids"

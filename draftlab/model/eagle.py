@@ -123,6 +123,46 @@ class HeadSizes(FileModel):
         }
         return Shape(layers=layers, qk_norm=qk_norm, **sizes)
 
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of the tensors that every head has by name, in the layout of speculators."""
+        raise NotImplementedError
+
+    def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path, kind: str) -> None:
+        """Raises UserError: a tensor is missing, unknown, or of another size. kind: Kind of head, for the message."""
+        needed = self.sizes()
+        known = {
+            "d2t": (self.draft_vocab,),
+            "t2d": (self.vocab,),
+            "embed_tokens.weight": (self.vocab, self.hidden),
+            "lm_head.weight": (self.draft_vocab, self.hidden),
+        } | needed
+        if self.draft_vocab < self.vocab:
+            needed |= {name: known[name] for name in ("d2t", "lm_head.weight")}
+        for name in sorted(needed.keys() - sizes.keys()):
+            purpose = f", which its {self.draft_vocab} draft ids need" if name == "d2t" else ""
+            raise UserError(f"{folder} has no {name}{purpose}")
+        for name in sorted(sizes.keys() - known.keys()):
+            raise UserError(f"{folder} has {name}, which is not part of {kind}")
+        for name, size in sizes.items():
+            if size != known[name]:
+                raise UserError(f"{folder}: {name} is {size}, but {known[name]} by its config.json")
+
+    def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
+        """Raises UserError: the head belongs to another target. hidden: Width of the states that the head reads."""
+        for what, own, expected in (
+            ("hidden size", hidden, target.hidden),
+            ("vocabulary", self.vocab, target.vocab),
+        ):
+            if own != expected:
+                raise UserError(
+                    f"{name} is a head for another target: {what} {own}, and {target.name} has {expected}"
+                )
+        if not 0 <= min(self.layer_ids) <= max(self.layer_ids) <= target.layers:
+            read = ", ".join(map(str, self.layer_ids))
+            raise UserError(
+                f"{name} reads the layers {read}, and {target.name} has {target.layers}"
+            )
+
 
 class HeadShape(HeadSizes):
     """Sizes of an EAGLE-3 head.
@@ -304,7 +344,7 @@ def check(folder: Path, target: Path) -> HeadShape:
         config = _from_json(content, sizes, folder)
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
-    _check_tensors(config, tensors, folder)
+    config.check_tensors(tensors, folder, "an EAGLE-3 head of one layer")
     return config
 
 
@@ -376,14 +416,20 @@ def write(
         folder / WEIGHTS,
     )
     dtype = checkpoint.dtype_name(head.weights["fc.weight"].dtype)
-    content = (
+    content = {
+        "draft_vocab_size": config.draft_vocab,
+        "target_hidden_size": config.target_hidden,
+        "norm_before_residual": config.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    content |= (
         _native_json(config)
         if layout == "native"
         else _speculators_json(config, target, k, verifier)
     )
-    (folder / "config.json").write_text(
-        json.dumps(content | {"dtype": dtype, "torch_dtype": dtype}, indent=2)
-    )
+    (folder / "config.json").write_text(json.dumps(content, indent=2))
 
 
 def _target_embedding(target: Path, config: HeadShape) -> Tensor:
@@ -406,10 +452,6 @@ def _native_json(config: HeadShape) -> dict[str, object]:
         | _llama_json(config)
         | {
             "architectures": [QWEN3_ARCHITECTURE if config.qk_norm else ARCHITECTURE],
-            "draft_vocab_size": config.draft_vocab,
-            "target_hidden_size": config.target_hidden,
-            "norm_before_residual": config.norm_before_residual,
-            "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
             # SGLang counts the layer whose output is read, vLLM and llama.cpp the layers before it
             "eagle_config": {
                 "use_aux_hidden_state": True,
@@ -425,11 +467,7 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
-        "draft_vocab_size": config.draft_vocab,
-        "target_hidden_size": config.target_hidden,
-        "norm_before_residual": config.norm_before_residual,
         **{name: getattr(config, name) for name in VARIANTS},
-        "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
         "tie_word_embeddings": False,
         "transformer_layer_config": _llama_json(config),
         "speculators_config": {
@@ -522,63 +560,12 @@ _ONLY: dict[str, tuple[object, ...]] = {
 
 def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:
     """Raises UserError: the head belongs to another target."""
-    check_target(
-        name, target, hidden=config.target_hidden, vocab=config.vocab, layer_ids=config.layer_ids
-    )
+    config.check_target(name, target, config.target_hidden)
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(
             f"{name} has hidden size {config.hidden} and no embed_tokens, and "
             f"those of {target.name} have {target.hidden}"
         )
-
-
-def check_target(
-    name: str, target: TargetSizes, *, hidden: int, vocab: int, layer_ids: Sequence[int]
-) -> None:
-    """Raises UserError: a head with these sizes belongs to another target."""
-    for what, own, expected in (
-        ("hidden size", hidden, target.hidden),
-        ("vocabulary", vocab, target.vocab),
-    ):
-        if own != expected:
-            raise UserError(
-                f"{name} is a head for another target: {what} {own}, and {target.name} has {expected}"
-            )
-    if not 0 <= min(layer_ids) <= max(layer_ids) <= target.layers:
-        read = ", ".join(map(str, layer_ids))
-        raise UserError(f"{name} reads the layers {read}, and {target.name} has {target.layers}")
-
-
-def _check_tensors(config: HeadShape, tensors: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raises UserError: a tensor is missing, unknown, or of another size."""
-    expected = config.sizes()
-    optional = {
-        "d2t": (config.draft_vocab,),
-        "t2d": (config.vocab,),
-        "embed_tokens.weight": (config.vocab, config.hidden),
-    }
-    if config.draft_vocab < config.vocab:
-        expected["d2t"] = optional.pop("d2t")
-    check_tensors(tensors, expected, optional, folder, "an EAGLE-3 head of one layer")
-
-
-def check_tensors(
-    sizes: Mapping[str, tuple[int, ...]],
-    expected: Mapping[str, tuple[int, ...]],
-    optional: Mapping[str, tuple[int, ...]],
-    folder: Path,
-    kind: str,
-) -> None:
-    """Raises UserError: a tensor is missing, unknown, or of another size. kind: Kind of head, for the message."""
-    wanted = {**expected, **optional}
-    for name in sorted(expected.keys() - sizes.keys()):
-        needed = f", which its {expected[name][0]} draft ids need" if name == "d2t" else ""
-        raise UserError(f"{folder} has no {name}{needed}")
-    for name in sorted(sizes.keys() - wanted.keys()):
-        raise UserError(f"{folder} has {name}, which is not part of {kind}")
-    for name, size in sizes.items():
-        if size != wanted[name]:
-            raise UserError(f"{folder}: {name} is {size}, but {wanted[name]} by its config.json")
 
 
 def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -122,12 +122,9 @@ class EagleLlama(Llama):
         with pinned_backends(self.device):
             x = residual + self._attention(block, joined, cache.keys[0], cache.values[0], metadata)
         x = x + self._mlp(block, self._normed(x, block.post_norm))
-        if self.norm_output:
-            x = normed = rms_norm(x, self.norm, self.eps)
-            normed = normed[:, -last:]
-        else:
-            normed = rms_norm(x[:, -last:], self.norm, self.eps)
-        return self.expand_logits(F.linear(normed, self.head)), x
+        normed = rms_norm(x if self.norm_output else x[:, -last:], self.norm, self.eps)
+        logits = self.expand_logits(F.linear(normed[:, -last:], self.head))
+        return logits, normed if self.norm_output else x
 
 
 class NativeEagle(NativeLlama, EagleLlama):

@@ -254,13 +254,10 @@ class HFDecoder(Decoder):
         self, cache: HFCache, used: Tensor, width: int, tree: Tree | None
     ) -> dict[str, Any]:
         """Return position ids and attention mask of a pass. used: Number of cached tokens of each row, [B, 1]."""
-        depth = torch.arange(width) if tree is None else tree.depth.cpu()
-        among = (
-            torch.ones(width, width, dtype=torch.bool).tril() if tree is None else tree.mask.cpu()
-        )
-        at = (used + depth).expand(len(used), -1)  # [B, T]
+        tree = tree or Tree.chain(width)
+        at = (used + tree.depth.cpu()).expand(len(used), -1)  # [B, T]
         old = (cache.position >= 0).unsqueeze(1).expand(-1, width, -1)
-        seen = torch.cat([old, among.expand(len(used), -1, -1)], 2)  # [B, T, S + T]
+        seen = torch.cat([old, tree.mask.cpu().expand(len(used), -1, -1)], 2)  # [B, T, S + T]
         masks = {FULL: seen}
         window = getattr(self.config, "sliding_window", None)
         if window is not None and getattr(self.config, "use_sliding_window", True):

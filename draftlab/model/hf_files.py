@@ -178,9 +178,13 @@ def quantization_method(config: dict[str, object]) -> str | None:
 def check_unquantised(directory: Path, config: dict[str, object]) -> None:
     """Raises UserError: the weights are quantised, which neither pruning nor the engine reads."""
     if (method := quantization_method(config)) is not None:
-        raise Quantised(
-            f"{directory} is quantised ({method}); name the checkpoint with unquantised weights"
-        )
+        raise quantised(directory, method)
+
+
+def quantised(directory: Path, how: str) -> Quantised:
+    return Quantised(
+        f"{directory} is quantised ({how}); name the checkpoint with unquantised weights"
+    )
 
 
 def vocab_size(directory: Path) -> int:

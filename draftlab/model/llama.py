@@ -265,31 +265,27 @@ class Llama(Decoder):
         self, used: Tensor, width: int, end: int, tree: Tree | None = None
     ) -> AttentionMetadata:
         """Return the metadata of a pass. used: Cached tokens of each row, [B, 1]. width: T. end: S."""
-        steps = torch.arange(width, device=used.device)
-        depth = steps if tree is None else tree.depth
-        mask = (
-            torch.ones(width, width, dtype=torch.bool, device=used.device).tril()
-            if tree is None
-            else tree.mask
-        )
+        own = tree or Tree.chain(width, used.device)
         # [B, 1, S], the index of the new token at each position
         new = (torch.arange(end, device=used.device) - used).unsqueeze(1)
-        among = mask.expand(len(used), width, width).gather(
+        among = own.mask.expand(len(used), width, width).gather(
             2, new.clamp(0, width - 1).expand(-1, width, -1)
         )
         attended = ((new >= 0) & (new < width) & among) | (new < 0)
         if self.window is not None:
             # distance of each position from each new token, [B, T, S]
-            age = (used + depth).unsqueeze(2) - torch.arange(end, device=used.device)
+            age = (used + own.depth).unsqueeze(2) - torch.arange(end, device=used.device)
             recent = age < self.window
             # no tree is deeper than a window
             attended &= recent if tree is None else recent | (new >= 0)
         attended = attended.unsqueeze(1)
         rows = torch.arange(len(used), device=used.device).unsqueeze(1)
-        cos, sin = self.cos[used + depth].unsqueeze(1), self.sin[used + depth].unsqueeze(1)
+        positions = used + own.depth
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        slots = used + torch.arange(width, device=used.device)
         folded = width <= NARROW
         mask = self._folded_mask(attended) if folded else attended
-        return AttentionMetadata(cos, sin, mask, (rows, slice(None), used + steps), end, folded)
+        return AttentionMetadata(cos, sin, mask, (rows, slice(None), slots), end, folded)
 
     def _folded_mask(self, attended: Tensor) -> Tensor:
         """Return the mask of folded heads as an addend of the scores, [B, 1, G T, S]."""

@@ -368,8 +368,10 @@ def load_any_files(
 
     logging.disable_progress_bar()
     with reading(f"{directory} cannot be loaded"):
-        if weights is None:
-            model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = (
+            from_slices(directory, weights, dtype)
+            if weights is not None
+            else AutoModelForCausalLM.from_pretrained(
                 directory,
                 dtype=dtype,
                 output_loading_info=True,
@@ -377,8 +379,8 @@ def load_any_files(
                 trust_remote_code=trusts_remote_code(),
                 device_map=places,
             )
-        else:
-            model, info = from_slices(directory, weights, dtype)
+        )
+    model, info = loaded
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(key for key in map(str, info[f"{kind}_keys"]) if not BUFFERS.search(key))
         if names:

@@ -130,7 +130,7 @@ class EagleLlama(Llama):
 class NativeEagle(NativeLlama, EagleLlama):
     """A head on the CPU whose narrow passes are compiled; its states are float32."""
 
-    forward = EagleLlama.forward
+    forward = EagleLlama.forward  # pyright: ignore[reportAssignmentType]
 
     @torch.inference_mode()
     def step(
@@ -147,7 +147,7 @@ class NativeEagle(NativeLlama, EagleLlama):
 class CudaGraphEagle(CudaGraphLlama, EagleLlama):
     """A head whose narrow passes are replayed graphs, see CudaGraphLlama."""
 
-    forward = EagleLlama.forward
+    forward = EagleLlama.forward  # pyright: ignore[reportAssignmentType]
 
     @torch.inference_mode()
     def step(

@@ -251,9 +251,9 @@ def config_for(
     for key, value in base.items():
         if key in ("_name_or_path", "transformers_version", "torch_dtype"):
             continue
-        per_layer = isinstance(value, list) and len(value) == base.get("num_hidden_layers")
-        cut = per_layer and key != "architectures"
-        config[key] = [value[i] for i in layers] if cut else value
+        config[key] = value
+        if isinstance(value, list) and len(value) == base.get("num_hidden_layers"):
+            config[key] = value if key == "architectures" else [value[i] for i in layers]
     return config | {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,

@@ -78,10 +78,11 @@ class DFlashShape(HeadSizes):
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the tensors that every head has."""
-        return layer_sizes(self.shape_of(self.layers, qk_norm=True)) | {
+        return {
             "fc.weight": (self.hidden, len(self.layer_ids) * self.hidden),
             "hidden_norm.weight": (self.hidden,),
-        }
+            "norm.weight": (self.hidden,),
+        } | layer_sizes(self.shape_of(self.layers, qk_norm=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import date
 
 from draftlab.latency.roofline import read_device
-from draftlab.model.families import presets, shipped, widths_folder
+from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape, resolve
 
 CALIBRATION_TOKENS, TRAINING_TOKENS, STORED_TOKENS, SEQ_LEN, ROWS = (
@@ -64,7 +64,7 @@ def costs(
 
 
 def main() -> None:
-    shapes, device = presets(widths_folder()), read_device(shipped("profiles") / "h100.yaml")
+    shapes, device = presets(shipped("widths")), read_device(shipped("profiles") / "h100.yaml")
     tflops, bandwidth = device.tflops["bfloat16"], device.bandwidth_gbs
     result = {pair.target: costs(pair, shapes, tflops, bandwidth) for pair in PAIRS}
     assumed = {

@@ -13,7 +13,7 @@ import typer
 
 from benchmarks import environment
 from draftlab.commands import COMMANDS
-from draftlab.model.hub import is_eagle_head
+from draftlab.model.hub import head_kind
 from draftlab.provenance import read_record
 
 
@@ -33,7 +33,7 @@ def main(
     rows = []
     for temperature in map(float, temperatures.split(",")):
         for draft in drafts:
-            outtype = {"outtype": "f32"} if is_eagle_head(draft) else {}
+            outtype = {"outtype": "f32"} if head_kind(draft) == "eagle" else {}
             for to, program, more in (("vllm", vllm, {}), ("llama.cpp", llama_server, outtype)):
                 if program is not None:
                     out = folder / f"{draft.name}-{to}-{temperature:g}"

@@ -168,6 +168,23 @@ class PlainHead:
         )
 
 
+DRAWN = (
+    "fc",
+    "layers.0.input_layernorm",
+    "layers.0.hidden_norm",
+    "layers.0.self_attn.q_proj",
+    "layers.0.self_attn.k_proj",
+    "layers.0.self_attn.v_proj",
+    "layers.0.self_attn.o_proj",
+    "layers.0.post_attention_layernorm",
+    "layers.0.mlp.gate_proj",
+    "layers.0.mlp.up_proj",
+    "layers.0.mlp.down_proj",
+    "norm",
+    "lm_head",
+)  # order in which the weights are drawn, whatever the order of sizes()
+
+
 def target_and_head(
     folder: Path, device: torch.device = checkpoint.CPU
 ) -> tuple[llama.Llama, EagleLlama]:
@@ -182,8 +199,10 @@ def target_and_head(
     model.save_pretrained(folder)
     target = llama.load(folder, torch.float32, device)
     config = eagle.head_config(folder, None, 307)
+    sizes = config.sizes()
     weights = {
-        name: 0.02 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
+        f"{name}.weight": 0.02 * torch.randn(sizes[f"{name}.weight"], generator=generator)
+        for name in DRAWN
     }
     weights["lm_head.weight"] = target.head.cpu().clone()
     for name in (

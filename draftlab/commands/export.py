@@ -215,7 +215,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
             artifact = open_artifact(draft, target)
             findings = list(check_files(artifact, servers))
         except UserError as failure:
-            if not hub.is_eagle_head(draft):
+            if hub.head_kind(draft) != "eagle":
                 raise
             remedy = "train one with draftlab distill --student eagle"
             return draft, [error("head", str(failure), remedy)]

@@ -12,7 +12,6 @@ from draftlab.console import note, processes
 from draftlab.errors import UserError, about
 from draftlab.model import families, hub
 from draftlab.model.families import shape_name
-from draftlab.model.hf_files import is_llama
 from draftlab.model.shape import Shape, check, parse_count
 from draftlab.output import Output
 
@@ -183,7 +182,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     if isinstance(place, Path):
         source = Source(directory=place, shape=have, device=device, untied=config.untie)
         with about(_sizes_named(config)):
-            check(shape, llama=is_llama(place))
+            check(shape, llama=source.config.get("model_type") == "llama")
         with about("--source"):
             check_cut(source.config, have, shape)
     else:
@@ -321,7 +320,7 @@ def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
     try:
         _, place = families.locate_shape(name, weights)
     except UserError:
-        shapes = families.presets(families.widths_folder())
+        shapes = families.presets(families.shipped("widths"))
         called = name.partition("@")[0].rpartition("/")[2].lower()
         known = called in shapes and hub.local(name) is None
         if weights or not known or not hub.offline_reason():

@@ -19,25 +19,22 @@ from draftlab.errors import OtherArchitecture, Quantised, UserError, one_line
 from draftlab.model import hub
 from draftlab.model.hf_files import (
     BUFFERS,
+    MODEL_TYPES,
     check_rotary,
-    check_stored,
     check_unquantised,
     eos_ids,
     is_quantised,
+    max_model_len,
     other_layout,
+    quantised,
     quantization_method,
+    read_config,
     read_head_ids,
     read_headers,
+    vocab_size,
 )
-from draftlab.model.hf_files import MODEL_TYPES as MODEL_TYPES
-from draftlab.model.hf_files import UNLIMITED as UNLIMITED
-from draftlab.model.hf_files import max_model_len as max_model_len
-from draftlab.model.hf_files import read_config as read_config
-from draftlab.model.hf_files import text_config as text_config
-from draftlab.model.hf_files import vocab_size as vocab_size
 from draftlab.model.shape import Shape, block_options
-from draftlab.model.tokenizer import load_tokenizer as load_tokenizer
-from draftlab.model.tokenizer import special_ids as special_ids
+from draftlab.model.tokenizer import load_tokenizer, special_ids
 from draftlab.model.trimmed_head import trim_model
 from draftlab.reading import read_object, reading
 from draftlab.trust import trusts_remote_code
@@ -124,7 +121,6 @@ def check(directory: Path) -> None:
             config.json.
     """
     config = read_config(directory)
-    check_rotary(directory, config)
     if is_quantised(config):
         check_quantised_runs(directory, config)
         return
@@ -157,12 +153,20 @@ def read_shape(directory: Path) -> Shape:
     check_unquantised(directory, config)
     check_rotary(directory, config)
     headers = read_headers(directory)
-    sizes = {name: header.shape for name, header in headers.items()}
-    shape = shape_of(config, sizes)
-    _check_tensors(directory, config, shape, sizes)
-    check_stored(directory, headers)
+    shape = _fitting_shape(
+        directory, config, {name: header.shape for name, header in headers.items()}
+    )
+    for name, header in headers.items():
+        if header.stored not in STORED:
+            raise quantised(directory, f"{name} is stored as {header.stored}")
     if shape.tied and "lm_head.weight" in headers:
-        check_tied(directory)
+        weights = Weights(directory)
+        # transformers would untie it
+        if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
+            raise UserError(
+                f"{directory}: config.json ties head and embedding, but the two "
+                "differ; set tie_word_embeddings to false in it"
+            )
     ids = read_head_ids(directory, shape.vocab)
     return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
 
@@ -180,9 +184,7 @@ def planned_shape(directory: Path) -> Shape:
     sizes = {
         name: tuple(p.shape) for name, p in meta_model(config, torch.float32).named_parameters()
     }
-    shape = shape_of(config, sizes)
-    _check_tensors(directory, config, shape, sizes)
-    return shape
+    return _fitting_shape(directory, config, sizes)
 
 
 def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) -> Shape:
@@ -212,10 +214,11 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
     return shape.model_copy(update=dict.fromkeys(block_options(tensors, shape.sizes), True))
 
 
-def _check_tensors(
-    directory: Path, config: dict[str, object], shape: Shape, sizes: dict[str, tuple[int, ...]]
-) -> None:
-    """Raises UserError: a tensor is unknown, missing or of another size."""
+def _fitting_shape(
+    directory: Path, config: dict[str, object], sizes: dict[str, tuple[int, ...]]
+) -> Shape:
+    """Return the shape, see shape_of. Raises UserError: a tensor is unknown, missing or of another size."""
+    shape = shape_of(config, sizes)
     expected = shape.axes()
     names = set(sizes) - ({"lm_head.weight"} if shape.tied else set())
     odd = sorted(names - set(expected))[:1] or sorted(set(expected) - names)[:1]
@@ -226,6 +229,7 @@ def _check_tensors(
         )
     for name, axes in expected.items():
         _check_size(directory, name, sizes[name], shape.dims(axes))
+    return shape
 
 
 def _check_size(
@@ -242,19 +246,14 @@ def config_for(
     shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None
 ) -> dict[str, object]:
     """Return the config `base` with the sizes of a shape, and its per-layer lists reduced to the kept layers."""
-    config = {
-        k: v
-        for k, v in base.items()
-        if k not in ("_name_or_path", "transformers_version", "torch_dtype")
-    }
-    layers = kept_layers if kept_layers is not None else list(range(shape.layers))
+    layers = range(shape.layers) if kept_layers is None else kept_layers
+    config: dict[str, object] = {}
     for key, value in base.items():
-        if (
-            isinstance(value, list)
-            and len(value) == base.get("num_hidden_layers")
-            and key != "architectures"
-        ):
-            config[key] = [value[i] for i in layers]
+        if key in ("_name_or_path", "transformers_version", "torch_dtype"):
+            continue
+        config[key] = value
+        if isinstance(value, list) and len(value) == base.get("num_hidden_layers"):
+            config[key] = value if key == "architectures" else [value[i] for i in layers]
     return config | {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -364,11 +363,24 @@ def load_any_files(
     Raises:
         UserError: the errors of load_model, or a value is not finite.
     """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     with reading(f"{directory} cannot be loaded"):
-        if weights is None:
-            model, info = from_files(directory, dtype, places)
-        else:
-            model, info = from_slices(directory, weights, dtype)
+        loaded: Any = (
+            from_slices(directory, weights, dtype)
+            if weights is not None
+            else AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                output_loading_info=True,
+                weights_only=True,
+                trust_remote_code=trusts_remote_code(),
+                device_map=places,
+            )
+        )
+    model, info = loaded
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(key for key in map(str, info[f"{kind}_keys"]) if not BUFFERS.search(key))
         if names:
@@ -392,13 +404,10 @@ def _parse_device_map(device_map: str | None) -> Any:
 
 def stored_dtype(directory: Path) -> torch.dtype:
     """Return the dtype of most weights. For quantised weights, return config.json's dtype, by default bfloat16."""
-    try:
-        return Weights(directory).dtype
-    except Quantised:
-        config = read_config(directory)
-        if not is_quantised(config):
-            raise
+    config = read_config(directory)
+    if is_quantised(config):
         return DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+    return Weights(directory).dtype
 
 
 @functools.cache
@@ -477,9 +486,7 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
     """Return a model and transformers' loading info. Files are read into memory, not mapped."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.models.auto.auto_factory import _get_model_class
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     config: Any = auto_config(directory)
     # from_pretrained does the same
     model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)
@@ -490,22 +497,6 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model, info
-
-
-def from_files(directory: Path, dtype: torch.dtype, device_map: Any) -> Any:
-    """Return a model and transformers' loading info, from safetensors or pickles; pickles load with weights_only."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=dtype,
-        output_loading_info=True,
-        weights_only=True,
-        trust_remote_code=trusts_remote_code(),
-        device_map=device_map,
-    )
 
 
 class Weights(Mapping[str, Tensor]):
@@ -565,9 +556,7 @@ class Weights(Mapping[str, Tensor]):
             values[header.stored] += header.values
         most = values.most_common(1)[0][0]
         if most not in STORED:
-            raise Quantised(
-                f"{self.directory} is quantised (to {most}); name the checkpoint with unquantised weights"
-            )
+            raise quantised(self.directory, f"to {most}")
         return STORED[most]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -580,21 +569,12 @@ class Weights(Mapping[str, Tensor]):
         return len(self._headers)
 
 
-def check_tied(directory: Path) -> None:
-    """Raises UserError: the head is tied, but also stored and unequal to the embedding; transformers would untie it."""
-    weights = Weights(directory)
-    if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
-        raise UserError(
-            f"{directory}: config.json ties head and embedding, but the two "
-            "differ; set tie_word_embeddings to false in it"
-        )
-
-
 def check_weight(tensor: Tensor, name: str, directory: Path) -> None:
     """Raises UserError: the tensor has no floating-point dtype, or has values that are not finite."""
     if tensor.dtype not in STORED.values():
-        stored = str(tensor.dtype).removeprefix("torch.")
-        raise UserError(f"{directory}: {name} is stored as {stored}, not as weights are")
+        raise UserError(
+            f"{directory}: {name} is stored as {dtype_name(tensor.dtype)}, not as weights are"
+        )
     check_finite(tensor, name, directory)
 
 

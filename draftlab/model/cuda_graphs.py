@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,21 +43,30 @@ class _Store:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
-    ids: Tensor  # [B, T]
-    used: Tensor  # [B, 1]
-    logits: Tensor  # [B, last, V]
-    states: Tensor | None  # states of an EAGLE-3 head, [B, T, D]; overwritten by its new states
-    replay: Callable[[], object]
+class _Graph(Generic[Result]):
+    """A function of copies of its inputs. The next replay overwrites the outputs."""
 
+    inputs: tuple[Tensor | None, ...]
+    replay: Callable[[], Result]
 
-@dataclass(slots=True)
-class _Chain:
-    logits: Tensor  # [B, V], after the texts
-    state: Tensor | None  # state of an EAGLE-3 head, [B, 1, D]
-    used: Tensor  # [B, 1]
-    uniform: Tensor  # [B, K]
-    replay: Callable[[], Drafted]
+    @classmethod
+    def of(
+        cls,
+        run: Callable[..., Result],
+        inputs: tuple[Tensor | None, ...],
+        device: torch.device,
+        pool: Any = None,
+    ) -> "_Graph[Result]":
+        """Capture `run` on copies of the inputs. pool: See capture."""
+        copies = tuple(None if given is None else given.clone() for given in inputs)
+        run = functools.partial(run, *copies)
+        return cls(copies, capture(run, device, pool) if device.type == "cuda" else run)
+
+    def __call__(self, *inputs: Tensor | None) -> Result:
+        for copy, given in zip(self.inputs, inputs, strict=True):
+            if copy is not None and given is not None:
+                copy.copy_(given)
+        return self.replay()
 
 
 class CudaGraphLlama(Llama):
@@ -69,8 +78,8 @@ class CudaGraphLlama(Llama):
     def __init__(self, model: Llama) -> None:
         vars(self).update(vars(model))
         self._stores: list[_Store] = []
-        self._graphs: dict[tuple[int, ...], _Graph] = {}
-        self._chains: dict[tuple[object, ...], _Chain] = {}
+        self._graphs: dict[tuple[object, ...], _Graph[tuple[Tensor, Tensor | None]]] = {}
+        self._chains: dict[tuple[object, ...], _Graph[Drafted]] = {}
         # Graphs of passes share one pool, because their logits are in other memory. Each chain has its own pool.
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
@@ -109,28 +118,23 @@ class CudaGraphLlama(Llama):
             tree is not None or ids.numel() > WIDE or not any(cache.used)
         ):  # a graph would not pay for prompts, whose lengths differ
             return super().forward(ids, cache, last, tree)
-        return self._replayed(ids, cache, last).logits
+        return self._replayed(ids, cache, last)[0]
 
     def _replayed(
         self, ids: Tensor, cache: Cache, last: int, states: Tensor | None = None
-    ) -> _Graph:
-        """Replay a pass, and return the graph with its outputs. states: States of an EAGLE-3 head, [B, T, D]."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Replay a pass; return the logits and the new states. states: States of an EAGLE-3 head, [B, T, D]."""
         width = ids.shape[1]
-        end, layers = (
-            _end(cache, width),
-            () if cache.layer_states is None else cache.layer_states.ids,
-        )
+        end = _end(cache, width)
+        layers = () if cache.layer_states is None else cache.layer_states.ids
         key = (cache.keys.data_ptr(), len(ids), width, last, end, *layers)
+        inputs = ids, staged(cache.used, self.device).unsqueeze(1), states
         if key not in self._graphs:
-            self._graphs[key] = self._capture(ids, cache, last, end, states)
-        graph = self._graphs[key]
-        graph.ids.copy_(ids)
-        graph.used.copy_(staged(cache.used, self.device).unsqueeze(1))
-        if graph.states is not None and states is not None:
-            graph.states.copy_(states)
-        graph.replay()
+            run = self._static_pass(cache, len(ids), width, last, end)
+            self._graphs[key] = _Graph.of(run, inputs, self.device, self._pool)
+        outputs = self._graphs[key](*inputs)
         cache.used = [used + width for used in cache.used]
-        return graph
+        return outputs
 
     def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
         """Return LayerStates that belong to the cache's memory, so that graphs can write to them for every text."""
@@ -158,77 +162,49 @@ class CudaGraphLlama(Llama):
         rows, count = uniform.shape
         end = _end(cache, count - 1)
         key = (cache.keys.data_ptr(), rows, count, end, choose)
+        inputs = logits, staged(cache.used, self.device).unsqueeze(1), uniform, state
         if key not in self._chains:
-            self._chains[key] = self._capture_chain(logits, cache, uniform, choose, end, state)
-        graph = self._chains[key]
-        graph.logits.copy_(logits)
-        if graph.state is not None and state is not None:
-            graph.state.copy_(state)
-        graph.uniform.copy_(uniform)
-        graph.used.copy_(staged(cache.used, self.device).unsqueeze(1))
-        drafted = graph.replay()
+            run = self._static_chain(cache, choose, end)
+            self._chains[key] = _Graph.of(run, inputs, self.device)
+        drafted = self._chains[key](*inputs)
         cache.used = [used + count - 1 for used in cache.used]
         return drafted
 
-    def _capture_chain(
-        self,
-        logits: Tensor,
-        cache: Cache,
-        uniform: Tensor,
-        choose: Sampler,
-        end: int,
-        state: Tensor | None,
-    ) -> _Chain:
+    def _static_chain(self, cache: Cache, choose: Sampler, end: int) -> Callable[..., Drafted]:
         # a proxy, because a graph that refers to its model would keep it alive
         model = weakref.proxy(self)
-        logits, uniform, used = (
-            logits.clone(),
-            uniform.clone(),
-            staged(cache.used, self.device).unsqueeze(1),
-        )
-        state = None if state is None else state.clone()
         memory = Cache(cache.keys.detach(), cache.values)
 
-        def run() -> Drafted:
-            length, own = used, state
-
+        def run(logits: Tensor, used: Tensor, uniform: Tensor, state: Tensor | None) -> Drafted:
             def following(token: Tensor) -> Tensor:
-                nonlocal length, own
-                metadata = model.attention_metadata(length, 1, end)
-                length = length + 1
-                logits, own = model._pass(token.unsqueeze(1), memory, metadata, 1, own)
+                nonlocal used, state
+                metadata = model.attention_metadata(used, 1, end)
+                used = used + 1
+                logits, state = model._pass(token.unsqueeze(1), memory, metadata, 1, state)
                 return logits[:, -1]
 
             return draft_chain(logits, uniform, choose, following)
 
-        return _Chain(
-            logits,
-            state,
-            used,
-            uniform,
-            capture(run, self.device) if self.device.type == "cuda" else run,
-        )
+        return run
 
-    def _capture(
-        self, ids: Tensor, cache: Cache, last: int, end: int, states: Tensor | None
-    ) -> _Graph:
+    def _static_pass(
+        self, cache: Cache, rows: int, width: int, last: int, end: int
+    ) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """Return a pass whose new states overwrite its states."""
         model = weakref.proxy(self)
-        ids, used = ids.clone(), staged(cache.used, self.device).unsqueeze(1)
-        states = None if states is None else states.clone()
         # the cache may be collected before the graph
         memory = Cache(cache.keys.detach(), cache.values, layer_states=cache.layer_states)
-        size = (len(ids), last or ids.shape[1], self.shape.vocab)
-        logits = torch.empty(size, dtype=memory.keys.dtype, device=self.device)
+        logits = self.embed.new_empty(rows, last or width, self.shape.vocab)
 
-        def run() -> None:
-            metadata = model.attention_metadata(used, ids.shape[1], end)
+        def run(ids: Tensor, used: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            metadata = model.attention_metadata(used, width, end)
             after, own = model._pass(ids, memory, metadata, last, states)
             logits.copy_(after)
             if states is not None and own is not None:
                 states.copy_(own)
+            return logits, states
 
-        replay = capture(run, self.device, self._pool) if self.device.type == "cuda" else run
-        return _Graph(ids, used, logits, states, replay)
+        return run
 
     def _pass(
         self,

@@ -81,6 +81,12 @@ class Tree:
     mask: Tensor
 
     @classmethod
+    def chain(cls, width: int, device: torch.device = CPU) -> "Tree":
+        """Return the tree in which each token follows the token before."""
+        mask = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+        return cls(torch.arange(width, device=device), mask)
+
+    @classmethod
     def from_parents(cls, parents: Parents, device: torch.device = CPU) -> "Tree":
         """Return the tree in which token 0 is the root, and parents[i] <= i is the parent of token i + 1."""
         rows = [row for row in parents if isinstance(row, tuple)]

@@ -21,12 +21,20 @@ from torch.nn import functional as F
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.eagle import TargetSizes, check_target, check_tensors, draft_ids, read_tensors
+from draftlab.model.eagle import (
+    SLIDING,
+    HeadSizes,
+    TargetSizes,
+    draft_ids,
+    layer_config,
+    layer_sizes,
+    read_tensors,
+    sizes_of,
+)
 from draftlab.model.llama import rms_norm, rotary, rotary_tables, spread
 from draftlab.model.size import ApproximateSize
-from draftlab.reading import FileModel, reading
+from draftlab.reading import reading
 
-SLIDING = "sliding_attention"
 NOT_COMPUTED = {
     "attention_bias": (False, None),
     "hidden_act": ("silu", None),
@@ -38,27 +46,16 @@ NOT_COMPUTED = {
 }  # fields of config.json, and the values that draftlab supports
 
 
-class DFlashShape(FileModel):
-    """Sizes of a head.
+class DFlashShape(HeadSizes):
+    """Sizes of a DFlash head.
 
     Attributes:
-        layer_ids: Id i is the target's residual stream after i layers.
         windows: Number of latest positions that each layer reads; None for all positions.
         causal: Whether a token of the block reads only earlier tokens, by layer.
         sample_from_anchor: Whether the text's last token predicts the first drafted token.
     """
 
     layers: int = Field(ge=1)
-    hidden: int = Field(ge=1)
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=2)
-    ffn: int = Field(ge=1)
-    eps: float = Field(gt=0)
-    context: int = Field(ge=1)
-    vocab: int = Field(ge=1)
-    draft_vocab: int = Field(ge=1)
-    layer_ids: tuple[int, ...] = Field(min_length=1)
     block_size: int = Field(ge=2)
     mask_token_id: int = Field(ge=0)
     windows: tuple[int | None, ...]
@@ -81,37 +78,11 @@ class DFlashShape(FileModel):
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the tensors that every head has."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sizes: dict[str, tuple[int, ...]] = {
+        return {
             "fc.weight": (self.hidden, len(self.layer_ids) * self.hidden),
             "hidden_norm.weight": (self.hidden,),
             "norm.weight": (self.hidden,),
-        }
-        for layer in range(self.layers):
-            block = {
-                "self_attn.q_proj": (q, self.hidden),
-                "self_attn.k_proj": (kv, self.hidden),
-                "self_attn.v_proj": (kv, self.hidden),
-                "self_attn.o_proj": (self.hidden, q),
-                "self_attn.q_norm": (self.head_dim,),
-                "self_attn.k_norm": (self.head_dim,),
-                "mlp.gate_proj": (self.ffn, self.hidden),
-                "mlp.up_proj": (self.ffn, self.hidden),
-                "mlp.down_proj": (self.hidden, self.ffn),
-                "input_layernorm": (self.hidden,),
-                "post_attention_layernorm": (self.hidden,),
-            }
-            sizes |= {f"layers.{layer}.{name}.weight": size for name, size in block.items()}
-        return sizes
-
-    def optional_sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the tensors that a head may have."""
-        return {
-            "lm_head.weight": (self.draft_vocab, self.hidden),
-            "embed_tokens.weight": (self.vocab, self.hidden),
-            "d2t": (self.draft_vocab,),
-            "t2d": (self.vocab,),
-        }
+        } | layer_sizes(self.shape_of(self.layers, qk_norm=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +205,11 @@ class DFlash:
     def _weight(self, layer: int, name: str) -> Tensor:
         return self.weights[f"layers.{layer}.{name}.weight"]
 
+    def _heads(self, layer: int, name: str, x: Tensor) -> Tensor:
+        """Return the queries, keys or values of x [B, T, D], [B, T, heads, C]."""
+        projected = F.linear(x, self._weight(layer, f"self_attn.{name}_proj"))
+        return projected.unflatten(-1, (-1, self.config.head_dim))
+
     def _places(self, positions: Tensor) -> Places:
         rows = torch.arange(len(positions), device=self.device).unsqueeze(1)
         return Places(
@@ -252,13 +228,8 @@ class DFlash:
     def _store(self, layer: int, x: Tensor, places: Places, cache: BlockCache) -> None:
         """Write the keys and values of x [B, T, D] to the cache."""
         c = self.config
-        k = F.linear(x, self._weight(layer, "self_attn.k_proj")).unflatten(
-            -1, (c.kv_heads, c.head_dim)
-        )
+        k, v = self._heads(layer, "k", x), self._heads(layer, "v", x)
         k = rms_norm(k, self._weight(layer, "self_attn.k_norm"), c.eps)  # [B, T, K, C]
-        v = F.linear(x, self._weight(layer, "self_attn.v_proj")).unflatten(
-            -1, (c.kv_heads, c.head_dim)
-        )
         cache.keys[layer][places.rows, :, places.positions] = places.turned(k)
         cache.values[layer][places.rows, :, places.positions] = v
 
@@ -269,9 +240,7 @@ class DFlash:
         c, end = self.config, mask.shape[-1]
         normed = rms_norm(x, self._weight(layer, "input_layernorm"), c.eps)
         self._store(layer, normed, places, cache)
-        q = F.linear(normed, self._weight(layer, "self_attn.q_proj")).unflatten(
-            -1, (c.heads, c.head_dim)
-        )
+        q = self._heads(layer, "q", normed)
         q = rms_norm(q, self._weight(layer, "self_attn.q_norm"), c.eps)
         q = places.turned(q).transpose(1, 2)  # [B, H, T, C]
         keys, values = cache.keys[layer][:, :, :end], cache.values[layer][:, :, :end]
@@ -303,11 +272,8 @@ def read_parts(
         UserError: A tensor is missing, unknown or of another size, or the ids contradict each other.
     """
     tensors = read_tensors(folder, lambda name: name.removeprefix("model."))
-    expected, optional = config.sizes(), config.optional_sizes()
-    if config.draft_vocab < config.vocab:
-        expected |= {name: optional.pop(name) for name in ("d2t", "lm_head.weight")}
     sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_tensors(sizes, expected, optional, folder, "a DFlash head that draftlab computes")
+    config.check_tensors(sizes, folder, "a DFlash head that draftlab computes")
     ids = None
     if config.draft_vocab < config.vocab:
         ids = draft_ids(tensors["d2t"], tensors.get("t2d"), config.vocab, folder).to(embed.device)
@@ -333,33 +299,20 @@ def read_shape(
     Raises:
         UserError: The errors of check.
     """
+    from transformers import Qwen3Config
+
     sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
     if hub.head_kind(folder) != kind:
         raise UserError(f"{folder} is no {kind} head by its config.json")
     with reading(folder / "config.json"):
-        layer = _layer_config(content)
+        layer = layer_config(Qwen3Config, content)  # DFlash heads have layers of Qwen 3
         config = _from_json(content, layer, folder)
-    check_target(
-        str(folder), sizes, hidden=config.hidden, vocab=config.vocab, layer_ids=config.layer_ids
-    )
+    config.check_target(str(folder), sizes, config.hidden)
     if config.mask_token_id >= config.vocab:
         raise UserError(
             f"{folder}: mask_token_id is {config.mask_token_id}, and the vocabulary has {config.vocab} ids"
         )
     return config, layer, content
-
-
-def _layer_config(content: Mapping[str, Any]) -> Any:
-    """Return the configuration of the layers as transformers' Qwen3Config; DFlash heads have layers of Qwen 3."""
-    from transformers import Qwen3Config
-
-    layer = content.get("transformer_layer_config", content)
-    known = {
-        name: value
-        for name, value in layer.items()
-        if name not in ("dtype", "torch_dtype", "model_type")
-    }
-    return Qwen3Config(**known)
 
 
 def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashShape:
@@ -395,15 +348,8 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     )
     mask = content.get("mask_token_id") if theirs else own.get("mask_token_id")
     return DFlashShape(
+        **sizes_of(config),
         layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        ffn=config.intermediate_size,
-        eps=config.rms_norm_eps,
-        context=config.max_position_embeddings,
-        vocab=config.vocab_size,
         draft_vocab=content.get("draft_vocab_size") or config.vocab_size,
         layer_ids=tuple(ids),
         block_size=content.get("block_size") or own["block_size"],

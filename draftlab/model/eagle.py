@@ -27,7 +27,7 @@ from draftlab.model.shape import Shape
 from draftlab.reading import FileModel, reading
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, PreTrainedConfig
 
 Layout = Literal["native", "speculators"]
 WEIGHTS = "model.safetensors"
@@ -85,17 +85,24 @@ class TargetSizes:
         )
 
 
-class HeadShape(FileModel):
-    """Sizes of a head.
+# fields of heads, and their names in transformers' configurations
+LAYER_FIELDS = {
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "eps": "rms_norm_eps",
+    "context": "max_position_embeddings",
+    "vocab": "vocab_size",
+}
 
-    Args:
+
+class HeadSizes(FileModel):
+    """Sizes of EAGLE-3 and DFlash heads.
+
+    Attributes:
         layer_ids: Id i is the target's residual stream after i layers, before the final norm.
-        rope: rope_parameters of transformers.
-        norm_before_fc: One RMSNorm over the joined states that fc reads.
-        fc_norm: One RMSNorm for the states of each layer that fc reads.
-        norm_output: The normed output, which lm_head reads, is also the next state.
-        sliding_window: Number of latest tokens that attention reads.
-        qk_norm: RMSNorms of queries and keys, as in Qwen3.
     """
 
     hidden: int = Field(ge=1)
@@ -104,12 +111,73 @@ class HeadShape(FileModel):
     head_dim: int = Field(ge=1)
     ffn: int = Field(ge=1)
     eps: float
-    context: int
-    rope: dict[str, Any]
+    context: int = Field(ge=1)
     vocab: int = Field(ge=1)
     draft_vocab: int = Field(ge=1)
-    target_hidden: int = Field(ge=1)
     layer_ids: tuple[int, ...] = Field(min_length=1)
+
+    def shape_of(self, layers: int, qk_norm: bool) -> Shape:
+        """Return the shape of the head's layers, with the target's vocabulary."""
+        sizes = {
+            name: getattr(self, name) for name in LAYER_FIELDS if name not in ("eps", "context")
+        }
+        return Shape(layers=layers, qk_norm=qk_norm, **sizes)
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of the tensors that every head has by name, in the layout of speculators."""
+        raise NotImplementedError
+
+    def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path, kind: str) -> None:
+        """Raises UserError: a tensor is missing, unknown, or of another size. kind: Kind of head, for the message."""
+        needed = self.sizes()
+        known = {
+            "d2t": (self.draft_vocab,),
+            "t2d": (self.vocab,),
+            "embed_tokens.weight": (self.vocab, self.hidden),
+            "lm_head.weight": (self.draft_vocab, self.hidden),
+        } | needed
+        if self.draft_vocab < self.vocab:
+            needed |= {name: known[name] for name in ("d2t", "lm_head.weight")}
+        for name in sorted(needed.keys() - sizes.keys()):
+            purpose = f", which its {self.draft_vocab} draft ids need" if name == "d2t" else ""
+            raise UserError(f"{folder} has no {name}{purpose}")
+        for name in sorted(sizes.keys() - known.keys()):
+            raise UserError(f"{folder} has {name}, which is not part of {kind}")
+        for name, size in sizes.items():
+            if size != known[name]:
+                raise UserError(f"{folder}: {name} is {size}, but {known[name]} by its config.json")
+
+    def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
+        """Raises UserError: the head belongs to another target. hidden: Width of the states that the head reads."""
+        for what, own, expected in (
+            ("hidden size", hidden, target.hidden),
+            ("vocabulary", self.vocab, target.vocab),
+        ):
+            if own != expected:
+                raise UserError(
+                    f"{name} is a head for another target: {what} {own}, and {target.name} has {expected}"
+                )
+        if not 0 <= min(self.layer_ids) <= max(self.layer_ids) <= target.layers:
+            read = ", ".join(map(str, self.layer_ids))
+            raise UserError(
+                f"{name} reads the layers {read}, and {target.name} has {target.layers}"
+            )
+
+
+class HeadShape(HeadSizes):
+    """Sizes of an EAGLE-3 head.
+
+    Args:
+        rope: rope_parameters of transformers.
+        norm_before_fc: One RMSNorm over the joined states that fc reads.
+        fc_norm: One RMSNorm for the states of each layer that fc reads.
+        norm_output: The normed output, which lm_head reads, is also the next state.
+        sliding_window: Number of latest tokens that attention reads.
+        qk_norm: RMSNorms of queries and keys, as in Qwen3.
+    """
+
+    rope: dict[str, Any]
+    target_hidden: int = Field(ge=1)
     norm_before_residual: bool
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -144,16 +212,7 @@ class HeadShape(FileModel):
     @property
     def shape(self) -> Shape:
         """Return the layer's shape with the target's vocabulary. q, k and v of the head have twice as many inputs."""
-        return Shape(
-            layers=1,
-            hidden=self.hidden,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            ffn=self.ffn,
-            vocab=self.vocab,
-            qk_norm=self.qk_norm,
-        )
+        return self.shape_of(1, self.qk_norm)
 
     def params(self) -> int:
         """Return the number of trained parameters."""
@@ -161,54 +220,66 @@ class HeadShape(FileModel):
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the trained tensors by name, in the layout of speculators."""
-        d, q, kv, at = (
+        d, states, at = (
             self.hidden,
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
+            self.target_hidden * len(self.layer_ids),
             LAYER["speculators"],
         )
-        norms: dict[str, tuple[int, ...]] = {}
+        sizes = layer_sizes(self.shape)
+        for name in "qkv":
+            rows, _ = sizes[f"{at}self_attn.{name}_proj.weight"]
+            sizes[f"{at}self_attn.{name}_proj.weight"] = (rows, 2 * d)
+        sizes |= {
+            "fc.weight": (d, states),
+            f"{at}hidden_norm.weight": (d,),
+            "lm_head.weight": (self.draft_vocab, d),
+        }
         if self.norm_before_fc:
-            norms["input_norm.weight"] = (self.target_hidden * len(self.layer_ids),)
+            sizes["input_norm.weight"] = (states,)
         if self.fc_norm:
-            norms |= {
+            sizes |= {
                 f"fc_norm.{i}.weight": (self.target_hidden,) for i in range(len(self.layer_ids))
             }
-        if self.qk_norm:
-            norms |= {f"{at}self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
-        return norms | {
-            "fc.weight": (d, self.target_hidden * len(self.layer_ids)),
-            f"{at}input_layernorm.weight": (d,),
-            f"{at}hidden_norm.weight": (d,),
-            f"{at}self_attn.q_proj.weight": (q, 2 * d),
-            f"{at}self_attn.k_proj.weight": (kv, 2 * d),
-            f"{at}self_attn.v_proj.weight": (kv, 2 * d),
-            f"{at}self_attn.o_proj.weight": (d, q),
-            f"{at}post_attention_layernorm.weight": (d,),
-            f"{at}mlp.gate_proj.weight": (self.ffn, d),
-            f"{at}mlp.up_proj.weight": (self.ffn, d),
-            f"{at}mlp.down_proj.weight": (d, self.ffn),
-            "norm.weight": (d,),
-            "lm_head.weight": (self.draft_vocab, d),
+        return sizes
+
+    def layer_json(self) -> dict[str, Any]:
+        """Return the sizes of the layer as transformers names them."""
+        return {name: getattr(self, field) for field, name in LAYER_FIELDS.items()} | {
+            "num_hidden_layers": 1,
+            "rope_parameters": dict(self.rope),
+            "tie_word_embeddings": False,
         }
 
     def llama_config(self) -> "LlamaConfig":
         """Return the layer's configuration as transformers has it."""
         from transformers import LlamaConfig
 
-        return LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.ffn,
-            num_hidden_layers=1,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.eps,
-            vocab_size=self.vocab,
-            max_position_embeddings=self.context,
-            rope_parameters=dict(self.rope),
-            tie_word_embeddings=False,
-        )
+        return LlamaConfig(**self.layer_json())
+
+
+def layer_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the tensors of the layers and the last norm by name, in the layout of speculators."""
+    return {
+        name.removeprefix("model."): shape.dims(axes)
+        for name, axes in shape.axes().items()
+        if name.startswith(("model.layers.", "model.norm."))
+    }
+
+
+def layer_config(kind: type["PreTrainedConfig"], content: Mapping[str, Any]) -> Any:
+    """Return the configuration of a head's layers as a class of transformers. content: The head's config.json."""
+    layer = content.get("transformer_layer_config", content)
+    known = {
+        name: value
+        for name, value in layer.items()
+        if name not in ("dtype", "torch_dtype", "model_type")
+    }
+    return kind(**known)
+
+
+def sizes_of(layer: Any) -> dict[str, Any]:
+    """Return the fields of HeadSizes in transformers' configuration of a head's layers."""
+    return {field: getattr(layer, name) for field, name in LAYER_FIELDS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +344,7 @@ def check(folder: Path, target: Path) -> HeadShape:
         config = _from_json(content, sizes, folder)
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
-    _check_tensors(config, tensors, folder)
+    config.check_tensors(tensors, folder, "an EAGLE-3 head of one layer")
     return config
 
 
@@ -292,7 +363,6 @@ def read(
 
 def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[str, Tensor]:
     """Return the tensors of a head, renamed by `rename`. Raises UserError: no weights, or a value is not finite."""
-    _check_has_weights(folder)
     with reading(folder / WEIGHTS):
         tensors = {rename(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     for name, tensor in tensors.items():
@@ -348,24 +418,28 @@ def write(
         folder / WEIGHTS,
     )
     dtype = checkpoint.dtype_name(head.weights["fc.weight"].dtype)
-    content = (
+    content = {
+        "draft_vocab_size": config.draft_vocab,
+        "target_hidden_size": config.target_hidden,
+        "norm_before_residual": config.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    content |= (
         _native_json(config)
         if layout == "native"
         else _speculators_json(config, target, k, verifier)
     )
-    (folder / "config.json").write_text(
-        json.dumps(content | {"dtype": dtype, "torch_dtype": dtype}, indent=2)
-    )
+    (folder / "config.json").write_text(json.dumps(content, indent=2))
 
 
 def _target_embedding(target: Path, config: HeadShape) -> Tensor:
     """Return the target's embedding, [V, E]. Raises UserError: no tensor of this size has the name of an embedding."""
     weights = checkpoint.Weights(target)
     for name in weights:
-        if name.endswith(("embed_tokens.weight", "wte.weight")) and weights[name].shape == (
-            config.vocab,
-            config.hidden,
-        ):
+        sized = weights.shape(name) == (config.vocab, config.hidden)
+        if sized and name.endswith(("embed_tokens.weight", "wte.weight")):
             return weights[name]
     raise UserError(
         f"{target} has no embed_tokens.weight, which speculators' layout of a head needs"
@@ -380,10 +454,6 @@ def _native_json(config: HeadShape) -> dict[str, object]:
         | _llama_json(config)
         | {
             "architectures": [QWEN3_ARCHITECTURE if config.qk_norm else ARCHITECTURE],
-            "draft_vocab_size": config.draft_vocab,
-            "target_hidden_size": config.target_hidden,
-            "norm_before_residual": config.norm_before_residual,
-            "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
             # SGLang counts the layer whose output is read, vLLM and llama.cpp the layers before it
             "eagle_config": {
                 "use_aux_hidden_state": True,
@@ -399,11 +469,7 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
-        "draft_vocab_size": config.draft_vocab,
-        "target_hidden_size": config.target_hidden,
-        "norm_before_residual": config.norm_before_residual,
         **{name: getattr(config, name) for name in VARIANTS},
-        "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
         "tie_word_embeddings": False,
         "transformer_layer_config": _llama_json(config),
         "speculators_config": {
@@ -428,22 +494,12 @@ def _llama_json(config: HeadShape) -> dict[str, object]:
     return (
         theta
         | window
+        | config.layer_json()
         | {
             "model_type": "qwen3" if config.qk_norm else "llama",
-            "hidden_size": config.hidden,
-            "intermediate_size": config.ffn,
-            "num_hidden_layers": 1,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_dim,
             "hidden_act": "silu",
-            "rms_norm_eps": config.eps,
-            "max_position_embeddings": config.context,
-            "rope_parameters": config.rope,
-            "vocab_size": config.vocab,
             "attention_bias": False,
             "mlp_bias": False,
-            "tie_word_embeddings": False,
         }
     )
 
@@ -464,41 +520,25 @@ def _from_json(content: Mapping[str, Any], target: TargetSizes, folder: Path) ->
         for name, only in _ONLY.items()
         if layer.get(name, only[0]) not in (*only, None)
     ]
-    layer_types = layer.get("layer_types") or ["full_attention"]
-    odd += (
-        [f"layer_types {layer_types!r}"]
-        if layer_types not in ([SLIDING], ["full_attention"])
-        else []
-    )
-    slides = layer_types == [SLIDING]
-    odd += (
-        ["sliding_attention and no sliding_window"]
-        if slides and not layer.get("sliding_window")
-        else []
-    )
+    slides = layer.get("layer_types") == [SLIDING]
+    if slides and not layer.get("sliding_window"):
+        odd.append(f"{SLIDING} and no sliding_window")
     if odd:
         raise UserError(
             f"{folder} is an EAGLE-3 head with {one_line(odd[0], 80)}, which draftlab does not compute"
         )
-    fields = {
-        name: value
-        for name, value in layer.items()
-        if name not in ("dtype", "torch_dtype", "model_type")
-    }
-    llama: Any = LlamaConfig(**fields)
+    llama = layer_config(LlamaConfig, content)
+    ids_of_outputs = eagle.get("eagle_aux_hidden_state_layer_ids") or []  # as SGLang counts layers
     return HeadShape(
-        hidden=llama.hidden_size,
-        heads=llama.num_attention_heads,
-        kv_heads=llama.num_key_value_heads,
-        head_dim=llama.head_dim,
-        ffn=llama.intermediate_size,
-        eps=llama.rms_norm_eps,
-        context=llama.max_position_embeddings,
+        **sizes_of(llama),
         rope=dict(llama.rope_parameters),
-        vocab=llama.vocab_size,
         draft_vocab=content["draft_vocab_size"] or llama.vocab_size,
         target_hidden=content.get("target_hidden_size") or target.hidden,
-        layer_ids=_layer_ids(content, eagle) or target.default_layer_ids(),
+        layer_ids=tuple(
+            content.get("eagle_aux_hidden_state_layer_ids")
+            or [i + 1 for i in ids_of_outputs]
+            or target.default_layer_ids()
+        ),
         norm_before_residual=content.get("norm_before_residual", False),
         norm_before_fc=eagle.get("norm_before_fc", content.get("norm_before_fc")) or False,
         fc_norm=content.get("fc_norm") or False,
@@ -516,23 +556,13 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "mlp_bias": (False,),
     "bias": (False,),
     "use_aux_norm": (False,),
+    "layer_types": (["full_attention"], [SLIDING], []),
 }
-
-
-def _layer_ids(content: Mapping[str, Any], eagle: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the layer ids as vLLM counts them. Ids in eagle_config alone are one lower, as SGLang counts them."""
-    ids = content.get("eagle_aux_hidden_state_layer_ids")
-    if ids:
-        return tuple(ids)
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids")
-    return tuple(i + 1 for i in ids) if ids else None
 
 
 def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:
     """Raises UserError: the head belongs to another target."""
-    check_target(
-        name, target, hidden=config.target_hidden, vocab=config.vocab, layer_ids=config.layer_ids
-    )
+    config.check_target(name, target, config.target_hidden)
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(
             f"{name} has hidden size {config.hidden} and no embed_tokens, and "
@@ -540,69 +570,15 @@ def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedd
         )
 
 
-def check_target(
-    name: str, target: TargetSizes, *, hidden: int, vocab: int, layer_ids: Sequence[int]
-) -> None:
-    """Raises UserError: a head with these sizes belongs to another target."""
-    for what, own, expected in (
-        ("hidden size", hidden, target.hidden),
-        ("vocabulary", vocab, target.vocab),
-    ):
-        if own != expected:
-            raise UserError(
-                f"{name} is a head for another target: {what} {own}, and {target.name} has {expected}"
-            )
-    if not 0 <= min(layer_ids) <= max(layer_ids) <= target.layers:
-        read = ", ".join(map(str, layer_ids))
-        raise UserError(f"{name} reads the layers {read}, and {target.name} has {target.layers}")
-
-
-def _check_tensors(config: HeadShape, tensors: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Raises UserError: a tensor is missing, unknown, or of another size."""
-    expected = config.sizes()
-    optional = {
-        "d2t": (config.draft_vocab,),
-        "t2d": (config.vocab,),
-        "embed_tokens.weight": (config.vocab, config.hidden),
-    }
-    if config.draft_vocab < config.vocab:
-        expected["d2t"] = optional.pop("d2t")
-    check_tensors(tensors, expected, optional, folder, "an EAGLE-3 head of one layer")
-
-
-def check_tensors(
-    sizes: Mapping[str, tuple[int, ...]],
-    expected: Mapping[str, tuple[int, ...]],
-    optional: Mapping[str, tuple[int, ...]],
-    folder: Path,
-    kind: str,
-) -> None:
-    """Raises UserError: a tensor is missing, unknown, or of another size. kind: Kind of head, for the message."""
-    wanted = {**expected, **optional}
-    for name in sorted(expected.keys() - sizes.keys()):
-        needed = f", which its {expected[name][0]} draft ids need" if name == "d2t" else ""
-        raise UserError(f"{folder} has no {name}{needed}")
-    for name in sorted(sizes.keys() - wanted.keys()):
-        raise UserError(f"{folder} has {name}, which is not part of {kind}")
-    for name, size in sizes.items():
-        if size != wanted[name]:
-            raise UserError(f"{folder}: {name} is {size}, but {wanted[name]} by its config.json")
-
-
 def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the sizes of a head's tensors by name. Raises UserError: the folder has no weights."""
-    _check_has_weights(folder)
-    with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
-        return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-
-
-def _check_has_weights(folder: Path) -> None:
-    """Raises UserError: the folder has no file of weights."""
     if not (folder / WEIGHTS).exists():
         pickled = (
             " (only what torch.save wrote, which is not read)" if any(folder.glob("*.bin")) else ""
         )
         raise UserError(f"{folder} has no {WEIGHTS}{pickled}")
+    with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
+        return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _plain(name: str) -> str:

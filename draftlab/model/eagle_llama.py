@@ -122,20 +122,15 @@ class EagleLlama(Llama):
         with pinned_backends(self.device):
             x = residual + self._attention(block, joined, cache.keys[0], cache.values[0], metadata)
         x = x + self._mlp(block, self._normed(x, block.post_norm))
-        if self.norm_output:
-            x = normed = rms_norm(x, self.norm, self.eps)
-            normed = normed[:, -last:]
-        else:
-            normed = rms_norm(x[:, -last:], self.norm, self.eps)
-        return self.expand_logits(F.linear(normed, self.head)), x
+        normed = rms_norm(x if self.norm_output else x[:, -last:], self.norm, self.eps)
+        logits = self.expand_logits(F.linear(normed[:, -last:], self.head))
+        return logits, normed if self.norm_output else x
 
 
-class NativeEagle(EagleLlama, NativeLlama):
+class NativeEagle(NativeLlama, EagleLlama):
     """A head on the CPU whose narrow passes are compiled; its states are float32."""
 
-    def __init__(self, model: EagleLlama, int8: bool = False) -> None:
-        """Raises UserError: the errors of NativeLlama."""
-        NativeLlama.__init__(self, model, int8)
+    forward = EagleLlama.forward  # pyright: ignore[reportAssignmentType]
 
     @torch.inference_mode()
     def step(
@@ -149,11 +144,10 @@ class NativeEagle(EagleLlama, NativeLlama):
         return logits, rms_norm(states, self.norm.float(), self.eps) if self.norm_output else states
 
 
-class CudaGraphEagle(EagleLlama, CudaGraphLlama):
+class CudaGraphEagle(CudaGraphLlama, EagleLlama):
     """A head whose narrow passes are replayed graphs, see CudaGraphLlama."""
 
-    def __init__(self, model: EagleLlama) -> None:
-        CudaGraphLlama.__init__(self, model)
+    forward = EagleLlama.forward  # pyright: ignore[reportAssignmentType]
 
     @torch.inference_mode()
     def step(
@@ -162,19 +156,9 @@ class CudaGraphEagle(EagleLlama, CudaGraphLlama):
         """Run one pass, see EagleLlama.step."""
         if tree is not None or ids.numel() > cuda_graphs.WIDE or not any(cache.used):
             return super().step(ids, states, cache, last, tree)
-        graph = self._replayed(ids, cache, last, states)
-        assert graph.states is not None  # because step has states
-        return graph.logits, graph.states
-
-    def draft(
-        self,
-        logits: Tensor,
-        cache: Cache,
-        uniform: Tensor,
-        choose: Sampler,
-        state: Tensor | None = None,
-    ) -> Drafted:
-        return CudaGraphLlama.draft(self, logits, cache, uniform, choose, state)
+        logits, states_after = self._replayed(ids, cache, last, states)
+        assert states_after is not None  # because step has states
+        return logits, states_after
 
     def _pass(
         self,

@@ -4,6 +4,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,8 @@ from draftlab.model.shape import (
     resolve,
 )
 
-BudgetKind = Literal["total", "body", "kv", "latency"]
+BudgetKind = Literal["total", "kv", "latency"]
+TOLERANCE = 0.01  # largest relative difference of a shape's cost from the budget
 
 FALLBACKS = (
     16,
@@ -33,35 +35,29 @@ class Budget:
     """The cost that all shapes of a family share, and the multiples of their sizes.
 
     Args:
-        amount: Number of all parameters ("total") or of the blocks' parameters ("body"), bytes of bf16 KV cache per
-            token ("kv"), or milliseconds of a one-token pass ("latency").
-        tolerance: Largest relative difference of a shape's cost from the amount.
+        amount: Number of parameters ("total"), bytes of bf16 KV cache per token ("kv"), or milliseconds of a one-token
+            pass ("latency").
         latency_ms: Latency of a shape, for "latency"; it must grow with the ffn.
     """
 
     amount: float
     kind: BudgetKind
     multiple_of: int = 64  # of the ffn
-    width_multiple_of: int = 1
     tensor_parallel: int = 1  # number of devices, which divides heads, kv heads and ffn
-    tolerance: float = 0.01
     latency_ms: Callable[[Shape], float] | None = None
 
     def cost(self, shape: Shape) -> float:
         if self.latency_ms is not None:
             return self.latency_ms(shape)
-        if self.kind == "kv":
-            return shape.kv_bytes_per_token(2)
-        return shape.params() if self.kind == "total" else shape.body_params()
+        return shape.kv_bytes_per_token() if self.kind == "kv" else shape.params()
 
     def met(self, shape: Shape) -> bool:
         even = self.fits(shape) and shape.ffn % self.tensor_parallel == 0
-        return even and abs(self.cost(shape) - self.amount) <= self.tolerance * self.amount
+        return even and abs(self.cost(shape) - self.amount) <= TOLERANCE * self.amount
 
     def fits(self, shape: Shape) -> bool:
-        """Return whether hidden, heads and kv heads have the required multiples. The ffn is not checked."""
-        heads = math.gcd(shape.heads, shape.kv_heads)
-        return shape.hidden % self.width_multiple_of == 0 and heads % self.tensor_parallel == 0
+        """Return whether the devices divide heads and kv heads. The ffn is not checked."""
+        return math.gcd(shape.heads, shape.kv_heads) % self.tensor_parallel == 0
 
     def steps(self) -> list[int]:
         """Return the multiples of the ffn to try; the first multiple that meets the budget wins."""
@@ -70,7 +66,7 @@ class Budget:
 
 
 def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
-    """Return one shape per depth, no larger than the source and within tolerance of the budget.
+    """Return one shape per depth, no larger than the source and within TOLERANCE of the budget.
 
     Every multiple of head_dim is a candidate width, with heads = width / head_dim. The ffn is the source's or a
     multiple of multiple_of, whichever is nearest to the budget. The width whose ffn / hidden is nearest to the source's
@@ -85,9 +81,7 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     shapes = [shape for shape in candidates if shape is not None]
     if not shapes:
         reach = "; ".join(_reach(source, layers, budget) for layers in depths)
-        raise UserError(
-            f"no depth comes within {budget.tolerance:.3g} of {_amount(budget)}: {reach}"
-        )
+        raise UserError(f"no depth comes within {TOLERANCE:.3g} of {_amount(budget)}: {reach}")
     left_out = [layers for layers, shape in zip(depths, candidates, strict=True) if shape is None]
     if left_out:
         note(
@@ -96,14 +90,9 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     return shapes
 
 
-def shape_name(shape: Shape, *, with_ffn: bool = False) -> str:
-    """Return the name of a shape file: layers x hidden, such as 3x256 or, with the ffn, 3x256-f688."""
-    return f"{shape.layers}x{shape.hidden}" + (f"-f{shape.ffn}" if with_ffn else "")
-
-
-def widths_folder() -> Path:
-    """Return the folder of named shapes."""
-    return shipped("widths")
+def shape_name(shape: Shape) -> str:
+    """Return the name of a shape file: layers x hidden, such as 3x256."""
+    return f"{shape.layers}x{shape.hidden}"
 
 
 def shipped(folder: str) -> Path:
@@ -146,7 +135,7 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
     Raises:
         UserError: nothing has that name; or weights=True, and the checkpoint has no weights.
     """
-    shapes = presets(widths_folder())
+    shapes = presets(shipped("widths"))
     if name in shapes:
         return name, shapes[name]
     if Path(name).suffix in (".yaml", ".yml"):
@@ -163,15 +152,12 @@ def matching_preset(
     source: Shape, layers: int, hidden: int, folder: Path
 ) -> tuple[str, Shape] | None:
     """Return the preset with these sizes that can be cut from the source. Raises UserError: several presets match."""
-
-    def fits(shape: Shape) -> bool:
-        try:
-            check_within(shape, source)
-        except UserError:
-            return False
-        return (shape.layers, shape.hidden) == (layers, hidden)
-
-    matches = [(name, shape) for name, shape in presets(folder).items() if fits(shape)]
+    matches = []
+    for name, shape in presets(folder).items():
+        if (shape.layers, shape.hidden) == (layers, hidden):
+            with suppress(UserError):
+                check_within(shape, source)
+                matches.append((name, shape))
     if len(matches) > 1:
         names = " and ".join(name for name, _ in matches)
         raise UserError(
@@ -205,7 +191,7 @@ def requested_shape(
     elif all(n is None for n in numbers):
         raise UserError("name a size: --layers 12 --width 2560, --params 1.3b, or --shape FILE")
     elif layers is not None and hidden is not None and ffn is None and params is None:
-        named = matching_preset(source, layers, hidden, widths_folder())
+        named = matching_preset(source, layers, hidden, shipped("widths"))
         named = named if named is None or named[1].ffn % multiple_of == 0 else None
     if named is None:
         return resolve(
@@ -275,7 +261,7 @@ def _kv_shape(source: Shape, layers: int, kv_heads: int, step: int) -> Shape:
 
 
 def _kv_bytes_per_head(source: Shape, layers: int) -> int:
-    return source.model_copy(update={"layers": layers, "kv_heads": 1}).kv_bytes_per_token(2)
+    return source.model_copy(update={"layers": layers, "kv_heads": 1}).kv_bytes_per_token()
 
 
 def _stretch(shape: Shape, source: Shape) -> float:
@@ -292,7 +278,7 @@ def _reach(source: Shape, layers: int, budget: Budget) -> str:
         return f"{depth}: {low} to {low * source.kv_heads} in steps of {low}"
     widths, ends = _widths(source, layers, budget), (min(budget.steps()), source.ffn)
     if not widths:
-        return f"{depth}: no width splits over {budget.tensor_parallel} devices in steps of {budget.width_multiple_of}"
+        return f"{depth}: no width splits over {budget.tensor_parallel} devices"
     low, *_, high = sorted(
         budget.cost(shape.model_copy(update={"ffn": ffn})) for shape in widths for ffn in ends
     )
@@ -306,4 +292,4 @@ def _amount(budget: Budget) -> str:
         return f"{budget.amount:.0f} bytes of KV cache per token"
     if budget.kind == "latency":
         return f"{budget.amount:.3g} ms for a pass"
-    return f"{format_count(budget.amount)} parameters in {'all' if budget.kind == 'total' else 'the blocks'}"
+    return f"{format_count(budget.amount)} parameters in all"

@@ -52,7 +52,6 @@ ENCODERS = (
 )
 # Buffers in checkpoints from the time of LLaMA 1 and 2. No model reads them, because transformers computes them.
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
-FLOATS = ("F64", "F32", "BF16", "F16")
 
 Kind = Literal["gguf", "bin", "adapter"]
 NOUNS: dict[Kind, str] = {
@@ -127,11 +126,6 @@ def text_config(directory: Path) -> dict[str, object]:
     return part if isinstance(part, dict) else config
 
 
-def is_llama(directory: Path) -> bool:
-    """Return whether the model_type in config.json is llama."""
-    return read_config(directory).get("model_type") == "llama"
-
-
 def check_rotary(directory: Path, config: Mapping[str, object]) -> None:
     """Raises UserError: config.json has a rotary setting that is no positive number."""
     parts: list[Mapping[str, object]] = [config]
@@ -184,9 +178,13 @@ def quantization_method(config: dict[str, object]) -> str | None:
 def check_unquantised(directory: Path, config: dict[str, object]) -> None:
     """Raises UserError: the weights are quantised, which neither pruning nor the engine reads."""
     if (method := quantization_method(config)) is not None:
-        raise Quantised(
-            f"{directory} is quantised ({method}); name the checkpoint with unquantised weights"
-        )
+        raise quantised(directory, method)
+
+
+def quantised(directory: Path, how: str) -> Quantised:
+    return Quantised(
+        f"{directory} is quantised ({how}); name the checkpoint with unquantised weights"
+    )
 
 
 def vocab_size(directory: Path) -> int:
@@ -337,16 +335,6 @@ def read_index(file: Path) -> dict[str, str]:
     with reading(f"{file}: weight_map"):
         return TypeAdapter(dict[str, str]).validate_python(
             read_object(file).get("weight_map"), strict=True
-        )
-
-
-def check_stored(directory: Path, headers: Mapping[str, Header]) -> None:
-    """Raises UserError: a tensor is not stored in a floating-point dtype of models."""
-    odd = next((name for name, header in headers.items() if header.stored not in FLOATS), None)
-    if odd is not None:
-        raise Quantised(
-            f"{directory} is quantised ({odd} is stored as {headers[odd].stored}); "
-            "name the checkpoint with unquantised weights"
         )
 
 

@@ -136,11 +136,6 @@ def head_kind(name: str | Path) -> str | None:
     return "eagle" if "draft_vocab_size" in content or "speculators_model_type" in content else None
 
 
-def is_eagle_head(name: str | Path) -> bool:
-    """Return whether a directory has the config.json of an EAGLE-3 head, which may be broken."""
-    return head_kind(name) == "eagle"
-
-
 def check_data(mixture: str) -> str:
     """Return the mixture after a check of its sources.
 

@@ -44,6 +44,14 @@ class LayerStates:
             at = self.ids.index(layers) * x.shape[-1]
             self.states[slots[0], slots[2], at : at + x.shape[-1]] = x
 
+    def rows(self, mask: Tensor) -> "LayerStates":
+        """Return the states of the rows in a mask, bool [B]."""
+        return LayerStates(self.ids, self.states[mask])
+
+    def keep(self, row: int, at: int, path: Sequence[int]) -> None:
+        """Replace positions, see Cache.keep."""
+        self.states[row, at : at + len(path)] = self.states[row, [at + i for i in path]]
+
 
 @dataclass(slots=True)
 class Cache:
@@ -73,17 +81,14 @@ class Cache:
             for cached in (self.keys, self.values):
                 cached[:, row, :, at:end] = cached[:, row, :, [at + i for i in path]]
             if self.layer_states is not None:
-                self.layer_states.states[row, at:end] = self.layer_states.states[
-                    row, [at + i for i in path]
-                ]
+                self.layer_states.keep(row, at, path)
         self.used[row] = end
 
     def rows(self, mask: Tensor) -> "Cache":
         """Return a cache of the rows in a mask, bool [B]."""
         used = [used for used, keep in zip(self.used, mask.tolist(), strict=True) if keep]
         states = None if self.hidden_states is None else self.hidden_states[mask]
-        layers = self.layer_states
-        layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
+        layers = self.layer_states and self.layer_states.rows(mask)
         return Cache(self.keys[:, mask], self.values[:, mask], used, states, layers)
 
 
@@ -200,14 +205,6 @@ class Llama(Decoder):
         cache.used = [used + width for used in cache.used]
         return logits
 
-    @torch.inference_mode()
-    def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
-        """Return the logits of the last tokens of whole texts, [B, last, V]. tree: See forward."""
-        cache = self.new_cache(len(ids), ids.shape[1])
-        return (
-            self.forward(ids, cache, last) if tree is None else self.forward(ids, cache, last, tree)
-        )
-
     def decode(
         self,
         ids: Tensor,
@@ -268,31 +265,27 @@ class Llama(Decoder):
         self, used: Tensor, width: int, end: int, tree: Tree | None = None
     ) -> AttentionMetadata:
         """Return the metadata of a pass. used: Cached tokens of each row, [B, 1]. width: T. end: S."""
-        steps = torch.arange(width, device=used.device)
-        depth = steps if tree is None else tree.depth
-        mask = (
-            torch.ones(width, width, dtype=torch.bool, device=used.device).tril()
-            if tree is None
-            else tree.mask
-        )
+        own = tree or Tree.chain(width, used.device)
         # [B, 1, S], the index of the new token at each position
         new = (torch.arange(end, device=used.device) - used).unsqueeze(1)
-        among = mask.expand(len(used), width, width).gather(
+        among = own.mask.expand(len(used), width, width).gather(
             2, new.clamp(0, width - 1).expand(-1, width, -1)
         )
         attended = ((new >= 0) & (new < width) & among) | (new < 0)
         if self.window is not None:
             # distance of each position from each new token, [B, T, S]
-            age = (used + depth).unsqueeze(2) - torch.arange(end, device=used.device)
+            age = (used + own.depth).unsqueeze(2) - torch.arange(end, device=used.device)
             recent = age < self.window
             # no tree is deeper than a window
             attended &= recent if tree is None else recent | (new >= 0)
         attended = attended.unsqueeze(1)
         rows = torch.arange(len(used), device=used.device).unsqueeze(1)
-        cos, sin = self.cos[used + depth].unsqueeze(1), self.sin[used + depth].unsqueeze(1)
+        positions = used + own.depth
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        slots = used + torch.arange(width, device=used.device)
         folded = width <= NARROW
         mask = self._folded_mask(attended) if folded else attended
-        return AttentionMetadata(cos, sin, mask, (rows, slice(None), used + steps), end, folded)
+        return AttentionMetadata(cos, sin, mask, (rows, slice(None), slots), end, folded)
 
     def _folded_mask(self, attended: Tensor) -> Tensor:
         """Return the mask of folded heads as an addend of the scores, [B, 1, G T, S]."""

@@ -13,9 +13,9 @@ from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.model import Mode, checkpoint, llama, native_cpu, parallel
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.decoder import Decoder
-from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers
 from draftlab.model.native_cpu import NativeLlama
-from draftlab.model.recurrent_decoder import RecurrentDecoder, has_recurrent_layers
+from draftlab.model.recurrent_decoder import RecurrentDecoder
 
 
 def load(
@@ -41,7 +41,7 @@ def load(
 
 def hosted(model: PreTrainedModel) -> HFDecoder:
     """Return a transformers model as a Decoder."""
-    return RecurrentDecoder(model) if has_recurrent_layers(model) else HFDecoder(model)
+    return RecurrentDecoder(model) if has_layers(model, RECURRENT) else HFDecoder(model)
 
 
 def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -45,61 +46,40 @@ TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu
 WIDE = 128  # tokens of all rows; torch is as fast in wider passes, and faster with matrix tiles
 
 
+def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
 class _Matrix(Structure):
-    _fields_ = (("weights", c_void_p), ("scale", c_void_p), ("bias", c_void_p))
+    _fields_ = _fields(c_void_p, "weights", "scale", "bias")
 
 
 class _Layer(Structure):
     _fields_ = (
-        *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "input_norm",
-                "post_norm",
-                "q_norm",
-                "k_norm",
-                "attention_norm",
-                "mlp_norm",
-            )
-        ),
+        *_fields(_Matrix, "qkv", "o", "gate_up", "down"),
+        *_fields(c_void_p, "input_norm", "post_norm", "q_norm", "k_norm"),
+        *_fields(c_void_p, "attention_norm", "mlp_norm"),
     )
 
 
 class _Model(Structure):
     _fields_ = (
-        *(
-            (name, c_int)
-            for name in (
-                "layers",
-                "hidden",
-                "heads",
-                "kv_heads",
-                "head_dim",
-                "ffn",
-                "vocab",
-                "threads",
-            )
-        ),
+        *_fields(c_int, "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"),
+        ("threads", c_int),
         ("eps", c_float),
-        *((name, c_void_p) for name in ("embed", "norm", "cos", "sin")),
+        *_fields(c_void_p, "embed", "norm", "cos", "sin"),
         ("head", _Matrix),
         ("layer", POINTER(_Layer)),
         ("hidden_norm", c_void_p),
-        ("norm_before_residual", c_int),
-        ("window", c_int),
-        ("whole_qk_norm", c_int),
+        *_fields(c_int, "norm_before_residual", "window", "whole_qk_norm"),
     )
 
 
 class _Pass(Structure):
     _fields_ = (
-        *((name, c_int) for name in ("rows", "width", "last", "capacity")),
-        *(
-            (name, c_void_p)
-            for name in ("ids", "used", "depth", "sees", "keys", "values", "logits", "states")
-        ),
-        *((name, c_void_p) for name in ("layer_states", "layer_at")),
+        *_fields(c_int, "rows", "width", "last", "capacity"),
+        *_fields(c_void_p, "ids", "used", "depth", "sees", "keys", "values", "logits", "states"),
+        *_fields(c_void_p, "layer_states", "layer_at"),
         ("layers_kept", c_int),
     )
 
@@ -139,22 +119,21 @@ class NativeLlama(Llama):
         end_of_pass(cache, width)
         logits = torch.empty(rows, last or width, len(self.head))
         ids, used = ids.contiguous(), (c_int64 * rows)(*cache.used)
+        tree_data = (None, None)
         if tree is not None:
-            tree = Tree(
-                tree.depth.expand(rows, width).contiguous(),
-                tree.mask.expand(rows, width, width).contiguous(),
-            )
-        tree_data = (None, None) if tree is None else (tree.depth.data_ptr(), tree.mask.data_ptr())
-        buffers = (cache.keys.data_ptr(), cache.values.data_ptr(), logits.data_ptr())
-        if cache.layer_states is not None and cache.layer_states.states.shape[1] != cache.capacity:
-            raise ValueError(
-                f"layer states of {cache.layer_states.states.shape[1]} places, and {cache.capacity} cached"
-            )
-        layer_states, layer_at = cache.layer_states, None
-        if layer_states is not None:
+            depth = tree.depth.expand(rows, width).contiguous()
+            mask = tree.mask.expand(rows, width, width).contiguous()
+            tree_data = (depth.data_ptr(), mask.data_ptr())
+        states_data, stored = (None, None), cache.layer_states
+        if stored is not None:
+            if stored.states.shape[1] != cache.capacity:
+                raise ValueError(
+                    f"layer states of {stored.states.shape[1]} places, and {cache.capacity} cached"
+                )
             layer_at = (c_int * (self.shape.layers + 1))(*[-1] * (self.shape.layers + 1))
-            for at, layers in enumerate(layer_states.ids):
+            for at, layers in enumerate(stored.ids):
                 layer_at[layers] = at
+            states_data = (stored.states.data_ptr(), ctypes.addressof(layer_at))
         step = _Pass(
             rows,
             width,
@@ -163,11 +142,12 @@ class NativeLlama(Llama):
             ids.data_ptr(),
             ctypes.addressof(used),
             *tree_data,
-            *buffers,
+            cache.keys.data_ptr(),
+            cache.values.data_ptr(),
+            logits.data_ptr(),
             None if states is None else states.data_ptr(),
-            layer_states.states.data_ptr() if layer_states else None,
-            None if layer_at is None else ctypes.addressof(layer_at),
-            len(layer_states.ids) if layer_states else 0,
+            *states_data,
+            0 if stored is None else len(stored.ids),
         )
         self._model.threads = torch.get_num_threads()
         self._run(ctypes.byref(self._model), ctypes.byref(step))

@@ -9,19 +9,28 @@ B rows, T new tokens, V vocab.
 
 import inspect
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, cache_utils
+from torch.utils._pytree import tree_map_only
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder, Tree, end_of_pass
-from draftlab.model.hf_decoder import RECURRENT, TRIAL, TRIAL_ERROR, HFDecoder, without_gradients
+from draftlab.model.hf_decoder import (
+    RECURRENT,
+    TRIAL,
+    HFDecoder,
+    has_layers,
+    new_past,
+    without_gradients,
+)
 from draftlab.model.llama import LayerStates
 
+copied = partial(tree_map_only, Tensor, Tensor.clone)  # of a tensor, or of tensors in dicts
 STATES = ("conv_states", "recurrent_states", "has_previous_state")  # states of a recurrent layer
 
 
@@ -44,7 +53,7 @@ class RecurrentRow:
         self.base, self.snapshot = len(self.tokens), {}
         for number, layer in enumerate(self.past.layers):
             if isinstance(layer, RECURRENT):
-                self.snapshot[number] = {name: _copy(getattr(layer, name)) for name in STATES}
+                self.snapshot[number] = {name: copied(getattr(layer, name)) for name in STATES}
 
     def restore(self) -> None:
         """Set states, keys and tokens back to the snapshot."""
@@ -52,7 +61,7 @@ class RecurrentRow:
         for number, layer in enumerate(self.past.layers):
             if isinstance(layer, RECURRENT):
                 for name, states in self.snapshot[number].items():
-                    setattr(layer, name, _copy(states))
+                    setattr(layer, name, copied(states))
             if isinstance(layer, DynamicLayer):
                 DynamicLayer.crop(layer, -removed)
         self.tokens = self.tokens[: self.base]
@@ -70,8 +79,7 @@ class RecurrentCache:
     def rows(self, mask: Tensor) -> "RecurrentCache":
         """Return a cache of the rows in a mask, bool [B]."""
         chosen = mask.nonzero().squeeze(1).tolist()
-        layers = self.layer_states
-        layers = None if layers is None else LayerStates(layers.ids, layers.states[mask])
+        layers = self.layer_states and self.layer_states.rows(mask)
         states = [self.states[row] for row in chosen]
         return RecurrentCache(states, self.capacity, [self.used[row] for row in chosen], layers)
 
@@ -112,11 +120,12 @@ class RecurrentDecoder(HFDecoder):
 
     def without_rollback(self) -> Decoder:
         """Return a decoder that computes all rows in one pass, or this decoder if the model has no attention layers."""
-        return HFDecoder(self.model, one_length=True) if has_attention(self.model) else self
+        return (
+            HFDecoder(self.model, one_length=True) if has_layers(self.model, DynamicLayer) else self
+        )
 
     def _new_row(self) -> RecurrentRow:
-        row = RecurrentRow(DynamicCache(config=self.model.config))
-        row.past.layers = [DynamicLayer() if _slides(layer) else layer for layer in row.past.layers]
+        row = RecurrentRow(new_past(self.model))
         row.take_snapshot()
         return row
 
@@ -171,30 +180,4 @@ class RecurrentDecoder(HFDecoder):
         self._read(row, ids[:2], 1)
         found = self._read(row, ids[2:], 1)[0, -1]
         expected = self._read(self._new_row(), ids, 1)[0, -1]
-        error = (found - expected).abs().max() / expected.abs().max()
-        return bool(error < TRIAL_ERROR.get(self.model.dtype, 0.05))
-
-
-def has_recurrent_layers(model: PreTrainedModel) -> bool:
-    return any(
-        isinstance(layer, RECURRENT)
-        for layer in cast(Any, DynamicCache(config=model.config)).layers
-    )
-
-
-def has_attention(model: PreTrainedModel) -> bool:
-    """Return whether a model with recurrent layers also has attention layers."""
-    return any(
-        isinstance(layer, DynamicLayer)
-        for layer in cast(Any, DynamicCache(config=model.config)).layers
-    )
-
-
-def _slides(layer: Any) -> bool:
-    return type(layer) is cache_utils.DynamicSlidingWindowLayer
-
-
-def _copy(states: Any) -> Any:
-    if isinstance(states, dict):
-        return {name: _copy(value) for name, value in states.items()}
-    return states.clone() if isinstance(states, Tensor) else states
+        return self._agrees(found, expected)

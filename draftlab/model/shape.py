@@ -5,9 +5,10 @@ Axes: vocab; hidden (the residual stream); q = heads x head_dim; kv = kv_heads x
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
@@ -17,16 +18,11 @@ from draftlab.errors import OtherArchitecture, UserError, one_line
 from draftlab.reading import reading
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
-Option = Literal[
-    "untied",
-    "qkv_bias",
-    "o_bias",
-    "mlp_bias",
-    "qk_norm",
-    "qk_layernorm",
-    "whole_qk_norm",
-    "norm_after",
+BlockOption = Literal[
+    "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm", "whole_qk_norm", "norm_after"
 ]
+BLOCK_OPTIONS: tuple[BlockOption, ...] = get_args(BlockOption)
+Option = Literal["untied"] | BlockOption
 MOST_NUMBERS = 10_000  # most numbers in a list such as 1-6
 
 
@@ -41,6 +37,10 @@ class Row(NamedTuple):
     axes: tuple[Axis, ...]
     when: Option | None = None
     unless: Option | None = None
+
+    @property
+    def in_block(self) -> bool:
+        return self.name.startswith(BLOCK)
 
     def belongs_to(self, options: frozenset[Option]) -> bool:
         return (self.when is None or self.when in options) and self.unless not in options
@@ -77,16 +77,6 @@ TABLE: tuple[Row, ...] = (
     Row("head", "lm_head.weight", ("vocab", "hidden"), "untied"),
 )
 
-
-BLOCK_OPTIONS: tuple[Option, ...] = (
-    "qkv_bias",
-    "o_bias",
-    "mlp_bias",
-    "qk_norm",
-    "qk_layernorm",
-    "whole_qk_norm",
-    "norm_after",
-)
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
@@ -135,41 +125,36 @@ class Shape(BaseModel):
 
     def axes(self) -> dict[str, tuple[Axis, ...]]:
         """Return the axes of each weight by name, in the order in which transformers registers the weights."""
-        rows = self._rows()
-        first = next(i for i, row in enumerate(rows) if row.name.startswith(BLOCK))
-        last = max(i for i, row in enumerate(rows) if row.name.startswith(BLOCK)) + 1
-        blocks = [
-            (row.name.format(layer), row.axes)
-            for layer in range(self.layers)
-            for row in rows[first:last]
-        ]
-        ends = [(row.name, row.axes) for row in rows]
-        return dict(ends[:first] + blocks + ends[last:])
+        axes: dict[str, tuple[Axis, ...]] = {}
+        for in_block, group in groupby(self._rows(), lambda row: row.in_block):
+            rows = list(group)
+            for layer in range(self.layers if in_block else 1):
+                axes |= {row.name.format(layer): row.axes for row in rows}
+        return axes
 
     def names(self, layer: int = 0) -> dict[str, str]:
         """Return the name of each weight by its role. Weights of blocks have the name for `layer`."""
         return {row.role: row.name.format(layer) for row in self._rows()}
 
     def dims(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-        return tuple(self.sizes[axis] for axis in axes)
+        sizes = self.sizes
+        return tuple(sizes[axis] for axis in axes)
 
     def params(self) -> int:
         """Return the number of parameters; embedding and tied head count once."""
-        return self.body_params() + self._count(
-            row for row in self._rows() if not row.name.startswith(BLOCK)
-        )
+        return self.body_params() + self._count(in_blocks=False)
 
     def body_params(self) -> int:
         """Return the number of parameters of the blocks, without embedding, head and final norm."""
-        return self.layers * self._count(row for row in self._rows() if row.name.startswith(BLOCK))
+        return self.layers * self._count(in_blocks=True)
 
     def _rows(self) -> list[Row]:
         options = self.options
         return [row for row in TABLE if row.belongs_to(options)]
 
-    def _count(self, rows: Iterable[Row]) -> int:
-        sizes = self.sizes
-        return sum(math.prod(sizes[axis] for axis in row.axes) for row in rows)
+    def _count(self, in_blocks: bool) -> int:
+        rows = [row for row in self._rows() if row.in_block == in_blocks]
+        return sum(math.prod(self.dims(row.axes)) for row in rows)
 
     def flops_per_token(self, context: int) -> int:
         """Return the floating-point operations to decode one token after `context` tokens, 2 per multiply-add.
@@ -318,17 +303,13 @@ def resolve(
     *,
     layers: int | None = None,
     hidden: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
     ffn: int | None = None,
     params: int | None = None,
     multiple_of: int = 16,
 ) -> Shape:
-    """Return the shape to cut from a source, with the source's proportions by default.
+    """Return the shape to cut from a source, with the source's proportions by default, and the fewest legal KV heads.
 
     Args:
-        heads: Default: hidden / head_dim or the nearest legal number, see default_heads.
-        kv_heads: Default: the fewest KV heads with groups no larger than the source's.
         ffn: Default: the source's ratio of ffn to hidden, rounded up to a multiple of multiple_of.
         params: Number of parameters, which chooses ffn.
 
@@ -338,16 +319,14 @@ def resolve(
     if params is not None and ffn is not None:
         raise UserError(f"--params chooses the ffn, and --ffn {ffn} sets it; use one of the two")
     layers, hidden = layers or source.layers, hidden or source.hidden
-    group = source.heads // source.kv_heads
-    heads = heads or default_heads(source, hidden, kv_heads)
-    kv_heads = kv_heads or fewest_kv_heads(heads, group)
+    heads = default_heads(source, hidden)
     scaled = -(-source.ffn * hidden // source.hidden)
     shape = source.model_copy(
         update={
             "layers": layers,
             "hidden": hidden,
             "heads": heads,
-            "kv_heads": kv_heads,
+            "kv_heads": fewest_kv_heads(heads, source.heads // source.kv_heads),
             "ffn": ffn or min(source.ffn, round_up(scaled, multiple_of)),
         }
     )
@@ -357,24 +336,22 @@ def resolve(
     return shape
 
 
-def default_heads(source: Shape, hidden: int, kv_heads: int | None = None) -> int:
+def default_heads(source: Shape, hidden: int) -> int:
     """Return hidden / head_dim, or the nearest legal number of heads.
 
-    A legal number divides hidden and is a multiple of the number of KV heads (kv_heads if set). The source has at least
-    as many heads, KV heads, and heads per KV head. Return the source's number if hidden and kv_heads do not differ from
-    the source, and hidden / head_dim if no number is legal.
+    A legal number divides hidden. The source has at least as many heads, KV heads, and heads per KV head. Return the
+    source's number if hidden does not differ from the source, and hidden / head_dim if no number is legal.
     """
-    if hidden == source.hidden and kv_heads in (None, source.kv_heads):
+    if hidden == source.hidden:
         return source.heads
     group = source.heads // source.kv_heads
     natural = min(max(1, hidden // source.head_dim), source.heads)
-
-    def legal(heads: int) -> bool:
-        kv = kv_heads or fewest_kv_heads(heads, group)
-        return hidden % heads == 0 == heads % kv and kv <= source.kv_heads and heads // kv <= group
-
-    candidates = [heads for heads in range(1, source.heads + 1) if legal(heads)]
-    return min(candidates, key=lambda heads: (abs(heads - natural), heads), default=natural)
+    legal = [
+        heads
+        for heads in range(1, source.heads + 1)
+        if hidden % heads == 0 and fewest_kv_heads(heads, group) <= source.kv_heads
+    ]
+    return min(legal, key=lambda heads: (abs(heads - natural), heads), default=natural)
 
 
 def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) -> Shape:

@@ -13,10 +13,10 @@ from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, Point, Profile, SteadyPoint, write_profile
 from draftlab.latency.scaling_law import default_grid, fit, fit_law, grid_shapes, read_law
-from draftlab.model.families import presets, widths_folder
+from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape, check, check_within
 
-TINY = presets(widths_folder())["tiny-16x256"]
+TINY = presets(shipped("widths"))["tiny-16x256"]
 SHAPES = list(grid_shapes(TINY, [1, 4, 8, 16], [64, 128, 256]).values())
 # ms: of a pass, of a layer, of a byte, of a layer and dimension
 TERMS = np.array([0.3, 0.08, 1e-7, 1e-4])
@@ -86,7 +86,7 @@ def test_a_fitted_profile_predicts_like_a_measured_one():
 
 @pytest.mark.parametrize("name", ["tiny-16x256", "llama-7b", "llama-3.1-8b"])
 def test_the_shapes_to_measure_can_be_cut_and_are_enough(name):
-    source = presets(widths_folder())[name]
+    source = presets(shipped("widths"))[name]
     shapes = grid_shapes(source, *default_grid(source))
     assert len(shapes) >= 9
     for shape in shapes.values():

@@ -190,13 +190,14 @@ def test_params_and_ffn_exclude_each_other():
 
 
 def test_a_width_that_heads_do_not_divide_is_refused_with_neighbours():
-    shape = resolve(preset("tiny-16x256"), hidden=250, heads=4)
+    shape = preset("tiny-16x256").model_copy(update={"hidden": 250, "heads": 4})
     with raises_option("250", "4", "widths", "248", "252"):
         check(shape)
 
 
 def test_other_families_may_have_any_width():
-    check(resolve(preset("tiny-16x256"), hidden=250, heads=4), llama=False)
+    shape = preset("tiny-16x256").model_copy(update={"hidden": 250, "heads": 4})
+    check(shape, llama=False)
 
 
 def test_kv_heads_that_do_not_divide_heads_are_refused_with_neighbours():

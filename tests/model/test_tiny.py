@@ -9,14 +9,14 @@ import torch
 from draftlab import provenance
 from draftlab.data import Batch, open_heldout
 from draftlab.model import checkpoint, hub
-from draftlab.model.families import widths_folder
+from draftlab.model.families import shipped
 from draftlab.model.shape import read_shape_file
 
 TINY = hub.EMBEDDED / "tiny"
 
 
 def test_it_has_its_shape_file_and_fits_the_package():
-    assert checkpoint.read_shape(TINY) == read_shape_file(widths_folder() / "tiny-16x256.yaml")
+    assert checkpoint.read_shape(TINY) == read_shape_file(shipped("widths") / "tiny-16x256.yaml")
     assert sum(f.stat().st_size for f in TINY.iterdir()) <= 32e6
     assert checkpoint.stored_dtype(TINY) == torch.bfloat16
 
@@ -59,6 +59,6 @@ def test_its_tokenizer_gives_back_every_byte():
 def test_every_draft_shape_of_the_family_can_be_cut_from_it(name):
     from draftlab.model.shape import check, check_within
 
-    shape = read_shape_file(widths_folder() / f"{name}.yaml")
+    shape = read_shape_file(shipped("widths") / f"{name}.yaml")
     check(shape)
     check_within(shape, checkpoint.read_shape(TINY))

@@ -70,7 +70,8 @@ def prune_to(
 
 def cut_to(source: Path, out: Path, text: str, **wanted: int) -> Path:
     """Cut alone: nothing is rescaled or refitted."""
-    shape = resolve(checkpoint.read_shape(source), multiple_of=8, **wanted)
+    heads = {name: wanted.pop(name) for name in ("heads", "kv_heads") if name in wanted}
+    shape = resolve(checkpoint.read_shape(source), multiple_of=8, **wanted).model_copy(update=heads)
     prune_to(source, out, text, shape, **PLAIN)
     return out
 
@@ -217,7 +218,8 @@ def test_rotated_and_refitted_checkpoints_load_and_generate_with_and_without_a_c
 ):
     source = family_dirs[family]
     have = checkpoint.read_shape(source)
-    shape = resolve(have, layers=3, hidden=48, heads=4, kv_heads=have.kv_heads // 2, ffn=40)
+    shape = resolve(have, layers=3, hidden=48, ffn=40)
+    shape = shape.model_copy(update={"heads": 4, "kv_heads": have.kv_heads // 2})
     outcome = prune_to(
         source, tmp_path / "out", text, shape, rotate=True, refit="layers" if have.tied else "head"
     )
@@ -247,7 +249,8 @@ def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_not
     family_dirs, tmp_path, text
 ):
     source = family_dirs["llama"]
-    shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, heads=4, kv_heads=2, ffn=40)
+    shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, ffn=40)
+    shape = shape.model_copy(update={"heads": 4, "kv_heads": 2})
     cache = tmp_path / "scores.safetensors"
     for name, kept in (("a", None), ("b", cache), ("c", cache)):
         prune_to(source, tmp_path / name, text, shape, rotate=True, scores_cache=kept)
@@ -291,7 +294,8 @@ def test_a_gpu_keeps_what_the_cpu_keeps(family_dirs, tmp_path, text):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA")
     source, kept = family_dirs["llama"], {}
-    shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, heads=4, kv_heads=2, ffn=40)
+    shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, ffn=40)
+    shape = shape.model_copy(update={"heads": 4, "kv_heads": 2})
     for name in ("cpu", "cuda"):
         prune_to(source, tmp_path / name, text, shape, device=name, **PLAIN)
         kept[name] = (tmp_path / name / KEEP_FILE).read_text()
@@ -312,7 +316,8 @@ def test_a_tied_source_gives_an_untied_draft_that_is_rotated_and_refitted(
 ):
     source = family_dirs[family]
     have = checkpoint.read_shape(source)
-    shape = resolve(have, layers=3, hidden=48, heads=4, kv_heads=have.kv_heads // 2, ffn=40)
+    shape = resolve(have, layers=3, hidden=48, ffn=40)
+    shape = shape.model_copy(update={"heads": 4, "kv_heads": have.kv_heads // 2})
     outcome = prune_to(source, tmp_path / "out", text, shape, rotate=True, untie=True, refit="head")
     assert checkpoint.read_shape(tmp_path / "out") == shape.model_copy(update={"tied": False})
     assert outcome.agreement is not None

@@ -8,7 +8,7 @@ from errors import raises_option
 
 from draftlab.commands.prune import prune
 from draftlab.model import checkpoint
-from draftlab.model.families import presets, widths_folder
+from draftlab.model.families import presets, shipped
 
 LLAMA_7B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
@@ -24,9 +24,9 @@ def test_without_a_network_the_paper_s_draft_is_planned_from_the_shipped_shape(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     planned = prune(layers=12, width=2560, dry_run=True).data
-    assert presets(widths_folder())["llama-7b"].describe() in planned["source"]
+    assert presets(shipped("widths"))["llama-7b"].describe() in planned["source"]
     assert planned["source"]
-    assert planned["draft"] == presets(widths_folder())["wide-1.3b"].describe()
+    assert planned["draft"] == presets(shipped("widths"))["wide-1.3b"].describe()
     assert list(tmp_path.iterdir()) == []
     with raises_option("--source"):
         prune(layers=12, width=2560)

@@ -13,7 +13,7 @@ from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.commands.search import _rung_table
 from draftlab.intervals import Interval
-from draftlab.model.families import presets, shape_name, widths_folder
+from draftlab.model.families import presets, shape_name, shipped
 from draftlab.model.shape import Shape, check, check_within, resolve
 from draftlab.results.score import read_score
 from draftlab.searching.run import Searcher, default_depths, default_widths
@@ -30,7 +30,7 @@ from draftlab.searching.schedule import (
     write_search,
 )
 
-NAMED = presets(widths_folder())
+NAMED = presets(shipped("widths"))
 TINY = NAMED["tiny-16x256"]
 
 

@@ -1,9 +1,10 @@
 """The command that cuts a draft out of a source."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.base import TRAINING, Only, OutputConfig, option
@@ -17,7 +18,7 @@ from draftlab.output import Output
 
 if TYPE_CHECKING:
     from draftlab.pruning.masks.training import MaskTraining
-    from draftlab.pruning.run import Method, PrunedDraft, Text
+    from draftlab.pruning.run import Prune, PrunedDraft, Text
 
 SHAPE, CALIBRATION = "Shape of the draft", "Calibration and refit"  # panels of --help
 SIZES = ("layers", "width", "ffn", "params")
@@ -154,7 +155,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
             not work with several processes or with this head.
     """
     from draftlab.model import checkpoint
-    from draftlab.pruning.masks.training import MaskTraining, prune_by_masks
+    from draftlab.pruning.masks.training import MaskTraining
     from draftlab.pruning.refit import REFITS
     from draftlab.pruning.run import Prune, Text
     from draftlab.pruning.source import Source, check_cut
@@ -201,24 +202,34 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     head = "" if config.vocab is None else f"-v{config.vocab}"
     text = fill(Text, config, tokens=config.calibration_tokens)
     training = fill(MaskTraining, config) if config.method == "masks" else None
-    method, depth, scores_cache = config.method, config.depth, config.scores_cache
     cut = partial(
         Prune, source=cast(Source, source), shape=shape, text=text, refit=REFITS[config.refit]
     )
-
-    def run(output: Output) -> "PrunedDraft":
-        if training is not None:
-            return prune_by_masks(cut(output=output), training)
-        return cut(output=output).by_scores(
-            cast("Method", method), depth, scores_cache=scores_cache
-        )
-
+    run = partial(
+        _prune,
+        cut=cut,
+        training=training,
+        method=config.method,
+        depth=config.depth,
+        scores_cache=config.scores_cache,
+    )
     dtype_bytes = 2 if source is None else source.planned_dtype.itemsize
     return Job(
         run,
         f"prune-{'masks-' if training else ''}{shape_name(shape)}{head}",
         partial(_facts, have, shape, text, training, dtype_bytes=dtype_bytes, shipped=shipped),
     )
+
+
+def _prune(
+    output: Output, *, cut: Callable[..., "Prune"], training: "MaskTraining | None", **how: Any
+) -> "PrunedDraft":
+    """Cut the source. training: Settings of the method masks. how: Arguments of Prune.by_scores, the other methods."""
+    from draftlab.pruning.masks.training import prune_by_masks
+
+    if training is not None:
+        return prune_by_masks(cut(output=output), training)
+    return cut(output=output).by_scores(**how)
 
 
 def _facts(

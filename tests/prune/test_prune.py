@@ -60,12 +60,10 @@ def prune_to(
     write_shape_file(asked.model_copy(update={"tied": tied}), file, "for a test")
     given = {"source": str(source), "data": text, "out": out, "shape": file}
     config = PruneConfig.build(given | defaults | settings)
-    values = cast(Any, prepare(config, True).run).keywords
-    cut = {name: values[name] for name in ("source", "shape", "text", "refit")}
-    pruning = run.Prune(output=Output(command="prune", config=config, out=out), **cut)
-    return pruning.by_scores(
-        values["method"], values["depth"], rotate=rotate, scores_cache=values["scores_cache"]
-    )
+    how = dict(cast(Any, prepare(config, True).run).keywords)
+    del how["training"]
+    cut = how.pop("cut")(output=Output(command="prune", config=config, out=out))
+    return cut.by_scores(**how, rotate=rotate)
 
 
 def cut_to(source: Path, out: Path, text: str, **wanted: int) -> Path:

@@ -375,23 +375,11 @@ def test_a_real_llama_server_accepts_what_is_accepted_here(target, tmp_path):
     if program is None:
         pytest.skip("DRAFTLAB_TEST_LLAMA_SERVER does not name a llama-server")
     folder = tmp_path / "head"
-    train = [
-        "distill",
-        "--student",
-        "eagle",
-        "--target",
-        "tiny",
-        "--data",
-        "stdlib",
-        "--steps",
-        "20",
-    ]
-    train += ["--batch-size", "4", "--seq-len", "128"]
-    assert CliRunner().invoke(app, [*train, "--out", str(folder)]).exit_code == 0
-    ask = [
-        *["--target", "tiny", "--to", "gguf", "--outtype", "f32", "--k", "3", "--verify-with"],
-        program,
-    ]
+    pair = ["--target", "tiny", "--data", "stdlib"]
+    train = ["distill", "--student", "eagle", *pair, "--steps", "20", "--batch-size", "4"]
+    train += ["--seq-len", "128", "--out", str(folder)]
+    assert CliRunner().invoke(app, train).exit_code == 0
+    ask = [*pair, "--to", "gguf", "--outtype", "f32", "--k", "3", "--verify-with", program]
     result = CliRunner().invoke(app, ["export", str(folder), *ask, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "100.00" in result.stdout

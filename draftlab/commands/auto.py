@@ -91,6 +91,16 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         ),
     )
 
+    @property
+    def sampled_rule(self) -> str | None:
+        """Return the server rule that accepts sampled drafts, or None for greedy decoding and for draftlab's engine.
+
+        A server's script may set another variant than the server's default: the script for vLLM samples the drafts.
+        """
+        if self.temperature == 0 or self.server is None:
+            return None
+        return f"{self.server}-{self.server_kind.script_rule}".rstrip("-")
+
     @model_validator(mode="after")
     def _server_can(self) -> Self:
         if self.server is not None and self.server_kind.one_stream and self.streams != [1]:
@@ -186,7 +196,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     running = {
         "device": config.device,
         "trust_remote_code": config.trust_remote_code or None,
-        "server_rule": _rule(config),
+        "server_rule": config.sampled_rule,
     }
     engine = {"dtype": config.dtype, "threads": config.threads}
 
@@ -261,13 +271,3 @@ def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
         flags = ", ".join(map(AutoConfig.flag, changed))
         raise UserError(f"{folder} is a run with other {flags}; choose another --out, or remove it")
     return before
-
-
-def _rule(config: AutoConfig) -> str | None:
-    """Return the server rule that accepts sampled drafts, or None for greedy decoding and for draftlab's engine.
-
-    A server's script may set another variant than the server's default: the script for vLLM samples the drafts.
-    """
-    if config.temperature == 0 or config.server is None:
-        return None
-    return f"{config.server}-{config.server_kind.script_rule}".rstrip("-")

@@ -201,7 +201,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     from draftlab.model import checkpoint
     from draftlab.servers.kinds import error
 
-    draft, target = _located(config, weights=False)
+    draft, target = _located(config.draft, config.target, weights=False)
     data, prompt_file, servers = config.data, config.prompt_file, SERVERS.loadable()
     device = None if config.files_only else checkpoint.resolve_device(workspace.load().device)
     if device is not None and prompt_file is None:
@@ -253,7 +253,7 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
             the server or GGUF does not support the architecture.
     """
     check_program(config.verify_with)
-    draft, target = _located(config, weights=config.verify_with is not None)
+    draft, target = _located(config.draft, config.target, weights=config.verify_with is not None)
     from draftlab.engine.batch_generate import check_context
     from draftlab.exporting import run
     from draftlab.exporting.artifact import Form, open_artifact
@@ -333,12 +333,12 @@ def export(exported: "Exported", output: Output) -> Outcome:
     )
 
 
-def _located(config: DraftConfig, *, weights: bool) -> tuple[Path, Path]:
+def _located(draft: str | None, target: str, *, weights: bool) -> tuple[Path, Path]:
     """Return the directories of draft and target. weights: Whether weight files of the target are needed."""
-    assert config.draft is not None  # resolved() names the newest draft
-    draft = hub.locate(config.draft)
+    assert draft is not None  # resolved() names the newest draft
+    directory = hub.locate(draft)
     with about("--target"):
-        return draft, hub.locate_model(config.target, weights)
+        return directory, hub.locate_model(target, weights)
 
 
 def _scores_of(places: list[Path], draft: Path, target: Path) -> "list[Score]":

@@ -182,7 +182,8 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     source = None
     if isinstance(place, Path):
         source = Source(directory=place, shape=have, device=device, untied=config.untie)
-        with about(_sizes_named(config)):
+        named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
+        with about(", ".join(named) or "--layers"):
             check(shape, llama=source.config.get("model_type") == "llama")
         with about("--source"):
             check_cut(source.config, have, shape)
@@ -352,7 +353,8 @@ def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
     }
     shape, preset = have, None
     if config.vocab is None or config.shape is not None or any(sizes.values()):
-        with about(_sizes_named(config)):
+        named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
+        with about(", ".join(named) or "--layers"):
             shape, preset = families.requested_shape(
                 have, **sizes, multiple_of=FFN_MULTIPLE, file=config.shape
             )
@@ -366,8 +368,3 @@ def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
     if size is not None and size >= have.vocab:
         raise UserError(f"--vocab {size}: want fewer than the source's {have.vocab:,}")
     return shape.model_copy(update={"draft_vocab": size})
-
-
-def _sizes_named(config: PruneConfig) -> str:
-    named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
-    return ", ".join(named) or "--layers"

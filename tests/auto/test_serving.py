@@ -8,7 +8,7 @@ import pytest
 import torch
 from builders import build
 
-from draftlab.commands.auto import AutoConfig, _rule
+from draftlab.commands.auto import AutoConfig
 from draftlab.commands.steps import step_of
 from draftlab.drafters.eagle import EagleSpec
 from draftlab.drafters.prompt_lookup import PromptLookupSpec
@@ -95,12 +95,12 @@ def test_drafts_are_chosen_by_the_rule_that_the_script_for_vllm_sets(space, fami
     command, _ = served(
         target, Arm(kind="draft", draft=Path("draft")), server="vllm", temperature=0.8
     )
-    method = {"vllm-probabilistic": "probabilistic", "vllm": "greedy"}[_rule(config)]
+    method = {"vllm-probabilistic": "probabilistic", "vllm": "greedy"}[str(config.sampled_rule)]
     assert (
         f"draft_sample_method = {method}, above temperature 0"
         in Path(command.split()[1]).read_text()
     )
-    assert _rule(config.model_copy(update={"temperature": 0.0})) is None
+    assert config.model_copy(update={"temperature": 0.0}).sampled_rule is None
 
 
 @pytest.mark.parametrize(

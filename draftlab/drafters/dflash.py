@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftlab.console import note
 from draftlab.drafters import RunFacts, drafter
 from draftlab.drafters.eagle import HeadSpec
 from draftlab.errors import UserError
@@ -55,6 +56,8 @@ class BlockSpec(HeadSpec):
         head = self.load(Path(self.heads), context.target_path, target)
         self._check_block(min(context.ks), head.config.most)
         ks = [k for k in context.ks if k <= head.config.most]
+        if len(ks) < len(context.ks):
+            note(f"the block of {self.heads} drafts at most {ks[-1]} tokens: larger K are left out")
         return context.run(self.drafter(target, head), ks=ks, facts=self.facts())
 
     @classmethod

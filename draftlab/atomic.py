@@ -82,17 +82,17 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
 def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace it") -> None:
     """Check that writing `out` overwrites no finished work.
 
-    remedy: Text that follows the advice to choose another --out, in the message about a directory with files.
+    remedy: End of the message about a directory with files, after "choose another --out".
 
     Raises:
         UserError: `out` is a file, or a directory with files while force is off, or cannot be written.
     """
     if out.name in ("", ".."):
-        raise UserError(f"--out {out}: name a directory to make")
+        raise UserError(f"--out {out}: this is no name for a new directory; write --out NAME")
     with _writing(out):  # the name may be too long
         exists = out.exists()
     if exists and not out.is_dir():
-        raise UserError(f"{out} exists and is not a directory")
+        raise UserError(f"{out} is a file; choose another --out, which is made as a directory")
     if exists and any(out.iterdir()) and not force:
         raise UserError(f"{out} exists and is not empty; choose another --out{remedy}")
     check_writable(out)
@@ -104,8 +104,8 @@ def check_space(out: Path, needed: int, contents: str) -> None:
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise UserError(
-            f"not enough disk for {contents}: {needed / 1e9:.3g} GB are needed, and the disk of {parent} has "
-            f"{free / 1e9:.3g} GB left; free some, or choose another --out"
+            f"not enough disk for {contents}: they need {needed / 1e9:.3g} GB, and the disk of {parent} has "
+            f"{free / 1e9:.3g} GB free; free some space, or choose --out on another disk"
         )
 
 
@@ -134,7 +134,7 @@ def locked(out: Path) -> Iterator[None]:
             lock.acquire()
         except Timeout:
             raise UserError(
-                f"{out} is being made by another draftlab; wait for it, or choose another --out"
+                f"another draftlab process is writing {out}; wait until it ends, or choose another --out"
             ) from None
     try:
         _recover(out)
@@ -190,7 +190,7 @@ def claim_state(
         if any(file.name != STATE_RECORD for file in state.glob("[!.]*")):
             if not force:
                 raise UserError(_difference(state, before, assumed | this_run))
-            note(f"{state}: removed an unfinished run (--force)")
+            note(f"removed the unfinished run in {state}, because of --force")
             remove_state(state)
         state.mkdir(parents=True, exist_ok=True)
         write_atomic(record, json.dumps(this_run, indent=2, sort_keys=True))
@@ -238,15 +238,18 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _difference(state: Path, before: dict[str, object] | None, this_run: dict[str, object]) -> str:
     if before is None:
-        return f"{state} has an unfinished run, and its {STATE_RECORD} is missing or damaged; --force starts again"
+        return (
+            f"{state} has an unfinished run, but its {STATE_RECORD} is missing or damaged; give --force to "
+            "start again"
+        )
     both = before.keys() & this_run.keys()
     key = min(
         (before.keys() | this_run.keys()) - {key for key in both if before[key] == this_run[key]}
     )
     was, now = (one_line(repr(settings.get(key)), 100) for settings in (before, this_run))
     return (
-        f"{state} has an unfinished run with {one_line(key, 60)} = {was}, and this run has {now}; "
-        "repeat that command to resume it, or give --force to start again"
+        f"{state} has an unfinished run with {one_line(key, 60)} = {was}, but this command has {now}; use the old "
+        "value to resume that run, or give --force to start again"
     )
 
 

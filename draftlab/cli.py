@@ -39,7 +39,7 @@ SIZES = (
 )  # sizes of the tensors in memory
 GROUPS = {  # name -> help, panel
     "outputs": (
-        "Store what a target writes, to distil from it and to replay drafts on it.",
+        "Store a target's answers and log-probabilities, to distil drafts from them and to replay drafts on them.",
         "Make a draft",
     )
 }
@@ -113,12 +113,13 @@ def _check_processes(command: str) -> None:
     """Raise UserError if a launcher started several processes of a command that runs in one process only."""
     if processes() > 1 and command not in LAUNCHED:
         raise UserError(
-            f"{command} runs in one process; only {', '.join(LAUNCHED)} can be launched in several"
+            f"draftlab {command} runs in one process only: start it without accelerate or torchrun; only "
+            f"{' and '.join(LAUNCHED)} can run in several processes"
         )
 
 
 def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Config]) -> None:
-    """Print a command's outcome on stdout, or its error as one line on stderr, and exit accordingly."""
+    """Print a command's outcome on stdout, or its error as one line on stderr, and exit with the code for it."""
     try:
         outcome = outcome_of()
     except UserError as error:
@@ -162,7 +163,7 @@ def _cures(config: type[Config]) -> str:
 
 
 def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Parameter:
-    """Return a setting as a Typer parameter. Typer shows the bounds, and the config checks the bounds."""
+    """Return a setting as a Typer parameter. Typer only shows the bounds in --help; the config checks them."""
     details = extra(field)
     kind: Any = details["typed"] or field.annotation
     default = None if field.default is PydanticUndefined else field.default
@@ -208,7 +209,7 @@ def _wiring(command: Command) -> list[inspect.Parameter]:
             Path | None,
             Option(
                 "--config",
-                help="YAML file of settings, or an output directory to repeat.",
+                help="YAML file of settings, or the output directory of an earlier run whose settings to repeat.",
                 rich_help_panel=OUTPUT,
             ),
         )
@@ -280,7 +281,7 @@ def _add_commands() -> None:
         app.add_typer(groups[name], name=name, rich_help_panel=panel)
 
 
-MORE = "More settings, for the command line and for files: docs/configuration.md"
+MORE = "More options, which also work in settings files: docs/configuration.md"
 _add_commands()
 
 
@@ -295,7 +296,7 @@ def _run_app(app: typer.Typer) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+        if signal.getsignal(number) != signal.SIG_IGN:  # under nohup the signal stays ignored
             signal.signal(number, _interrupt)
     try:
         app()

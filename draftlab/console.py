@@ -23,7 +23,7 @@ from draftlab.trust import printable
 
 Advance = Callable[[int, str], None]
 MAX_SILENT_SECONDS = 7.0
-COPIED = re.compile(r"draftlab [a-z]|\w{2,}/\w{2,}|\.sh\b")  # a command or a path
+COPIED = re.compile(r"draftlab [a-z]|\w{2,}/\w{2,}|\.sh\b")  # text to copy: a command or a path
 
 
 def processes() -> int:
@@ -134,9 +134,11 @@ def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Advance]:
-    """Show a bar with the time left. The yielded function takes the number done and a status text.
+    """Show a progress bar with the time left.
 
-    Without a terminal, print a line at the start, at every 10 %, and after MAX_SILENT_SECONDS of silence.
+    The yielded function takes the number of finished items and a status text.
+
+    Without a terminal, print a line at the start, every 10 %, and after MAX_SILENT_SECONDS without output.
     """
     console = Console(stderr=True)
     if not console.is_terminal or not is_main_process():

@@ -34,7 +34,7 @@ EXTRAS = {
     "gguf": "gguf",
     "matplotlib": "report",
     "sentencepiece": "gguf",
-}  # package that only some commands need -> extra in pyproject.toml
+}  # package that only some commands need -> its extra in pyproject.toml
 
 
 COMPLAINTS = {
@@ -85,7 +85,7 @@ def plain_words(message: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error: '; did you mean X?' with the nearest known name, or the list of known names."""
+    """Return the end of a message: '; did you mean X?' with the nearest known name, or the list of known names."""
     names = sorted(known)
     near = [
         n
@@ -96,7 +96,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _same_numbers(name: str, other: str) -> bool:
-    """Return whether the digits of two names are close enough for a typing error: 66b and 65b, not 8b and 70b."""
+    """Return whether the numbers in two names differ only by a typing error: 66b and 65b, but not 8b and 70b."""
     a, b = ("".join(filter(str.isdigit, text)) for text in (name, other))
     one_wrong = len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= 1
     return one_wrong or sorted(a) == sorted(b) or a.startswith(b) or b.startswith(a)

@@ -40,34 +40,37 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         "Ready draft to compare, repeatable: a smaller model, a pruned draft, or anyone's EAGLE-3 head.",
     )
     train: bool = option(
-        False, "With --draft: train drafts of auto's own, too. Without --draft they are trained."
+        False, "With --draft: also train new drafts. Without --draft, auto always trains drafts."
     )
     server: ServerRule | None = option(
         None,
         (
-            f"What the draft is for, {', '.join(SERVERS.names())}: only what it runs is "
-            "tried, as it accepts. Default: draftlab's own engine."
+            f"Server that will run the draft: {', '.join(SERVERS.names())}. Only drafts that it can run are "
+            "tried, under its acceptance rule. Default: draftlab's own engine."
         ),
         flag="--for",
     )
     prompt_file: Path | None = option(
         None,
-        "JSON-lines file of your users' prompts; 96 or more where drafts are trained. Default: "
-        "prompts for chat models that draftlab brings, or the "
-        "text of --data for models without a chat template.",
+        "JSON-lines file of your users' prompts; training drafts needs 96 or more. Default: draftlab's own "
+        "prompts for a chat model, else prompts cut from --data.",
         flag="--prompts",
     )
     data: str | None = option(
         None,
-        "Text whose parts are the prompts of a target without a chat template. Default: the workspace's.",
+        "Text to cut prompts from, for a target without a chat template. Default: the workspace's data.",
     )
     streams: Numbers = numbers(
-        "1", "Prompts that are served at once, as 1,4,16: the draft must pay over all of them."
+        "1",
+        "Numbers of concurrent requests, as 1,4,16. The draft is chosen by its mean speed-up over all of them.",
     )
-    temperature: float = option(0.0, "Temperature that prompts are served at; 0 is greedy.", ge=0)
+    temperature: float = option(
+        0.0, "Temperature at which users' prompts are served; 0 is greedy.", ge=0
+    )
     verify_with: Path | None = option(
         None,
-        "Program of the server, vllm or llama-server. Default: the one on the PATH, if there is one.",
+        "Program of the server that verifies the export: vllm or llama-server. Default: the program on the PATH, "
+        "if any.",
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: shared.Device = shared.device()
@@ -77,7 +80,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         Only(
             ("train",),
             lambda c: c.draft,
-            "only with --draft; without --draft, auto trains drafts anyway",
+            "works only with --draft; without --draft, auto trains drafts anyway",
         ),
         Only(
             ("data",),
@@ -87,7 +90,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         Only(
             ("verify_with",),
             lambda c: c.server and c.server_kind.program,
-            "belongs to --for vllm and llama.cpp",
+            "works only with --for vllm or llama.cpp, whose servers draftlab can start",
         ),
     )
 
@@ -104,10 +107,12 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     @model_validator(mode="after")
     def _server_can(self) -> Self:
         if self.server is not None and self.server_kind.one_stream and self.streams != [1]:
-            raise ValueError(f"--streams: {self.server} decodes one prompt at a time")
+            raise ValueError(
+                f"--streams: {self.server} decodes one prompt at a time; use --streams 1"
+            )
         if "," in str(self.out or ""):
             raise ValueError(
-                f"--out {self.out}: leave out the comma, which separates the options of drafters"
+                f"--out {self.out}: the name may not have a comma, which separates the options of drafters"
             )
         return self
 
@@ -133,8 +138,8 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     """Resolve and check the settings, measure this machine, and make the plan. An unfinished run keeps its plan.
 
     Raises:
-        UserError: The target, prompts or program cannot be used; the directory holds a run with other settings; or
-            time, memory or disk do not suffice.
+        UserError: The target, prompts or program cannot be used; the directory has a run with other settings; or time,
+            memory or disk are too small.
     """
     with about("TARGET"):
         target = hub.locate(config.target, weights=False)
@@ -250,7 +255,7 @@ def _run(
 
 @command(AutoConfig, prepare=prepare_auto, dry_run=True, resumes=True)
 def auto(verdict: "Verdict", output: Output) -> Found:
-    """Make the draft that serves a target fastest here, or say that none does; a killed run goes on."""
+    """Find the draft that serves a target fastest on this machine, or report that none helps; a killed run resumes."""
     data = {"path": str(output.out), **verdict.model_dump(mode="json")}
     return Found(
         path=output.out, show=[*verdict.lines(), str(output.out)], data=data, verdict=verdict
@@ -258,7 +263,7 @@ def auto(verdict: "Verdict", output: Output) -> Found:
 
 
 def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
-    """Return the plan of an unfinished run in folder. Raises UserError: the run there had other settings."""
+    """Return the plan of an unfinished run in folder. Raises UserError: that run had other settings."""
     from draftlab.reading import read_model
     from draftlab.searching.auto import PLAN
     from draftlab.searching.plan import Plan
@@ -269,5 +274,8 @@ def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
     changed = [name for name, value in settings.items() if before.settings.get(name) != value]
     if changed:
         flags = ", ".join(map(AutoConfig.flag, changed))
-        raise UserError(f"{folder} is a run with other {flags}; choose another --out, or remove it")
+        raise UserError(
+            f"{folder} has an unfinished auto run with a different {flags}; choose another --out, or "
+            "remove that directory"
+        )
     return before

@@ -1,4 +1,4 @@
-"""A command: settings, the call of the library that they prepare, and the outcome that a person sees."""
+"""The parts of a command: its settings, the library call that it prepares, and the outcome that it shows."""
 
 import inspect
 import io
@@ -21,7 +21,9 @@ from draftlab.trust import remote_code
 Value = TypeVar("Value")
 Result = TypeVar("Result", covariant=True)
 LARGE_WEIGHTS = 1 << 27  # weights of a matrix product that memory bandwidth limits
-MODEL_SECONDS = 2.0  # a plan assumes that a model takes this many times the time of its products
+MODEL_SECONDS = (
+    2.0  # a plan assumes this ratio of a model's time to the time of its matrix products
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -68,7 +70,7 @@ class Job(Generic[Result]):
 
 
 def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
-    """Call a library function or class with every setting whose name is one of its parameters.
+    """Call a library function or class, with each setting of the config that is one of its parameters.
 
     Args:
         others: Arguments that are no settings, or that replace the setting of the same name.
@@ -88,7 +90,9 @@ def check_data(data: str, weights: bool) -> None:
 def check_program(path: Path | None) -> None:
     """Raise UserError if the program of --verify-with is missing."""
     if path is not None and not path.is_file():
-        raise UserError(f"--verify-with {path}: no such program")
+        raise UserError(
+            f"--verify-with {path}: there is no such program; give the path of vllm or llama-server"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,7 @@ class Command:
             Its docstring is the command's help.
         prepare: Resolves and checks the settings, and returns the job. Its second argument is False if weight files
             may be missing. By default the result of the job is the config.
-        dry_run: Whether the command can show its plan.
+        dry_run: Whether the command has --dry-run, which shows its plan.
         resumes: Whether the command resumes in its output directory. Such a command has no --force.
     """
 
@@ -144,7 +148,7 @@ class Command:
             output.check_free()
         with output.locked(resumes=self.resumes):
             if not self.resumes:
-                output.check_free()  # again: another process may have finished since
+                output.check_free()  # again, because another process may have written the output meanwhile
             return self.function(job.run(output), output)
 
     @property

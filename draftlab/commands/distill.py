@@ -1,4 +1,4 @@
-"""The command that trains a student of a target."""
+"""The command that trains a draft model or head by distillation from a target."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,7 @@ GENERATED = "Generated text"  # panel of --help
 PROVEN_LR = {
     "muon": 4.0e-3,
     "adamw": 1.0e-3,
-}  # the best of a sweep (benchmarks/results/distill_quality.json)
+}  # the best rates of a sweep (benchmarks/results/distill_quality.json)
 TEXTS = ("data", "target", "draft")  # names of text to train on
 
 
@@ -58,17 +58,20 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
 
     student: Student = option(
         "draft",
-        f"What to train: {', '.join(STUDENTS.names())}; NAME:KEY=VALUE,... sets its options (docs/distilling.md).",
+        f"Kind of draft to train: {', '.join(STUDENTS.names())}; NAME:KEY=VALUE,... sets its options "
+        "(docs/distilling.md).",
         typed=str,
     )
     draft: str | None = option(
-        None, "Checkpoint to train. Default: the newest pruned one; of heads, a new head."
+        None,
+        "Checkpoint to train. Default: the newest pruned draft; with --student eagle, a new head.",
     )
     target: str = shared.target()
     data: str = shared.data()
     text: Annotated[str, AfterValidator(_texts)] = option(
         "data",
-        "Train on the data itself, on text of the target, on text of the draft: data, or target=0.7,draft=0.3.",
+        "Text to train on: data, target (text that the target writes), draft (text that the draft writes), or a "
+        "mixture: target=0.7,draft=0.3.",
     )
     outputs: Path | None = option(
         None, "Stored target outputs to distil from, instead of a target and text."
@@ -77,12 +80,16 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         None,
         "With --text target: JSON-lines file of prompts that the target answers, instead of data.",
     )
-    max_new_tokens: int = option(128, "Longest answer to a prompt.", ge=2)
+    max_new_tokens: int = option(128, "Most tokens of an answer.", ge=2)
     chat: shared.ChatMode = shared.chat(panel=GENERATED, advanced=True)
     system_prompt: str | None = shared.system_prompt(panel=GENERATED)
     loss_on: shared.LossOn | None = shared.loss_on(advanced=True)
     prompt_tokens: int = option(
-        32, "Tokens of data before each generated text.", ge=1, panel=GENERATED, advanced=True
+        32,
+        "Tokens of each data prompt that the target or the draft continues.",
+        ge=1,
+        panel=GENERATED,
+        advanced=True,
     )
     sample_temperature: float = option(
         1.0,
@@ -93,15 +100,19 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     )
     loss: shared.LossName = option(
         "fkl",
-        f"Loss, one of {', '.join([CROSS_ENTROPY, *LOSSES.names()])}; with a number: jsd(0.5), lk(3); a sum: "
-        "0.9*fkl + 0.1*ce; in turn: fkl@0.2 -> lk(3).",
+        f"Loss: {', '.join([CROSS_ENTROPY, *LOSSES.names()])}; with a parameter: jsd(0.5), lk(3); a sum: 0.9*fkl "
+        "+ 0.1*ce; one after the other: fkl@0.2 -> lk(3).",
     )
     temperature: float = option(
         1.0, "Temperature of both distributions in the loss.", ge=0.01, advanced=True
     )
     vocab: Vocab = shared.draft_vocab("the text that is trained on")
     top_logprobs: int = option(
-        20, "Most probable tokens to ask a server for.", ge=1, panel=SERVER, advanced=True
+        20,
+        "Number of most probable tokens to request from a server per position.",
+        ge=1,
+        panel=SERVER,
+        advanced=True,
     )
     steps: int = option(500, "Optimizer steps.", ge=1, panel=TRAINING)
     batch_size: int = option(16, "Sequences per step, over all processes.", ge=1, panel=TRAINING)
@@ -117,14 +128,14 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         help="Peak learning rate.",
         gt=0,
         panel=TRAINING,
-        shown_default="0.004; with adamw 0.001; half for heads",
+        shown_default="0.004; 0.001 with adamw; half of that for heads",
     )
     weight_decay: float = option(
         0.0, "Decoupled weight decay of matrices.", ge=0, panel=TRAINING, advanced=True
     )
     warmup_ratio: float = option(
         0.03,
-        "Share of the steps in which the rate rises.",
+        "Share of the steps in which the learning rate rises to --lr.",
         ge=0,
         le=1,
         panel=TRAINING,
@@ -132,13 +143,13 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     )
     training_dtype: TrainingDtype = option(
         "auto",
-        "bfloat16: autocast with fp32 weights; auto: where that is fast.",
+        "bfloat16: autocast with fp32 weights; auto: bfloat16 on devices that are fast in it, else float32.",
         panel=TRAINING,
         advanced=True,
     )
     micro_batch_tokens: int = option(
         4096,
-        "Most tokens per forward pass, which bounds memory; 0: all of a step at once.",
+        "Most tokens per forward pass, which limits memory; 0: the whole batch in one pass.",
         ge=0,
         panel=TRAINING,
         advanced=True,
@@ -180,13 +191,17 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         Only(
             ("target", "server", "seq_len", "reweigh_steps"),
             lambda c: c.outputs is None or c.on_target,
-            "leave out what --outputs brings: text, and the target's probabilities",
+            "leave it out: --outputs already has the text and the target's probabilities",
         ),
-        Only(("data", "text", "loss_on"), lambda c: c.outputs is None, "--outputs brings text"),
+        Only(
+            ("data", "text", "loss_on"),
+            lambda c: c.outputs is None,
+            "leave it out: --outputs already has the text",
+        ),
         Only(
             ("prompt_file",),
             lambda c: c.text == "target" and c.outputs is None,
-            "the target answers its prompts: add --text target, without --outputs",
+            "works only with --text target and without --outputs: the target answers these prompts",
         ),
         Only(
             ("data", "reweigh_steps", "prompt_tokens", "loss_on"),
@@ -204,26 +219,38 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
             "needs --prompt-file",
         ),
         *shared.CHAT_RULES,
-        Only(("server",), lambda c: c.compares_with_target, "--loss ce asks no target"),
+        Only(
+            ("server",),
+            lambda c: c.compares_with_target,
+            "leave it out: --loss ce does not use a target",
+        ),
         Only(
             ("served_model", "api_key_file", "top_logprobs"), lambda c: c.server, "needs --server"
         ),
-        Only(("target", "reweigh_steps"), lambda c: c.server is None, "--server runs the target"),
-        Only(("target", "device_map"), lambda c: c.needs_target, "no target is loaded here"),
+        Only(
+            ("target", "reweigh_steps"),
+            lambda c: c.server is None,
+            "leave it out: --server runs the target",
+        ),
+        Only(
+            ("target", "device_map"),
+            lambda c: c.needs_target,
+            "leave it out: this run loads no target",
+        ),
         Only(
             ("prompt_tokens", "sample_temperature"),
             lambda c: c.generates,
-            "only for --text target or draft",
+            "works only with --text target or --text draft",
         ),
         Only(
             ("memory",),
             lambda c: c.needs_target or c.generates,
-            "nothing is generated and no target is loaded here",
+            "leave it out: this run loads no target and generates no text",
         ),
         Only(
             ("temperature",),
             lambda c: c.outputs or c.compares_with_target,
-            "--loss ce has no temperature",
+            "leave it out: --loss ce has no temperature",
         ),
     )
 
@@ -231,7 +258,8 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     def _student_uses_all(self) -> Self:
         if idle := [name for name in sorted(self.student.unused) if self.is_set(name)]:
             raise ValueError(
-                f"{', '.join(map(self.flag, idle))}: --student {self.student.kind} does not use it"
+                f"{', '.join(map(self.flag, idle))}: --student {self.student.kind} does not use this option; "
+                "leave it out"
             )
         return self
 
@@ -239,8 +267,8 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     def _server_scores_only(self) -> Self:
         if self.server is not None and "target" in shared.names(self.text):
             raise ValueError(
-                f"--text {self.text}: --server is asked for log-probabilities of given text only; store what its "
-                "model writes with draftlab outputs build, and distil with --outputs"
+                f"--text {self.text}: with --server the target only scores text; first store its answers with "
+                "draftlab outputs build --server URL, then distil with --outputs"
             )
         return self
 
@@ -249,7 +277,8 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         windows = self.generates and self.prompt_file is None
         if windows and self.seq_len <= self.prompt_tokens:
             raise ValueError(
-                f"--prompt-tokens {self.prompt_tokens} leaves nothing to generate in sequences of {self.seq_len}"
+                f"--prompt-tokens {self.prompt_tokens} leaves no room to generate in sequences of --seq-len "
+                f"{self.seq_len} tokens; lower it"
             )
         return self
 
@@ -265,7 +294,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
 
     @property
     def may_answer_data(self) -> bool:
-        """Return whether the target would answer conversations of the data; only the rows show if there are any."""
+        """Return whether the target answers the conversations of --data, if the data has conversations."""
         return self.text == "target" and self.outputs is None and self.data.endswith(ROW_FILES)
 
     @property
@@ -293,9 +322,9 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Trained(Outcome):
-    """A trained draft or head. acceptance: held out, before training and of the weights that are written.
+    """A trained draft or head. acceptance: On held-out text, before training and with the written weights.
 
-    tokens: trained on. lengths: tokens per target pass for every K; empty where no target could write text.
+    tokens: Number of training tokens. lengths: Tokens per target pass for every K; empty if no target could write text.
     """
 
     acceptance_before: float | None
@@ -374,9 +403,7 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
     before, after = result.before.acceptance, result.after.acceptance
     slack, offsets, lengths = result.after.slack, result.after.offsets, result.lengths
     if before is not None and after is not None:
-        more = (
-            f" (or up to {slack:.3f} more: the stored answers list the most probable tokens alone)"
-        )
+        more = f" (or up to {slack:.3f} more, because only the most probable tokens were stored)"
         gain = f"held-out acceptance {before:.3f} -> {after:.3f}"
         lines.append(gain + (more if slack > 0.001 else ""))
     if offsets:
@@ -391,7 +418,7 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
         lines.append("tokens per target pass: " + "; ".join(text))
         if all(n.gain_low <= 1 for n in lengths):
             lines.append(
-                "no gain beyond the noise at any K: more steps, another --lr or other text may help"
+                "no significant gain at any K: try more --steps, another --lr or other text"
             )
     config = output.config
     assert isinstance(config, DistillConfig)
@@ -457,7 +484,8 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
         file, of_data = Path(config.data), True
     elif config.is_set("max_new_tokens"):
         raise UserError(
-            f"--max-new-tokens: {config.data} has no conversations to answer; name prompts by --prompt-file"
+            f"--max-new-tokens: {config.data} has no conversations that the target could answer; give prompts by "
+            "--prompt-file"
         )
     if file is None or target is None:
         return None
@@ -483,7 +511,7 @@ def _server(config: DistillConfig, weights: bool) -> "Server | None":
     with about("--server"):
         check_address(config.server)
     if config.api_key_file is not None and not config.api_key_file.exists():
-        raise UserError(f"--api-key-file {config.api_key_file}: No such file or directory")
+        raise UserError(f"--api-key-file {config.api_key_file}: no such file")
     if config.server is None or not weights:
         return None
     return Server.connect(config.server, config.served_model, config.api_key_file)

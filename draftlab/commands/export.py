@@ -1,4 +1,4 @@
-"""The commands that bring a finished draft to where it runs."""
+"""The commands that check a finished draft and export it to a server."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -64,7 +64,7 @@ class CheckConfig(DraftConfig):
     )
     data: str = data("Text to measure perplexity on.")
     prompt_file: Path | None = prompt_file(advanced=True)
-    files_only: bool = option(False, "Read files only; do not run the draft.")
+    files_only: bool = option(False, "Check files only; do not run the draft.")
 
     @field_validator("servers")
     @classmethod
@@ -78,7 +78,7 @@ class CheckConfig(DraftConfig):
         Only(
             ("data", "prompt_file"),
             lambda c: not c.files_only,
-            "--files-only does not run the draft",
+            "leave it out: --files-only does not run the draft",
         ),
         ONE_SOURCE,
     )
@@ -87,16 +87,17 @@ class CheckConfig(DraftConfig):
 class ExportConfig(DraftConfig, OutputConfig):
     to: str = option(
         "hf",
-        "What is written: hf, a Hugging Face directory; gguf, a GGUF file; one of them with a script that serves it in "
-        f"{', '.join(SERVERS.names())}; or speculators, an EAGLE-3 head in that layout, which vLLM serves.",
+        "Format: hf, a Hugging Face directory; gguf, a GGUF file; the name of a server "
+        f"({', '.join(SERVERS.names())}), for its format with a start script; or speculators, an EAGLE-3 head "
+        "that vLLM serves.",
     )
-    outtype: str = option("f16", f"GGUF: type of matrices, {', '.join(ROUNDED)}.")
+    outtype: str = option("f16", f"Type of the matrices in a GGUF file: {', '.join(ROUNDED)}.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
-        None, "Hugging Face: data type of weights. Default: as stored."
+        None, "Data type of the weights in a Hugging Face directory. Default: as stored."
     )
     use_heterogeneous_vocab: bool = option(
         False,
-        "Keep the draft's own vocabulary: vLLM and transformers can translate between two.",
+        "Keep the draft's own vocabulary; vLLM and transformers can translate between two vocabularies.",
         advanced=True,
     )
     k: int | None = option(
@@ -104,17 +105,20 @@ class ExportConfig(DraftConfig, OutputConfig):
     )
     prediction: Path | None = option(
         None,
-        "Take K by batch size from this file, which draftlab predict --for vllm --json printed.",
+        "File with the best K for each batch size, the output of draftlab predict --for vllm --json.",
     )
     scores: list[Path] = option(
         factory=list,
-        help="score.json files of the draft, or directories of them, for K and the card.",
+        help="score.json files of the draft, or directories with them, which decide K and fill the model card.",
         shown_default="the workspace's runs",
     )
     verify_with: Path | None = option(
-        None, "Score the export where it runs: path of vllm, or of llama.cpp's llama-server."
+        None,
+        "Program of the server that verifies the export's acceptance: path of vllm or of llama-server.",
     )
-    temperature: float = option(0.0, "Temperature to verify at.", ge=0, advanced=True)
+    temperature: float = option(
+        0.0, "Temperature at which to verify the export.", ge=0, advanced=True
+    )
     data: str = data("Prompts to verify with.", advanced=True)
     prompt_file: Path | None = prompt_file(advanced=True)
     device: Device = device()
@@ -132,38 +136,39 @@ class ExportConfig(DraftConfig, OutputConfig):
     def _is_a_type(cls, outtype: str) -> str:
         if outtype not in ROUNDED:
             raise ValueError(
-                f"no such type{did_you_mean(outtype, ROUNDED)}; llama.cpp's llama-quantize makes others"
+                f"no such type{did_you_mean(outtype, ROUNDED)}; for other types, run llama.cpp's llama-quantize "
+                "on the export"
             )
         return outtype
 
     only = (
-        Only(("outtype",), lambda c: c.is_gguf, "belongs to --to gguf and llama.cpp"),
-        Only(("dtype",), lambda c: not c.is_gguf, "--outtype sets the type of a GGUF file"),
+        Only(("outtype",), lambda c: c.is_gguf, "works only with --to gguf or --to llama.cpp"),
+        Only(("dtype",), lambda c: not c.is_gguf, "leave it out: a GGUF file has --outtype"),
         Only(
             ("use_heterogeneous_vocab",),
             lambda c: c.server is not None and c.server.translates and c.verify_with is None,
-            "is for --to vllm or transformers; draftlab's engine, which verifies, needs one vocabulary",
+            "works only with --to vllm or --to transformers, and without --verify-with",
         ),
         Only(
             ("k",),
             lambda c: c.to not in ("hf", "gguf") or c.verify_with,
-            "belongs to a script or --verify-with",
+            "works only with --to SERVER or --verify-with",
         ),
         Only(
             ("prediction",),
             lambda c: c.to != "speculators" and c.server is not None and c.server.changes_k,
-            "only vLLM and SGLang change K by batch size: --to vllm or sglang",
+            "works only with --to vllm or --to sglang: other servers have one K for all batch sizes",
         ),
-        Only(("k",), lambda c: c.prediction is None, "--prediction has it"),
+        Only(("k",), lambda c: c.prediction is None, "leave it out: --prediction sets K"),
         Only(
             ("verify_with",),
             lambda c: c.server is not None and c.server.program,
-            "draftlab starts vLLM and llama.cpp only: --to vllm, speculators, gguf or llama.cpp",
+            "works only with --to vllm, speculators, gguf or llama.cpp: draftlab starts only vLLM and llama.cpp",
         ),
         Only(
             ("temperature", "data", "prompt_file", "device"),
             lambda c: c.verify_with,
-            "belongs to --verify-with",
+            "works only with --verify-with",
         ),
         ONE_SOURCE,
     )
@@ -229,11 +234,12 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
 
 @command(CheckConfig, prepare=prepare_check)
 def check(found: tuple[Path, list[Finding]]) -> Checked:
-    """Check that a draft or head fits its target and works in vLLM, SGLang, llama.cpp, ...; exit code 3 if not."""
+    """Check that a draft or head fits its target and runs in vLLM, SGLang, llama.cpp, ...; exit with 3 if not."""
     draft, findings = found
     errors = sum(finding.level == "error" for finding in findings)
     missed = (
-        f"{errors} finding{'s' * (errors > 1)} to fix before {hub.checkpoint_name(draft)} is served"
+        f"{hub.checkpoint_name(draft)} cannot be served yet: fix the {errors} error{'s' * (errors > 1)} in "
+        "the list"
     )
     return Checked(
         path=draft,
@@ -250,7 +256,7 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
 
     Raises:
         UserError: The draft, target, scores, prediction, program or prompts are missing; the vocabularies differ; or
-            the server or GGUF does not support the architecture.
+            the server or GGUF lacks the architecture.
     """
     check_program(config.verify_with)
     draft, target = _located(config.draft, config.target, weights=config.verify_with is not None)
@@ -273,14 +279,14 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     )
     artifact.refuse(form)
     if config.k is not None and config.k > artifact.most:
-        raise UserError(f"--k {config.k}: {draft} drafts at most {artifact.most} tokens")
+        raise UserError(f"--k {config.k}: {draft} drafts at most {artifact.most} tokens; lower --k")
     scores = _scores_of(config.scores, draft, target)
     chosen = choose_k(artifact, config.k, scores)
     if config.prediction is not None:
         with about("--prediction"):
             if form.server is None or artifact.kind not in form.server.changes_k:
                 raise UserError(
-                    f"{config.to} cannot change K by batch size for a {artifact.kind}; give one fixed K with --k"
+                    f"{config.to} cannot change K by batch size for a {artifact.kind}; give one K by --k"
                 )
             schedule = read_schedule(config.prediction, draft.name, fingerprint(draft))
         reason = f"the largest for {schedule.describe()}"
@@ -321,7 +327,7 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
 
 @command(ExportConfig, prepare=prepare_export, dry_run=True)
 def export(exported: "Exported", output: Output) -> Outcome:
-    """Write a draft or head as servers load it, with a card and a script that serves it; verify it where it runs."""
+    """Write a draft or head as servers load it, with a model card and a start script, and verify it in the server."""
     script = next(output.out.glob("serve.*"), None)
     show = [*exported.lines, str(output.out), exported.advice]
     starts = "sh" if script and script.suffix == ".sh" else "python"
@@ -342,7 +348,7 @@ def _located(draft: str | None, target: str, *, weights: bool) -> tuple[Path, Pa
 
 
 def _scores_of(places: list[Path], draft: Path, target: Path) -> "list[Score]":
-    """Return the newest scores, at most three, of exactly this draft or head with this target."""
+    """Return up to three scores of exactly this draft or head with this target, the newest first."""
     from draftlab.provenance import fingerprint
     from draftlab.results.score import read_score, score_files
 

@@ -1,4 +1,4 @@
-"""The commands that separate latency from acceptance: measure latency anywhere, and combine it with acceptance."""
+"""The commands on latency: profile measures passes, and predict combines latency with acceptance to a speed-up."""
 
 import re
 from collections.abc import Sequence
@@ -43,48 +43,49 @@ if TYPE_CHECKING:
     from draftlab.latency.scaling_law import ScalingLaw
 
 PROFILE_HELP = (
-    "Output of draftlab profile, SHAPE@LAW (output of draftlab profile --law) or SHAPE@DEVICE,MODE[,DTYPE] (constants; "
-    "with eagle=IDS of an EAGLE-3 head)."
+    "Latencies: output of draftlab profile; SHAPE@LAW, with the output of draftlab profile --law; or "
+    "SHAPE@DEVICE,MODE[,DTYPE], computed from a device's constants (add ,eagle=IDS for an EAGLE-3 head)."
 )
 ENGINE = ("k", "mode", "dtype", "device", "threads", "trust_remote_code")
 
 
 class ProfileConfig(OutputConfig, CheckpointSettings):
-    """Passes to time: of models, of shapes for a latency law, or of running servers."""
+    """Settings of profile: the models, shapes or running servers whose passes are timed."""
 
     models: list[str] = option(
-        help="Checkpoints, or shapes with random weights, given by file or name. With --law: one checkpoint or shape "
-        "to scale down, several of them, or a directory of measured profiles. With --server: the target and, if a "
-        "second server drafts, its draft.",
+        help="Checkpoints, or shapes (timed with random weights). With --law: one checkpoint or shape to scale "
+        "down, several shapes, or a directory of measured profiles. With --server: the target and, for a "
+        "second server, its draft.",
         argument=True,
     )
     law: bool = option(
-        False, "Time shapes with random weights, and fit latency to layers, width and bytes."
+        False,
+        "Time shapes with random weights, and fit a latency law over layers, width and bytes.",
     )
     server: list[str] = option(
         factory=list,
-        help="http://HOST:PORT of a vLLM that runs the target alone; repeat for one that drafts.",
+        help="http://HOST:PORT of a vLLM server with the target alone; repeat for a second server with the draft.",
         panel=SERVER,
     )
     api_key_file: Path | None = api_key_file()
     k: int | None = option(
         None,
-        "Most drafted tokens: passes over 1 to K + 1 tokens are timed. Default: 8; with --law 1.",
+        "Largest K: passes over 1 to K + 1 tokens are timed. Default: 8; 1 with --law.",
         ge=1,
         le=MAX_K,
     )
     batch: Numbers | None = option(
-        None, "Batch sizes, as 1,4,16. Default: 1; of servers 1,2,4,8.", typed=str
+        None, "Batch sizes, as 1,4,16. Default: 1; 1,2,4,8 for servers.", typed=str
     )
     context: Numbers | None = option(
         None,
-        "Cached tokens before a pass, and lengths of prompts. Default: 16,128,480; with --law 16,256; of servers "
-        "32,160.",
+        "Numbers of cached tokens before a pass, and lengths of prompts. Default: 16,128,480; 16,256 with --law; "
+        "32,160 for servers.",
         typed=str,
     )
     repeats: int | None = option(
         None,
-        "Timed repeats of every pass, after a warm-up. Default: 20; with --law 10; of servers 3.",
+        "Timed repeats of every pass, after a warm-up. Default: 20; 10 with --law; 3 for servers.",
         ge=3,
     )
     mode: EngineMode = mode()
@@ -97,19 +98,23 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
         Only(
             ("device_map",),
             lambda c: c.mode in ("auto", "eager"),
-            "transformers runs the models, so use --mode eager",
+            "works only with --mode eager, in which transformers runs the models",
         ),
-        Only(("device_map",), lambda c: not c.law, "shapes of a law run in draftlab's engine"),
+        Only(
+            ("device_map",),
+            lambda c: not c.law,
+            "leave it out: draftlab's engine runs the shapes of a law on one device",
+        ),
         Only(
             (*ENGINE, "device_map", "law"),
             lambda c: not c.server,
-            "leave it out: the servers decide",
+            "leave it out: the running servers decide this",
         ),
         KEY_RULE,
         Only(
             (*ENGINE, "batch", "context", "repeats", "out"),
             lambda c: c.profiles is None,
-            "the profiles are there already",
+            "leave it out: the law is fitted to profiles that exist already",
         ),
     )
 
@@ -128,34 +133,35 @@ class PredictConfig(Config):
     draft_profile: list[str] = option(help=PROFILE_HELP + " Repeat for several drafts.")
     target_profile: str = option(help=PROFILE_HELP)
     acceptance: list[str] = option(
-        help="Output of replay or score, for all drafts or repeated for each; or the probability of every token, as "
-        "0.7; or tokens per target pass at some K, as 2.8@4."
+        help="Acceptance: output of replay or score; a probability for every token, as 0.7; or tokens per target "
+        "pass at a K, as 2.8@4. Give one for all drafts, or repeat for each draft."
     )
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
     batch: Numbers = numbers(
-        "1", "Batch sizes, or streams, as 1,4,16; results by K are of the smallest."
+        "1", "Batch sizes (numbers of streams), as 1,4,16; the table by K is for the smallest."
     )
     context: Numbers | None = option(
-        None, "Prompt lengths. Default: those of the texts, or 128.", typed=str
+        None, "Prompt lengths. Default: the lengths in --acceptance, or 128.", typed=str
     )
     max_new_tokens: int = option(
-        128, "Tokens per text where acceptance is a number.", ge=2, le=1_000_000
+        128, "Tokens per text, if --acceptance is a number.", ge=2, le=1_000_000
     )
     extrapolate: bool = option(False, "Extrapolate beyond the widths and contexts of the profiles.")
     server: Literal["vllm"] | None = option(
         None,
-        "Predict the steps of this server, and with several --batch its table of K. Default: draftlab's engine.",
+        "Predict for this server, and with several --batch sizes print its setting of K by batch size. Default: "
+        "draftlab's engine.",
         flag="--for",
     )
 
 
-ASSUMED_PROMPT = 128  # tokens of a prompt where acceptance is a number
+ASSUMED_PROMPT = 128  # tokens of a prompt, if acceptance is a number
 PREDICT = "draftlab predict --draft-profile DRAFT --target-profile TARGET --acceptance 0.7"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profiled(Outcome):
-    """Latencies of passes, a profile for each model; law: fitted to them where --law asks for it."""
+    """A profile of pass latencies for each model. law: The law fitted to the profiles, with --law."""
 
     profiles: "list[Profile]"
     law: "ScalingLaw | None" = None
@@ -172,7 +178,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
     """Resolve and check the settings.
 
     Raises:
-        UserError: Models, shapes, profiles or servers that cannot be timed.
+        UserError: A model, shape, profile or server cannot be timed.
     """
     if config.server:
         return _prepare_servers(config)
@@ -191,7 +197,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
         places = dict(families.locate_shape(name, weights) for name in config.models)
         if len(places) < len(config.models):
             raise UserError(
-                f"two models have the same name; rename one: {', '.join(config.models)}"
+                f"two models have the same directory name; rename one of {', '.join(config.models)}"
             )
     from draftlab.latency.profile import (
         grid_of,
@@ -237,7 +243,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
 
 @command(ProfileConfig, prepare=prepare_profile, dry_run=True)
 def profile(measured: "Measured", output: Output) -> Profiled:
-    """Measure the latency of passes by tokens fed, batch size and context, and perhaps fit a law of it to shapes."""
+    """Measure the latency of passes by tokens fed, batch size and context; with --law fit a latency law over shapes."""
     from draftlab.commands.latency_tables import profile_table
 
     profiles, directory, law = measured
@@ -257,7 +263,7 @@ class Measured(NamedTuple):
 
 
 def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPrediction]]":
-    """Resolve and check the settings. Raises UserError: profiles or acceptance that cannot be read."""
+    """Resolve and check the settings. Raises UserError: a profile or an acceptance cannot be read."""
     from draftlab.latency.cost_model import CostModel
     from draftlab.latency.predict import predict_draft
     from draftlab.latency.roofline import parse_profile
@@ -268,17 +274,19 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
         acceptances = [_acceptance(text, config.max_new_tokens) for text in config.acceptance]
         if len(acceptances) not in (1, len(config.draft_profile)):
             raise UserError(
-                f"{len(acceptances)} for {len(config.draft_profile)} drafts; give one, or one per draft"
+                f"{len(acceptances)} values for {len(config.draft_profile)} drafts; give one for all, or one per draft"
             )
     if config.is_set("max_new_tokens") and any(acceptance.model for acceptance in acceptances):
-        raise UserError("--max-new-tokens: the texts of a replay or score have their own lengths")
+        raise UserError(
+            "--max-new-tokens: leave it out, because the texts in --acceptance have their own lengths"
+        )
     acceptances *= len(config.draft_profile) // len(acceptances)
     prompts: Sequence[int | None] = config.context or [None]
     works = [acceptance.work for acceptance in acceptances]
     if config.context:
         works = [work.with_prompt_tokens(n) for work in works for n in config.context]
     grid = {
-        # a parallel draft's widest pass, as vLLM runs it
+        # the widest pass of a parallel draft in vLLM
         "widths": range(1, 2 * max(config.k) + 2),
         "batches": config.batch,
         "longest": max(work.longest for work in works) + max(config.k),
@@ -305,7 +313,7 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
 
 @command(PredictConfig, prepare=prepare_predict)
 def predict(drafts: "list[DraftPrediction]") -> Predicted:
-    """Predict the speed-up for every K, from acceptance and profiles that may come from other machines."""
+    """Predict the speed-up at every K from acceptance and latency profiles, which may come from different machines."""
     from draftlab.commands.latency_tables import best_k_table, draft_table, k_table
     from draftlab.latency.predict import verdict
 
@@ -339,7 +347,7 @@ def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
         alpha = number if k is None else alpha_for(number, int(k))
         if alpha > 1:
             raise UserError(
-                f"{text} is no probability; write tokens per pass with their K, as 2.8@4"
+                f"{text} is above 1 and so no probability; write tokens per pass as 2.8@4, with the K after @"
             )
         return DraftAcceptance(
             work=constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT)
@@ -366,13 +374,14 @@ def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
 
     if len(config.server) > 2 or len(config.models) != len(config.server):
         raise UserError(
-            "--server: name one server and its target, or a second server and its draft as well"
+            "--server: name one model per server: first the target's server, then perhaps a second server with "
+            "its draft"
         )
     with about("--server"):
         servers = [Server.connect(url, api_key_file=config.api_key_file) for url in config.server]
         if others := [server for server in servers if server.kind != "vllm"]:
             raise UserError(
-                f"{others[0].http.url} is {others[0].kind}; only the passes of vLLM are known"
+                f"{others[0].http.url} is a {others[0].kind} server; profile --server times vLLM servers only"
             )
     from draftlab.data import heldout_prompts
     from draftlab.latency.served import profile_servers

@@ -31,7 +31,7 @@ def profile_table(profile: Profile) -> Table:
     reached = limits = ""
     if profile.shape:
         rate = pass_bytes(profile.shape, profile.dtype) / 1e6 / steady_ms
-        reached = f"A steady one-token pass reads weights at {rate:.3g} GB/s; "
+        reached = f"In plain decoding a one-token pass reads weights at {rate:.3g} GB/s; "
     products = ", ".join(f"{value:.3g} in {name}" for name, value in profile.matmul_tflops.items())
     prompts = ", ".join(f"{p.width} tokens in {_ms(p)}" for p in profile.prefill)
     if profile.bandwidth_gbs:
@@ -40,9 +40,10 @@ def profile_table(profile: Profile) -> Table:
             "TFLOP/s. "
         )
     table.caption = (
-        f"{reached}{limits}Prompts: {prompts}. Host time per step: {_ms(profile.host[0])}, and {_ms(profile.host[-1])} "
-        f"to verify {profile.host[-1].width} tokens. steady: after {last} passes of the same model, as in plain "
-        "decoding; the others: right after other work, as in speculative decoding."
+        f"{reached}{limits}Prompts: {prompts}. Host time per step: {_ms(profile.host[0])}, and "
+        f"{_ms(profile.host[-1])} "
+        f"to verify {profile.host[-1].width} tokens. Rows steady: after {last} passes of the same model, as in "
+        "plain decoding. Other rows: right after other work, as in speculative decoding."
     )
     return table
 
@@ -95,15 +96,17 @@ def k_table(prediction: Prediction) -> Table:
     )
     table = terminal_table(heads, rows, best=fastest, title=title)
     table.caption = (
-        "* Fastest. Tokens per pass include the target's own. free draft: speed-up if drafting took no time; perfect "
-        f"draft: if all tokens were accepted. In closed form, with c = {prediction.c:.3f} and beta = {best.beta:.2f}, "
-        f"K = {best.k} gives {best.closed_form_speedup:.2f}. Intervals are over texts, without the spread of latencies."
+        "* Fastest. Tokens per pass include the target's own token. free draft: speed-up if drafting took no "
+        "time. perfect draft: speed-up if every drafted token were accepted. In closed form, with c = "
+        f"{prediction.c:.3f} and beta = {best.beta:.2f}, "
+        f"K = {best.k} gives {best.closed_form_speedup:.2f}. Intervals are over texts; the spread of latencies is "
+        "not included."
     )
     return table
 
 
 def draft_table(predictions: list[Prediction]) -> Table:
-    """Return a table with one row per draft at its best K, and the tokens per pass that would make it the fastest."""
+    """Return a table with a row per draft: its best K, and the tokens per pass that would make it the fastest."""
     fastest = max(predictions, key=lambda p: p.best.speedup.value)
     helps = fastest.best.speedup.value > 1
     heads = (
@@ -135,7 +138,10 @@ def draft_table(predictions: list[Prediction]) -> Table:
     table = terminal_table(
         heads, rows, best=predictions.index(fastest) if helps else len(predictions), title=title
     )
-    table.caption = "* Fastest. needed to be fastest: tokens per target pass."
+    table.caption = (
+        "* Fastest. needed to be fastest: tokens per target pass at which this draft would equal the "
+        "fastest."
+    )
     return table
 
 

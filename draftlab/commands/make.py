@@ -1,4 +1,4 @@
-"""The commands before a first draft: init, import, design; and env."""
+"""The commands that prepare a first draft (init, import, design), and env."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from draftlab.latency.scaling_law import Design
     from draftlab.model.shape import Shape
 
-    # the workspace of a new draftlab.yaml, and the size of each text source that is a local file or folder
+    # the workspace that init wrote, and the size of each text source that is a local file or folder
     NewWorkspace = tuple[Workspace, dict[str, SourceSize]]
 
 
@@ -34,18 +34,21 @@ class InitConfig(Config):
     """Settings of init, which writes draftlab.yaml from a preset, a checkpoint or a GGUF file."""
 
     preset: str | None = option(
-        None, f"Target, source and text together: {', '.join(workspace.PRESETS)}."
+        None, f"Preset of target, source and text: {', '.join(workspace.PRESETS)}."
     )
     target: str | None = option(
         None, "Checkpoint of the target: a directory, or a hub name with @REVISION."
     )
     source: str | None = option(None, "Checkpoint that drafts are cut from. Default: the target.")
     draft: str | None = option(
-        None, "Ready draft, such as a smaller model of the family: compared until one is made."
+        None,
+        "Ready draft, such as a smaller model of the family: the default draft until you make one.",
     )
     gguf: Path | None = option(None, "GGUF file of the target, imported under models/.")
     data: str | None = option(
-        None, "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", shown_default="the preset's"
+        None,
+        "Text to train and measure on: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.",
+        shown_default="the preset's",
     )
     overwrite: bool = option(False, "Replace an existing draftlab.yaml.", flag="--force")
 
@@ -54,7 +57,7 @@ class InitConfig(Config):
         Only(
             ("gguf",),
             lambda c: c.preset in (None, "smollm2"),
-            "goes with --preset smollm2 or without a preset",
+            "works only with --preset smollm2 or without --preset",
         ),
     )
 
@@ -62,7 +65,7 @@ class InitConfig(Config):
     def _names_one_target(self) -> Self:
         if (self.preset is None and self.gguf is None) == (self.target is None):
             raise ValueError(
-                "name the target by one of --preset tiny, --preset smollm2, --target NAME, --gguf FILE"
+                "give the target in one way: --preset tiny, --preset smollm2, --target NAME or --gguf FILE"
             )
         return self
 
@@ -71,14 +74,15 @@ class ImportConfig(OutputConfig):
     """Settings of import, which converts a GGUF file, .bin files or a PEFT adapter to a Hugging Face directory."""
 
     source: str = option(
-        help="GGUF file, or directory or hub name with pytorch_model.bin or a PEFT adapter.",
+        help="A GGUF file, or a directory or hub name with pytorch_model.bin or a PEFT adapter.",
         argument=True,
     )
     base: str | None = option(
-        None, "Checkpoint that an adapter was trained on. Default: the one its config names."
+        None, "Base checkpoint of an adapter. Default: the base that the adapter's config names."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Data type of the weights written; auto: as stored, bfloat16 if quantised."
+        "auto",
+        "Data type of the written weights; auto: as stored, or bfloat16 for a quantised file.",
     )
 
 
@@ -88,18 +92,16 @@ class DesignConfig(Config):
     params: shared.Count = option(None, "Budget: parameters of each shape, as 1.3b, 796m, 4m.")
     kv_kib: float | None = option(None, "Budget: KiB of KV cache per token in bf16.", gt=0)
     latency_ms: float | None = option(
-        None, "Budget: milliseconds of a one-token pass, by the latency law.", gt=0
+        None, "Budget: milliseconds of a one-token pass, predicted by --law.", gt=0
     )
     layers: Numbers = numbers("1-12", "Depths to try, as 2,4,8 or 1-8.")
     source: str = shared.source()
     vocab: shared.Vocab = shared.draft_vocab("the target's answers")
-    multiple_of: int = option(64, "The ffn is a multiple of this.", ge=1, advanced=True)
+    multiple_of: int = option(64, "The FFN size is a multiple of this number.", ge=1, advanced=True)
     tensor_parallel: int = option(
-        1, "Devices over which heads, kv-heads and ffn split evenly.", ge=1
+        1, "Number of devices that must divide heads, KV heads and FFN evenly.", ge=1
     )
-    law: Path | None = option(
-        None, "Output of draftlab profile --law, which says how long a pass takes."
-    )
+    law: Path | None = option(None, "Latency law, the output of draftlab profile --law.")
     out: Path | None = option(None, "Folder for one shape file per depth. Default: show only.")
     overwrite: bool = option(False, "Replace existing shape files.", flag="--force")
 
@@ -108,8 +110,7 @@ class DesignConfig(Config):
         Only(
             ("latency_ms",),
             lambda c: c.law,
-            "needs a latency law: measure one with draftlab profile --law SOURCE "
-            "--out law, and name it by --law law",
+            "needs a latency law: run draftlab profile --law SOURCE --out law, then add --law law",
         ),
     )
 
@@ -147,7 +148,7 @@ def prepare_import(config: ImportConfig, weights: bool) -> "Job[ImportSource]":
 
 @command(ImportConfig, name="import", prepare=prepare_import, dry_run=True)
 def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
-    """Convert a GGUF file, .bin files, or a PEFT adapter with its base to a Hugging Face directory."""
+    """Convert a GGUF file, .bin files, or a PEFT adapter and its base to a Hugging Face directory."""
     data = {"path": str(output.out), **source.facts()}
     return Outcome(
         path=output.out,
@@ -167,9 +168,9 @@ def prepare_init(config: InitConfig, weights: bool) -> "Job[NewWorkspace]":
 
     space, gguf = workspace.preset(config.preset) if config.preset else None, None
     if workspace.FILE.exists() and not config.overwrite:
-        raise UserError(f"{workspace.FILE} exists; edit it, or replace it with --force")
+        raise UserError(f"{workspace.FILE} exists already; edit it, or give --force to replace it")
     if config.gguf is not None and not config.gguf.is_file():
-        raise UserError(f"--gguf {config.gguf}: no such file")
+        raise UserError(f"--gguf {config.gguf}: there is no such file")
     if config.data is not None:
         check_data(config.data, weights=False)
     if config.target is not None:
@@ -199,7 +200,7 @@ def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> 
     if gguf is not None:
         out = Path(space.target)
         if is_imported(gguf, out):
-            note(f"{out} was imported from {gguf} already")
+            note(f"{out} is kept: it was imported from {gguf} before")
         else:
             import_checkpoint(source=str(gguf), out=out, force=force)
     if space.data == "stdlib" and is_chat_model(space.target, fetch=fetch):
@@ -233,13 +234,16 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
     sizes = {source: measure_source(source, tokenizer) for source in sources}
     for source, size in sizes.items():
         if not size.train.tokens:
-            raise UserError(f"{source} has {size.whole.rows} rows, all of them held out; add rows")
+            raise UserError(
+                f"{source} has {size.whole.rows} rows, and all of them are held out, so none is left "
+                "to train on; add rows"
+            )
     return sizes
 
 
 @command(InitConfig, prepare=prepare_init)
 def init(written: "NewWorkspace") -> Outcome:
-    """Write draftlab.yaml here: target, source and data for the commands that follow. Text that is here is counted."""
+    """Write draftlab.yaml here, with target, source and data for the next commands, and count the local text."""
     space, sizes = written
     show = [str(workspace.FILE)]
     for source, size in sizes.items():
@@ -247,7 +251,7 @@ def init(written: "NewWorkspace") -> Outcome:
     data = space.model_dump(mode="json", exclude_none=True)
     if sizes:
         data["text"] = {source: asdict(size) for source, size in sizes.items()}
-    plan = "" if hub.local(space.source) else " --dry-run"  # shows what prune would fetch
+    plan = "" if hub.local(space.source) else " --dry-run"  # shows what prune would download
     then = f"draftlab prune --layers {_layers(space)}{plan}"
     if space.draft is not None:
         then = f"draftlab auto {space.target} --draft {space.draft} --dry-run"
@@ -263,7 +267,9 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
     kind, measures = f"{whole.rows:,} texts", "score takes starts of them"
     teaches = f"distill trains on {train.tokens:,} tokens an epoch"
     if whole.conversations:
-        kind = f"{whole.conversations:,} conversations with {whole.answers:,} answers"
+        kind = (
+            f"{whole.conversations:,} conversations with {whole.answers:,} answers of the assistant"
+        )
         if whole.rows > whole.conversations:
             kind += f", {whole.rows - whole.conversations:,} texts"
         if not whole.answers:
@@ -273,7 +279,8 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
             measures += f", too few for a narrow interval: add conversations, or name {FEW_PROMPTS} by --prompt-file"
     return [
         f"{source}: {kind}, {whole.tokens:,} tokens",
-        f"  training: {train.rows:,} of them; prune calibrates on {min(calibration, train.tokens):,} tokens, {teaches}",
+        f"  training: {train.rows:,} of them; prune calibrates on {min(calibration, train.tokens):,} tokens, "
+        f"{teaches}",
         f"  held out: {heldout.rows:,} of them, {heldout.tokens:,} tokens; {measures}",
     ]
 
@@ -347,7 +354,7 @@ def design(designed: "tuple[Design, Path | None]") -> Designed:
 
 @command(EnvConfig)
 def env(config: EnvConfig) -> Outcome:
-    """Show versions, machine and workspace, to paste into a bug report."""
+    """Show the versions, machine and workspace that a bug report needs."""
     import torch
 
     from draftlab.latency.machine_state import device_name, read_environment

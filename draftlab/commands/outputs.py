@@ -27,14 +27,15 @@ PROMPTS_OF_DATA = 64
 START_TOKENS, PROMPT_TOKENS = (
     32,
     64,
-)  # tokens of each prompt cut from data: for outputs to distil on, and for outputs to replay
+)  # tokens of each prompt cut from data, for outputs to distil from and for outputs to replay
 
 
 def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     """Resolve and check the settings. Without weights a server need not answer.
 
     Raises:
-        UserError: There is no such target, text or log, two of them do not fit together, or there is nothing to distil.
+        UserError: The target, text or log is missing, two of them do not fit together, or the store would hold nothing
+            to distil from.
     """
     with note_if_slow("outputs build: loading torch and transformers"):
         from draftlab.target_outputs import build as building
@@ -62,7 +63,7 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     if isinstance(text, building.TargetAnswers):
         text.check(k)
     elif not k:
-        raise UserError("--top-logprobs 0 leaves nothing to distil from; take 1 or more")
+        raise UserError("--top-logprobs 0 stores no probabilities to distil from; use 1 or more")
     target = _target(config, directory, text.sampling, k) if weights or not served else None
     if target is not None and isinstance(text, building.TargetAnswers):
         with about("--max-new-tokens"):
@@ -99,7 +100,7 @@ def _build_facts(
     OutputsBuildConfig, name="outputs build", prepare=prepare_build, dry_run=True, resumes=True
 )
 def build(manifest: "Manifest", output: Output) -> Outcome:
-    """Store text and probabilities of a target, to distil and to replay drafts without it; a killed build resumes."""
+    """Store a target's text and probabilities, to distil and to replay drafts without it; a killed build resumes."""
     then = f"distill --outputs {output.out}" if manifest.top_logprobs else f"replay {output.out}"
     return replace(_shown(output.out, manifest, {}), next=f"draftlab {then}")
 
@@ -141,7 +142,8 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     chats = not config.answers and config.text == "target" and is_chat_file(config.data)
     if chats and (config.is_set("seq_len") or config.is_set("num_sequences")):
         raise UserError(
-            "--seq-len, --num-sequences: the data has conversations to answer; take --num-prompts"
+            "--seq-len, --num-sequences: leave them out, because the data has conversations, which the target "
+            "answers; use --num-prompts"
         )
     if config.answers or chats:
         with about("--data" if config.prompt_file is None else "--prompt-file"):
@@ -154,7 +156,8 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     }
     if idle := [option for option, is_given in asked.items() if is_given]:
         raise UserError(
-            f"{', '.join(idle)}: {config.data} is no file of conversations; add --prompt-file"
+            f"{', '.join(idle)}: works only with prompts, and {config.data} has no conversations; add "
+            "--prompt-file FILE"
         )
     with about("--seq-len"):
         check_length(directory, config.seq_len)
@@ -164,11 +167,12 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     starts = config.prompt_tokens or START_TOKENS
     if starts > rows.seq_len:
         raise UserError(
-            f"--prompt-tokens {starts} leaves nothing to write in {rows.seq_len} tokens"
+            f"--prompt-tokens {starts} leaves no room for generated text in --seq-len {rows.seq_len}; lower it"
         )
     if loss_on_of(rows.data, None) is not None:
         raise UserError(
-            "--text target: the data has conversations; name one file of them, so that they are answered"
+            "--text target: the data has conversations, which can be answered only if --data is a single file; "
+            "name that file"
         )
     sampling = replace(sampling, max_tokens=rows.seq_len + 1 - starts)
     return replace(rows, prompt_tokens=starts, sampling=sampling)
@@ -254,7 +258,7 @@ def prepare_info(
     directory = _located(config.target, tokenizer_only=config.server is not None, weights=True)
     if config.server is not None:
         target = _served(config.server, config.api_key_file, directory, None, manifest.top_logprobs)
-    else:  # verify in the data type in which the target wrote the sequences
+    else:  # the data type in which the target wrote the sequences
         device = checkpoint.resolve_device(workspace.load().device)
         target = LocalTarget(directory, device, checkpoint.DTYPES.get(manifest.dtype), batch_size=1)
     return Job(lambda: (config.directory, verify(config.directory, target)))
@@ -262,7 +266,7 @@ def prepare_info(
 
 @command(OutputsInfoConfig, name="outputs info", prepare=prepare_info)
 def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
-    """Show the contents of a store, and whether the target's texts are loops; --verify checks it against the target."""
+    """Show the contents of a store and whether its texts are repetition loops; --verify compares it with the target."""
     from draftlab.target_outputs.store import describe, read_manifest
 
     directory, result = verified
@@ -270,11 +274,15 @@ def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
     if result is None:
         return shown
     text = (
-        f"{result.shards} shards have their checksums; {result.sequences} sequences scored again: log-probabilities "
-        f"differ by {result.mean:.4f} on average and by {result.worst:.4f} at most, "
-        f"{result.same_top:.2%} of the most probable tokens are the same"
+        f"{result.shards} shards match their checksums; the target scored {result.sequences} sequences again: "
+        f"log-probabilities differ by {result.mean:.4f} on average and {result.worst:.4f} at most, and "
+        f"{result.same_top:.2%} of the most probable tokens are equal"
     )
-    missed = [] if result.good else [f"{directory} differs from what the target gives now"]
+    missed = (
+        []
+        if result.good
+        else [f"{directory} does not match the target's present log-probabilities"]
+    )
     return replace(
         shown,
         show=[*shown.show, text],
@@ -313,7 +321,7 @@ def prepare_replay(
     names = [spec.name for spec in drafters]
     if len(set(names)) < len(names):
         raise UserError(
-            f"two drafts have the same name; rename one: {', '.join([*config.draft, *map(str, config.drafter)])}"
+            f"two drafts have the same name; rename one of {', '.join([*config.draft, *map(str, config.drafter)])}"
         )
     target = None
     if config.reads_target:
@@ -389,12 +397,13 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
         cells.append([row.group, str(row.texts), str(row.k), *spreads, *by_position])
     title = f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}"
     notes = [
-        "acceptance length: tokens per target pass, with the target's own; rate: accepted over drafted tokens; at i: "
-        "share accepted of the tokens drafted there; 95 % intervals over texts"
+        "acceptance length: tokens per target pass, the target's own token included. rate: accepted over drafted "
+        "tokens. at i: accepted share of the tokens drafted at position i. 95 % intervals over texts"
     ]
     if loops := int(replayed.degenerate.sum()):
         notes.append(
-            f"{loops} of {len(replayed.texts)} texts are mostly loops: acceptance on them is not typical"
+            f"{loops} of {len(replayed.texts)} texts mostly repeat themselves, so their acceptance is higher than "
+            "usual"
         )
     return [terminal_table(heads, cells, title=title), *notes]
 

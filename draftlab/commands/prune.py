@@ -25,22 +25,27 @@ SIZES = ("layers", "width", "ffn", "params")
 
 
 class PruneConfig(OutputConfig):
-    """Settings of prune: the source, the shape to cut, the method of choosing weights, and the calibration text."""
+    """Settings of prune: the source, the draft's shape, the method that chooses weights, and the calibration text."""
 
     layers: int | None = option(None, "Layers to keep.", ge=1, panel=SHAPE)
     width: int | None = option(None, "Hidden dimensions to keep.", ge=1, panel=SHAPE)
     ffn: int | None = option(
-        None, "FFN neurons to keep. Default: the source's ratio.", ge=1, panel=SHAPE
+        None,
+        "FFN neurons to keep. Default: as many per hidden dimension as in the source.",
+        ge=1,
+        panel=SHAPE,
     )
-    params: Count = option(None, "Total parameters, as in 1.3b: solves for the FFN.", panel=SHAPE)
+    params: Count = option(
+        None, "Total parameters, as 1.3b; the FFN size follows from it.", panel=SHAPE
+    )
     shape: Path | None = option(
-        None, "Shape file in place of all these sizes.", panel=SHAPE, advanced=True
+        None, "Shape file that sets all these sizes.", panel=SHAPE, advanced=True
     )
     vocab: Vocab = draft_vocab("--outputs, or of --data", panel=SHAPE)
     untie: bool = option(
         False,
-        "Give the draft a head of its own where the source ties it to the embedding: its residual stream can then be "
-        "rotated, and its head refitted.",
+        "Give the draft a separate output head, if the source ties its head to the embedding. Prune can then "
+        "rotate the residual stream and refit the head.",
         panel=SHAPE,
         advanced=True,
     )
@@ -48,7 +53,8 @@ class PruneConfig(OutputConfig):
     data: str = data("Calibration text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")
     outputs: Path | None = option(
         None,
-        "Outputs of the target (draftlab outputs build) to calibrate on, and to count the ids of --vocab in.",
+        "Outputs of the target (draftlab outputs build) to calibrate on, and from which --vocab takes the "
+        "frequent ids.",
         panel=CALIBRATION,
     )
     calibration_tokens: int = option(
@@ -57,34 +63,35 @@ class PruneConfig(OutputConfig):
     seq_len: int = option(512, "Tokens per sequence.", ge=8, panel=CALIBRATION, advanced=True)
     refit: Literal["none", "norms", "layers", "head"] = option(
         "layers",
-        "Adjustments after the cut: norms to the smaller width; layers: also o_proj and down_proj to the source's "
-        "residual stream; head: also lm_head to the source's logits.",
+        "Adjustments after the cut. norms: scale norms to the smaller width; layers: also fit o_proj and "
+        "down_proj to the source's residual stream; head: also fit lm_head to the source's logits.",
         panel=CALIBRATION,
         advanced=True,
     )
     method: Literal["importance", "masks", "random", "first", "magnitude"] = option(
         "importance",
-        "Keep what activations rate highest, what trained masks (Sheared LLaMA) select, or a baseline's choice.",
+        "How to choose the weights to keep. importance: by activations; masks: by trained masks (Sheared LLaMA); "
+        "the others are baselines.",
     )
     depth: Literal["influence", "even"] = option(
         "influence",
-        "Which layers stay: those that turn their input most, or evenly spaced layers.",
+        "Layers to keep. influence: the layers that change their input most; even: evenly spaced layers.",
         panel=CALIBRATION,
         advanced=True,
     )
     scores_cache: Path | None = option(
         None,
-        "File to keep the importance scores in, to cut many shapes.",
+        "File that stores the importance scores, so that further shapes need no calibration.",
         panel=CALIBRATION,
         advanced=True,
     )
-    steps: int = option(300, "Optimizer steps of the masks.", ge=1, panel=TRAINING)
+    steps: int = option(300, "Optimizer steps to train the masks.", ge=1, panel=TRAINING)
     batch_size: int = option(
         16, "Sequences per step, over all processes.", ge=1, panel=TRAINING, advanced=True
     )
     lr: float | None = option(
         None,
-        "Train the weights with the masks, with this peak learning rate. Default: they are frozen.",
+        "Also train the weights, with this peak learning rate. Default: weights are frozen.",
         gt=0,
         panel=TRAINING,
         advanced=True,
@@ -93,32 +100,36 @@ class PruneConfig(OutputConfig):
     seed: int = seed()
 
     only = (
-        Only(SIZES, lambda c: c.shape is None, "leave out what --shape FILE sets"),
+        Only(SIZES, lambda c: c.shape is None, "leave it out: --shape FILE sets all sizes"),
         Only(
             ("outputs",),
             lambda c: c.calibrates or c.vocab or c.shape,
-            "nothing is calibrated, and --vocab counts no ids in them",
+            "leave it out: this method does not calibrate, and without --vocab no ids are counted",
         ),
         Only(
             ("data",),
             lambda c: c.outputs is None or c.method == "masks",
-            "leave it out: the text is that of --outputs",
+            "leave it out: --outputs already has the text",
         ),
-        Only(("calibration_tokens",), lambda c: c.calibrates, "nothing is calibrated or refitted"),
+        Only(
+            ("calibration_tokens",),
+            lambda c: c.calibrates,
+            "leave it out: this method with --refit none needs no text",
+        ),
         Only(
             ("depth", "scores_cache"),
             lambda c: c.method == "importance",
-            "belongs to --method importance",
+            "works only with --method importance",
         ),
         Only(
             ("steps", "batch_size", "lr"),
             lambda c: c.method == "masks",
-            "belongs to --method masks",
+            "works only with --method masks",
         ),
         Only(
             ("seed",),
             lambda c: c.calibrates or c.method in ("random", "masks"),
-            "nothing is random",
+            "leave it out: nothing in this run is random",
         ),
     )
 
@@ -166,7 +177,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         checkpointer.check(masks=True)
     elif processes() > 1:
         raise UserError(
-            f"prune --method {config.method} runs in one process; --method masks trains in several"
+            f"prune --method {config.method} runs in one process only; start it without accelerate or torchrun"
         )
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
@@ -174,9 +185,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         place, shipped = _locate(config.source, weights)
         have = checkpoint.planned_shape(place) if isinstance(place, Path) else place
     if config.untie and not have.tied:
-        raise UserError(
-            f"--untie: {config.source} has a head of its own already; leave --untie out"
-        )
+        raise UserError(f"--untie: {config.source} already has a separate head; leave --untie out")
     have = have.model_copy(update={"tied": have.tied and not config.untie})
     shape = _requested(config, have, weights)
     source = None
@@ -191,7 +200,8 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         check(shape, llama=not have.options - {"untied"})
     if config.refit == "head" and have.tied:
         raise UserError(
-            "--refit head: the source ties its head to the embedding, which would change too; add --untie"
+            "--refit head: the source ties its head to the embedding, which the refit would change as well; add "
+            "--untie"
         )
     if config.outputs is not None:
         with about("--outputs"):
@@ -252,7 +262,9 @@ def _facts(
 
     source = have.describe()
     if shipped is not None:
-        source += f" (the shape {shipped} that comes with draftlab: nothing was fetched)"
+        source += (
+            f" (planned from the shape {shipped} that comes with draftlab; nothing was downloaded)"
+        )
     weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
     # three residual streams of the source, and the draft's
     per_token = dtype_bytes * (3 * have.hidden + shape.hidden)
@@ -291,8 +303,8 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
     ]
     if pruned.head is not None and pruned.head.coverage is not None:
         lines.append(
-            f"its head is of {len(pruned.head.ids):,} of {shape.vocab:,} ids; those of one half of the text cover "
-            f"{pruned.head.coverage:.2%} of the other half"
+            f"its head predicts {len(pruned.head.ids):,} of {shape.vocab:,} ids; the ids most frequent in one "
+            f"half of the text cover {pruned.head.coverage:.2%} of the other half"
         )
     data = {
         "path": str(output.out),
@@ -339,7 +351,9 @@ def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
             raise
         return shapes[called], called
     if weights and isinstance(place, Shape):
-        raise UserError(f"{name} is a shape without weights; only --dry-run works with it")
+        raise UserError(
+            f"{name} is a shape without weights, which only --dry-run accepts; name a checkpoint"
+        )
     return place, None
 
 
@@ -363,8 +377,8 @@ def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
     size = config.vocab or shape.draft_vocab
     if have.draft_vocab not in (None, size):
         raise UserError(
-            f"--vocab {size}: the source's head is trimmed already, to {have.draft_vocab:,} ids"
+            f"--vocab {size}: the source's head is already trimmed to {have.draft_vocab:,} ids; leave --vocab out"
         )
     if size is not None and size >= have.vocab:
-        raise UserError(f"--vocab {size}: want fewer than the source's {have.vocab:,}")
+        raise UserError(f"--vocab {size}: give fewer ids than the source's {have.vocab:,}")
     return shape.model_copy(update={"draft_vocab": size})

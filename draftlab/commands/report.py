@@ -21,21 +21,23 @@ if TYPE_CHECKING:
 
 
 class ReportConfig(Config):
-    """A ranking of scores, and a page about them."""
+    """Settings of report: the scores to rank, and the files to write."""
 
     scores: list[Path] = option(
         factory=list,
-        help="score.json files, or directories of them.",
+        help="score.json files, or directories with them.",
         argument=True,
         shown_default="the workspace's runs",
     )
-    html: Path | None = option(None, "File to write a page with tables and plots to.", panel=OUTPUT)
-    markdown: Path | None = option(None, "File to write the tables to, as Markdown.", panel=OUTPUT)
+    html: Path | None = option(
+        None, "HTML file to write, a page with tables and plots.", panel=OUTPUT
+    )
+    markdown: Path | None = option(None, "Markdown file to write, with the tables.", panel=OUTPUT)
     min_speedup: float | None = option(
-        None, "Exit with 3 if no draft reaches this speed-up of whole requests."
+        None, "Exit with code 3 if no draft reaches this speed-up of whole requests."
     )
     min_acceptance_length: float | None = option(
-        None, "Exit with 3 if the fastest draft yields fewer tokens per target pass."
+        None, "Exit with code 3 if the fastest draft gives fewer tokens per target pass than this."
     )
 
     def resolved(self) -> Self:

@@ -45,11 +45,12 @@ ENGINE = (
 
 
 class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettings):
-    """Drafts, the target to measure them with, prompts, and how tokens are sampled."""
+    """Settings of score: the drafts, the target, the prompts, and the sampling."""
 
     draft: list[str] = option(
         factory=list,
-        help="Draft; repeat for several. DRAFT@q8_0: rounded as in that GGUF type. Default: the newest.",
+        help="Draft model; repeat for several. DRAFT@q8_0 rounds its weights to that GGUF type. Default: the "
+        "newest draft.",
     )
     drafter: list[Drafter] = option(
         factory=list,
@@ -61,23 +62,28 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
     target: str = shared.target()
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
-    batch: Numbers = numbers("1", "Prompts decoded at once; 1,4 gives a score for each.")
+    batch: Numbers = numbers(
+        "1", "Numbers of prompts decoded at once; 1,4 gives a score for each number."
+    )
     data: str = shared.data("Source of held-out text for prompts.")
     prompt_file: Path | None = shared.prompt_file()
     chat: shared.ChatMode = shared.chat(advanced=True)
     system_prompt: str | None = shared.system_prompt()
     num_prompts: int | None = option(
-        None, "Number of prompts. Default: all of a file, 16 of a source.", ge=1
+        None, "Number of prompts. Default: all prompts of a file, or 16 from a data source.", ge=1
     )
     prompt_tokens: int | None = option(
         None,
-        "Cut prompts to this length. Default: 64 for a source, whole prompts of a file.",
+        "Cut prompts to this length. Default: whole prompts of a file, or 64 tokens from a data source.",
         ge=1,
         advanced=True,
     )
     max_new_tokens: int = option(128, "Tokens generated after each prompt.", ge=2)
     repeats: int = option(
-        3, "Times that every prompt is decoded in every way.", ge=1, advanced=True
+        3,
+        "Number of times that every prompt is decoded, with each draft and K and without a draft.",
+        ge=1,
+        advanced=True,
     )
     seed: int = shared.seed()
     rule: str = option(
@@ -88,7 +94,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
     server_rule: ServerRule | None = option(
         None,
-        "Accept as this server does, in place of --rule.",
+        "Accept drafted tokens as this server does, in place of --rule.",
         panel=shared.SAMPLING,
         advanced=True,
     )
@@ -98,14 +104,14 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     device_map: str | None = shared.device_map()
     int8: Literal["draft", "target", "both"] | None = option(
         None,
-        "Round these weights to 8 bits; in mode native. The target alone is timed at both precisions.",
+        "Weights to round to 8 bits, in mode native. Plain decoding is then timed at both precisions.",
         advanced=True,
     )
     threads: int | None = shared.threads()
     server: str | None = option(
         None,
         "http://HOST:PORT of a server that runs the target alone. Without --speculative-server its answers are "
-        "stored; the directory with them takes the place of the address.",
+        "stored; later give their directory here instead of the address.",
         panel=SERVER,
     )
     speculative_server: str | None = option(
@@ -114,45 +120,51 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     api_key_file: Path | None = shared.api_key_file()
     tasks: str | None = option(
         None,
-        "lm-eval tasks or YAML files of tasks to measure accuracy on, separated by commas.",
+        "lm-eval tasks, or YAML files of tasks, to measure accuracy on, separated by commas.",
         panel=TASKS,
     )
-    task_limit: int = option(200, "First items of each task.", ge=1, panel=TASKS, advanced=True)
-    task_batch_size: int = option(1, "Texts of a task per pass.", ge=1, panel=TASKS, advanced=True)
+    task_limit: int = option(
+        200,
+        "Number of items to evaluate of each task, from its first item on.",
+        ge=1,
+        panel=TASKS,
+        advanced=True,
+    )
+    task_batch_size: int = option(1, "Batch size of the tasks.", ge=1, panel=TASKS, advanced=True)
     num_fewshot: int | None = option(
         None,
-        "Examples before each item. Default: the task's own number.",
+        "Number of few-shot examples. Default: the task's own number.",
         ge=0,
         panel=TASKS,
         advanced=True,
     )
     apply_chat_template: bool = option(
         False,
-        "Ask in the form of the tokenizer's chat template; examples become turns.",
+        "Apply the tokenizer's chat template; few-shot examples become turns.",
         panel=TASKS,
         advanced=True,
     )
     include_path: Path | None = option(
-        None, "Folder with YAML files of more tasks.", panel=TASKS, advanced=True
+        None, "Folder with YAML files of additional tasks.", panel=TASKS, advanced=True
     )
     min_speedup: float | None = option(
-        None, "Exit with 3 if whole requests gain less than this at every K."
+        None, "Exit with code 3 if no draft reaches this speed-up of whole requests."
     )
 
     only = (
-        Only(ENGINE, lambda c: not c.served, "leave it out: the servers decide"),
+        Only(ENGINE, lambda c: not c.served, "leave it out: the running servers decide this"),
         shared.KEY_RULE,
         Only(
             ("draft", "min_speedup"),
             lambda c: not c.served or c.speculative_server,
-            "needs --speculative-server URL, a second server that drafts with it",
+            "needs --speculative-server URL, a second server that runs the target with the draft",
         ),
         Only(
             ("rule", "server_rule", "top_k", "top_p", "min_p"),
             lambda c: c.temperature > 0,
-            "greedy decoding does not use it; add --temperature",
+            "leave it out, or add --temperature: greedy decoding does not use it",
         ),
-        Only(("rule",), lambda c: c.server_rule is None, "--server-rule sets it"),
+        Only(("rule",), lambda c: c.server_rule is None, "leave it out: --server-rule sets it"),
         Only(
             ("task_limit", "task_batch_size", "num_fewshot", "apply_chat_template", "include_path"),
             lambda c: c.tasks,
@@ -162,7 +174,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         Only(
             ("int8",),
             lambda c: not c.tasks or c.int8 == "draft",
-            "--tasks evaluates the target unrounded",
+            "only --int8 draft works with --tasks, which evaluates the target without rounding",
         ),
         *shared.CHAT_RULES,
     )
@@ -176,7 +188,8 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     def _server_is_named(self) -> Self:
         if self.server is None and self.speculative_server is not None:
             raise UsageError(
-                "--server is required: the target alone, or the directory with its answers"
+                "--server is required: the address of a server with the target alone, or the directory with its "
+                "answers"
             )
         return self
 
@@ -222,7 +235,7 @@ def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | l
         UserError: A model, server, prompt file, task or data set is missing, or the settings do not fit it.
     """
     if config.include_path is not None and not config.include_path.is_dir():
-        raise UserError(f"--include-path {config.include_path}: no such directory")
+        raise UserError(f"--include-path {config.include_path}: there is no such directory")
     tasks = None
     if config.tasks is not None and weights:
         from draftlab.scoring.lm_eval import load_tasks
@@ -273,7 +286,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     default = next(iter(drafts.values()), None)
     if default is None and any("" in spec.drafts for spec in specs):
         default = hub.locate_model(str(shared.newest_draft()), weights)
-        note(f"draft of the drafters: {default}")
+        note(f"draft model for drafters without draft=: {default}")
     with note_if_slow("loading torch and transformers"):
         import torch
 
@@ -331,7 +344,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     on_cpu = device.type == "cpu"
     if config.dtype == "auto" and on_cpu and checkpoint.is_fast(torch.bfloat16, device):
         note(
-            "weights are float32; this processor multiplies bfloat16, too: add --dtype bfloat16 if you serve that"
+            "weights are float32; if you serve bfloat16, add --dtype bfloat16, in which this processor is also fast"
         )
     return comparison
 
@@ -361,7 +374,7 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
     with about("--server"):
         stored = read_model(PlainAnswers, Path(config.server), PLAIN_FILE) if is_stored else None
     if len(config.draft) > 1:
-        raise UserError("--draft: a server runs one draft; name that one")
+        raise UserError("--draft: a server runs one draft; name only that draft")
     requests = _requests(config, tokenizer)
     if config.apply_chat_template:
         check_chat_template(tokenizer)
@@ -412,7 +425,9 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
         path = hub.locate_model(base if rounded else name, weights)
         drafts[hub.checkpoint_name(path) + (f"@{kind}" if rounded else "")] = path
     if len(drafts) < len(names):
-        raise UserError("two drafts have the same directory name; rename one: " + ", ".join(names))
+        raise UserError(
+            "two drafts have the same directory name; rename one of " + ", ".join(names)
+        )
     return drafts
 
 

@@ -30,30 +30,40 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     minutes: float = option(15.0, "Time to spend, approximately.", gt=0)
     layers: Numbers | None = option(
         None,
-        "Depths to try, as 1,2,4. Default: 1 to half of the source's.",
+        "Depths to try, as 1,2,4. Default: from 1 layer to half of the source's.",
         typed=str,
         panel=CANDIDATES,
     )
     widths: Numbers | None = option(
-        None, "Widths to try. Default: half to all of the source's.", typed=str, panel=CANDIDATES
+        None,
+        "Widths to try. Default: from half to all of the source's width.",
+        typed=str,
+        panel=CANDIDATES,
     )
     vocab: shared.Vocab = shared.draft_vocab("--outputs, or of --data", panel=CANDIDATES)
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try.")
     parallel: bool = option(
-        False, "Search for parallel drafts, which learn to draft the most of --k in one pass."
+        False, "Search for parallel drafts, which learn to draft the largest --k in one pass."
     )
     target: str = shared.target()
     source: str = shared.source()
     data: str = shared.data()
     outputs: Path | None = option(
-        None, "Stored target outputs to cut, trim and distil with, instead of --data.", panel=TEXT
+        None,
+        "Stored target outputs to calibrate, trim and distil on, instead of --data.",
+        panel=TEXT,
     )
     prompt_file: Path | None = option(
         None,
         "JSON-lines file of prompts to replay and to measure on, instead of --data.",
         panel=TEXT,
     )
-    first_steps: int = option(30, "Distillation steps of the first rung.", ge=1, advanced=True)
+    first_steps: int = option(
+        30,
+        "Distillation steps of every candidate on the first rung; each later rung has more.",
+        ge=1,
+        advanced=True,
+    )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: shared.Device = shared.device()
     threads: int | None = shared.threads()
@@ -62,14 +72,14 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         Only(
             ("data",),
             lambda c: not (c.outputs and c.prompt_file),
-            "--outputs and --prompt-file are all the text",
+            "leave it out: --outputs and --prompt-file have all the text",
         ),
     )
 
     @model_validator(mode="after")
     def _drafts_several_in_parallel(self) -> Self:
         if self.parallel and max(self.k) < 2:
-            raise ValueError("--parallel drafts several tokens in one pass: give --k more than 1")
+            raise ValueError("--parallel drafts several tokens in one pass; give a --k above 1")
         return self
 
 
@@ -124,7 +134,8 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
         with about("--outputs"):
             if finished_manifest(config.outputs).top_logprobs == 0:
                 raise UserError(
-                    f"{config.outputs} stores no probabilities; build it with --use distill"
+                    f"{config.outputs} has no probabilities to distil from; build it with draftlab outputs build "
+                    "--use distill"
                 )
         text = {"outputs": config.outputs}
     if config.prompt_file is not None:
@@ -219,11 +230,11 @@ def _rung_table(search: "Search") -> "Table":
     plain = search.winner.tokens_per_second / search.winner.gain.value
     last = [NO_DRAFT, "", "", "", "", "1.00", "1.00x", f"1.00x, {plain:.4g} tokens/s"]
     best = list(rows).index(search.winner.name) if search.pays else len(rows)
-    title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}, the fastest marked"
+    title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}; the fastest is marked"
     table = terminal_table(heads, [*rows.values(), last], best=best, title=title)
     table.caption = (
-        f"{search.spent_seconds / 60:.1f} minutes. Predicted: the tokens after the first, from a replay and the "
-        "latency law, at the best K and after the steps in the table. Measured: whole requests, with a 95% interval "
-        "over prompts."
+        f"{search.spent_seconds / 60:.1f} minutes. Predicted: speed-up of the tokens after the first, from a "
+        "replay and the latency law, at the best K and after the steps in the table. Measured: speed-up of whole "
+        "requests, with a 95% interval over prompts."
     )
     return table

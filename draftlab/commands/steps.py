@@ -91,7 +91,9 @@ def read_step(content: object, where: str) -> CommandStep:
     from draftlab.commands import COMMANDS
 
     if not isinstance(content, dict) or len(content) != 1:
-        raise UserError(f"{where}: want one command with its settings, got {one_line(content, 80)}")
+        raise UserError(
+            f"{where}: a step must be one command with its settings, but is {one_line(content, 80)}"
+        )
     name, settings = next(iter(content.items()))
     if not isinstance(name, str) or name not in COMMANDS:
         raise UserError(f"{where}: no command {name!r}{did_you_mean(str(name), COMMANDS)}")
@@ -99,7 +101,7 @@ def read_step(content: object, where: str) -> CommandStep:
         isinstance(key, str) for key in settings or ()
     ):
         raise UserError(
-            f"{where} ({name}): want NAME: VALUE for each setting, got {one_line(settings, 80)}"
+            f"{where} ({name}): write each setting as NAME: VALUE, not {one_line(settings, 80)}"
         )
     step = CommandStep(COMMANDS[name], settings or {}, f"{where} ({name}): ")
     step.config.settings()  # raises for bad settings

@@ -35,7 +35,7 @@ OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
 )  # panels of --help
 Value = TypeVar("Value")
 TRUST = "trust_remote_code"
-MAX_K = 1_000  # far more than any draft pays for; tables, passes and loops grow with K
+MAX_K = 1_000  # far above any useful K; tables, passes and loops grow with K
 
 
 def option(
@@ -111,7 +111,7 @@ def _numbers(value: object) -> list[int]:
 
 def _at_most_max_k(ks: list[int]) -> list[int]:
     if ks[-1] > MAX_K:
-        raise ValueError(f"at most {MAX_K:,} tokens are drafted per step")
+        raise ValueError(f"a step drafts at most {MAX_K:,} tokens; lower it")
     return ks
 
 
@@ -180,16 +180,19 @@ class Config(BaseModel):
             record = read_record(path if path.is_dir() else path.parent)
             if record is None or record.command != command:
                 origin = (
-                    "nothing that draftlab wrote"
+                    "not written by draftlab"
                     if record is None
-                    else f"made by draftlab {record.command}"
+                    else f"an output of draftlab {record.command}"
                 )
-                raise UserError(f"--config {path}: {origin}; want settings of draftlab {command}")
+                raise UserError(
+                    f"--config {path}: this directory is {origin}; name an output of draftlab "
+                    f"{command}, or a YAML file of its settings"
+                )
             return {name: value for name, value in record.config.items() if name != TRUST}
         settings = read_yaml(path, f"--config {path}")
         if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
             raise UserError(
-                f"--config {path}: want settings of draftlab {command}, one NAME: VALUE in a line"
+                f"--config {path}: the file must have settings of draftlab {command}, one NAME: VALUE per line"
             )
         return settings
 

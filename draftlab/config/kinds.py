@@ -112,7 +112,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The run that a drafter must fit. layers: None if transformers runs the target. draft: The default draft."""
+    """Facts about a run, by which a drafter checks that it fits.
+
+    layers: None if transformers runs the target. draft: The default draft.
+    """
 
     target: Path
     layers: int | None
@@ -126,10 +129,12 @@ class DrafterSpec(KindSpec):
     """A kind of drafter with its options."""
 
     served_by: ClassVar[frozenset[str]] = frozenset()  # servers that have this drafter
-    own_engine: ClassVar[bool] = False  # True refuses models that transformers runs
+    own_engine: ClassVar[bool] = False  # True: transformers may not run the target
     mode: ClassVar[Mode | None] = None  # the only mode in which the drafter works
     rejection_rule: ClassVar[str] = REJECTION  # the rule that --rule rejection means for its drafts
-    by_age: ClassVar[bool] = False  # acceptance of a token depends on its position in the draft
+    by_age: ClassVar[bool] = (
+        False  # True: acceptance of a token depends on its position in the draft
+    )
     cache_lag: ClassVar[int] = 0  # tokens by which the drafter's cache is shorter than the target's
 
     @property
@@ -147,7 +152,7 @@ class DrafterSpec(KindSpec):
         return None
 
     def inputs(self) -> list[Input]:
-        """Return all files and directories that the drafter reads."""
+        """Return the files and directories that the drafter reads."""
         return []
 
     def check_inputs(self, weights: bool) -> None:
@@ -183,11 +188,14 @@ class DrafterSpec(KindSpec):
             raise self.refused_by_transformers()
         if self.mode is not None and run.mode != self.mode:
             raise UserError(
-                f"--drafter {self.text} works in mode {self.mode} only; this run is in mode {run.mode}"
+                f"--drafter {self.text} works only in mode {self.mode}, and this run has mode {run.mode}; use "
+                f"--mode {self.mode}"
             )
 
     def refused_by_transformers(self) -> UserError:
-        return UserError(f"--drafter {self.text} does not work with models that transformers runs")
+        return UserError(
+            f"--drafter {self.text} works only in draftlab's engine, but transformers runs this target"
+        )
 
     def build(self, context: Any) -> Any:
         """Return the drafter as a DrafterRun. context: A DrafterContext (engine/drafters/context.py).
@@ -198,7 +206,7 @@ class DrafterSpec(KindSpec):
         raise NotImplementedError
 
     def acceptance(self, replay: Any) -> Any:
-        """Return the drafter's log-probability of every token, a list with a TokenLogprobs for each text.
+        """Return the drafter's log-probabilities of the tokens of the texts, a TokenLogprobs for each text.
 
         Shapes are [n] for a text of n tokens, or [n, K] if by_age: one column per position in the draft.
         replay: A ReplayContext (target_outputs/replay.py).
@@ -217,7 +225,7 @@ class DrafterSpec(KindSpec):
 
     @classmethod
     def size_of(cls, folder: Path, target: Path) -> Any:
-        """Return the size of a head, to plan its profile: a Shape, or an ApproximateSize (model/size.py).
+        """Return the size of a head, a Shape or an ApproximateSize (model/size.py), from which its profile is planned.
 
         Raises:
             UserError: There is no such head of this target.
@@ -226,12 +234,12 @@ class DrafterSpec(KindSpec):
 
     @classmethod
     def passes_of(cls, folder: Path, target_path: Path, target: Any, mode: Mode) -> Any:
-        """Load a head on its target; return its passes to be timed, a HeadPasses (engine/drafters/states.py)."""
+        """Load a head with its target, and return its passes to time, a HeadPasses (engine/drafters/states.py)."""
         raise NotImplementedError
 
     @property
     def replays(self) -> bool:
-        """Return whether the drafter can be replayed, which needs acceptance()."""
+        """Return whether the drafter can be replayed: whether its class defines acceptance()."""
         return type(self).acceptance is not DrafterSpec.acceptance
 
 
@@ -279,7 +287,7 @@ class StudentSpec(KindSpec):
         starts_from_draft: Whether training starts from a checkpoint: --draft or the newest pruned draft. If False,
             --draft names a student to train further, and without --draft a new student is made.
         unused: Settings of distill that the student would ignore. distill refuses them.
-        lr_share: Factor of the proven learning rate.
+        lr_share: Factor of the default learning rate, which suits pruned drafts.
     """
 
     starts_from_draft: ClassVar[bool] = False
@@ -291,7 +299,7 @@ class StudentSpec(KindSpec):
         return f"{self.kind}-{hub.checkpoint_name(target)}"
 
     def check(self, job: Any) -> None:
-        """Check that a Distillation (training/run.py) can run. Weights are not read.
+        """Check that a Distillation (training/run.py) can run, without reading weights.
 
         Raises:
             UserError: The student does not fit the target or the text.

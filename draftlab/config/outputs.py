@@ -26,58 +26,69 @@ class StoredTargetSettings(shared.CheckpointSettings):
 
     target: str = shared.target()
     server: str | None = option(
-        None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER
+        None,
+        "http://HOST:PORT of a server that runs the target, instead of a checkpoint here.",
+        panel=SERVER,
     )
     api_key_file: Path | None = shared.api_key_file()
 
 
 class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
-    """Settings of outputs build. A store to distil from has rows of data, rows that the target continues, prompts with
-    the target's answers, or a server's log. A store to replay has prompts with the target's answers."""
+    """Settings of outputs build.
+
+    A store to distil from has rows of data, rows that the target continues, prompts with the target's answers, or a
+    server's log. A store to replay has prompts with the target's answers."""
 
     use: Literal["distill", "replay"] = option(
-        "distill", "What the outputs are for: distilling, or replaying drafts."
+        "distill",
+        "Purpose of the outputs: to distil drafts from them, or to replay drafts on them.",
     )
     from_file: Path | None = option(
         None,
-        "Store a server's log instead, requests in JSON lines (docs/formats.md), to distil from.",
+        "Server log in JSON lines (docs/formats.md) to store instead, to distil from.",
         flag="--from",
     )
     data: str = shared.data()
     prompt_file: Path | None = option(
         None,
-        "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.",
+        "JSON-lines file of prompts, with the key prompt (or messages, turns, text, question) and optionally "
+        "category.",
     )
     chat: shared.ChatMode = shared.chat()
     text: Literal["data", "target"] = option(
         "data",
-        "To distil on: the data itself, or what the target writes after starts of it, or answers to its chats.",
+        "Text to distil on. data: the data itself; target: the target's continuations of data, or its answers to "
+        "conversations.",
     )
-    num_sequences: int = option(4096, "Rows of data to distil on.", ge=1)
+    num_sequences: int = option(4096, "Number of rows of data to distil on.", ge=1)
     num_prompts: int | None = option(
-        None, "Prompts to answer. Default: all of a file; to replay data, 64.", ge=1
+        None,
+        "Number of prompts to answer. Default: all prompts of a file; 64 from data to replay.",
+        ge=1,
     )
     seq_len: int = option(256, "Tokens per sequence of data or of a log, prompt included.", ge=8)
     prompt_tokens: int | None = option(
         None,
-        "Cut prompts to this length. Default: whole prompts of a file; of data, 32 to distil and 64 to replay.",
+        "Cut prompts to this length. Default: whole prompts of a file; from data, 32 tokens to distil and 64 to "
+        "replay.",
         ge=1,
     )
-    max_new_tokens: int = option(128, "Longest answer to a prompt.", ge=2)
+    max_new_tokens: int = option(128, "Most tokens of an answer.", ge=2)
     temperature: float | None = option(
         None,
-        "Temperature of the target, 0 is greedy. Default: 1 to distil, 0 to replay.",
+        "Temperature of the target; 0 is greedy. Default: 1 with --use distill, 0 with --use replay.",
         ge=0,
         panel=shared.SAMPLING,
     )
     top_logprobs: int | None = option(
         None,
-        "Most probable tokens stored at each position. Default: 64 to distil, 0 to replay.",
+        "Number of most probable tokens to store at each position. Default: 64 with --use distill, 0 with --use "
+        "replay.",
         ge=0,
     )
     dtype: shared.WeightsDtype | None = option(
         None,
-        "Data type of weights. Default: to distil as stored, to replay the workspace's.",
+        "Data type of weights. Default: as stored with --use distill, the workspace's with --use replay.",
         advanced=True,
     )
     device: shared.Device = shared.device()
@@ -89,7 +100,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         Only(
             ("dtype", "device", "device_map"),
             lambda c: not c.server,
-            "the server decides that itself",
+            "leave it out: the running server decides this",
         ),
         Only(
             (
@@ -109,12 +120,12 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
                 "seed",
             ),
             lambda c: c.from_file is None,
-            "--from stores what a server's log has",
+            "leave it out: --from stores the log of a server as it is",
         ),
         Only(
             ("text", "num_sequences", "seq_len"),
             lambda c: c.from_file is not None or not c.answers,
-            "needs --use distill on data; prompts are answered",
+            "works only with --use distill on data without --prompt-file",
         ),
         Only(
             ("num_prompts", "max_new_tokens"),
@@ -126,7 +137,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         Only(
             ("prompt_tokens", "temperature"),
             lambda c: c.writes,
-            "the target only reads the data; add --text target",
+            "works only with --text target; without it the target only reads the data",
         ),
     )
 
@@ -144,7 +155,8 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
 class OutputsInfoConfig(StoredTargetSettings, Config):
     directory: Path = option(help="Directory of the outputs.", argument=True)
     verify: bool = option(
-        False, "Check every checksum, and let the target score some sequences again."
+        False,
+        "Check every checksum, and compare with the target, which scores some sequences again.",
     )
 
     only = (Only(("target", "server"), lambda c: c.verify, "needs --verify"), shared.KEY_RULE)
@@ -167,24 +179,27 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
     rule: Literal["rejection", "match"] = option(
         "rejection",
-        "rejection: accept with min(1, q/p); match: accept what is the target's own sample.",
+        "rejection: accept a drafted token with probability min(1, p/q); match: accept it if it equals the "
+        "target's own sample.",
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: shared.Device = shared.device()
 
     only = (
         Only(
-            ("rule", "draft_temperature"), lambda c: c.server_rule is None, "--server-rule sets it"
+            ("rule", "draft_temperature"),
+            lambda c: c.server_rule is None,
+            "leave it out: --server-rule sets it",
         ),
         Only(
             ("server_rule",),
             lambda c: c.acceptance.rule != "block",
-            "blocks are not replayed; score measures them",
+            "the rule block cannot be replayed; measure it with draftlab score",
         ),
         Only(
             ("target",),
             lambda c: c.reads_target,
-            "no drafter here reads its states, as a head does",
+            "leave it out: none of these drafters reads the target's states",
         ),
     )
 

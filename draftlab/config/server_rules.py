@@ -11,7 +11,7 @@ from draftlab.registry import SERVERS
 
 
 class Acceptance(NamedTuple):
-    """A verify rule, and the temperature at which the draft samples. None stands for the target's temperature.
+    """A verify rule, and the temperature at which the draft samples; None is the target's temperature.
 
     A draft at temperature 0 proposes its most probable token. The server treats q as one-hot.
     """
@@ -43,7 +43,7 @@ ServerRule = Annotated[str, AfterValidator(_known_rule)]
 
 
 class AcceptanceSettings(BaseModel):
-    """Settings of acceptance, besides --rule, which the config defines."""
+    """Settings of acceptance that several commands share. Each config defines its own --rule."""
 
     rule: Any  # the config restricts it
     draft_temperature: float | None = option(
@@ -55,8 +55,8 @@ class AcceptanceSettings(BaseModel):
     )
     server_rule: ServerRule | None = option(
         None,
-        "Accept as this server does, in place of --rule and --draft-temperature: vllm, vllm-probabilistic, vllm-block; "
-        f"{', '.join(SERVERS.names()[1:])}.",
+        "Server whose acceptance to use, in place of --rule and --draft-temperature: vllm, vllm-probabilistic, "
+        f"vllm-block, {', '.join(SERVERS.names()[1:])}.",
         panel=SAMPLING,
     )
 

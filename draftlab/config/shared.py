@@ -82,7 +82,7 @@ def dtype(**others: Any) -> Any:
 
 
 def seed() -> Any:
-    return option(0, "Seed of everything random.", advanced=True)
+    return option(0, "Seed of all random choices.", advanced=True)
 
 
 def threads() -> Any:
@@ -92,34 +92,34 @@ def threads() -> Any:
 def mode() -> Any:
     return option(
         "auto",
-        "How passes run: native in C++ on CPUs, graphs as CUDA graphs; auto: the fastest that runs here.",
+        "How passes run. native: C++ on CPUs; graphs: CUDA graphs; eager: torch; auto: the fastest of these that "
+        "runs here.",
     )
 
 
 def device_map() -> Any:
     return option(
         None,
-        "Spread the target over devices, memory and disk with accelerate: auto.",
+        "auto spreads the target over devices, memory and disk with accelerate.",
         advanced=True,
     )
 
 
 def memory() -> Any:
-    return option(
-        2.0, "GB that logits and KV caches of the target may take.", ge=0.01, advanced=True
-    )
+    return option(2.0, "Most GB for the target's logits and KV caches.", ge=0.01, advanced=True)
 
 
 def prompt_file(**others: Any) -> Any:
     return option(
         None,
-        "JSON-lines file of prompts: prompt (or messages, turns, text, question); perhaps category.",
+        "JSON-lines file of prompts, with the key prompt (or messages, turns, text, question) and optionally "
+        "category.",
         **others,
     )
 
 
 def chat(**others: Any) -> Any:
-    text = "Apply the chat template to the prompts of a file; auto: where the tokenizer has one."
+    text = "Apply the chat template to the prompts of a file; auto: if the tokenizer has one."
     return option("auto", text, **others)
 
 
@@ -128,7 +128,7 @@ def system_prompt(**others: Any) -> Any:
 
 
 def loss_on(**others: Any) -> Any:
-    text = "Tokens of conversations (rows of messages) that count: what the assistant says, or all. Default: assistant."
+    text = "Tokens of conversations (rows of messages) to train on: the assistant's, or all. Default: assistant."
     return option(None, text, **others)
 
 
@@ -138,13 +138,15 @@ def api_key_file() -> Any:
 
 KEY_RULE = Only(("api_key_file",), lambda c: c.server, "needs --server")
 ONE_SOURCE = Only(
-    ("data",),
-    lambda c: c.prompt_file is None,
-    "give prompts by --data or by --prompt-file, not both",
+    ("data",), lambda c: c.prompt_file is None, "leave it out: --prompt-file has the prompts"
 )
 CHAT_RULES = (
     Only(("chat", "system_prompt"), lambda c: c.prompt_file is not None, "needs --prompt-file"),
-    Only(("system_prompt",), lambda c: c.chat != "off", "there is no conversation with --chat off"),
+    Only(
+        ("system_prompt",),
+        lambda c: c.chat != "off",
+        "works only with conversations, and --chat off makes none",
+    ),
 )
 
 
@@ -162,12 +164,14 @@ def newest_output(*commands: str, ready: bool = False) -> Path:
     if path is None and ready and space.draft is not None:
         return Path(space.draft)
     if path is None:
-        raise UserError(f"no draft in {space.runs}; run draftlab {commands[-1]} first, or name one")
+        raise UserError(
+            f"there is no draft in {space.runs}; run draftlab {commands[-1]} first, or name a draft"
+        )
     return path
 
 
 def newest_draft() -> Path:
-    """Return the newest draft under the workspace's runs, or the workspace's ready draft. Raises UserError: none."""
+    """Return the newest draft under the workspace's runs, or its ready draft. Raises UserError: there is no draft."""
     return newest_output("distill", "prune", ready=True)
 
 
@@ -176,7 +180,7 @@ class CheckpointSettings(BaseModel):
 
     trust_remote_code: bool = option(
         False,
-        "Run Python code that checkpoints bring along. Only for authors whom you trust.",
+        "Run the Python code in checkpoints. Use this only for authors whom you trust.",
         advanced=True,
     )
 
@@ -185,10 +189,15 @@ class ServerConnection(BaseModel):
     """A running server in place of the target's checkpoint."""
 
     server: str | None = option(
-        None, "http://HOST:PORT of a server that runs the target instead.", panel=SERVER
+        None,
+        "http://HOST:PORT of a server that runs the target, instead of a checkpoint here.",
+        panel=SERVER,
     )
     served_model: str | None = option(
-        None, "Model of the server. Default: its first.", panel=SERVER, advanced=True
+        None,
+        "Name of the model on the server. Default: the server's first model.",
+        panel=SERVER,
+        advanced=True,
     )
     api_key_file: Path | None = api_key_file()
 
@@ -198,14 +207,14 @@ class SamplingSettings(BaseModel):
 
     top_k: int = option(
         0,
-        "Sample from the most probable tokens only; 0: from all.",
+        "Sample only from this many most probable tokens; 0: from all tokens.",
         ge=0,
         panel=SAMPLING,
         advanced=True,
     )
     top_p: float = option(
         1.0,
-        "Sample from the fewest tokens with this probability together.",
+        "Sample only from the fewest most probable tokens whose probabilities sum to this.",
         gt=0,
         le=1,
         panel=SAMPLING,
@@ -213,7 +222,7 @@ class SamplingSettings(BaseModel):
     )
     min_p: float = option(
         0.0,
-        "Leave out tokens less probable than this times the most probable one.",
+        "Leave out tokens whose probability is below this share of the most probable token's.",
         ge=0,
         le=1,
         panel=SAMPLING,
@@ -225,7 +234,7 @@ class SamplingSettings(BaseModel):
 def draft_vocab(counted_in: str, **others: Any) -> Any:
     return option(
         None,
-        f"Ids that the draft can propose, as 16k or 16384: a head for the most frequent of {counted_in}.",
+        f"Number of token ids that the draft can propose, as 16k or 16384: the most frequent ids of {counted_in}.",
         typed=str,
         **others,
     )

@@ -1,4 +1,4 @@
-"""Batches of token ids to train on, held-out windows and prompts. The seed and the step decide a batch.
+"""Batches of token ids to train on, held-out windows and prompts. A batch is a function of seed and step.
 
 B rows, T predicted tokens of a row, k listed tokens, N tokens of a stream or windows.
 """
@@ -61,7 +61,7 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return how many tokens of each row a model must read, [B]: up to the last in the mask, at least 1."""
+        """Return how many tokens of each row a model must read, [B]: to its last position in the mask, at least 1."""
         return np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)
 
     @property
@@ -144,7 +144,10 @@ class Batch:
         return Batch(self.ids[rows, : length + 1], self.mask[index], top, positions, depths)
 
     def shard(self, index: int, count: int) -> "Batch":
-        """Return a process's share: every count-th row from `index` on, or one row with an empty mask."""
+        """Return the rows of process `index` out of `count`: every count-th row.
+
+        Without rows, return one with an empty mask.
+        """
         if index < len(self.ids):
             return self.rows(slice(index, None, count))
         spare = self.rows(slice(0, 1))
@@ -217,7 +220,7 @@ class TokenBatches:
     conversations: dict[str, Batch] = field(default_factory=dict)
 
     def rows_of(self, weights: dict[str, float] | None = None) -> dict[str, int]:
-        """Return the number of rows of each source in a batch. Without weights, self.weights decide."""
+        """Return the number of rows of each source in a batch. weights: Default: self.weights."""
         exact = {name: weight * self.rows for name, weight in (weights or self.weights).items()}
         rows = {name: int(value) for name, value in exact.items()}
         for name in sorted(exact, key=lambda n: rows[n] - exact[n])[
@@ -230,7 +233,7 @@ class TokenBatches:
         return self.picked(places(self.rows_of(), step, dict.fromkeys(self.weights, 0)))
 
     def picked(self, places: list[tuple[str, int]]) -> Batch:
-        """Return the rows with these sources and indices as a batch."""
+        """Return a batch of rows. places: Source and index of each row."""
         if not self.conversations:
             return text_batch([self.row(*place) for place in places])
         parts = [
@@ -250,12 +253,16 @@ class TokenBatches:
         return talks.rows(slice(row, row + 1))
 
     def row(self, name: str, index: int) -> np.ndarray:
-        """Return row number `index` of a source, [seq_len + 1]. Numbers continue from epoch to epoch."""
+        """Return a row of a source, [seq_len + 1].
+
+        index: Number of the row, which continues to count from epoch to epoch.
+        """
         stream = self.streams[name]
         chunks = (len(stream) - 1) // self.seq_len
         if chunks < 1:
             raise UserError(
-                f"data {name!r}: {len(stream)} tokens, less than one sequence of {self.seq_len}"
+                f"data {name!r}: only {len(stream)} tokens, fewer than one sequence of {self.seq_len}; add text, "
+                "or lower --seq-len"
             )
         epoch, position = divmod(index, chunks)
         start = _permuted(position, chunks, f"{self.seed}:{name}:{epoch}") * self.seq_len
@@ -362,7 +369,7 @@ def loss_on_of(spec: str, asked: LossOn | None) -> LossOn | None:
         return asked or "assistant"
     if asked is not None:
         raise UserError(
-            f"--loss-on {asked}: data {spec!r} has no conversations, which are rows of messages"
+            f"--loss-on {asked}: data {spec!r} has no conversations (rows of messages); leave --loss-on out"
         )
     return None
 
@@ -383,26 +390,28 @@ def _conversations(
     """
     if other := next((doc.name for doc in docs if not doc.messages), None):
         raise UserError(
-            f"data {source!r}: {other} has no messages, and other rows have; keep them in files of their own"
+            f"data {source!r}: {other} has no messages, but other rows have; put conversations and other text "
+            "into separate files"
         )
     rows = [render(doc.messages, tokenizer, doc.name, loss_on).row(seq_len) for doc in docs]
     counting = [row for row in rows if row[1].any()]
     if len(counting) < len(rows):
         without = f"{len(rows) - len(counting)} of {len(rows)} conversations"
         note(
-            f"data {source!r}: {without} have no word of the assistant in {seq_len} tokens, and are left out"
+            f"data {source!r}: {without} are left out, because the assistant says nothing in their first "
+            f"{seq_len} tokens"
         )
     if not counting:
         raise UserError(
-            f"data {source!r}: the assistant says nothing in the first --seq-len {seq_len} tokens; where the "
-            "conversations have no answers, draftlab distill --text target lets the target write them"
+            f"data {source!r}: the assistant says nothing in the first --seq-len {seq_len} tokens; raise it, or "
+            "add --text target, so that the target writes the answers"
         )
     return Batch(np.stack([ids for ids, _ in counting]), np.stack([mask for _, mask in counting]))
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Windows of held-out text that overlap by one token, so that all tokens but the first are predicted."""
+    """Windows of held-out text. They overlap by one token, so that every token except the first is predicted."""
 
     batches: list[Batch]
     bytes_per_token: float
@@ -466,15 +475,16 @@ def open_heldout(
     stream = tokenize(docs, tokenizer)
     if least is not None and least < len(stream) <= seq_len:
         note(
-            f"data {source!r}: its held-out split has {len(stream)} tokens, fewer than {seq_len} in a row"
+            f"data {source!r}: its held-out split has {len(stream)} tokens, fewer than {seq_len}; add text, or "
+            "lower --seq-len"
         )
         seq_len = len(stream) - 1
     count = min(most_rows, (len(stream) - 1) // seq_len)
     if count < 1:
         needed = least or seq_len
         raise UserError(
-            f"data {source!r}: its held-out split has {len(stream)} tokens, and a window takes {needed}; add text, to "
-            f"some {math.ceil(needed / HELDOUT_SHARE):,} tokens in all, or take --data stdlib"
+            f"data {source!r}: its held-out split has {len(stream)} tokens, but a window needs {needed}; add "
+            f"text, up to about {math.ceil(needed / HELDOUT_SHARE):,} tokens in total, or use --data stdlib"
         )
     windows = [stream[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)]
     batches = [text_batch(windows[i : i + rows]) for i in range(0, count, rows)]
@@ -497,13 +507,14 @@ def heldout_prompts(
     prompts = list(itertools.islice(starts, count))
     if len(prompts) < count:
         raise UserError(
-            f"data {source!r}: held-out text has {len(prompts)} prompts of {length} tokens, not {count}"
+            f"data {source!r}: its held-out text gives only {len(prompts)} prompts of {length} tokens, not "
+            f"{count}; add text, or ask for fewer prompts"
         )
     return [prompts[i] for i in np.random.default_rng(seed).permutation(count)]
 
 
 def _permuted(position: int, n: int, key: str) -> int:
-    """Return the image of position under a keyed pseudo-random affine permutation of range(n)."""
+    """Return position after a pseudo-random permutation of range(n), an affine map that key decides."""
     step = int(unit_hash(key + ":step") * n) | 1
     while np.gcd(step, n) != 1:
         step += 2

@@ -23,7 +23,7 @@ from draftlab.model.hub import ROW_FILES
 from draftlab.reading import reading
 
 Split = Literal["train", "heldout"]
-HELDOUT_SHARE = 0.08  # share of documents, chosen by a hash of their names
+HELDOUT_SHARE = 0.08  # share of the documents that is held out, by a hash of their names
 HUB_ROWS = 50_000  # rows streamed from a hub data set; calibration and distillation need no more
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 NOT_STDLIB = {
@@ -31,7 +31,7 @@ NOT_STDLIB = {
     "dist-packages",
     "encodings",
     "pydoc_data",
-}  # the last two are generated tables
+}  # the last two files are generated tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def parse_mixture(spec: str) -> dict[str, float]:
             ) from None
         if not name or weights[name] <= 0:
             raise UserError(
-                f"data {spec!r}: want SOURCE or SOURCE=WEIGHT with a weight above 0, got {part!r}"
+                f"data {spec!r}: write SOURCE or SOURCE=WEIGHT with a weight above 0, not {part!r}"
             )
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
@@ -88,8 +88,8 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
         raise UserError(f"data {source!r} is empty")
     if not selected:
         raise UserError(
-            f"data {source!r}: none of its {len(found)} documents is in the {split} split; {HELDOUT_SHARE:.0%} of the "
-            "documents are held out, so add some"
+            f"data {source!r}: none of its {len(found)} documents is in the {split} split, because a hash of "
+            f"their names holds out {HELDOUT_SHARE:.0%}; add documents"
         )
     return sorted(selected, key=lambda d: unit_hash("order:" + d.name))
 
@@ -203,7 +203,7 @@ def _row_file(path: Path) -> Iterator[Document]:
 def _hub_dataset(name: str) -> Iterator[Document]:
     from datasets import load_dataset
 
-    hub.check_data(f"hf:{name}")  # else the client tries for half a minute
+    hub.check_data(f"hf:{name}")  # otherwise the client retries for half a minute
     with reading(f"data set {name!r} could not be loaded"):
         values = load_dataset(name, split="train", streaming=True)
     rows = checked_rows(name, enumerate(values.take(HUB_ROWS)), row_of)

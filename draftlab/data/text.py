@@ -30,7 +30,7 @@ FORMS = (
 )
 SHARE_GPT = {"human": "user", "gpt": "assistant", "function_call": "tool", "observation": "tool"}
 TOOLS = ("tool", "function")
-MOST_BAD = 0.01  # largest share of the rows of a file that may be left out
+MOST_BAD = 0.01  # largest share of a file's rows that may be bad and left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +103,9 @@ def checked_rows(
         more = "" if len(bad) == 1 else f" ({len(bad)} of {total:,} rows are bad)"
         raise UserError(bad[0] + more)
     if bad:
-        note(f"{name}: {len(bad)} of {total:,} rows are left out; the first: {bad[0]}")
+        note(f"{name}: {len(bad)} of {total:,} rows are left out; the first of them: {bad[0]}")
     if left_out:
-        note(
-            f"{name}: {left_out:,} messages without text (calls of tools, images, null) are left out"
-        )
+        note(f"{name}: {left_out:,} messages without text (tool calls, images, null) are left out")
 
 
 def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:
@@ -117,7 +115,7 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> T
         UserError: The row has none of the forms.
     """
     if not isinstance(value, dict):
-        raise UserError(f"{where}: not a JSON object; want {FORMS}")
+        raise UserError(f"{where}: the row is not a JSON object; it needs {FORMS}")
     category, turns = str(value.get("category", "")), value.get("turns")
     if (given := _messages(value)) is not None:
         messages = read_messages(given, where)
@@ -125,13 +123,13 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> T
         left_out = len(given) - len(messages)
         return TextRow(text=text, messages=tuple(messages), category=category, left_out=left_out)
     if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
-        raise UserError(f"{where}: turns must be a list of texts, each what the user says")
+        raise UserError(f"{where}: turns must be a list of texts, the user's turns")
     if turns:
         return TextRow(text=turns[0], later=tuple(turns[1:]), category=category)
     text = next((value[column] for column in columns if isinstance(value.get(column), str)), None)
     if text is None:
         raise UserError(
-            f"{where}: no text in its columns ({', '.join(map(str, value))}); want {FORMS}"
+            f"{where}: its columns ({', '.join(map(str, value))}) have no text; the row needs {FORMS}"
         )
     return TextRow(text=text, category=category)
 
@@ -147,7 +145,8 @@ def prompt_of(value: Any, where: str) -> TextRow:
         row = replace(row, text=value["prompt"], messages=())
     if row.messages and not row.asked:
         raise UserError(
-            f"{where}: the messages have no turn of the user before an answer, or at the end"
+            f"{where}: no message of the user asks for an answer; add a message with the role user before an "
+            "answer or at the end"
         )
     if not row.messages and not row.text.strip():
         raise UserError(f"{where}: the prompt is empty")
@@ -253,7 +252,7 @@ def chat_ids(
     Raises:
         UserError: The chat template refuses the conversation, or renders nothing.
     """
-    with reading(f"{where}: the chat template does not take it"):
+    with reading(f"{where}: the chat template refuses the conversation"):
         ids: Any = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=reply, tokenize=True, return_dict=False
         )
@@ -275,7 +274,10 @@ def render(
             more messages follow.
     """
     if not tokenizer.chat_template:
-        raise UserError(f"{where}: messages are for a chat, and the tokenizer has no chat template")
+        raise UserError(
+            f"{where}: the row has messages, but the tokenizer has no chat template; use a chat "
+            "model, or rows of plain text"
+        )
     whole = chat_ids(messages, tokenizer, where, reply=False)
     if loss_on == "all":
         return Conversation(np.array(whole), np.ones(len(whole), dtype=bool))
@@ -292,8 +294,8 @@ def render(
         after = chat_ids(messages[: number + 1], tokenizer, where, reply=False)
         if whole[: len(before)] != before or whole[: len(after)] != after:
             raise UserError(
-                f"{where}: the chat template renders message {number + 1} in another way when others follow, so what "
-                "the assistant says cannot be told from the rest; take --loss-on all"
+                f"{where}: the chat template renders message {number + 1} differently if more messages follow, so "
+                "the assistant's tokens cannot be found; use --loss-on all"
             )
         counted[len(before) : _end_of_turn(after, len(before), tokenizer)] = True
     return Conversation(np.array(whole), counted)

@@ -31,7 +31,7 @@ class BlockSpec(HeadSpec):
 
     @staticmethod
     def model() -> Any:
-        """Return the module of the head, which has check(folder, target) and load(folder, target, embed, head)."""
+        """Return the module of this kind of head, with check(folder, target) and load(folder, target, embed, head)."""
         raise NotImplementedError
 
     @classmethod
@@ -41,7 +41,7 @@ class BlockSpec(HeadSpec):
 
     @classmethod
     def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "DFlash":
-        """Load a head on its target. Raises UserError: See read."""
+        """Load a head with its target. Raises UserError: See read."""
         return cls.model().load(folder, target_path, target.embed, target.head)
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
@@ -89,12 +89,12 @@ class BlockSpec(HeadSpec):
 
     def _check_block(self, k: int, most: int) -> None:
         if k > most:
-            raise UserError(f"--k: the block of {self.heads} drafts at most {most} tokens")
+            raise UserError(f"--k: {self.heads} drafts at most {most} tokens in a block; lower --k")
 
 
 @drafter("dflash", served_by=("vllm", "sglang"))
 class DFlashSpec(BlockSpec):
-    """heads: a DFlash head as z-lab publishes it, or in the layout of speculators."""
+    """heads: directory of a DFlash head, in z-lab's layout or in the layout of speculators."""
 
     format = "DFlash"
     acceptance = BlockSpec.acceptance

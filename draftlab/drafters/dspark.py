@@ -1,4 +1,4 @@
-"""A DSpark head: a block from one pass, whose tokens are drawn one after the other."""
+"""A DSpark head: one pass computes a block, and its tokens are drawn one after the other."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 @drafter("dspark", served_by=("vllm", "sglang"))
 class DSparkSpec(BlockSpec):
-    """heads: a DSpark head in the layout of speculators, or as DeepSeek publishes it. least_confidence: tokens are
-    drafted while the head's estimate that all of them are accepted is at least this.
+    """heads: directory of a DSpark head, in the layout of speculators or of DeepSeek.
+
+    least_confidence: drafting goes on while the estimated probability that all drafted tokens are accepted is at least
+    this.
     """
 
     format = "DSpark"
@@ -39,7 +41,9 @@ class DSparkSpec(BlockSpec):
             self.least_confidence
             and not self.model().check(Path(self.heads), run.target).confidence
         ):
-            raise UserError(f"--drafter {self.text}: the head has no confidence head")
+            raise UserError(
+                f"--drafter {self.text}: this head has no confidence head; leave least_confidence out"
+            )
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
         from draftlab.engine.drafters.dspark import DSparkDrafter
@@ -48,4 +52,4 @@ class DSparkSpec(BlockSpec):
 
     @property
     def replays(self) -> bool:
-        return not self.least_confidence  # the number of drafted tokens depends on what is drawn
+        return not self.least_confidence  # otherwise the number of drafted tokens is random

@@ -30,7 +30,7 @@ class HeadSpec(DrafterSpec):
     """A head on the target's states. heads: Directory of the head."""
 
     format: ClassVar[str]  # name of the kind of head
-    remedy: ClassVar[str] = ""  # end of the message if the directory has no head
+    remedy: ClassVar[str] = ""  # end of the error message if the directory has no head
 
     heads: str
 
@@ -44,7 +44,7 @@ class HeadSpec(DrafterSpec):
             )
 
     def target_of(self, context: "DrafterContext") -> "Llama | HFDecoder":
-        """Return the target. Raises UserError: the states of its layers are not accessible."""
+        """Return the target's model. Raises UserError: the states of its layers are not accessible."""
         from draftlab.model.hf_decoder import HFDecoder
         from draftlab.model.llama import Llama
 
@@ -58,7 +58,7 @@ class HeadSpec(DrafterSpec):
 
 
 class EagleHeadSpec(HeadSpec):
-    """heads: a head that draftlab distill wrote, or a head in the layout of SpecForge, SafeAILab or speculators."""
+    """heads: directory of a head from draftlab distill, or in the layout of SpecForge, SafeAILab or speculators."""
 
     format = "EAGLE-3"
     remedy = "; distill --student eagle trains one"
@@ -100,7 +100,7 @@ class EagleSpec(EagleHeadSpec, GateSpec):
     """prompt_lookup_max: longest n-gram of a prompt lookup before the head; by default the head drafts alone."""
 
     by_age = True
-    cache_lag = 1  # the head reads the state of the prompt's last token with the first token after the prompt
+    cache_lag = 1  # the head reads the state of the prompt's last token together with the first token after the prompt
     prompt_lookup_max: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -108,7 +108,7 @@ class EagleSpec(EagleHeadSpec, GateSpec):
         if self.prompt_lookup_max is None and (
             idle := sorted(self.model_fields_set & {"min_match", "draft_tokens"})
         ):
-            raise ValueError(f"{', '.join(idle)}: only with prompt_lookup_max")
+            raise ValueError(f"{', '.join(idle)}: works only with prompt_lookup_max")
         return self
 
     def build(self, context: "DrafterContext") -> "DrafterRun":

@@ -1,4 +1,4 @@
-"""Prompt lookup, with a draft model that drafts if no match is long enough."""
+"""Prompt lookup; if no match is long enough, a draft model drafts instead."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.engine.generate import Drafter
 
-FALLBACK_LOOKUP_MAX = 8  # longer matches are right more often, and min_match tells them apart
+FALLBACK_LOOKUP_MAX = 8  # longer matches are right more often; see GateSpec.min_match
 MATCH_KINDS = 3  # see GateSpec.min_match
 
 
 class GateSpec(DrafterSpec):
     """Prompt lookup before another drafter, which drafts if no match is long enough.
 
-    min_match: least tokens of a match whose n-gram occurred once before, several times followed by the same token, and
-    several times followed by different tokens, as 3x1x5. draft_tokens: most tokens of the other drafter; by default as
-    many as prompt lookup copies.
+    min_match: shortest match to use, in tokens, as 3x1x5: for an n-gram that occurred once before; several times,
+    always followed by the same token; several times, followed by different tokens. draft_tokens: most tokens of the
+    other drafter; by default as many as prompt lookup copies.
     """
 
     min_match: Annotated[list[int], split_at("x")] = Field([1, 1, 1])
@@ -30,7 +30,7 @@ class GateSpec(DrafterSpec):
     @model_validator(mode="after")
     def _has_a_length_for_each_kind(self) -> Self:
         if len(self.min_match) != MATCH_KINDS or min(self.min_match) < 1:
-            raise ValueError(f"min_match: want {MATCH_KINDS} numbers from 1 on, as 3x1x5")
+            raise ValueError(f"min_match: give {MATCH_KINDS} numbers of 1 or more, as 3x1x5")
         return self
 
     def after_lookup(self, longest: int, drafter: "Drafter", vocab: int) -> "Drafter":

@@ -40,7 +40,10 @@ class OutputsSpec(DrafterSpec):
 
 @drafter("ngram")
 class NgramSpec(OutputsSpec):
-    """tokens: number of tokens to count. data: source of the text to count; empty: the data of the run."""
+    """tokens: number of tokens from which n-grams are counted.
+
+    data: source of that text; empty: the data of the run.
+    """
 
     order: int = Field(4, ge=2)
     tokens: int = Field(2_000_000, ge=1)
@@ -49,7 +52,7 @@ class NgramSpec(OutputsSpec):
     @model_validator(mode="after")
     def _has_one_corpus(self) -> Self:
         if self.outputs and self.data:
-            raise ValueError("data, outputs: want one of them")
+            raise ValueError("give data or outputs, not both")
         return self
 
     @property
@@ -63,7 +66,7 @@ class NgramSpec(OutputsSpec):
         if not contexts_fit(run.vocab, self.order):
             contexts = f"contexts of {self.order - 1} tokens of {run.vocab}"
             raise UserError(
-                f"--drafter {self.text}: {contexts} do not fit 64 bits; use a smaller order"
+                f"--drafter {self.text}: {contexts} cannot be numbered in 64 bits; use a smaller order"
             )
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
@@ -74,12 +77,15 @@ class NgramSpec(OutputsSpec):
         corpus = self._answers() if self.outputs else context.corpus(source, self.tokens)
         if len(corpus) < self.order:
             raise UserError(
-                f"--drafter {self.text}: {len(corpus)} tokens of {source} hold no {self.order}-gram; use more tokens"
+                f"--drafter {self.text}: {len(corpus)} tokens of {source} have no {self.order}-gram; use more tokens"
             )
         return context.run(NgramDrafter(NgramModel(corpus, context.vocab, self.order)))
 
     def _answers(self) -> "np.ndarray":
-        """Return the target's texts as one stream, each text after the last order - 1 tokens of its prompt."""
+        """Return the target's texts as one stream of tokens.
+
+        Each text follows the last order - 1 tokens of its prompt.
+        """
         import numpy as np
 
         from draftlab.target_outputs.store import read_store

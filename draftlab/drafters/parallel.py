@@ -29,7 +29,8 @@ class ParallelSpec(DraftModelSpec):
         draft: Path | None = hub.locate(self.draft) if self.draft else run.draft
         if draft is not None and pard_token(draft) is None:
             raise UserError(
-                f"--drafter {self.text}: {draft} is no parallel draft; draftlab distill --student parallel trains one"
+                f"--drafter {self.text}: {draft} is not a parallel draft; train one with draftlab distill "
+                "--student parallel"
             )
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
@@ -51,7 +52,9 @@ class ParallelSpec(DraftModelSpec):
 
         trained, model = trained_offsets(hub.locate(self.draft)), replay.load_draft(self.draft)
         if trained is not None and replay.most > trained:
-            note(f"{self.draft} was trained to draft {trained} tokens, not {replay.most}")
+            note(
+                f"{self.draft} was trained to draft {trained} tokens; the largest --k here is {replay.most}"
+            )
         token = mask_token(model)
         return score_offsets(
             model, replay.texts, replay.vocab, replay.sampling, replay.most, token, replay.advance

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @drafter("suffix", served_by=("vllm",))
 class SuffixSpec(OutputsSpec):
-    """outputs: a store of the target's earlier answers to draft from, too; empty: only the text itself.
+    """outputs: store of the target's earlier answers, from which the drafter also copies; empty: only the text itself.
 
-    All other options have vLLM's defaults, and vLLM's names without the prefix suffix_decoding_.
+    All other options have vLLM's names, without the prefix suffix_decoding_, and vLLM's defaults.
     """
 
     max_tree_depth: int = Field(24, ge=2)
@@ -24,7 +24,10 @@ class SuffixSpec(OutputsSpec):
     min_token_prob: float = Field(0.1, ge=0, le=1)
 
     def speculative_config(self, k: int) -> dict[str, object]:
-        """Return vLLM's configuration. vLLM remembers its own answers, and needs the package arctic-inference."""
+        """Return vLLM's --speculative-config.
+
+        vLLM copies from its own earlier answers, and needs the package arctic-inference.
+        """
         names = ("max_tree_depth", "max_spec_factor", "min_token_prob")
         options = {f"suffix_decoding_{name}": getattr(self, name) for name in names}
         return {"method": "suffix", "num_speculative_tokens": k, **options}

@@ -91,8 +91,8 @@ def generate_batch(
 ) -> list[Completion]:
     """Generate a completion of each prompt.
 
-    numbers: A number per prompt, which with the seed decides its samples. advance: Receives the number of finished
-    prompts.
+    numbers: A number per prompt, which together with the seed decides its samples. advance: Receives the number of
+    finished prompts.
 
     Raises:
         UserError: A prompt and its completion do not fit the model's context, or logits are not finite.
@@ -113,7 +113,7 @@ def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer
     """Return a function by which the model answers the earlier turns of prompts."""
 
     def answer(prompts: list[Prompt], numbers: list[int]) -> list[list[int]]:
-        with progress("the target answers earlier turns", len(prompts)) as advance:
+        with progress("the target answers the earlier turns", len(prompts)) as advance:
             written = generate_batch(
                 model,
                 [p.ids for p in prompts],
@@ -131,8 +131,8 @@ def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:
     """Raises UserError: the prompt and max_tokens new tokens do not fit the context."""
     if prompt_tokens + max_tokens > context:
         raise UserError(
-            f"a prompt has {prompt_tokens} tokens; with {max_tokens} more it does "
-            f"not fit the target's context of {context}"
+            f"a prompt has {prompt_tokens} tokens, and with {max_tokens} new tokens it exceeds the target's "
+            f"context of {context}; shorten prompts or lower --max-new-tokens"
         )
 
 
@@ -156,7 +156,7 @@ def _groups(
 
 
 def batch_size_for(model: Decoder, length: int, batching: Batching) -> int:
-    """Return how many texts of `length` tokens fit the memory, at least 1 and at most batching.batch_size."""
+    """Return how many texts of `length` tokens fit into memory, at least 1 and at most batching.batch_size."""
     text_bytes = BYTES_PER_LOGIT * (model.vocab or 0) + length * model.kv_bytes
     return max(1, min(batching.batch_size, int(batching.memory * GIGABYTE / text_bytes)))
 
@@ -189,7 +189,7 @@ def _generate(
             left = int(running.sum())
             if not batching.unfinished(left):
                 break
-            # with no row left, this process still runs passes for the unfinished texts of other processes
+            # a process without unfinished rows still takes part in passes, for the texts of other processes
             shrinks = isinstance(cache, Cache | HFCache | RecurrentCache)
             if shrinks and 0 < left <= MOST_RUNNING * len(rows):
                 cache, rows = cache.rows(running), rows[running]
@@ -199,7 +199,10 @@ def _generate(
 
 
 def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor:
-    """Return the ids to feed first: the prompts or, after a pass over prompts of several lengths, their last tokens."""
+    """Return the ids to feed first: the prompts.
+
+    If prompts have several lengths, read them here, and return their last tokens.
+    """
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     if shortest == longest:
         return torch.tensor([list(p) for p in prompts], device=model.device)  # [B, P]

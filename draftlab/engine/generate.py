@@ -152,12 +152,12 @@ class ModelDrafter(Drafter):
         self.last_logits([text[:-1] for text in texts])
 
     def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
-        """Roll the cache back to the texts and return the logits of their last tokens, [B, last, V]."""
+        """Roll the cache back to the texts, read new tokens, and return the logits of the last tokens, [B, last, V]."""
         self.roll_back(texts)
         return feed(self.model, self.cache, texts, self.own_vocab, last)
 
     def roll_back(self, texts: Sequence[list[int]]) -> None:
-        """Keep only cached tokens that the texts begin with. From now on the texts count as read."""
+        """Keep only the cached tokens that are also in the texts. From now on the texts count as read."""
         drafted = [[]] * len(texts) if self.drafted is None else self.drafted.tolist()
         for row, text in enumerate(texts):
             cached = self.cached[row] + drafted[row]
@@ -190,7 +190,7 @@ def speculative_decode(
     rule: Rule | None = None,
     draft_temperature: float | None = None,
 ) -> Iterator[Step]:
-    """Draft k tokens, verify them in one target pass, emit the accepted tokens and one more token; lossless.
+    """Decode losslessly: draft k tokens, verify them in one target pass, and emit the accepted tokens and one more.
 
     The first pass is the prefill, which emits one token per row and drafts nothing, as in engines with a separate
     prefill. Its draft_seconds are the time of the drafter's own prefill. Each pass yields a step for every row still
@@ -217,7 +217,7 @@ def speculative_decode(
         room, uniform = rows.room(), rows.current(draws)
         count = min(k, max(room)) if prefilled else 0
         if count and target.replays_passes:
-            count = k  # one shape for every pass: tokens beyond a text's limit do not count
+            count = k  # every pass has the same shape; tokens beyond a text's limit do not count
         start = clock()
         draft = (
             drafter.propose(rows.texts, count, own, uniform[:, :count])
@@ -319,7 +319,7 @@ def _verify_sampled_chains(
 ) -> list[tuple[list[int], list[int]]]:
     """Verify chains with target probabilities p [B, T, V]. Raises ValueError: the draft is a token tree."""
     if draft is not None and draft.parents is not None:
-        raise ValueError("the draft is a token tree without a rule that verifies it")
+        raise ValueError("the draft is a token tree, and no rule that verifies trees was given")
     ids = uniform.new_empty((len(p), 0), dtype=torch.long) if draft is None else draft.ids
     q = F.one_hot(ids, p.shape[-1]).to(p) if draft is None or draft.q is None else draft.q
     width = ids.shape[1]
@@ -389,7 +389,7 @@ class _Rows:
     def append(
         self, verified: list[tuple[list[int], list[int]]], cache: Any, draft: Draft | None
     ) -> list[tuple[int, int, list[int]]]:
-        """Append verified tokens, roll the cache back to the texts, and return (row, accepted, tokens) of live rows."""
+        """Append verified tokens, roll the cache back; return (row, accepted, tokens) of the rows still decoding."""
         emitted = []
         for row in self.live:
             path, tokens = verified[row]

@@ -16,7 +16,7 @@ MAX_BUFFER_BYTES = 1 << 30  # largest matrix that measures bandwidth
 SQUARE = {"cpu": 1024, "cuda": 8192}  # side of the multiplied matrices
 SLOW_SQUARE = 256  # side for slow dtypes, whose larger products take seconds
 COLUMNS = 4096  # columns of the matrix that measures bandwidth
-LAPS = 16  # runs of a task per reading of an accelerator's clock: a reading takes a tenth of a run
+LAPS = 16  # runs of a task between two readings of an accelerator's clock, since a reading takes a tenth of a run
 
 Task = Callable[[], object]
 Key = TypeVar("Key")
@@ -29,7 +29,7 @@ def time_interleaved(
     clock: Clock,
     advance: Callable[[int], None] = lambda rounds: None,
 ) -> dict[Key, list[float]]:
-    """Return the milliseconds of the second task of each pair in each round.
+    """Time pairs of tasks in turns, and return the milliseconds of each pair's second task in each round.
 
     The first task of a pair runs, untimed, right before the second. The order of the pairs is reversed every round, so
     that drift of the machine affects all pairs alike. Warm-up rounds do not count.
@@ -87,7 +87,7 @@ def matmul_tflops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def memory_sweep(size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Task]:
-    """Return the bytes that a product reads, about `size` but at most MAX_BUFFER_BYTES, and the product as a task."""
+    """Return the bytes of a matrix of about `size`, at most MAX_BUFFER_BYTES, and a task that multiplies the matrix."""
     rows = max(1, min(size, MAX_BUFFER_BYTES) // (COLUMNS * dtype.itemsize))
     matrix = torch.ones(rows, COLUMNS, dtype=dtype, device=device)
     vector = torch.ones(1, COLUMNS, dtype=dtype, device=device)

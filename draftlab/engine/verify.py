@@ -28,8 +28,8 @@ def check_logits(logits: Tensor, model: str) -> None:
     if not math.isfinite(float(logits.max())):
         dtype = str(logits.dtype).removeprefix("torch.")
         raise UserError(
-            f"{model} computes logits that are not finite (NaN or infinity) in {dtype}: its weights are damaged, or "
-            "overflow there; try --dtype float32"
+            f"{model} computes NaN or infinite logits in {dtype}: its weights are damaged, or overflow in "
+            f"{dtype}; try --dtype float32"
         )
 
 
@@ -114,7 +114,7 @@ def verify_rows(
         return accepted, p_next
     residual = (p_next - _picked(q, accepted.clamp_max(width - 1))).clamp_min(0)
     total = residual.sum(-1, keepdim=True)
-    # if the total is 0, p and q agree up to rounding: rejection came from rounding, and p itself is right
+    # a total of 0 means that p and q agree up to rounding, and the token was rejected by rounding: p itself is right
     rejected = (accepted < counts).unsqueeze(1) & (total > 0)
     return accepted, torch.where(rejected, residual / total, p_next)
 
@@ -158,7 +158,7 @@ class Tokens:
     q: Tensor | None = None  # None is deterministic: one-hot
 
     def children(self, node: int) -> list[int]:
-        """Return the children of a node and of all nodes for the same text (siblings with the same token)."""
+        """Return the children of a node, and of its duplicates: nodes with the same path of tokens."""
         same = [node]
         if node:
             same = [
@@ -188,7 +188,10 @@ Rule = Callable[[Tensor, Tokens, Chance], Verdict]
 
 @RULES.register("match")
 def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Emit the target's own samples, and accept drafted tokens that equal these samples (llama.cpp). Ignore q."""
+    """Emit the target's own samples, and accept drafted tokens that equal these samples, as llama.cpp does.
+
+    q is not used.
+    """
     node = 0
     while True:
         token = chance.pick(p[node])
@@ -207,7 +210,7 @@ def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
     """
     n = len(tokens.ids)
     if list(tokens.parents) != list(range(n)):
-        raise ValueError("block verification needs a chain, not a tree")
+        raise ValueError("the rule block verifies chains, and this draft is a token tree")
     q = [tokens.drawn_from(i, p) for i in range(n)]
     accept = [torch.ones((), dtype=p.dtype, device=p.device)]
     for i, token in enumerate(tokens.ids):

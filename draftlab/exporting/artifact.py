@@ -1,4 +1,4 @@
-"""Drafts that are checked and exported with their targets: a draft model, a parallel draft or an EAGLE-3 head.
+"""Drafts with their targets, to check and to export: a draft model, a parallel draft or an EAGLE-3 head.
 
 R texts, n tokens of a text, K drafted.
 """
@@ -31,11 +31,11 @@ from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, err
 
 DEFAULT_CONTEXT = 2048  # tokens, if a configuration names no context
 MOST_OF_HEAD = 32  # tokens that a head can draft
-UNMEASURED_K = "a default; draftlab score measures the fastest"
+UNMEASURED_K = "a default; draftlab score finds the fastest K"
 SPACES = (
     "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}",
     "\N{LOWER ONE EIGHTH BLOCK}",
-)  # marks of a leading space in a token
+)  # characters that mark a leading space in a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Form:
 class Exportable(Artifact, Protocol):
     """A draft or head that can be checked, written and verified.
 
-    default_k: Tokens to draft if no score exists, with the reason. most: Most tokens that the draft can draft.
+    default_k: Number of tokens to draft if there is no score, and the reason. most: Largest number of tokens to draft.
     """
 
     kind: DraftKind
@@ -81,7 +81,7 @@ class Exportable(Artifact, Protocol):
         ...
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
-        """Decode a few tokens, and return the findings. prompts: Token ids."""
+        """Decode a few tokens with the draft, and return the findings. prompts: Token ids."""
         ...
 
     def refuse(self, form: Form) -> None:
@@ -114,7 +114,7 @@ class Exportable(Artifact, Protocol):
 
 
 class DraftModel:
-    """A draft model, which makes a pass for each token."""
+    """A draft model that makes one pass for each drafted token."""
 
     kind: DraftKind = "draft model"
     in_parallel = False
@@ -155,7 +155,7 @@ class DraftModel:
         other = self.difference()
         copy = f"copy the tokenizer files of {self.target} into the draft if it was trained on the target's ids"
         if other is not None:
-            text = f"another vocabulary than the target's, which speculation needs: {other}"
+            text = f"the draft's vocabulary differs from the target's, but speculation needs the same: {other}"
             yield error(
                 "tokenizer", text, f"mergekit-tokensurgeon {self.path} {self.target} OUT; or {copy}"
             )
@@ -172,19 +172,21 @@ class DraftModel:
         differing = [
             text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]
         ]
-        text = f"{len(differing)} of {len(PROBES)} probe texts get other ids"
+        text = (
+            f"{len(differing)} of {len(PROBES)} probe texts get other token ids than in the target"
+        )
         files = [model / "tokenizer.json" for model in (self.path, self.target)]
         if not differing:
             yield ok(
                 "tokenizer",
-                f"{min(self.vocab, self.target_vocab):,} ids and {len(PROBES)} probe texts agree",
+                f"equal to the target's for {min(self.vocab, self.target_vocab):,} ids and {len(PROBES)} probe texts",
             )
         elif (
             all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
         ):
             text += (
-                " from the same tokenizer.json: transformers reads it otherwise "
-                f"for {self.config.get('model_type')}"
+                " from the same tokenizer.json, which transformers reads differently for "
+                f"{self.config.get('model_type')}"
             )
             yield warning(
                 "tokenizer", text, "serve the draft with the target's tokenizer, as servers do"
@@ -196,16 +198,14 @@ class DraftModel:
         own, targets = map(checkpoint.special_ids, self.tokenizers)
         for name in ("bos", "eos"):
             if own[name] != targets[name]:
-                text = f"{name} is {own[name]} in the draft and {targets[name]} in the target"
+                text = f"{name} is id {own[name]} in the draft, but {targets[name]} in the target"
                 yield error("special tokens", text, f"copy tokenizer_config.json of {self.target}")
         ends, target_ends = (
             checkpoint.eos_token_ids(self.path),
             checkpoint.eos_token_ids(self.target),
         )
         if ends != target_ends:
-            text = (
-                f"texts end at {list(ends)} in the draft and at {list(target_ends)} in the target"
-            )
+            text = f"end-of-text ids are {list(ends)} in the draft, but {list(target_ends)} in the target"
             yield warning(
                 "special tokens",
                 text,
@@ -216,19 +216,27 @@ class DraftModel:
         if self.vocab == self.target_vocab:
             yield ok("vocabulary", f"{self.vocab:,} logits in both")
         else:
-            text = f"{self.vocab:,} logits in the draft, {self.target_vocab:,} in the target"
+            text = f"the draft has {self.vocab:,} logits and the target {self.target_vocab:,}"
             yield warning(
-                "vocabulary", text, f"draftlab export --to hf --target {self.target} resizes it"
+                "vocabulary",
+                text,
+                f"draftlab export --to hf --target {self.target} resizes the draft",
             )
         if (ids := read_head_ids(self.path, self.vocab)) is not None:
-            text = f"its head has {len(ids):,} of them, in draftlab; draftlab export writes a whole one for runtimes"
+            text = (
+                f"the trimmed head predicts {len(ids):,} ids in draftlab; draftlab export writes a complete "
+                "head for servers"
+            )
             yield ok("vocabulary", text)
 
     def _chat_template(self) -> Iterator[Finding]:
         own, targets = (tokenizer.chat_template for tokenizer in self.tokenizers)
         if own != targets:
             has = "another chat template than" if own else "no chat template, unlike"
-            text = f"the draft has {has} the target; runtimes use the target's, which the draft may not have seen"
+            text = (
+                f"the draft has {has} the target; servers use the target's, which the draft may not have been "
+                "trained on"
+            )
             yield warning(
                 "chat template",
                 text,
@@ -239,12 +247,15 @@ class DraftModel:
         own, targets = (
             checkpoint.max_model_len(model, DEFAULT_CONTEXT) for model in (self.path, self.target)
         )
-        text = f"{own:,} tokens, the target's {targets:,}"
+        text = f"the draft reads {own:,} tokens, the target {targets:,}"
         if own >= targets:
             yield ok("context", text)
         else:
-            text += ": on longer texts vLLM stops drafting, and other runtimes draft nonsense"
-            fix = f"serve at most {own:,} tokens, or distil at a longer --seq-len from a source with more context"
+            text += "; on longer texts vLLM stops drafting, and other servers draft tokens that are rejected"
+            fix = (
+                f"serve at most {own:,} tokens, or distil with a longer --seq-len from a source with a longer "
+                "context"
+            )
             yield warning("context", text, fix)
 
     def _weights(self) -> Iterator[Finding]:
@@ -257,10 +268,10 @@ class DraftModel:
             broken = str(failure)
         dtype = checkpoint.dtype_name(checkpoint.stored_dtype(self.path))
         if broken:
-            yield error("weights", broken, "train again from the last good checkpoint")
+            yield error("weights", broken, "train the draft again from its last good checkpoint")
         elif dtype == "float32":
-            fix = "draftlab export --to hf --dtype bfloat16 halves it"
-            yield warning("weights", "stored in float32, while runtimes compute in 16 bits", fix)
+            fix = "draftlab export --to hf --dtype bfloat16 halves the size"
+            yield warning("weights", "stored in float32, but servers compute in 16 bits", fix)
         else:
             yield ok("weights", f"finite, {dtype}")
 
@@ -274,7 +285,7 @@ class DraftModel:
     def refuse(self, form: Form) -> None:
         if form.layout == "speculators":
             raise UserError(
-                f"{self.path} is a draft model, and speculators' layout is for EAGLE-3 heads: --to vllm"
+                f"--to speculators is the layout of EAGLE-3 heads, and {self.path} is a draft model; use --to vllm"
             )
         if not form.heterogeneous:
             common_vocabulary(self.path, self.target)
@@ -302,7 +313,11 @@ class DraftModel:
         return gguf.write(directory, file, qtype)
 
     def summary(self, directory: Path, form: Form) -> str:
-        owner = "its own, which the server translates" if form.heterogeneous else "the target's"
+        owner = (
+            "its own, which the server translates to the target's"
+            if form.heterogeneous
+            else "the target's"
+        )
         context = checkpoint.max_model_len(directory, DEFAULT_CONTEXT)
         return (
             f"{read_size(directory).describe()}; vocabulary of {checkpoint.vocab_size(directory):,} tokens, {owner}; "
@@ -338,7 +353,7 @@ class ParallelDraft(DraftModel):
         super().__init__(path, target)
         trained = parallel.trained_offsets(path)
         if trained is not None:
-            reason: str = f"the number that the draft learnt to draft in one pass, {UNMEASURED_K}"
+            reason: str = f"the number of tokens that the draft was trained to draft in one pass, {UNMEASURED_K}"
             self.default_k: tuple[int, str] = (trained, reason)
 
     def findings(self) -> Iterator[Finding]:
@@ -351,7 +366,7 @@ class ParallelDraft(DraftModel):
             )
             return
         known = f"up to {offsets} tokens" if offsets else "several tokens"
-        yield ok("pard_token", f"{token}: it drafts {known} in one pass")
+        yield ok("pard_token", f"mask token {token}; the draft was trained for {known} in one pass")
 
     def _scores(
         self, model: Decoder, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int
@@ -403,18 +418,21 @@ class HeadArtifact:
         layers = ", ".join(map(str, self.layer_ids))
         yield ok(
             "head",
-            f"reads the states after {layers} layers, predicts {self._ids()}, {self._norm()}",
+            f"reads the target's states after {layers} layers, predicts {self._ids()}, {self._norm()}",
         )
         context = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
         if context > self.sizes.context:
-            text = f"{self.sizes.context:,} tokens, the target's {context:,}: it drafts worse on longer texts"
-            yield warning("context", text, "train with a longer --seq-len")
+            text = (
+                f"the head was trained for {self.sizes.context:,} tokens and the target reads {context:,}; on "
+                "longer texts it drafts worse"
+            )
+            yield warning("context", text, "train the head with a longer --seq-len")
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
         try:
             llama.check_supported(self.target)
         except UserError as failure:
-            return [warning("acceptance", f"not measured: {failure}", "ask the server's counters")]
+            return [warning("acceptance", f"not measured: {failure}", "read the server's counters")]
         target = llama.load(hub.locate(self.target), torch.float32, device)
         return [
             trials.check_acceptance(target, EagleDrafter(target, self.model(target, None)), prompts)
@@ -423,12 +441,14 @@ class HeadArtifact:
     def refuse(self, form: Form) -> None:
         if form.heterogeneous:
             raise UserError(
-                f"--use-heterogeneous-vocab: {self.path} has heads on the target's states, and its ids"
+                f"--use-heterogeneous-vocab: leave it out, because {self.path} is a head, which always has the "
+                "target's vocabulary"
             )
         if form.server is not None:
             if not form.server.heads:
                 raise UserError(
-                    f"{self.path} is an EAGLE-3 head, and {form.server.name} has no EAGLE-3"
+                    f"{self.path} is an EAGLE-3 head, which {form.server.name} does not support; use --to vllm, "
+                    "sglang, llama.cpp or tensorrt-llm"
                 )
             _refuse(self, form.server, form.server.check(self))
         if form.outtype is not None:
@@ -487,8 +507,8 @@ def open_artifact(path: Path, target: Path) -> Exportable:
     if kind not in (None, "eagle"):
         DRAFTERS.get(kind, "head").size_of(path, target)
         raise UserError(
-            f"{path} is a {kind} head of this target: score --drafter {kind}:heads={path} measures it, and vLLM and "
-            "SGLang serve the directory as it is"
+            f"{path} is a {kind} head, which vLLM and SGLang serve without export; measure it with draftlab score "
+            f"--drafter {kind}:heads={path}"
         )
     if kind is not None:
         return HeadArtifact(path, target, eagle.check(path, target), checkpoint.read_config(path))

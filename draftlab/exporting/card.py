@@ -24,10 +24,10 @@ class Card:
     kind: str  # draft model or EAGLE-3 head
     summary: str  # size and requirements of the draft
     commands: Sequence[str]  # commands that made the draft, in order
-    # acceptance on held-out text, before and after distillation
+    # acceptance on held-out text before and after distillation
     heldout: tuple[float, float] | None
     scores: Sequence[Score]
-    script: tuple[str, str] | None  # name and text
+    script: tuple[str, str] | None  # name and text of the start script
     verified: str  # result of scoring the export where it runs
 
     def text(self) -> str:
@@ -58,7 +58,7 @@ class Card:
     def _summary(self) -> list[str]:
         article = "An" if self.kind[0] in "AE" else "A" if self.kind[-1] != "s" else ""
         local = (
-            " The target was a folder of this name: put its name on the hub into `base_model`."
+            " The target was a local folder of this name; replace it in `base_model` by the target's name on the hub."
             if self.is_local
             else ""
         )
@@ -105,10 +105,7 @@ class Card:
         return ["## How it was made", "", "```", *self.commands, "```"] if self.commands else []
 
 
-TERMS = (
-    "A speed-up is over the target alone, of a K chosen on other prompts, "
-    "with its 95% bootstrap interval over prompts."
-)
+TERMS = "Speed-ups are over the target alone, at a K chosen on other prompts, with 95% intervals over prompts."
 
 
 def _score_lines(score: Score) -> list[str]:
@@ -131,7 +128,7 @@ def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:
         return _commands(draft), _heldout(draft)
     except UserError:
         note(
-            f"the records of what made {draft} are of another version of draftlab: the card leaves them out"
+            f"the card has no commands that made {draft}, because their records are of another version of draftlab"
         )
         return [], None
 
@@ -146,7 +143,7 @@ def _commands(draft: Path) -> list[str]:
 
 
 def _typed(record: Record) -> str:
-    """Return the command of a record, with the values of draftlab.yaml, which a reader of the card does not have.
+    """Return the command of a record, with the values of draftlab.yaml, which readers of the card do not have.
 
     Absolute paths are shortened to their names, because their folders exist on this machine only.
     """

@@ -1,4 +1,4 @@
-"""GGUF files with llama.cpp's names of tensors and settings. Weights are converted and written one at a time."""
+"""GGUF files with llama.cpp's names of tensors and settings, converted and written one weight at a time."""
 
 import math
 from collections import ChainMap
@@ -29,7 +29,8 @@ class Architecture:
 
     Attributes:
         names: Name of the table of tensor names in the gguf package.
-        neighbours: Whether rotary embeddings pair neighbouring rows of q and k, instead of the halves of a head.
+        neighbours: Whether rotary embeddings pair neighbouring rows of q and k, rather than row i with row i + head_dim
+            / 2.
         scales: GGUF setting of each scale, by its name in config.json.
     """
 
@@ -82,13 +83,12 @@ class Written:
         lines, tokenizer = [], self.tokenizer
         if self.unquantized:
             lines.append(
-                f"{len(self.unquantized)} matrices stay f16: their rows do not divide into blocks"
+                f"{len(self.unquantized)} matrices stay f16, because their rows cannot be divided into blocks"
             )
         if tokenizer.match < 1:
             lines.append(
-                "llama.cpp has no pre-tokenizer that splits text as this tokenizer does; "
-                f"{tokenizer.pre!r} gives the same ids for {tokenizer.match:.0%} of the probe texts, for target and "
-                "draft alike"
+                "llama.cpp has no pre-tokenizer that splits text like this tokenizer; "
+                f"{tokenizer.pre!r} gives draft and target the right ids for {tokenizer.match:.0%} of the probe texts"
             )
         return [*lines, f"{self.path.name}: {self.path.stat().st_size / 1e6:,.4g} MB"]
 
@@ -112,11 +112,11 @@ def architecture(directory: Path) -> Architecture:
     model_type = str(config.get("model_type"))
     if model_type not in ARCHITECTURES:
         raise UserError(
-            f"{directory} is a {model_type} model; GGUF export supports {', '.join(ARCHITECTURES)}"
+            f"{directory} is a {model_type} model, but GGUF export supports only {', '.join(ARCHITECTURES)}"
         )
     if config.get("hidden_act") != "silu":
         raise UserError(
-            f"{directory}: activation {config.get('hidden_act')!r}; llama.cpp computes silu"
+            f"{directory}: activation {config.get('hidden_act')!r}, but llama.cpp computes silu for this architecture"
         )
     if model_type == "qwen2" and shape.sizes["q"] != shape.hidden:
         return LLAMA
@@ -180,7 +180,7 @@ def _write(
     unquantized = [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
     if rope["rope_type"] == "llama3":
         factors = _rope_factors(directory, shape)
-        weights = ChainMap({ROPE_FACTORS: factors}, cast(Any, weights))  # only read
+        weights = ChainMap({ROPE_FACTORS: factors}, cast(Any, weights))  # only read, never written
         infos = [
             TensorInfo(
                 name=ROPE_FACTORS, source=ROPE_FACTORS, dims=tuple(factors.shape), qtype="f32"
@@ -213,7 +213,7 @@ def _write(
             tensor = interleave_halves(tensor, info, shape)
         if info.qtype == "f16" and tensor.abs().max() > torch.finfo(torch.float16).max:
             raise UserError(
-                f"--outtype {qtype}: {info.source} has values beyond those of f16; take bf16 or f32"
+                f"--outtype {qtype}: {info.source} has values outside the range of f16; use --outtype bf16 or f32"
             )
         data = (
             tensor.numpy()
@@ -349,7 +349,7 @@ def _rope(directory: Path) -> dict[str, Any]:
     rope = {"rope_type": "default", **checkpoint.auto_config(directory).rope_parameters}
     if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
         raise UserError(
-            f"{directory}: rotary scaling {rope['rope_type']!r}; GGUF export has linear, llama3 and yarn"
+            f"{directory}: rotary scaling {rope['rope_type']!r}; GGUF export supports only linear, llama3 and yarn"
         )
     return rope
 

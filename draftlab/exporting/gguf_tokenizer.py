@@ -90,7 +90,7 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
     spec = json.loads(fast.to_str())
     if spec["model"]["type"] != "BPE":
         raise UserError(
-            f"{directory}: its tokenizer is {spec['model']['type']}; GGUF export supports BPE only"
+            f"{directory} has a {spec['model']['type']} tokenizer, but GGUF export supports only BPE"
         )
     byte_fallback = bool(spec["model"].get("byte_fallback"))
     tokens, types = _tokens(spec, vocab, directory, byte_fallback)
@@ -119,7 +119,7 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
 def nearest_pre_tokenizer(fast: Tokenizer) -> tuple[str, float]:
     """Return llama.cpp's pre-tokenizer that gives the same ids for most probe texts, and the share of those texts.
 
-    Among equally good pre-tokenizers, the tokenizer's own patterns win, else the first pre-tokenizer.
+    Of equally good pre-tokenizers, the one with the tokenizer's own patterns is returned, else the first.
     """
     spec = json.loads(fast.to_str())
     spelled = json.dumps(spec["pre_tokenizer"])
@@ -171,7 +171,7 @@ def _tokens(
             kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if max(by_id) >= vocab:
         raise UserError(
-            f"{directory}: its tokenizer has the id {max(by_id)}, but the model has {vocab} logits"
+            f"{directory}: the tokenizer has the id {max(by_id)}, but the model has only {vocab} logits"
         )
     tokens = [by_id.get(i, f"[PAD{i}]") for i in range(vocab)]
     return tokens, [kinds.get(i, UNUSED) for i in range(vocab)]

@@ -29,7 +29,7 @@ def write(
     if (ids := read_head_ids(draft, checkpoint.vocab_size(draft))) is not None:
         config, source = as_whole(config, checkpoint.Weights(draft), ids)
         changed.append(
-            f"head of {len(ids):,} ids to all; the rows of others are the mean of theirs"
+            f"trimmed head of {len(ids):,} ids completed to all ids; each new row is the mean of the trimmed rows"
         )
     weights = ((name, tensor.to(dtype or stored)) for name, tensor in source)
     saving.write_checkpoint(out, config, weights, tokenizer_from)

@@ -1,4 +1,4 @@
-"""One export on disk: a directory or GGUF file with its card, the script of a server, and the verification."""
+"""An export on disk: a directory or GGUF file with a model card, a server's start script, and its verification."""
 
 import tempfile
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class ChosenK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verifier:
-    """The program of the server that verifies an export, and the requests to the server."""
+    """The server program that verifies an export, and the requests that it answers."""
 
     program: Path
     prompts: Prompts
@@ -114,7 +114,7 @@ def export(
             (work / script[0]).write_text(script[1])
             if artifact.in_parallel and not form.server.parallel:
                 lines.append(
-                    f"{form.to} cannot draft in parallel: it drafts with one pass for each token"
+                    f"{form.to} cannot draft in parallel, so this draft needs one pass for each drafted token"
                 )
             lines.append(
                 f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {output.out / script[0]}"
@@ -161,14 +161,14 @@ def _verify(
         note(f"generating {len(rows)} texts with the target")
         texts = verify.generate_texts(model, rows, sampling, k)
     del model
-    torch.cuda.empty_cache()  # the server takes most of the memory
+    torch.cuda.empty_cache()  # the server needs most of the memory
 
     def count(texts: verify.TargetTexts) -> verify.Counts:
         own = SamplingParams(temperature=texts.temperature)
         scores = artifact.scores(directory, form, texts.pairs, own, k, verifier.device)
         return verify.counts_of(scores, texts, load_target, artifact.target_vocab)
 
-    note(f"drafting along {len(rows)} texts in {verifier.program.name} and here")
+    note(f"drafting over {len(rows)} texts in {verifier.program.name} and in draftlab")
     with tempfile.TemporaryDirectory(dir=written.parent) as folder:
         served = target
         if server.loads_gguf:
@@ -201,14 +201,16 @@ def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
 
 
 def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -> Sampling:
-    """Return how the draft samples above temperature 0: the best method in the verification, if any."""
+    """Return how the draft samples above temperature 0: by the method that did best in the verification, if any."""
     if heterogeneous:
-        return Sampling("greedy", "all that vLLM does where vocabularies differ")
+        return Sampling("greedy", "the only method of vLLM for different vocabularies")
     if verified is None or len(verified.by_method) == 1:
         return DEFAULT_SAMPLING
     lengths = ", ".join(f"{name} {length:.3f}" for name, length in verified.by_method.items())
     best = max(verified.by_method, key=verified.by_method.__getitem__)
-    return Sampling(best, f"tokens per target pass at {verified.temperature:g}: {lengths}")
+    return Sampling(
+        best, f"tokens per target pass at temperature {verified.temperature:g}: {lengths}"
+    )
 
 
 def target_name(named: str, target: Path) -> str:
@@ -230,16 +232,14 @@ def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -
             k=asked, reason=f"set by --k. Score: {measured}" if measured else "set by --k"
         )
     if scores:
-        reason = (
-            f"the best that draftlab score measured on {scores[0].conditions.device}. {measured}"
-        )
+        reason = f"the fastest K in draftlab score on {scores[0].conditions.device}. {measured}"
         return ChosenK(k=scores[0].best_k, reason=reason)
     k, reason = artifact.default_k
     return ChosenK(k=k, reason=reason)
 
 
 def _alone(scores: Sequence[Score]) -> list[Score]:
-    """Return the scores in which the draft is the only drafter. Prompt lookup before a head is not exported."""
+    """Return the scores in which the draft is the only drafter, because prompt lookup before a head is not exported."""
     return [score for score in scores if "," not in score.name]
 
 
@@ -247,12 +247,15 @@ def advice(scores: Sequence[Score], draft: Path) -> str:
     """Return the reason not to serve a draft yet, or "" if a score shows no loss against plain decoding."""
     scores = _alone(scores)
     if not scores:
-        return f"not measured yet: draftlab score --draft {draft} tells whether to serve it"
+        return f"{draft.name} is not measured yet; run draftlab score --draft {draft} before you serve it"
     gain = scores[0].best_k_speedup
     if scores[0].doubt is not None:
-        return f"the score of {draft.name} cannot tell whether it pays: measure it again on a quiet machine"
+        return (
+            f"the score of {draft.name} does not show whether it helps; measure it again on a machine without "
+            "other work"
+        )
     return (
-        f"{draft.name} is slower than no draft, {gain.as_speedup()}: do not serve it"
+        f"do not serve {draft.name}: with it the target runs at {gain.as_speedup()} of its own speed"
         if gain.high < 1
         else ""
     )

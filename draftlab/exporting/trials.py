@@ -1,4 +1,4 @@
-"""Short trials of a draft or head: whether the weights are trained, and whether decoding works."""
+"""Short trials of a draft or head: are its weights trained, and does decoding with it work?"""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from draftlab.prompts import file_prompts
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Finding, error, ok
 
-UNTRAINED = 0.9  # limit of the cross-entropy over log(vocabulary); a trained draft is far below
-USELESS = 1.05  # tokens per target pass of a head
+UNTRAINED = 0.9  # cross-entropy over log(vocabulary) from which a draft counts as untrained
+USELESS = 1.05  # tokens per target pass below which a head counts as useless
 K, TOKENS = 3, 24  # drafted tokens, and tokens of each text
 PROMPTS, PROMPT_TOKENS = 8, 96  # held-out text
 
@@ -40,20 +40,22 @@ def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -
     if np.isnan(logprobs).any():
         return error(
             "perplexity",
-            "the draft computes logits that are NaN",
-            "its weights are damaged, or overflow",
+            "the draft computes NaN logits",
+            "its weights are damaged or overflow; train the draft again",
         )
     # a trimmed head gives -inf for the tokens that it lacks
     return judge_perplexity(-float(logprobs[np.isfinite(logprobs)].mean()), vocab)
 
 
 def judge_perplexity(cross_entropy: float, vocab: int) -> Finding:
-    text = f"{math.exp(min(cross_entropy, 50)):,.4g} on text; a uniform distribution has {vocab:,}"
+    text = (
+        f"{math.exp(min(cross_entropy, 50)):,.4g} on held-out text; random guessing has {vocab:,}"
+    )
     if not cross_entropy < UNTRAINED * math.log(vocab):
         return error(
             "perplexity",
             text,
-            "the draft was not trained, or its weights do not fit its config.json",
+            "the draft is untrained, or its weights do not fit its config.json; train it again",
         )
     return ok("perplexity", text)
 
@@ -62,10 +64,12 @@ def check_decoding(model: Decoder, prompts: Sequence[list[int]]) -> Finding:
     """Decode with the draft as both draft and target. The target must accept every drafted token."""
     steps = _decode(model, ModelDrafter(model), [ids[:16] for ids in prompts])
     drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
-    text = f"as its own target it accepts {accepted} of {drafted} tokens"
+    text = f"as draft and target at once it accepts {accepted} of {drafted} tokens"
     if accepted < drafted:
         return error(
-            "decoding", text, "decoding is broken: report it with the output of draftlab env"
+            "decoding",
+            text,
+            "all must be accepted, so decoding is broken: report it with the output of draftlab env",
         )
     return ok("decoding", text)
 
@@ -78,7 +82,10 @@ def check_acceptance(target: Decoder, drafter: Drafter, prompts: Sequence[list[i
     length = sum(len(step.tokens) for step in steps) / len(steps)
     text = f"{length:.2f} tokens per target pass at K = {K} on {len(prompts)} prompts, greedily"
     if length < USELESS:
-        fix = "it learnt on other states, or is read with another norm_before_residual or other layers"
+        fix = (
+            "the head is useless: it may need another norm_before_residual or other layer ids than its "
+            "config.json has"
+        )
         return error("acceptance", text, fix)
     return ok("acceptance", text)
 

@@ -1,6 +1,7 @@
-"""Verification of an export: its acceptance in the server must be its acceptance in draftlab's engine.
+"""Verification of an export: its acceptance in the server must equal its acceptance in draftlab's engine.
 
-The target verifies every token, so a draft that a conversion broke still gives fluent text, but no speed-up. R texts.
+A draft that a conversion damaged still gives fluent text, because the target verifies every token, but no speed-up. R
+texts.
 """
 
 import contextlib
@@ -53,7 +54,9 @@ def running(
         try:
             process = subprocess.Popen(words, stdout=log, stderr=log, env=environ)
         except OSError as error:
-            raise UserError(f"{words[0]} cannot be run: {error.strerror}") from None
+            raise UserError(
+                f"{words[0]} cannot be started: {error.strerror}; give its path by --verify-with"
+            ) from None
         name = Path(words[0]).name
         try:
             with heartbeat(f"waiting for {name} to start", SILENT_SECONDS):
@@ -80,7 +83,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: IO[str], name: st
 
 
 def reason(log: str) -> str:
-    """Return the line of a server's log with the cause of its end. vLLM prints further errors after the cause."""
+    """Return the line of a server's log that says why it ended; vLLM prints further errors after that line."""
     errors = [line.strip() for line in log.splitlines() if "rror" in line]
     causes = [line for line in errors if not any(text in line for text in ENVELOPES)]
     return ((causes or errors or ["it printed no error"])[-1])[-300:]
@@ -89,7 +92,7 @@ def reason(log: str) -> str:
 ENVELOPES = ("Engine core initialization failed", "EngineCore failed", "See root cause above")
 
 
-# without these settings vLLM's CPU build takes half of the memory, and one core for each thread
+# otherwise vLLM's CPU build takes half of the memory, and one core for each thread
 VLLM_ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -166,7 +169,7 @@ class Verification:
             f"temperature {self.temperature:g}, {self.method} drafts, " if self.temperature else ""
         )
         return (
-            f"{self.runtime}: {self.measured:.3f} tokens per target pass, in draftlab {self.expected.value:.3f} "
+            f"{self.runtime}: {self.measured:.3f} tokens per target pass; draftlab expects {self.expected.value:.3f} "
             f"({self.expected.low:.3f} to {self.expected.high:.3f}), K = {self.k}, {sampled}{self.texts} texts; "
             f"{self.details}"
         )
@@ -229,7 +232,7 @@ def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndar
     counts = expected.chain(
         expected.texts_of([row[1:] for row in chances], lengths + texts.k), texts.k
     )
-    # the target's token of a step that the end of the text cuts counts, too
+    # a step that the end of the text cuts also counts its target token
     return np.stack([counts.tokens + counts.truncated, counts.steps], 1)
 
 
@@ -284,7 +287,10 @@ def verify(
     counts = counts_in(server, count(texts), texts)
     result = compare(f"{server.name} {client.version}", texts, counts, measured, details, method)
     if not result.expected.low <= measured <= result.expected.high:
-        raise UserError(f"--verify-with: the export has another acceptance. {result.line()}")
+        raise UserError(
+            "--verify-with: the export accepts more or fewer tokens than the draft in draftlab. "
+            f"{result.line()}"
+        )
     return result
 
 

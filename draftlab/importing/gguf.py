@@ -1,4 +1,6 @@
-"""GGUF files. transformers reads the file; this module adds rotary scaling, biases, head size and special ids.
+"""GGUF files.
+
+transformers reads a file; this module adds what it misses: rotary scaling, biases, head size, special ids.
 
 F elements of a rotary table, half of head_dim.
 """
@@ -27,13 +29,13 @@ from draftlab.exporting.gguf_tokenizer import (
 )
 from draftlab.reading import reading
 
-COMPLETED = ("llama", "qwen2", "qwen3")  # architectures with completed settings
+COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings this module completes
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LONG = (
     "tokenizer.ggml.tokens",
     "tokenizer.ggml.merges",
     "tokenizer.ggml.scores",
-)  # slow to read and not needed
+)  # settings that are slow to read and not needed
 SPECIAL = {
     "bos": "tokenizer.ggml.bos_token_id",
     "eos": "tokenizer.ggml.eos_token_id",
@@ -119,7 +121,8 @@ def read_header(file: Path) -> GGUFHeader:
         }
     if settings.get("split.count", 0) > 1:
         raise UserError(
-            f"{file} is one of {settings['split.count']} parts; join them with llama-gguf-split --merge"
+            f"{file} is one of {settings['split.count']} parts of a model; join the parts with llama-gguf-split "
+            "--merge"
         )
     types: Counter[str] = Counter()
     for tensor in reader.tensors:
@@ -157,7 +160,7 @@ def load_config(header: GGUFHeader) -> Any:
         config = _completed(config, header)
     elif header.setting("rope.scaling.type") not in (None, "none") or header.rope_factors:
         raise UserError(
-            f"{header.file}: the rotary scaling of a {header.architecture} model cannot be read from GGUF"
+            f"{header.file}: transformers cannot read the rotary scaling of a {header.architecture} model from GGUF"
         )
     for name, number in special_ids(header).items():
         setattr(config, name, number)
@@ -166,7 +169,7 @@ def load_config(header: GGUFHeader) -> Any:
 
 
 def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
-    """Return the model of a file, with every weight of the file.
+    """Return the transformers model of a file, after a check that all weights were loaded.
 
     Raises:
         UserError: The reader of transformers fails or omits weights.
@@ -176,7 +179,9 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
 
     logging.disable_progress_bar()
     config = load_config(header)
-    stream = sys.stderr if sys.stderr.isatty() else io.StringIO()  # takes the reader's progress bar
+    stream = (
+        sys.stderr if sys.stderr.isatty() else io.StringIO()
+    )  # takes the progress bar of transformers' reader
     with reading(f"{header.file} cannot be loaded"), contextlib.redirect_stderr(stream):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             header.file.parent,
@@ -190,8 +195,8 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
     weights = sum(parameter.numel() for parameter in model.parameters())
     if info["missing_keys"] or weights != header.weights:
         raise UserError(
-            f"{header.file} has {header.weights:,} weights, but transformers' reader loads {weights:,} and misses "
-            f"{sorted(info['missing_keys'])[:1]}; this kind of model cannot be imported from GGUF"
+            f"{header.file} has {header.weights:,} weights, but transformers loads only {weights:,}, without "
+            f"{sorted(info['missing_keys'])[:1]}; import this model from another format than GGUF"
         )
     vars(model).pop("hf_quantizer", None)  # else transformers refuses to save the dequantised model
     vars(model.config).pop("quantization_config", None)
@@ -221,7 +226,7 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    with reading(f"{header.file}: its tokenizer cannot be read"):
+    with reading(f"the tokenizer of {header.file} cannot be read"):
         original: Any = AutoTokenizer.from_pretrained(
             header.file.parent, gguf_file=header.file.name, trust_remote_code=False
         )
@@ -244,7 +249,7 @@ def _plain(value: Any) -> Any:
 
 
 def _completed(config: Any, header: GGUFHeader) -> Any:
-    """Return the config with the settings that transformers' reader ignores."""
+    """Return the config, completed with the settings that transformers' reader ignores."""
     biases = {
         name.split(".")[2]
         for name in header.names
@@ -260,7 +265,7 @@ def _completed(config: Any, header: GGUFHeader) -> Any:
     head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
     config.head_dim = head_dim or config.hidden_size // config.num_attention_heads
     if header.setting("rope.dimension_count") not in (None, config.head_dim):
-        raise UserError(f"{header.file}: partial rotary embeddings are not supported")
+        raise UserError(f"{header.file} has partial rotary embeddings, which are not supported")
     config.rope_parameters = _rope(header, config)
     config.rms_norm_eps = header.setting("attention.layer_norm_rms_epsilon") or config.rms_norm_eps
     return config
@@ -296,7 +301,7 @@ def _rope(header: GGUFHeader, config: Any) -> dict[str, Any]:
     if kind == "linear":
         return scaled
     raise UserError(
-        f"{header.file}: rotary scaling {kind!r}; linear, yarn and Llama 3's are supported"
+        f"{header.file}: rotary scaling {kind!r} is not supported; only linear, yarn and Llama 3's are"
     )
 
 
@@ -323,7 +328,7 @@ def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
         smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
         if not math.isclose(1 / f, (1 - smooth) / most + smooth, rel_tol=1e-3):
             raise UserError(
-                f"{header.file}: its {ROPE_FACTORS} are not Llama 3's, the only supported kind"
+                f"{header.file} has {ROPE_FACTORS} that are not Llama 3's, the only supported kind"
             )
     return {
         "rope_type": "llama3",

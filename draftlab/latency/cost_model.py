@@ -19,7 +19,7 @@ from draftlab.model.shape import Shape
 from draftlab.reading import FileModel, read_model
 from draftlab.results.score import Latency
 
-# int4 has a 16-bit scale and a 4-bit zero for 128 weights, as AWQ and GPTQ store it
+# int4: 4 bits, plus a 16-bit scale and a 4-bit zero point per 128 weights, as in AWQ and GPTQ
 BYTES = {
     "float32": 4,
     "bfloat16": 2,
@@ -52,12 +52,12 @@ class Profile(FileModel):
     """The latency curves of one model on one device. Computed latencies have n = 0.
 
     Args:
-        sha256: Hash of the checkpoint; None for random weights, which take as long.
+        sha256: Hash of the checkpoint. None for random weights, whose passes take the same time.
         shape: None where transformers ran the model, and for a head.
-        drafter: Kind of the drafter that has these passes, as --drafter names it; "model" of a target, too. Of a head,
-            forward reads the target's states, and steady the head's own.
-        forward: A full grid of passes after another model's pass, as in speculative decoding.
-        steady: Passes over one token after 1, 2, ... passes of the same model, and after many passes.
+        drafter: Kind of drafter with these passes, as --drafter names it; "model" also for a target. For a head,
+            forward has passes that read the target's states, and steady has passes that read the head's own states.
+        forward: Passes right after another model's pass, as in speculative decoding, at all points of a grid.
+        steady: One-token passes after 1, 2, ... passes of the same model, and after many passes, as in plain decoding.
         prefill: Passes of one row by prompt length.
         host: Time of a step outside the passes, by verified tokens.
         bandwidth_gbs: Upper bound, measured in the same run or assumed; None for a server.
@@ -92,12 +92,12 @@ class Profile(FileModel):
             axes = [sorted(set(column)) for column in zip(*grid, strict=True)]
             if not grid or grid != list(itertools.product(*axes)) or axes[0][0] != 1:
                 raise ValueError(
-                    f"{name} must have every combination of batch and context once, from 1 on"
+                    f"{name} must have each combination of batch (from 1 on) and context exactly once"
                 )
         after = sorted({p.after for p in self.steady})
         if after[:-1] != list(range(1, len(after))):
             raise ValueError(
-                f"steady has after = {after}; all but the last must be 1, 2, 3 and so on"
+                f"steady has after = {after}, but it must be 1, 2, 3, ... and then one larger number"
             )
         if {at[1:] for at in forward} != {at[1:] for at in steady} or min(
             p.width for p in self.host
@@ -163,7 +163,7 @@ class CostModel:
         return self._over(self.steady[-1], batch, contexts)
 
     def warmup_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
-        """Return the additional time, over steady_ms, of the first N one-token passes after another model, [N, L]."""
+        """Return by how much the first N one-token passes after another model's pass exceed steady_ms, [N, L]."""
         each = [
             self.forward_ms(1, batch, contexts),
             *(self._over(plane, batch, contexts) for plane in self.steady[:-1]),
@@ -183,7 +183,7 @@ class CostModel:
         if xs[0] <= low and high <= xs[-1]:
             return []
         return [
-            f"{self.profile.name}: {axis} {low} to {high} is extrapolated from {xs[0]} to {xs[-1]}"
+            f"{self.profile.name}: {axis} {low} to {high} is extrapolated from the measured {xs[0]} to {xs[-1]}"
         ]
 
     def _over(self, plane: np.ndarray, batch: int, contexts: np.ndarray) -> np.ndarray:
@@ -196,7 +196,8 @@ class CostModel:
         if outside.size and (axis == "batch" or not self.extrapolate):
             measured = f"{xs[0]} to {xs[-1]}" if len(xs) > 1 else f"{xs[0]} alone"
             raise UserError(
-                f"{axis} {outside.flat[0]} is outside the profile of {self.profile.name} ({measured})"
+                f"{axis} {outside.flat[0]} is outside the profile of {self.profile.name} ({measured}); measure a "
+                "larger profile"
             )
         if len(xs) == 1:
             return ys[np.zeros(at.shape, dtype=int)]
@@ -217,7 +218,7 @@ def alpha_for(length: float, k: int) -> float:
     """Return the alpha at which expected_tokens equals `length`. Raises UserError: there is no such alpha."""
     if not 1 <= length <= k + 1:
         raise UserError(
-            f"acceptance length {length:g} is impossible at K = {k}: it must be from 1 to {k + 1}"
+            f"acceptance length {length:g} is impossible at K = {k}; it must be between 1 and {k + 1}"
         )
     from scipy.optimize import root_scalar
 
@@ -229,7 +230,7 @@ def alpha_for(length: float, k: int) -> float:
 
 
 def break_even_length(k: int, c: float, beta: float = 1.0, host: float = 0.0) -> float:
-    """Return the tokens per target pass at which drafting neither gains nor loses. host: Time / T_target(1)."""
+    """Return the tokens per target pass at which drafting neither gains nor loses. host: Host time over T_target(1)."""
     return k * c + beta + host
 
 
@@ -241,7 +242,7 @@ def closed_form_speedup(
 
 
 def active_params(shape: Shape) -> int:
-    """Return the parameters that a pass reads. The embedding counts only where it is tied."""
+    """Return the parameters that a pass reads. The embedding counts only if it is tied to the head."""
     looked_up = 0 if shape.tied else shape.vocab * shape.hidden
     return shape.params() - looked_up - shape.idle_head_params()
 

@@ -17,11 +17,11 @@ from draftlab.latency.workload import Workload
 from draftlab.reading import FileModel, read_model
 
 Ranges = list[tuple[int, int, int]]
-REMEDY = "; make it with draftlab predict --for vllm --batch 1,4,16 --json"
+REMEDY = "; make one with draftlab predict --for vllm --batch 1,4,16 --json"
 
 
 class Schedule(FileModel):
-    """K by batch size. pays_up_to: Largest batch size up to which drafting is faster than no draft; 0: none."""
+    """K by batch size. pays_up_to: Largest batch size up to which a draft is faster than none; 0 if it never is."""
 
     ranges: list[tuple[PositiveInt, PositiveInt, NonNegativeInt]] = Field(min_length=1)
     pays_up_to: NonNegativeInt
@@ -31,19 +31,19 @@ class Schedule(FileModel):
         return max(k for *_, k in self.ranges)
 
     def describe(self) -> str:
-        """Return in words the batch sizes at which drafting pays."""
+        """Return text on the batch sizes at which a draft is faster than none."""
         most = self.ranges[-1][1]
         if self.pays_up_to == most:
-            return f"1 to {most} streams, at all of which a draft pays"
+            return f"1 to {most} streams, at each of which the draft is faster than none"
         return (
-            f"1 to {most} streams; above {self.pays_up_to} the target is faster without a draft, which has a pass in "
-            "every step even at K = 0"
+            f"1 to {most} streams; above {self.pays_up_to} streams serve without a draft, because in vLLM a draft "
+            "costs a pass per step even at K = 0"
         )
 
     def verdict(self) -> str:
-        """Return vLLM's setting, and in words the batch size above which drafting should be off."""
+        """Return text with vLLM's setting, and with the batch size above which to serve without a draft."""
         if self.pays_up_to == 0:
-            return f"No draft: at none of 1 to {self.ranges[-1][1]} streams is a draft faster"
+            return f"No draft: with 1 to {self.ranges[-1][1]} streams, no draft is faster than the target alone"
         return f"num_speculative_tokens_per_batch_size {[list(r) for r in self.ranges]} for {self.describe()}"
 
 
@@ -55,17 +55,17 @@ def schedule(
     most: int,
     server: Server,
 ) -> Schedule:
-    """Return the K with the least time for every batch size from 1 to most.
+    """Return the fastest K at every batch size from 1 to `most`.
 
     Args:
-        works: The same texts after prompts of several lengths; their times are added.
+        works: The same texts after prompts of different lengths, whose times are added.
 
     Raises:
         UserError: a batch size is outside the profiles.
     """
     chosen: list[int] = []
     pays_up_to = 0
-    by_k = {k: steps(works[0], k) for k in (0, *ks)}  # the same for all lengths of prompts
+    by_k = {k: steps(works[0], k) for k in (0, *ks)}  # the same for all prompt lengths
     for batch in range(1, most + 1):
         total, plain = dict.fromkeys(by_k, 0.0), 0.0
         for work in works:
@@ -80,7 +80,7 @@ def schedule(
 
 
 class PredictedSchedule(BaseModel):
-    """A prediction with its schedule, without the other fields that `predict --json` writes."""
+    """A prediction as `predict --json` writes it, of which only the schedule and the draft are read."""
 
     draft_sha256: str | None
     schedule: Schedule | None
@@ -99,7 +99,7 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
     predictions = read_model(Predictions, file, hint=REMEDY).predictions
     prediction = next((each for each in predictions if each.draft_sha256 == sha256), None)
     if prediction is None:
-        raise UserError(f"{file} is about other drafts, not {draft}{REMEDY}")
+        raise UserError(f"{file} predicts other drafts than {draft}{REMEDY}")
     if prediction.schedule is None:
         raise UserError(f"{file} has no table of K by batch size{REMEDY}")
     if prediction.schedule.pays_up_to == 0:
@@ -110,7 +110,7 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
 
 
 def schedule_of(ks: Mapping[int, int]) -> Schedule:
-    """Return the schedule of the best K by number of streams. Each K holds up to the next number of streams.
+    """Return the schedule that uses each best K up to the next number of streams.
 
     ks: Best K by number of streams; 0 for no draft.
     """

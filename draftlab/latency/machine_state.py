@@ -16,7 +16,7 @@ from draftlab.console import note
 from draftlab.engine.clocks import Clock, StepClock, clock_for, step_clock_for
 from draftlab.results.score import Environment
 
-WARM_UPS = (3, 10)  # the least and the most
+WARM_UPS = (3, 10)  # fewest and most runs
 SIMILAR = 0.1  # largest relative difference of two consecutive times that count as steady
 WATCH_SECONDS = 0.5
 INSTRUCTIONS = {
@@ -24,7 +24,7 @@ INSTRUCTIONS = {
     "avx512_bf16": "AVX512_BF16",
     "avx512f": "AVX-512",
     "avx2": "AVX2",
-}  # the fastest first
+}  # the fastest instructions first
 
 
 def read_environment() -> Environment:
@@ -43,8 +43,8 @@ def read_environment() -> Environment:
 def warn_if_busy(environment: Environment) -> None:
     if environment.busy:
         note(
-            f"other work keeps {environment.busy_cores:.1f} of {environment.cores} cores busy: times are unreliable, "
-            "though ratios of interleaved runs less so"
+            f"other work keeps {environment.busy_cores:.1f} of {environment.cores} cores busy, so times are "
+            "unreliable; speed-ups are less affected, because runs are interleaved"
         )
 
 
@@ -74,7 +74,7 @@ def read_core_time() -> CoreTime:
         clock=time.perf_counter(),
         ran=int(own[0]) / 1e9 if own else None,
         waited=int(own[1]) / 1e9 if own else None,
-        stolen=getattr(psutil.cpu_times(), "steal", None),  # a field of Linux alone
+        stolen=getattr(psutil.cpu_times(), "steal", None),  # only Linux has this field
         pressed=int(pressed[1]) / 1e6 if pressed else None,
     )
 
@@ -97,7 +97,10 @@ def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) ->
 
 
 def warm_up(run: Callable[[], float]) -> bool:
-    """Run until two consecutive times are similar, and return whether that happened. run: Returns its seconds."""
+    """Call run until two consecutive calls take similar times, and return whether they did.
+
+    run: Returns its seconds.
+    """
     least, most = WARM_UPS
     times = [run() for _ in range(least)]
     while abs(times[-1] - times[-2]) > SIMILAR * min(times[-2:]):
@@ -108,12 +111,12 @@ def warm_up(run: Callable[[], float]) -> bool:
 
 
 def steady_clock(device: torch.device) -> Clock:
-    """Return the device's clock or, for one CPU thread, a clock of CPU seconds, which other work affects less."""
+    """Return the device's clock; for one CPU thread, a clock of CPU seconds, which other work affects less."""
     return time.process_time if _one_cpu_thread(device) else clock_for(device)
 
 
 def steady_step_clock(device: torch.device) -> StepClock:
-    """Return a clock like steady_clock for the phases of a step, which does not wait for the device between phases."""
+    """Return a clock like steady_clock's that can time the phases of a step without waiting for the device."""
     return time.process_time if _one_cpu_thread(device) else step_clock_for(device)
 
 
@@ -132,7 +135,7 @@ def processor_name(cpuinfo: str) -> str:
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())  # the first processor's
+        fields.setdefault(name.strip(), value.strip())  # keep the first processor's values
     name = fields.get("model name") or platform.processor() or platform.machine()
     flags = fields.get("flags", "").split()
     fastest = [called for flag, called in INSTRUCTIONS.items() if flag in flags][:1]

@@ -33,10 +33,10 @@ class KPrediction:
         tokens_per_pass: Tokens per target pass, including the target's own token.
         speedup: Speed-up with its interval over texts; the spread of latencies is not included.
         beta: Time of a target pass over K + 1 tokens divided by the time of a pass over one token.
-        closed_form_speedup: Speed-up by closed_form_speedup() at the middle of the texts, as a check.
+        closed_form_speedup: Speed-up by closed_form_speedup() at the mean context of the texts, as a check.
         free_draft: Speed-up if drafting took no time.
         perfect_draft: Speed-up if every drafted token were accepted.
-        shares: Shares of the time of draft, verify and host.
+        shares: Shares of the time: draft, verify, host.
     """
 
     k: int
@@ -57,7 +57,10 @@ class KPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The prediction of a draft and a target at one batch size. halved: Best speed-up with one loss halved, by loss."""
+    """The prediction of a draft and a target at one batch size.
+
+    halved: Best speed-up if one cost were halved, by cost.
+    """
 
     name: str
     draft: str
@@ -79,7 +82,7 @@ class BestK:
     """The best K at one batch size and prompt length.
 
     Args:
-        prompt_tokens: Length of all prompts; None if prompts have the lengths in the data.
+        prompt_tokens: Length of all prompts. None: the lengths in the data.
         k: Best K; 0 for no draft.
         speedups: Speed-up by K.
     """
@@ -151,7 +154,7 @@ def predict_draft(
     prompts: Sequence[int | None],
     server: Server | None,
 ) -> DraftPrediction:
-    """Predict a draft for every K, and the best K at every batch size and prompt length.
+    """Predict a draft's speed-up for every K, and its best K at every batch size and prompt length.
 
     Args:
         prompts: Lengths of prompts; None stands for the lengths in the data.
@@ -166,7 +169,8 @@ def predict_draft(
     prediction = predict(draft, target, works[prompts[0]], ks, batches[0], server)
     if server is not None and acceptance.rule not in (None, "rejection", "block"):
         prediction.notes.append(
-            f"this acceptance is by --rule {acceptance.rule}, which is not {server}'s: --server-rule {server} sets it"
+            f"this acceptance was computed by --rule {acceptance.rule}, which {server} does not use; replay with "
+            f"--server-rule {server}"
         )
     by_k = {k: steps(work, k) for k in ks}
     best_ks: list[BestK] = []
@@ -186,7 +190,7 @@ def predict_draft(
     most, table = max(batches), None
     if server is not None and most > 1 and work.kind == "parallel":
         prediction.notes.append(
-            "vLLM fixes the K of a parallel draft when it starts: no table of K by batch size"
+            "no K by batch size, because vLLM fixes the K of a parallel draft when it starts"
         )
     elif server is not None and most > 1:
         table = schedule(draft, target, list(works.values()), ks, most, server)
@@ -198,12 +202,13 @@ def _drafted_by(draft: CostModel, acceptance: DraftAcceptance) -> Workload:
     """Return the texts with the draft's acceptance. Raises UserError: it was measured with another kind of draft."""
     work = acceptance.work
     profiled, replayed = draft.profile.drafter, work.kind
-    if acceptance.model is None:  # assumed, the same for any draft
+    if acceptance.model is None:  # assumed acceptance fits any draft
         return replace(work, kind=profiled)
-    # a parallel draft has the passes of a draft model
+    # a parallel draft is profiled as a draft model
     if profiled != ("model" if replayed == "parallel" else replayed):
         raise UserError(
-            f"{draft.profile.name} has the passes of drafter {profiled}, and its acceptance is that of {replayed}"
+            f"{draft.profile.name} has a profile of drafter {profiled}, but its acceptance is of drafter "
+            f"{replayed}; use results of one drafter"
         )
     return work
 
@@ -226,7 +231,7 @@ def predict(
     """
     if not work.texts.lengths.any():
         raise UserError(
-            "every text ends with its first token, which comes with the prefill: nothing to predict"
+            "every text has one token, which the prefill emits, so there is nothing to predict; use longer texts"
         )
     costs = step_costs(draft, target, work, max(ks), batch, server)
     plain = plain_ms(costs, work)
@@ -265,7 +270,7 @@ def best_k(
 
 
 def required_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:
-    """Return the K at which a speed-up needs the lowest acceptance rate, and the tokens per pass needed at that K.
+    """Return the K and tokens per pass that reach a speed-up with the lowest acceptance rate.
 
     Return None if even a perfect draft of this latency misses the speed-up.
     """
@@ -278,7 +283,7 @@ def required_length(prediction: Prediction, speedup: float) -> tuple[int, float]
 
 
 def verdict(prediction: Prediction) -> str:
-    """Return in words the predicted gain, the largest loss, and the first thing to change."""
+    """Return text with the predicted gain, the largest cost, and the first change to make."""
     row, gain = prediction.best, prediction.best.speedup
     opening = (
         "Faster"
@@ -291,8 +296,7 @@ def verdict(prediction: Prediction) -> str:
     halves = ", ".join(f"{LOSSES[name]} {value:.2f}x" for name, value in prediction.halved.items())
     return (
         f"{opening} (predicted): {gain.as_speedup()} at K = {row.k}, with {row.tokens_per_pass.value:.2f} tokens per "
-        f"target pass (break-even: {row.break_even_length:.2f}). Halving one loss would give: {halves}. "
-        f"{REMEDIES[limit]}."
+        f"target pass (break-even: {row.break_even_length:.2f}). If one cost were halved: {halves}. {REMEDIES[limit]}."
     )
 
 
@@ -303,15 +307,17 @@ LOSSES = {
     "host": "time on the host",
 }
 REMEDIES = {
-    "draft": "Draft latency is the limit: use fewer layers first, then CUDA graphs or a smaller dtype",
-    "acceptance": "Acceptance is the limit: distil longer, on the target's output, or use a wider draft of this depth",
-    "verify": "Verification is the limit: use a smaller batch, or kernels that read the weights once for all tokens",
-    "host": "Time on the host is the limit: use CUDA graphs, or sample and verify on the device",
+    "draft": "Drafting costs most: use a draft with fewer layers, then CUDA graphs or a smaller dtype",
+    "acceptance": "Rejected tokens cost most: distil longer on the target's answers, or use a wider draft of this "
+    "depth",
+    "verify": "Verification costs most: use a smaller batch, or kernels that read the weights once for all tokens",
+    "host": "Host time costs most: use CUDA graphs, or sample and verify on the device",
 }
 ASSUMPTIONS = {
-    "analytic": "latencies are computed from constants of devices, not measured",
-    "fitted": "latencies follow a latency law fitted to other shapes; they are not measured",
-    "served": "a pass over several tokens is assumed to cost the pass of an equal number of streams (profile --server)",
+    "analytic": "latencies are computed from a device's constants, not measured",
+    "fitted": "latencies are predicted by a latency law fitted to other shapes, not measured",
+    "served": "a pass over several tokens is assumed to cost as much as a pass with that number of streams "
+    "(profile --server)",
 }
 
 
@@ -358,7 +364,7 @@ def _row(
 def _halved(
     costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: float
 ) -> dict[str, float]:
-    """Return the best speed-up with one kind of loss halved, by loss; plain decoding is not changed."""
+    """Return the best speed-up if one cost were halved, by cost. Plain decoding is not changed."""
     likelier = work.with_chances((1 + work.texts.chances) / 2)
     cases = {
         "draft": (replace(costs, share=0.5), by_k),
@@ -376,7 +382,7 @@ def _halved(
 def _notes(
     draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int
 ) -> list[str]:
-    """Return the limits of the prediction. widest: Tokens of the draft's widest pass."""
+    """Return notes on the limits of the prediction. widest: Tokens in the draft's widest pass."""
     first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1
     notes = draft.beyond("prompt", first + 1, last + 1)
@@ -387,7 +393,7 @@ def _notes(
     for name in ("device", "dtype", "mode"):
         a, b = getattr(draft.profile, name), getattr(target.profile, name)
         if a != b:
-            notes.append(f"draft and target profiles differ in {name}: {a}, {b}")
+            notes.append(f"the profiles of draft and target have a different {name}: {a} and {b}")
     if batch > 1:
-        notes.append("time on the host is assumed to be that of one row")
+        notes.append("host time is assumed to be that of batch size 1")
     return notes

@@ -1,4 +1,4 @@
-"""Profile models, or shapes with random weights, and write one profile per model."""
+"""Profile models, or shapes with random weights, and write one file per model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subje
     if isinstance(place, Shape):
         if place.qk_layernorm:
             raise UserError(
-                f"{name} has qk_layernorm, norms of q and k after the rotation: the engine lacks these"
+                f"{name} has qk_layernorm (norms of q and k after the rotation), which the engine does not support"
             )
         return Subject(name=name, place=place, size=place)
     if name in whole:
@@ -86,7 +86,9 @@ def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subje
             )
         except UserError as error:
             reason = str(error)
-    raise UserError(f"a head is profiled with its target, and {place} is not: {reason}")
+    raise UserError(
+        f"{place} is a head, which is profiled with its target; name that target as well ({reason})"
+    )
 
 
 def resolve_running(
@@ -106,7 +108,7 @@ def resolve_running(
     heads = [model for model in models if model.target is not None]
     if device_map and heads:
         raise UserError(
-            f"--device-map: {heads[0].name} needs its target in draftlab's own engine; leave out --device-map"
+            f"--device-map: leave it out, because the head {heads[0].name} needs its target in draftlab's own engine"
         )
     whole = {
         model.name: model.path
@@ -125,7 +127,10 @@ def resolve_running(
 def grid_of(
     models: Sequence[Subject], k: int, batches: list[int], contexts: list[int], repeats: int
 ) -> Grid:
-    """Return the passes to time. A parallel draft reads up to 2 K tokens in a pass, other models up to K + 1."""
+    """Return the grid of passes to time.
+
+    A parallel draft reads up to 2 K tokens in a pass, other models up to K + 1.
+    """
     wide = any(
         model.path is not None and parallel.pard_token(model.path) is not None for model in models
     )
@@ -139,7 +144,7 @@ def grid_of(
 
 
 def needed_bytes(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, float]:
-    """Return the bytes of each model's weights, and of the caches of all batches.
+    """Return the bytes of each model's weights, and of the KV caches at all batch sizes.
 
     With a device_map, checkpoints are not counted, because the library accelerate spreads them over devices.
     """
@@ -203,7 +208,7 @@ def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, 
     decoders: dict[str, Decoder] = {}
     for model in sorted(
         models, key=lambda model: model.target is not None
-    ):  # heads after their targets
+    ):  # heads are loaded after their targets
         if isinstance(model.place, Shape):
             decoders[model.name] = random_model(model.place, running.dtype, running.device, context)
         elif model.target is None:

@@ -1,4 +1,4 @@
-"""Measure the latency of forward passes by width (tokens fed per row), batch size and context; models take turns.
+"""Measure the latency of forward passes by width (tokens fed per row), batch size and context, with models in turn.
 
 B rows, T new tokens, V vocab. Weights may be random: latency does not depend on their values. The passes of a head are
 timed as a decoder's.
@@ -53,7 +53,7 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context
     return model
 
 
-# consecutive passes of the same model before a timed pass; after the last number, caches are in their steady state
+# passes of the same model before a timed pass; after the last number of them, processor caches are in a steady state
 AFTER = (1, 2, 3, 8)
 At = tuple[int, int, int]  # width, batch, context
 
@@ -75,7 +75,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyCurves:
-    """The measurements of one model: fields of a cost_model.Profile."""
+    """The measured latencies of one model, as fields of a cost_model.Profile."""
 
     forward: list[Point]
     steady: list[SteadyPoint]
@@ -166,8 +166,8 @@ def measure_latency(
 
 
 def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[float]:
-    """Return the milliseconds outside the passes of each greedy step that verifies `width` tokens in one row."""
-    k, longest = width - 1, (grid.repeats + 2) * width  # if all drafted tokens are accepted
+    """Return each greedy step's milliseconds outside passes, for steps that verify `width` tokens in one row."""
+    k, longest = width - 1, (grid.repeats + 2) * width  # enough if all drafted tokens are accepted
     sampling = SamplingParams(max_tokens=min(longest, model.context - width))
     if k:
         steps = speculative_decode(model, RepeatLastToken(model.device), [[1]], k, sampling, clock)
@@ -181,7 +181,7 @@ def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[flo
 
 
 class RepeatLastToken(Drafter):
-    """A drafter that repeats the last token, with which the engine's own work is timed."""
+    """A drafter that repeats the last token. It costs nothing, so that only the engine's own work is timed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -241,7 +241,7 @@ def _pass(model: Decoder, cache: KVCache, width: int, context: int, last: int) -
 def _other_work(
     name: str, models: Mapping[str, Decoder], passes: Mapping[str, Mapping[At, Task]]
 ) -> Task:
-    """Return the work before a timed pass: a pass of the largest other model, or a memory sweep for a single model."""
+    """Return the untimed work before a timed pass: a pass of the largest other model, or a memory sweep without one."""
     others = [other for other in models if other != name]
     if others:
         return next(
@@ -251,7 +251,7 @@ def _other_work(
 
 
 def _lead_in(other: Task, run: Task, after: int) -> Task:
-    """Return the work before a timed pass: `other`, then `after` passes of the timed model."""
+    """Return the untimed work before a timed pass: `other`, then `after` passes of the timed model."""
 
     def several() -> None:
         other()

@@ -35,7 +35,7 @@ EXAMPLE = "llama-65b@4xa100-80gb,graphs"
 
 
 class HostTimes(FileModel):
-    """The time in which the host issues a pass. Host and device work in parallel, and the slower of the two counts."""
+    """The host's time to launch a pass. Host and device work in parallel, and the slower of the two counts."""
 
     pass_ms: NonNegativeFloat
     layer_ms: NonNegativeFloat
@@ -60,18 +60,18 @@ class Device(FileModel):
     @model_validator(mode="after")
     def _knows_its_dtypes(self) -> "Device":
         if self.dtype not in self.tflops or not set(self.tflops) <= set(BYTES):
-            raise ValueError(f"tflops needs {self.dtype}, and may have {', '.join(BYTES)}")
+            raise ValueError(f"tflops must have {self.dtype}, and may have only {', '.join(BYTES)}")
         return self
 
 
 class MLPs(FileModel):
-    """The MLPs of a decoder where they are not LLaMA's; the ffn of its shape is then the width of one expert.
+    """The MLPs of a decoder that differ from LLaMA's. The ffn of its shape is then the width of one expert.
 
     Args:
         matrices: Matrices of an MLP: up, down, and a gate if there are three.
         experts, active: Experts of a layer, and those that a token uses.
-        shared_ffn: Width of the expert that every token uses besides.
-        dense_layers, dense_ffn: First layers that have one wide MLP in place of experts, and its width.
+        shared_ffn: Width of the shared expert, which every token uses as well.
+        dense_layers, dense_ffn: Number of first layers with one wide MLP instead of experts, and the width of that MLP.
         curve: Measured pairs of tokens in a pass and distinct experts of a layer that they use. Without it each token
             chooses at random.
     """
@@ -87,7 +87,10 @@ class MLPs(FileModel):
     @model_validator(mode="after")
     def _counts_fit(self) -> "MLPs":
         if self.active > self.experts:
-            raise ValueError(f"a token cannot use {self.active} of {self.experts} experts")
+            raise ValueError(
+                f"active {self.active} is impossible with experts {self.experts}: a token uses 1 to "
+                "all experts"
+            )
         if self.dense_layers and not self.dense_ffn:
             raise ValueError("dense_layers need dense_ffn")
         tokens, used = [point[0] for point in self.curve], [point[1] for point in self.curve]
@@ -96,7 +99,9 @@ class MLPs(FileModel):
             or used != sorted(used)
             or max(used, default=0) > self.experts
         ):
-            raise ValueError("curve must grow with the tokens, up to all experts")
+            raise ValueError(
+                "the numbers of experts in curve must grow with the tokens, and not exceed experts"
+            )
         return self
 
     def expected_active(self, tokens: int) -> float:
@@ -152,7 +157,7 @@ def roofline_profile(
     for what, value, known in (("mode", mode, device.modes), ("dtype", dtype, device.tflops)):
         if value not in known:
             raise UserError(
-                f"{device.name} has no constants for {what} {value!r}, only for {', '.join(known)}"
+                f"{device.name} has no constants for {what} {value!r}; use {', '.join(known)}"
             )
     shape = sizes.shape
     embedding = (
@@ -171,7 +176,7 @@ def roofline_profile(
             f"({cached / 1e9:.0f} GB of it KV cache); {device.name} has {room:.0f} GB"
         )
 
-    # a head's q, k and v read the embedding as well; fc reads three states of the target
+    # a head's q, k and v also read the embedding, and fc reads three states of the target
     own = shape.hidden * (shape.sizes["q"] + 2 * shape.sizes["kv"]) if head else 0
     fc = 3 * shape.hidden**2 if head else 0
     host = device.modes[mode]
@@ -218,14 +223,14 @@ def parse_profile(
     contexts up to longest.
 
     Raises:
-        UserError: spec is neither.
+        UserError: spec is neither a profile nor SHAPE@DEVICE,MODE.
     """
     if Path(spec).exists():
         return read_profile(Path(spec))
     name, at, rest = spec.partition("@")
     if not at:
         raise UserError(
-            f"no profile at {spec}; measure one with draftlab profile, or compute one with {EXAMPLE}"
+            f"there is no profile at {spec}; measure one with draftlab profile, or compute one, as {EXAMPLE}"
         )
     place, *words = rest.split(",")
     sizes = _named(name, known_sizes(), read_sizes)
@@ -236,15 +241,15 @@ def parse_profile(
     chosen = modes + dtypes + heads
     if len(modes) != 1 or len(dtypes) > 1 or len(heads) > 1 or len(chosen) < len(words):
         raise UserError(
-            f"{spec}: want SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS] with a mode of {', '.join(device.modes)}, "
-            f"as in {EXAMPLE}"
+            f"{spec}: write SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS] with a mode of {', '.join(device.modes)}, as "
+            f"{EXAMPLE}"
         )
     called = Path(name).name.removesuffix(".yaml")
     if heads:
         ids = int(heads[0].removeprefix("eagle="))
         if ids > sizes.shape.vocab:
             raise UserError(
-                f"{spec}: a head has at most the {sizes.shape.vocab:,} ids of its target"
+                f"{spec}: a head cannot have more ids than its target, {sizes.shape.vocab:,}"
             )
         called = f"eagle-{called}"
         ffn = sizes.mlps.dense_ffn or sizes.shape.ffn
@@ -282,7 +287,7 @@ def read_sizes(path: Path) -> ModelSizes:
         sizes = ModelSizes(shape=Shape.model_validate(fields), mlps=mlps)
     if mlps.dense_layers > sizes.shape.layers:
         raise UserError(
-            f"shape file {path}: {mlps.dense_layers} dense_layers of {sizes.shape.layers}"
+            f"shape file {path}: dense_layers is {mlps.dense_layers}, but the model has {sizes.shape.layers} layers"
         )
     return sizes
 
@@ -312,7 +317,7 @@ def _device_ms(
 ) -> float:
     """Return a pass's milliseconds on the device: the longer of reading and computing, plus the constant per layer.
 
-    Weights and attention are compared separately. more: Number of weights in addition to the shape's.
+    Weights and attention are compared separately. more: Number of weights that are read in addition to the shape's.
     """
     shape, tokens, count = sizes.shape, width * batch, device.count
     bytes_per_ms, flops_per_ms = (
@@ -330,7 +335,7 @@ def _device_ms(
     )
     if count == 1:
         return busy
-    # per all-reduce and device, 16-bit activations
+    # bytes per all-reduce and device, with 16-bit activations
     sent_bytes = 2 * (count - 1) / count * tokens * shape.hidden * 2
     return busy + 2 * shape.layers * (
         device.allreduce_us * 1e-3 + sent_bytes / (device.link_gbs * 1e6)
@@ -343,8 +348,8 @@ Named = TypeVar("Named", ModelSizes, Device)
 def _named(name: str, known: dict[str, Named], read: Callable[[Path], Named]) -> Named:
     if name in known:
         return known[name]
-    if Path(name).suffix not in (".yaml", ".yml"):  # names have dots too
+    if Path(name).suffix not in (".yaml", ".yml"):  # names may contain dots
         raise UserError(
-            f"{name!r} is neither a file nor a name that draftlab knows{did_you_mean(name, known)}"
+            f"{name!r} is neither a file nor one of draftlab's names{did_you_mean(name, known)}"
         )
     return read(Path(name))

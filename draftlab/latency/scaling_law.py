@@ -1,9 +1,9 @@
 """A latency law: the latency of any shape on one device, fitted to profiles of a few shapes. No torch.
 
-One pass of a shape takes (issue^p + work^p)^(1/p) milliseconds. issue = a + b layers is the time in which the host
-issues the pass. work = c bytes + d layers x width is the time of the device for weights and for everything else. With
-p = 1, issue and work run one after the other. With a large p they overlap, and only the slower of the two counts. All
-of a to d are positive. `design` uses the law to find shapes of a family at an equal budget.
+One pass of a shape takes (issue^p + work^p)^(1/p) milliseconds. issue = a + b layers is the host's time to launch the
+pass. work = c bytes + d layers x width is the time of the device for weights and for everything else. With p = 1, issue
+and work run one after the other. With a large p they overlap, and only the slower of the two counts. All of a to d are
+positive. `design` uses the law to find shapes of a family at an equal budget.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from draftlab.model.shape import Shape, fewest_kv_heads, resolve, write_shape_fi
 from draftlab.results.score import Latency
 
 OVERLAPS = (1.0, 1.5, 2.0, 3.0, 6.0)
-MIN_PROFILES = 6  # one more than the fitted numbers: a, b, c, d, p
+MIN_PROFILES = 6  # one more than the number of fitted parameters, a, b, c, d and p
 TERMS = 4  # a, b, c, d
 
 
@@ -39,7 +39,7 @@ class FittedCurve:
         return float(_latency(features, self.terms, self.overlap)[0])
 
     def parts(self, shape: Shape) -> tuple[float, float]:
-        """Return the milliseconds of issue and of work, before they overlap."""
+        """Return the milliseconds of issue and of work, as if they did not overlap."""
         a, b, c, d = _features([shape], self.bytes_per_weight)[0] * self.terms
         return float(a + b), float(c + d)
 
@@ -56,7 +56,7 @@ class ScalingLaw:
 
     @property
     def context(self) -> int:
-        """Return the cached tokens of the pass that ms() predicts: the middle of the measured contexts."""
+        """Return the cached tokens of the pass that ms() predicts: the middle one of the measured contexts."""
         contexts = sorted({p.context for p in self.profiles[0].forward})
         return contexts[len(contexts) // 2]
 
@@ -105,7 +105,7 @@ class ScalingLaw:
         return Profile.model_validate(self.profiles[0].model_dump() | fields)
 
     def verdict(self) -> str:
-        """Return in words the parts of a pass, and the accuracy of the law."""
+        """Return text on the parts of a pass, and on the accuracy of the law."""
         a, b, c, _ = self.curve.terms
         error = np.abs(self.held_out_errors)
         overlap = (
@@ -115,9 +115,9 @@ class ScalingLaw:
         )
         reading = f"{1 / (c * 1e6):.3g} GB/s" if c * 1e6 > 1e-4 else "a rate too high to measure"
         return (
-            f"One pass: {a:.3g} ms and {b:.3g} ms per layer to issue, and reading weights at {reading}, {overlap}. "
-            f"Predicting each of {len(self.profiles)} shapes from the others is off by {error.mean():.1%} on average "
-            f"and {error.max():.1%} at most."
+            f"A pass takes {a:.3g} ms plus {b:.3g} ms per layer to launch, and reads weights at {reading}, "
+            f"{overlap}. Each of {len(self.profiles)} shapes predicted from the others: error {error.mean():.1%} "
+            f"on average, {error.max():.1%} at most."
         )
 
     @cached_property
@@ -140,24 +140,27 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
     """
     if len(profiles) < MIN_PROFILES:
         raise UserError(
-            f"a latency law needs profiles of at least {MIN_PROFILES} shapes, not {len(profiles)}"
+            f"a latency law needs profiles of at least {MIN_PROFILES} shapes, but here are {len(profiles)}; "
+            "profile more shapes"
         )
     for name in ("device", "dtype", "mode", "threads"):
         values = sorted({str(getattr(p, name)) for p in profiles})
         if len(values) > 1:
             raise UserError(
-                f"profiles of one law must have the same {name}, not {' and '.join(values)}"
+                f"the profiles of a latency law must have the same {name}, but have {' and '.join(values)}"
             )
     grids = set()
     for profile in profiles:
         grids.add(tuple((p.width, p.batch, p.context) for p in profile.forward))
     if len(grids) > 1:
         raise UserError(
-            "profiles of one law must have the same widths, batches and contexts: measure them together"
+            "the profiles of a latency law must have the same widths, batches and contexts; measure them in one "
+            "command"
         )
     if unknown := [p.name for p in profiles if p.shape is None]:
         raise UserError(
-            f"a latency law needs shapes, and profile {unknown[0]} has none: transformers ran the model"
+            f"profile {unknown[0]} has no shape, which a latency law needs, because transformers ran the model; "
+            "leave it out"
         )
     shapes = {i: p.shape for i, p in enumerate(profiles) if p.shape is not None}
     order = sorted(shapes, key=lambda i: (shapes[i].layers, shapes[i].hidden, i))
@@ -172,7 +175,7 @@ def read_law(directory: Path) -> ScalingLaw:
     """
     if not directory.is_dir():
         raise UserError(
-            f"no directory of profiles at {directory}; draftlab profile --law measures one"
+            f"there is no directory {directory} of profiles; make one with draftlab profile --law --out {directory}"
         )
     return fit_law([read_profile(file) for file in sorted(directory.glob("*.yaml"))])
 
@@ -180,7 +183,8 @@ def read_law(directory: Path) -> ScalingLaw:
 def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> FittedCurve:
     """Return the curve with the least relative error to times [N], for the best p in OVERLAPS.
 
-    The logarithms of the terms are fitted, so that the terms stay positive, from equal shares of the median time.
+    The fit is over the logarithms of the terms, so that they stay positive, and starts from equal shares of the median
+    time.
     """
     from scipy.optimize import least_squares
 
@@ -209,7 +213,10 @@ def law_shapes(named: Mapping[str, Shape]) -> dict[str, Shape]:
         source = next(iter(shapes.values()))
         shapes = grid_shapes(source, *default_grid(source))
     if len(shapes) < MIN_PROFILES:
-        raise UserError(f"a latency law needs at least {MIN_PROFILES} shapes, not {len(shapes)}")
+        raise UserError(
+            f"a latency law needs at least {MIN_PROFILES} shapes, but {len(shapes)} were given; name "
+            "more, or only one to scale down"
+        )
     return shapes
 
 
@@ -252,7 +259,7 @@ class Design:
         """Write one shape file per shape. Raises UserError: a file exists, and overwrite is off."""
         files = {folder / f"{name}.yaml": shape for name, shape in self.shapes.items()}
         if not overwrite and (there := [file for file in files if file.exists()]):
-            raise UserError(f"{there[0]} exists; replace it with --force")
+            raise UserError(f"{there[0]} exists already; give --force to replace it")
         for file, shape in files.items():
             write_shape_file(shape, file, comment)
 

@@ -34,7 +34,7 @@ from draftlab.results.score import Latency
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
 
-SETTLED = 16  # tokens of the shorter answer, after which all prefills are over
+SETTLED = 16  # length of the shorter answer; by then all prefills are over
 TOKENS = 64  # additional tokens of the longer answer
 At = tuple[int, int]  # streams, context
 
@@ -72,7 +72,8 @@ class ServedPasses:
             bare.append(float(np.mean([ms - cached * n * c for c, ms in by_streams[n]])))
         if min(bare) <= 0:
             raise UserError(
-                "--server: cached tokens seem to cost more than passes: other work disturbs the servers"
+                "--server: the times contradict each other (cached tokens cost more than whole passes); repeat "
+                "this without other load on the servers"
             )
         return ServedPasses(streams=sorted(by_streams), tokens_ms=np.array(bare), cached_ms=cached)
 
@@ -86,7 +87,7 @@ class ServedPasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meter:
-    """A meter that times a server's answers of two lengths to one prompt. advance: Function called per timing."""
+    """A meter of a server: it times answers of two lengths to one prompt. advance: Function to call at each timing."""
 
     server: Server
     prompt: list[int]
@@ -104,7 +105,7 @@ class Meter:
         times = [self._step_seconds(streams, context, drafts) for _ in range(self.repeats)]
         if statistics.median(times) <= 0:
             raise UserError(
-                f"{self.server.http.url} took less time for more tokens: other work disturbs it"
+                f"{self.server.http.url} took less time for more tokens; repeat this without other load on the server"
             )
         return 1e3 * statistics.median(times)
 
@@ -117,7 +118,11 @@ class Meter:
         if first is None and second is None and not drafts:
             return (long - short) / TOKENS
         if first is None or second is None or not drafts:
-            said = "drafts nothing" if drafts else "drafts; it must run the target alone"
+            said = (
+                "drafts nothing; start it with --speculative-config"
+                if drafts
+                else "drafts, but must run the target alone; start it without --speculative-config"
+            )
             raise UserError(f"--server: {self.server.http.url} {said}")
         return (long - short) * streams / (second.num_drafts - first.num_drafts)
 
@@ -156,7 +161,7 @@ def profile_servers(
         models: Directory or name of the target, and of the second server's draft.
 
     Raises:
-        UserError: the first server drafts, the second server drafts nothing, or times contradict each other.
+        UserError: the first server drafts, the second server does not draft, or times contradict each other.
     """
     warn_if_busy(read_environment())
     k = drafted_tokens(servers[1], prompt) if len(servers) > 1 else 0
@@ -222,8 +227,8 @@ def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dic
     shares = {batch: sum(drafting[batch]) / sum(like_target[batch]) for batch in drafting}
     if (least := min(shares, key=lambda batch: shares[batch])) and shares[least] <= 0:
         raise UserError(
-            f"with {least} streams, a step with the draft took no longer than the target alone, which cannot be: "
-            "other work disturbs the servers; repeat this on a quiet machine"
+            f"with {least} streams, a step with the draft took no longer than the target alone, which is "
+            "impossible; repeat this without other load on the servers"
         )
     return shares
 
@@ -234,7 +239,9 @@ def drafted_tokens(server: Server, prompt: list[int]) -> int:
     server.generate_ids(prompt, SamplingParams(max_tokens=SETTLED, ignore_eos=True))
     counters = spec_decode_counters(before, server.metrics())
     if counters is None:
-        raise UserError(f"--server {server.http.url} drafts nothing; start it with a draft")
+        raise UserError(
+            f"--server {server.http.url} drafts nothing; start it with --speculative-config"
+        )
     return counters.k
 
 

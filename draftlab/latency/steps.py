@@ -1,4 +1,4 @@
-"""The expected steps of every text and their time, by K, for draftlab's engine or for vLLM.
+"""The expected number of steps of every text, and their time, by K, in draftlab's engine or in vLLM.
 
 R texts of at most n tokens, C contexts. The kind of drafter (step_cost) computes the cost of drafting in a step from
 the passes of its model. Time is counted as in the engine: both prefills are left out, and a step that starts at token i
@@ -31,7 +31,7 @@ class Steps:
     Args:
         starts: Expected number of steps that start at each token, [R, n].
         drafted: Number of tokens that a step at this token drafts, [R, n].
-        after: `starts` by the number of tokens that the previous step accepted, [R, n, K + 1].
+        after: `starts`, split by the number of tokens that the previous step accepted, [R, n, K + 1].
     """
 
     starts: np.ndarray
@@ -48,7 +48,7 @@ class Passes:
         steady: Time of a pass over one token after many passes of the same model, [C].
         warmup: Additional time of the first N one-token passes after a target pass, [N, C].
         k: Largest number of drafted tokens in a step.
-        lag: Tokens by which the drafter's cache is shorter than the target's.
+        lag: Number of tokens by which the drafter's cache is shorter than the target's.
         server: Server that runs the steps; None stands for draftlab's engine.
         by_width: Cache of forward passes, by width.
     """
@@ -92,7 +92,7 @@ class Passes:
     def block(self, k: int) -> np.ndarray:
         """Return the time of a pass that drafts k tokens at once, by the target's cached tokens, [C].
 
-        The profile of a block's passes is by drafted tokens; a pass reads as many states of the target.
+        A block's profile is by the number of drafted tokens, and a pass reads the same number of the target's states.
         """
         return self._forward(k) + self.draft.host_ms(1) if k else np.zeros(len(self.contexts))
 
@@ -113,7 +113,7 @@ class StepCosts:
         step_cost: Function of passes, drafted tokens and accepted tokens that returns the time of drafting, [C].
         verify: Time of the target's pass by drafted tokens, [K + 1, C].
         host: Time of sampling and verification on the host by drafted tokens, [K + 1].
-        share: Factor of the time of drafting, 0 for a free draft.
+        share: Factor of the time of drafting. 0 makes drafting free.
         tables: Cache of drafting(), by K.
     """
 
@@ -130,7 +130,7 @@ class StepCosts:
         return int(self.passes.contexts[0])
 
     def without_turns(self, at: int) -> "StepCosts":
-        """Return the costs of column `at`, as if contexts did not grow and switching between models took no time."""
+        """Return the costs at column `at` alone: contexts do not grow, and switching between models takes no time."""
         passes, steady = self.passes, self.passes.steady[at : at + 1]
         contexts = passes.contexts[at : at + 1]
         flat = replace(
@@ -212,14 +212,14 @@ def steps(work: Workload, k: int) -> Steps:
 def _after(starts: np.ndarray, chances: np.ndarray, drafted: np.ndarray, k: int) -> np.ndarray:
     """Return the steps that start at each token, by the tokens that the previous step accepted, [R, n, K + 1].
 
-    The first step follows the prefill, which counts as 0 accepted tokens.
+    The prefill before the first step counts as a step with 0 accepted tokens.
     """
     n = starts.shape[1]
     after, alive = np.zeros((*starts.shape, k + 1)), starts
     after[:, 0, 0] = starts[:, 0]
     for a in range(
         min(k + 1, n - 1)
-    ):  # alive: steps that accepted at least a tokens, by the token at which they started
+    ):  # alive: steps that have accepted at least a tokens, by the token at which they started
         chance = np.zeros_like(starts)
         if a < k:
             chance[:, : n - a] = chances[:, a:, a] if chances.ndim == 3 else chances[:, a:]
@@ -250,7 +250,9 @@ def total_ms(
     batch: int,
     server: Server | None = None,
 ) -> tuple[float, dict[int, float]]:
-    """Return the milliseconds of all texts without a draft, and by K. K = 0 is a server whose draft only reads.
+    """Return the milliseconds of all texts, without a draft and by K.
+
+    At K = 0 a server's draft reads tokens but drafts none.
 
     Raises:
         UserError: a context, width or batch is outside a profile.

@@ -33,7 +33,7 @@ class Workload:
 
     @property
     def middle(self) -> int:
-        """Return the number of cached tokens at the middle of the texts."""
+        """Return the mean number of cached tokens in the middle of a text."""
         return int((self.prompt_tokens + self.texts.lengths / 2).mean())
 
     @property
@@ -80,9 +80,9 @@ def workload_of_replay(replay: "Replay") -> Workload:
 def workload_of_score(score: Score) -> Workload:
     """Return the texts of a score, with probability 1 for accepted tokens and 0 for rejected tokens.
 
-    Tokens that the target added after a full acceptance were never drafted. Their probability is the share accepted at
-    the last position of the largest K. In greedy decoding every K decodes the same text, so that such a token may be
-    known from another K.
+    A token that the target added after all K drafted tokens were accepted was never drafted itself. Its probability is
+    the share accepted at the last position of the largest K. In greedy decoding every K gives the same text, so such a
+    token may be known from another K.
 
     Raises:
         UserError: servers decoded, which do not report single tokens; or a parallel draft or an EAGLE-3 head drafted,
@@ -91,11 +91,12 @@ def workload_of_score(score: Score) -> Workload:
     if score.draft.eagle or score.draft.parallel:
         kind = "an EAGLE-3 head" if score.draft.eagle else "a parallel draft"
         raise UserError(
-            f"{score.name} is {kind}: its score has no acceptance by offset; use a replay"
+            f"{score.name} is {kind}, whose acceptance by offset a score does not have; use the output of "
+            "draftlab replay"
         )
     if score.served:
         raise UserError(
-            f"{score.name} was scored on servers, which do not report single tokens; use a replay instead"
+            f"{score.name} was scored on servers, which do not report single tokens; use the output of draftlab replay"
         )
     deepest = max(score.speculative)
     ks = sorted(score.speculative, reverse=True) if score.identical else [deepest]
@@ -118,7 +119,7 @@ def workload_of_score(score: Score) -> Workload:
 
 
 def _outcomes(generation: Generation) -> np.ndarray:
-    """Return the outcome at each token after the first: 1 draft accepted, 0 draft rejected, nan nothing drafted."""
+    """Return the outcome of drafting at each token after the first: 1 accepted, 0 rejected, nan not drafted."""
     row = np.full(generation.tokens - 1, np.nan)
     start = 0
     for drafted, accepted, emitted in zip(

@@ -1,4 +1,4 @@
-"""Client of a running server: completions, prompt log-probabilities, metrics. No torch.
+"""Client of a running server: completions, log-probabilities of prompts, metrics. No torch.
 
 Requests have token ids, never text. The kind of server (kinds.py) knows the protocol.
 """
@@ -28,7 +28,7 @@ WORKERS = 8  # concurrent requests
 TRIES = 6
 MAX_WAIT_SECONDS = 30.0  # longest wait between attempts
 ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0
-SILENT_SECONDS = 12.0  # wait for an answer after which a note is printed
+SILENT_SECONDS = 12.0  # wait for an answer until a note is printed
 BUSY = (429, 503)
 MISSING = (404, 405)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The meaning of a server's log-probabilities, named as in vLLM's --logprobs-mode.
+    """What a server's log-probabilities are computed from, named as in vLLM's --logprobs-mode.
 
     raw_logprobs are computed from the model's own logits, processed_logprobs after temperature. raw_logits and
     processed_logits are not normalised. greedy: Whether temperature 0 decodes greedily.
@@ -53,7 +53,7 @@ class Probe:
 
 
 class HttpClient:
-    """Requests to one server, repeated while it is busy or drops the connection. No other server gets the key.
+    """An HTTP client of one server. Requests are repeated while the server is busy or drops the connection.
 
     Args:
         wait: Function that waits for a number of seconds before the next attempt.
@@ -76,7 +76,7 @@ class HttpClient:
             without_secrets(url),
             wait,
             seconds,
-        )  # messages show the address without secrets
+        )  # the address without secrets, for messages
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         limits = httpx.Limits(max_connections=None)  # the caller limits the number of workers
         self.client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits)
@@ -108,12 +108,14 @@ class HttpClient:
             if attempt:
                 pause = min(0.5 * 2 ** (attempt - 1), MAX_WAIT_SECONDS)
                 with note_if_slow(
-                    f"{self.url} is busy ({problem}); asking again in {pause:g} s", SILENT_SECONDS
+                    f"{self.url} is busy ({problem}); the request is repeated in {pause:g} s",
+                    SILENT_SECONDS,
                 ):
                     self.wait(pause)
             try:
                 with note_if_slow(
-                    f"waiting for {self.url}{path}, {self.seconds:g} s at most", SILENT_SECONDS
+                    f"waiting up to {self.seconds:g} s for an answer of {self.url}{path}",
+                    SILENT_SECONDS,
                 ):
                     answer = self.client.request(method, path, json=body)
             except DROPPED as error:
@@ -121,7 +123,8 @@ class HttpClient:
                 continue
             except httpx.TimeoutException:
                 raise UserError(
-                    f"{self.url}{path}: no whole answer in {self.seconds:g} s"
+                    f"{self.url}{path}: no complete answer within {self.seconds:g} s; the server may be "
+                    "overloaded or stopped"
                 ) from None
             except (
                 httpx.HTTPError,
@@ -132,7 +135,9 @@ class HttpClient:
             if answer.status_code not in BUSY:
                 return answer
             problem = f"{answer.status_code}: {one_line(answer.text)}"
-        raise UserError(f"no answer from {self.url}{path}: {problem}; is the server running?")
+        raise UserError(
+            f"no answer from {self.url}{path}: {problem}; check that the server runs at this address"
+        )
 
     def _accepted(self, path: str, answer: httpx.Response) -> httpx.Response:
         if answer.status_code != 200:
@@ -172,7 +177,9 @@ class Server:
         check_address(url)
         http = HttpClient(url.rstrip("/").removesuffix("/v1"), _read_key(api_key_file), wait)
         listing = http.json("GET", "/v1/models", tries=1)
-        with reading(f"{http.url} is not an OpenAI-compatible server: /v1/models"):
+        with reading(
+            f"{http.url} is not an OpenAI-compatible server, or has another address: /v1/models"
+        ):
             cards = {card["id"]: card for card in listing["data"]}
             first, *_ = cards
             name = model or first
@@ -182,7 +189,7 @@ class Server:
         folder_name(name, f"the model of {http.url}")
         kind, adapter = _kind_of(cards[name].get("owned_by"))
         page = http.json("GET", adapter.about_path, default={})
-        with reading(f"{http.url}{adapter.about_path} is not a page of {kind}"):
+        with reading(f"{http.url}{adapter.about_path} is not what {kind} answers there"):
             version, max_length = adapter.about(page, cards[name])
             version, max_length = one_line(version), None if max_length is None else int(max_length)
         return cls(
@@ -228,13 +235,13 @@ class Server:
         """
         if not self.adapter.has_prompt_logprobs:
             raise UserError(
-                f"{self.http.url} ({self.kind}) does not score prompts; vLLM and SGLang do"
+                f"{self.http.url} ({self.kind}) returns no log-probabilities of prompts; use vLLM or SGLang"
             )
         self._check_length(max(map(len, rows), default=0) + 1)
         return self._map(lambda ids: self._prompt_logprobs(ids, k), rows)
 
     def probe(self, prompt: list[int]) -> Probe:
-        """Return the meaning of log-probabilities, found by requests at two temperatures and a greedy request."""
+        """Find out what the server's log-probabilities are computed from, by requests at several temperatures."""
         at_temperature = (SamplingParams(max_tokens=1, temperature=value) for value in (1.0, 0.5))
         hot, cold = (self._generate(prompt, sampling, PROBE_TOP_K) for sampling in at_temperature)
         at_1, at_half = (
@@ -257,8 +264,8 @@ class Server:
         worst = max(max(row, default=0.0) for row in (scored.logprobs, *scored.top_logprobs))
         if worst > ROUNDING:
             raise UserError(
-                f"{self.http.url} returns {worst:g} as a log-probability, perhaps a logit; "
-                "start vLLM with --logprobs-mode raw_logprobs"
+                f"{self.http.url} returned {worst:g} as a log-probability, which cannot be above 0; start vLLM "
+                "with --logprobs-mode raw_logprobs"
             )
 
     def tokenize(self, text: str) -> list[int] | None:
@@ -277,11 +284,11 @@ class Server:
             return parse_metrics(page)
 
     def grown(self, before: Mapping[str, float]) -> Counters:
-        """Return the growth of the speculative counters since earlier metrics(). Raises UserError: nothing drafted."""
+        """Return the increase of the speculative counters since `before`. Raises UserError: nothing was drafted."""
         counters = spec_decode_counters(before, self.metrics())
         if counters is None:
             raise UserError(
-                f"{self.http.url} drafted nothing: its /metrics count no speculative steps"
+                f"{self.http.url} drafted nothing: its /metrics count no speculative steps; start it with a draft"
             )
         return counters
 
@@ -309,19 +316,23 @@ class Server:
 
     def _reading(self, path: str) -> AbstractContextManager[None]:
         return reading(
-            f"{self.http.url}{path} ({self.kind}): incomplete answer; token ids with log-probabilities come from vLLM, "
-            "SGLang and llama.cpp's server"
+            f"{self.http.url}{path} ({self.kind}): the answer lacks token ids or log-probabilities; use vLLM, "
+            "SGLang or llama.cpp's server"
         )
 
     def _map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Return the results of `work` for all items, several at a time. After a failure, no further item starts."""
+        """Return the results of `work` for all items, computed in several threads.
+
+        After a failure, no further item starts.
+        """
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(work, items))
 
     def _check_length(self, tokens: int) -> None:
         if self.max_length is not None and tokens > self.max_length:
             raise UserError(
-                f"{self.http.url} takes at most {self.max_length} tokens, and {tokens} are needed"
+                f"{self.http.url} accepts at most {self.max_length} tokens, but {tokens} are needed; start it "
+                "with a longer context, or shorten prompts"
             )
 
 
@@ -336,7 +347,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 def spec_decode_counters(
     before: Mapping[str, float], after: Mapping[str, float]
 ) -> Counters | None:
-    """Return the growth of vLLM's or llama.cpp's counters between two reads of the metrics, over all engines.
+    """Return the increase of vLLM's or llama.cpp's counters between two reads of the metrics, summed over engines.
 
     The result is None if the server drafted nothing in between. Raises UserError: a counter decreased or is not finite.
     """
@@ -347,7 +358,8 @@ def spec_decode_counters(
             growth = value - before.get(series, 0.0)
             if not (math.isfinite(growth) and growth >= 0):
                 raise UserError(
-                    f"the server's counter {counter[1]} went back or is not finite; was it restarted?"
+                    f"the server's counter {counter[1]} decreased or is not finite; run this again, and do not "
+                    "restart the server meanwhile"
                 )
             grown.setdefault(counter[1], {})[series] = growth
     drafts = sum(grown.get("num_drafts", {}).values())
@@ -383,5 +395,5 @@ def _read_key(file: Path | None) -> str | None:
     with reading(file):
         key = file.read_text("ascii").strip()
     if not key.isprintable() or not key:
-        raise UserError(f"{file} has no key: want one line of printable ASCII")
+        raise UserError(f"{file} must have the API key as one line of printable ASCII characters")
     return key

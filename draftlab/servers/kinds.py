@@ -1,6 +1,7 @@
 """The interface of a kind of server, and answers in token ids. Modules in this folder and plug-ins define the kinds.
 
-n tokens, k top tokens. Methods that read an incomplete answer raise KeyError, TypeError or similar errors. No torch.
+n tokens, k top tokens. Methods that read answers raise KeyError, TypeError or similar errors if an answer is
+incomplete. No torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -108,18 +109,21 @@ def _columns(tops: Sequence[TopLogprobs]) -> tuple[list[list[int]], list[list[fl
 DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "prompt lookup"]
 SampleMethod = Literal["greedy", "probabilistic"]  # vLLM's draft_sample_method
 Ranges = list[tuple[int, int, int]]  # first and last number of requests, and K
-ABOVE_ZERO = "above temperature 0 a drafted token stands with the target's probability of it"
+ABOVE_ZERO = (
+    "above temperature 0 a drafted token is accepted with the target's probability of the token"
+)
 PROMPT_LOOKUP_MAX = 3  # longest n-gram to match (Saxena 2023, prompt lookup decoding)
 SCRIPT_DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fact about a draft on a server.
+    """The result of one check of a draft.
 
     Args:
-        level: error: the draft will not work. warning: the draft works with a limit.
-        fix: Remedy.
+        level: error: the draft cannot be used. warning: it works, but with a limitation.
+        about: Server or part of the draft that was checked.
+        fix: What to do.
     """
 
     level: Literal["ok", "warning", "error"]
@@ -144,7 +148,7 @@ def error(about: str, text: str, fix: str = "") -> Finding:
 
 
 class Artifact(Protocol):
-    """A draft or an EAGLE-3 head with its target, for the checks of a server.
+    """A draft model or an EAGLE-3 head with its target, as a server's checks read them.
 
     Args:
         path: Directory of the draft or head.
@@ -167,11 +171,11 @@ class Artifact(Protocol):
     in_parallel: bool
 
     def difference(self) -> str | None:
-        """Return in words a token that differs in the target, None if both vocabularies are equal."""
+        """Return text that names a token in which draft and target differ, or None if their vocabularies are equal."""
         ...
 
     def spelled_alike(self) -> str:
-        """Return in words how many tokens are spelled alike in draft and target."""
+        """Return text on the number of the target's tokens that the draft also has, such as "100 of 200"."""
         ...
 
     def pre_tokenizer(self) -> tuple[str, float]:
@@ -184,14 +188,15 @@ class Artifact(Protocol):
 
 
 class Sampling(NamedTuple):
-    """The setting of a server for the tokens that a draft proposes above temperature 0, and its reason."""
+    """How a server's draft chooses tokens above temperature 0, and the reason for this setting."""
 
     method: SampleMethod
     reason: str
 
 
 DEFAULT_SAMPLING = Sampling(
-    "probabilistic", "a default; export --verify-with --temperature compares it with greedy"
+    "probabilistic",
+    "the default; draftlab export --verify-with --temperature compares it with greedy",
 )
 
 
@@ -206,7 +211,7 @@ class Launch:
         sliding_window: Window of a head, see eagle.HeadShape.
         heterogeneous: The draft has its own vocabulary.
         k_by_batch: K by the number of requests, for servers that can change K.
-        own_target: The head's directory names its target and K, as in speculators' layout.
+        own_target: Whether config.json of the head names its target and K, as in speculators' layout.
     """
 
     target: str
@@ -252,15 +257,15 @@ class ServerKind:
     # fields in eagle.OPTIONAL_PARTS that the server computes
     head_parts: ClassVar[frozenset[str]] = frozenset()
     one_stream: ClassVar[bool] = False  # decodes one prompt at a time
-    # kinds of drafts whose K it changes by the number of requests
+    # kinds of drafts for which it can change K by the number of requests
     changes_k: ClassVar[frozenset[DraftKind]] = frozenset()
 
     # keys: variants of the verification rule; "" is the rule of --server-rule NAME
     rules: ClassVar[Mapping[str, Acceptance]] = {}
     script_rule: ClassVar[str] = ""  # variant in `rules` that the script starts
 
-    program: ClassVar[str] = ""  # name of the program that export --verify-with starts; empty: none
-    # never drafts beyond max_tokens; otherwise all tokens of the last step count
+    program: ClassVar[str] = ""  # program that export --verify-with starts; empty: none
+    # True: the server never drafts beyond max_tokens. False: all tokens of the last step count
     cuts_last_step: ClassVar[bool] = False
     counts_end: ClassVar[bool] = True  # a drafted end of text counts as a token
 
@@ -276,11 +281,13 @@ class ServerKind:
         if artifact.head is None:
             yield from self.check_vocabulary(artifact)
             if artifact.in_parallel and not self.parallel:
-                text = "cannot draft in parallel: with this draft it makes one pass for each token"
+                text = (
+                    "cannot draft in parallel, so this draft needs one pass for each drafted token"
+                )
                 yield warning(
                     self.name,
                     text,
-                    "serve it with vllm or tensorrt-llm, or distil an ordinary draft",
+                    "serve it with vLLM or TensorRT-LLM, or distil an ordinary draft model",
                 )
             yield from self.check_draft(artifact)
         elif self.heads:
@@ -288,12 +295,14 @@ class ServerKind:
                 if part not in self.head_parts:
                     fix = f"train the head without {part}, or serve it with vLLM"
                     yield error(
-                        self.name, f"does not compute {part}, with which the head was trained", fix
+                        self.name, f"does not support {part}, with which this head was trained", fix
                     )
             yield from self.check_head(artifact, artifact.head)
         else:
             yield warning(
-                self.name, "has no EAGLE-3", "serve it with vLLM, SGLang, llama.cpp or TensorRT-LLM"
+                self.name,
+                "does not support EAGLE-3 heads",
+                "serve the head with vLLM, SGLang, llama.cpp or TensorRT-LLM",
             )
 
     def check_draft(self, artifact: Artifact) -> Iterator[Finding]:
@@ -313,11 +322,10 @@ class ServerKind:
         vocab, targets = artifact.vocab, artifact.target_vocab
         if artifact.difference() is None:
             if abs(vocab - targets) > self.vocab_slack:
-                allowed = (
-                    f"; it allows a difference of {self.vocab_slack}" if self.vocab_slack else ""
-                )
+                allowed = f" up to a difference of {self.vocab_slack}" if self.vocab_slack else ""
                 text = (
-                    f"{vocab:,} logits against {targets:,}, and it wants the same number{allowed}"
+                    f"the draft has {vocab:,} logits and the target {targets:,}, but the numbers must be "
+                    f"equal{allowed}"
                 )
                 yield error(
                     self.name, text, f"draftlab export --to {self.name} --target {artifact.target}"
@@ -325,10 +333,10 @@ class ServerKind:
             return
         transplant = f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT"
         if not self.translates:
-            yield error(self.name, "wants the target's vocabulary", transplant)
+            yield error(self.name, "needs a draft with the target's vocabulary", transplant)
         else:
-            alike = f"{artifact.spelled_alike()} tokens are spelled alike"
-            text = f"takes it as it is and translates between the vocabularies: {self.translates}; {alike}"
+            alike = f"{artifact.spelled_alike()} of the target's tokens also exist in the draft"
+            text = f"can translate between the two vocabularies: {self.translates}; {alike}"
             own = f"draftlab export {artifact.path} --to {self.name} --use-heterogeneous-vocab"
             yield warning(self.name, text, f"{own}, or {transplant}")
 
@@ -413,11 +421,13 @@ def check_head_dim(
 ) -> Iterator[Finding]:
     if size not in supported:
         yield warning(
-            name, f"head_dim {size}; {build} supports {', '.join(map(str, supported))}", fix
+            name,
+            f"the draft has head_dim {size}, but {build} supports only {', '.join(map(str, supported))}",
+            fix,
         )
 
 
 def unknown_architecture(name: str, artifact: Artifact) -> Finding:
     kind = artifact.config.get("model_type")
-    text = f"draftlab does not know whether its attention supports the heads of {kind} models"
-    return warning(name, text, "start it once with the draft alone")
+    text = f"draftlab does not know whether this server's attention supports {kind} models"
+    return warning(name, text, "start the server once with the draft as its only model")

@@ -34,10 +34,7 @@ if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
     from draftlab.servers.client import Server
 
-BLOCK, K_BLOCK = (
-    32,
-    256,
-)  # number of weights of a row that share a scale, in plain types and in K types
+BLOCK, K_BLOCK = (32, 256)  # number of weights that share a scale, in plain types and in K types
 LEAST_CONTEXT = 256  # smallest context of llama-server
 
 
@@ -45,7 +42,7 @@ LEAST_CONTEXT = 256  # smallest context of llama-server
 class LlamaCpp(ServerKind):
     loads_gguf = True
     vocab_slack = 128
-    heads = "loads it as GGUF: draftlab export --to llama.cpp; --spec-type draft-eagle3"
+    heads = "loads it as GGUF (draftlab export --to llama.cpp), with --spec-type draft-eagle3"
     rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
     head_parts = frozenset({"norm_before_residual", "norm_before_fc"})
     program = "llama-server"
@@ -65,8 +62,10 @@ class LlamaCpp(ServerKind):
             yield error(self.name, str(failure))
             return
         if match < 1:
-            text = f"has no pre-tokenizer that splits text as this tokenizer does; {pre!r} gives the same ids for "
-            fix = "the target has the same problem; send token ids where it matters"
+            text = f"has no pre-tokenizer that splits text like this tokenizer; {pre!r} gives the same ids for "
+            fix = (
+                "the target has the same limitation; send token ids instead of text if this matters"
+            )
             yield warning(self.name, f"{text}{match:.0%} of the probe texts", fix)
         shape = artifact.shape
         assert shape is not None  # GGUF has no other architectures
@@ -78,9 +77,7 @@ class LlamaCpp(ServerKind):
         for block, types in ((BLOCK, "Q8_0 and Q4_0"), (K_BLOCK, "the K types")):
             odd = {name: size for name, size in rows.items() if size % block}
             for name, size in odd.items():
-                text = (
-                    f"{name} {size} is no multiple of {block}: these matrices stay f16 in {types}"
-                )
+                text = f"{name} {size} is not a multiple of {block}, so its matrices stay f16 in {types}"
                 fix = f"prune to {name} {' or '.join(map(str, multiples_near(size, block)))}"
                 yield warning(self.name, text, fix)
             if odd:
@@ -88,8 +85,10 @@ class LlamaCpp(ServerKind):
 
     def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         if len(head.layer_ids) != 3:
-            text = f"reads three layers, and the head {len(head.layer_ids)}"
-            yield error(self.name, text, "train it with three")
+            text = (
+                f"supports heads that read three layers, but this head reads {len(head.layer_ids)}"
+            )
+            yield error(self.name, text, "train a head with three layer_ids")
         try:
             artifact.pre_tokenizer()
         except UserError as failure:
@@ -103,7 +102,9 @@ class LlamaCpp(ServerKind):
             )
         ]
         target_file = "target=${1:?GGUF file of the target}; shift"
-        if launch.kind == "prompt lookup":  # no draft is shorter than the n-gram that it matches
+        if (
+            launch.kind == "prompt lookup"
+        ):  # llama.cpp never drafts fewer tokens than its n-gram has
             sizes = f"--spec-ngram-simple-size-n {min(PROMPT_LOOKUP_MAX, launch.k)}"
             lines += [
                 target_file,

@@ -39,7 +39,7 @@ FLASHINFER_HEADS = (64, 128, 256)
 
 @server("sglang")
 class SGLang(ServerKind):
-    heads = "loads it as it is, by --speculative-algorithm EAGLE3"
+    heads = "loads the directory as it is, with --speculative-algorithm EAGLE3"
     head_parts = frozenset({"norm_before_fc", "fc_norm", "norm_output", "sliding_window"})
     # target-only sampling with both thresholds at 1
     rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
@@ -52,7 +52,7 @@ class SGLang(ServerKind):
         if artifact.shape is None:
             yield unknown_architecture(self.name, artifact)
         else:
-            fix = "start it with --attention-backend triton"
+            fix = "start the server with --attention-backend triton"
             yield from check_head_dim(
                 self.name, artifact.shape.head_dim, FLASHINFER_HEADS, fix, "flashinfer"
             )
@@ -62,11 +62,15 @@ class SGLang(ServerKind):
         export = f"draftlab export --to {self.name}"
         if "speculators_model_type" in artifact.config:
             yield error(
-                self.name, "does not read speculators' layout", f"{export} writes SpecForge's"
+                self.name,
+                "does not read speculators' layout",
+                f"{export} writes SpecForge's layout, which it reads",
             )
         elif layers != [i - 1 for i in head.layer_ids]:
-            text = f"reads layers from eagle_config, which has {layers or 'none'}"
-            yield error(self.name, text, f"{export} writes them")
+            text = (
+                f"reads the layers from eagle_config in config.json, which has {layers or 'none'}"
+            )
+            yield error(self.name, text, f"{export} writes the layers there")
 
     def script(self, launch: Launch) -> tuple[str, str]:
         start = f"exec python -m sglang.launch_server --model-path {shlex.quote(launch.target)} \\"

@@ -24,11 +24,14 @@ DECODING_TYPES = {"parallel draft": "PARD", "EAGLE-3 head": "Eagle3"}
 @server("tensorrt-llm")
 class TensorRTLLM(ServerKind):
     parallel = True
-    heads = "loads it as it is, with the layers in its options: draftlab export --to tensorrt-llm"
+    heads = (
+        "loads the directory as it is, with the layers in its options, which draftlab export --to "
+        "tensorrt-llm writes"
+    )
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         if "speculators_model_type" in artifact.config:
-            fix = f"draftlab export --to {self.name} writes SpecForge's"
+            fix = f"draftlab export --to {self.name} writes SpecForge's layout, which it reads"
             yield error(self.name, "does not read speculators' layout", fix)
 
     def script(self, launch: Launch) -> tuple[str, str]:

@@ -18,14 +18,19 @@ from draftlab.servers.kinds import (
 @server("transformers")
 class Transformers(ServerKind):
     # universal assisted decoding (Timor et al. 2025, 2502.05202)
-    translates = "assistant_tokenizer re-encodes the text at every step; when sampling it drafts shared tokens only"
+    translates = (
+        "it encodes the text again at every step and, when it samples, drafts shared tokens only"
+    )
     one_stream = True
     rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("rejection", None)}
 
     def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
         yield from super().check_vocabulary(artifact)
         if artifact.difference() is not None and artifact.vocab == artifact.target_vocab:
-            text = f"wants two tokenizers only where the numbers of logits differ; both have {artifact.vocab:,}"
+            text = (
+                "accepts a draft with another vocabulary only if the numbers of logits differ, and both have "
+                f"{artifact.vocab:,}"
+            )
             yield error(
                 self.name, text, f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT"
             )

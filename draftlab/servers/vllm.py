@@ -47,10 +47,10 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 class VLLM(ServerKind):
     parallel = True
     translates = (
-        "use_heterogeneous_vocab drafts shared tokens only, greedily, "
-        "and reads others as unknown or end of text"
+        "use_heterogeneous_vocab drafts shared tokens only, and greedily; the draft reads other tokens as unknown "
+        "or end of text"
     )
-    heads = "loads it as it is, by --speculative-config with method eagle3"
+    heads = "loads the directory as it is, with method eagle3 in --speculative-config"
     head_parts = frozenset(
         {
             "norm_before_residual",
@@ -81,7 +81,7 @@ class VLLM(ServerKind):
             yield unknown_architecture(self.name, artifact)
             return
         if shape.head_dim % 8 or shape.head_dim > max(CPU_HEADS):
-            text = f"head_dim {shape.head_dim}; its attention supports multiples of 8 up to 256"
+            text = f"the draft has head_dim {shape.head_dim}, but its attention supports only multiples of 8 up to 256"
             yield error(self.name, text, "prune a source with another head_dim")
         else:
             yield from check_head_dim(
@@ -89,16 +89,19 @@ class VLLM(ServerKind):
             )
         if artifact.config.get("model_type") == "qwen2" and shape.sizes["q"] != shape.hidden:
             widths = " or ".join(map(str, multiples_near(shape.hidden, shape.head_dim)))
-            text = f"wants width = heads x head_dim in a Qwen2; {shape.heads} x {shape.head_dim} is not {shape.hidden}"
+            text = (
+                f"needs width = heads x head_dim in a Qwen2, but {shape.heads} x {shape.head_dim} is not "
+                f"{shape.hidden}"
+            )
             fix = f"prune to --width {widths} with --shape FILE, whose heads are width / head_dim"
             yield error(self.name, text, fix)
         devices = [n for n in (1, 2, 4, 8) if _splits(shape, n)]
         if devices != [1, 2, 4, 8]:
             text = (
-                "runs a draft on the target's number of devices; this one "
-                f"splits over {', '.join(map(str, devices))}"
+                "runs a draft on as many devices as the target, but this draft splits only over "
+                f"{', '.join(map(str, devices))}"
             )
-            fix = "prune to heads and ffn that are multiples of the target's --tensor-parallel-size"
+            fix = "prune to numbers of heads and FFN neurons that are multiples of the target's --tensor-parallel-size"
             yield warning(self.name, text, fix)
 
     def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
@@ -110,14 +113,14 @@ class VLLM(ServerKind):
         export = f"draftlab export --to {self.name}"
         if "speculators_model_type" in artifact.config:
             if "norm_before_residual" not in artifact.config:
-                text = "takes norm_before_residual for true where config.json is silent, and speculators for false"
-                yield error(self.name, text, f"{export} writes what draftlab reads")
+                text = "assumes norm_before_residual is true if config.json lacks it, but speculators assumes false"
+                yield error(self.name, text, f"{export} writes the value into config.json")
             return
         layers = (artifact.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         if len(head.layer_ids) != len(layers or "abc"):
             yield error(
                 self.name,
-                f"counts the layers in eagle_config, and {layers or 'none'} are there",
+                f"reads the layers from eagle_config in config.json, which has {layers or 'none'}",
                 export,
             )
 
@@ -182,7 +185,7 @@ class VLLM(ServerKind):
     def completion_request(
         self, prompt: list[int], sampling: SamplingParams, k: int | None
     ) -> dict[str, Any]:
-        # every setting is sent, because defaults would come from the model's generation_config.json
+        # every setting is sent, because vLLM takes missing settings from the model's generation_config.json
         settings = {
             name: value for name, value in asdict(sampling).items() if name != "stop_token_ids"
         }

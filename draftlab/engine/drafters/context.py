@@ -1,4 +1,4 @@
-"""The run that drafters are built for, and the built drafters."""
+"""The context of a run, from which drafters are built, and the built drafters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ from draftlab.sampling import SamplingParams
 class DrafterRun:
     """A built drafter, its draft model if any, and the numbers of tokens to try.
 
-    learnt: Text for --drafter that includes the options which the drafter learnt when it was built. facts: Fields of
-    results.score.Model by which a score describes the drafter's model.
+    learnt: Value of --drafter with the options that the drafter learnt when it was built. facts: Fields of
+    results.score.Model that describe the drafter's model.
     """
 
     drafter: Drafter
@@ -67,7 +67,7 @@ class DrafterContext:
         learnt: str | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> DrafterRun:
-        """Return a drafter with the facts that the run needs. ks: None takes the run's numbers of tokens."""
+        """Return a drafter with the facts that the run needs. ks: Numbers of drafted tokens. None takes the run's."""
         return DrafterRun(
             drafter=drafter,
             model=model,
@@ -78,7 +78,7 @@ class DrafterContext:
 
     @property
     def target_int8(self) -> bool:
-        """Return whether the target verifies with int8 weights."""
+        """Return whether the verifying target has int8 weights."""
         return self.target.weights_dtype == "int8"
 
     def draft_path(self, text: str, name: str) -> Path:
@@ -93,7 +93,7 @@ class DrafterContext:
             return hub.locate(name)
         if self.draft is None:
             raise UserError(
-                f"--drafter {text} needs a draft: add draft=DIR, or give one with --draft"
+                f"--drafter {text} needs a draft model: add draft=DIR, or give one by --draft"
             )
         return self.draft
 

@@ -23,7 +23,7 @@ class DFlashDrafter(StatesDrafter[DFlash]):
 
     def reset(self, rows: int, capacity: int) -> None:
         super().reset(rows, capacity)
-        # tokens of a block: they attend to each other, so a block does not shrink where a text ends
+        # tokens of a block; they attend to each other, so the block stays whole at the end of a text
         self.width = 0
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
@@ -39,7 +39,7 @@ class DFlashDrafter(StatesDrafter[DFlash]):
         return Draft(ids=ids, q=q, counts=[count] * len(texts))
 
     def begin(self, texts: Sequence[list[int]], count: int) -> tuple[Tensor, int]:
-        """Read the new states; return each text's last token, [B], and how many of count tokens a block drafts."""
+        """Read the new states. Return each text's last token, [B], and the number of tokens to draft, at most count."""
         self.read_states(texts)
         count = min(count, self.head.config.most)
         self.width = max(self.width, count)
@@ -48,8 +48,7 @@ class DFlashDrafter(StatesDrafter[DFlash]):
     def read_states(self, texts: Sequence[list[int]]) -> None:
         """Project the target's states that are new since the last call.
 
-        States of rejected tokens are never used: their positions are read again when the target has read the new
-        tokens.
+        States of rejected tokens are never used: their positions are read again once the target has read other tokens.
         """
         _, positions = self.new_positions(texts)
         self.head.read(self.states_at(positions), positions, self.cache)
@@ -76,7 +75,7 @@ class BlockPasses(HeadPasses):
     def forward(
         self, ids: Tensor, cache: BlockCache, last: int = 0, tree: Tree | None = None
     ) -> Tensor:
-        """Run a pass, see Decoder.forward; a block that is shorter than T repeats its last logits."""
+        """Run a pass as Decoder.forward does. If the block is shorter than T, its last logits are repeated."""
         rows, width = ids.shape
         new = torch.arange(width, device=self.device)
         positions = torch.tensor(cache.used, device=self.device).unsqueeze(1) + new

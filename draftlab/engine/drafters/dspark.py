@@ -1,7 +1,7 @@
-"""Drafting with a DSpark head: one pass for the block, then token after token, as far as the head is confident.
+"""Drafting with a DSpark head: one pass computes the block, then tokens are drawn in order while the head is confident.
 
 B rows, K drafted tokens, V vocab. Each token is drawn from its own q, which depends on the text and on the drafted
-tokens before it, so the rules for chains hold. Whether a token is drafted depends on the tokens before it alone.
+tokens before it, so the rules for chains hold. The decision to draft a token depends only on the tokens before it.
 """
 
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
         return Draft(ids=ids, q=q, counts=[count] * len(texts))
 
     def last_logits(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        """Feed the target's new states. Return logits [B, V] and state [B, 1, D] of each text's last position.
+        """Feed the target's new states. Return the logits [B, V] and the state [B, 1, D] of each text's last position.
 
         All rows feed the same number of positions, see decoder.feed.
         """
@@ -60,8 +60,8 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
 class EaglePasses(HeadPasses):
     """An EAGLE-3 head that reads states of zeros; latency does not depend on their values.
 
-    own: The head reads its own states, as for all drafted tokens but the first of a step. Otherwise it reads the
-    target's states, and a pass includes fc and the time in which the target stores the states of these tokens.
+    own: Whether the head reads its own states, as for all drafted tokens of a step except the first. Otherwise a pass
+    reads the target's states, and its time includes fc and the target's storing of the states.
     """
 
     def __init__(self, head: EagleLlama, own: bool = False) -> None:
@@ -100,7 +100,7 @@ class EaglePasses(HeadPasses):
         layers, cache.layer_states = (
             cache.layer_states,
             None,
-        )  # the target's, not those of the head's layer
+        )  # layers of the target, not the head's layer
         logits, _ = self.head.step(ids, read, cache, last or width, tree)
         cache.layer_states = layers
         return logits

@@ -1,6 +1,6 @@
 """Drafting without a model: an n-gram model of a corpus, and copying from the text itself.
 
-V vocab, K drafted. An n-gram is a context of n - 1 tokens and the token that follows.
+V vocab, K drafted. An n-gram is a context of n - 1 tokens and the token that follows it.
 """
 
 from abc import abstractmethod
@@ -24,7 +24,7 @@ class Order:
     contexts: np.ndarray  # [C] uint64
     offsets: np.ndarray  # [C + 1] into followers
     followers: np.ndarray  # [P]
-    # [P]; shorter n-grams than the longest are counted by the distinct tokens before them
+    # [P]; counts of all but the longest n-grams are numbers of distinct tokens before them
     counts: np.ndarray
     discount: float
 

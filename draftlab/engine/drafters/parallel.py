@@ -39,7 +39,7 @@ def offset_logits(
     drafter.roll_back(texts)
     masked = [text + [token] * (count - 1) for text in texts]
     logits = feed(drafter.model, drafter.cache, masked, drafter.own_vocab, count)
-    # drops the keys of mask tokens
+    # drop the keys of mask tokens
     drafter.cache.used = [len(text) for text in texts]
     return logits
 
@@ -49,7 +49,8 @@ def mask_token(model: Decoder) -> int:
     token = model.pard_token if isinstance(model, Llama) else None
     if token is None:
         raise UserError(
-            "the draft has no pard_token in its config.json; distill --student parallel trains one"
+            "the draft's config.json has no pard_token, so it is no parallel draft; train one with distill "
+            "--student parallel"
         )
     return token
 

@@ -27,10 +27,13 @@ class StatesHead(Protocol):
 
 
 class HeadPasses(Decoder):
-    """The passes of a head as a decoder's, so that they are timed like a decoder's."""
+    """The passes of a head, with the interface of a decoder, so that they can be timed like a decoder's."""
 
     def of_own_states(self) -> "HeadPasses":
-        """Return the passes in which the head reads its own states, as for all but a step's first token."""
+        """Return the passes in which the head reads its own states.
+
+        Only a step's first drafted token needs the target's.
+        """
         return self
 
 
@@ -38,7 +41,7 @@ Head = TypeVar("Head", bound=StatesHead)
 
 
 class StatesDrafter(Drafter, Generic[Head]):
-    """Follows the states of the target, and knows which positions of each row are new."""
+    """A drafter that reads the target's states, and keeps track of the positions that it has not read."""
 
     cache: Any
     layer_states: LayerStates

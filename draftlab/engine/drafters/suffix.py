@@ -17,7 +17,10 @@ END = -1  # marks the end of each text
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Drafted tokens. score: Sum, over the tokens, of the estimated probability of the draft up to the token."""
+    """Drafted tokens.
+
+    score: Expected number of accepted tokens, the sum over tokens of the draft's probability up to there.
+    """
 
     ids: list[int]
     score: float
@@ -39,7 +42,7 @@ class Memory:
 
 
 class SuffixDrafter(TextDrafter):
-    """Drafts the guess with the highest score, over all suffixes of the text of fewer than `depth` tokens.
+    """A drafter that guesses from every suffix of fewer than `depth` tokens, and drafts the best guess.
 
     A suffix of m tokens drafts at most factor * m tokens. A draft ends when its estimated probability, the share of
     occurrences with the same continuation, falls below min_prob.

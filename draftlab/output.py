@@ -20,7 +20,7 @@ from draftlab.atomic import (
 from draftlab.config.base import Config
 from draftlab.errors import Interrupted, UserError
 
-# disk, quota, largest file
+# errors of a full disk, a quota, and the largest file size
 FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
@@ -70,7 +70,7 @@ class Output:
                 raise
             except KeyboardInterrupt:
                 raise Interrupted(f"interrupted; {self._after_interruption(resumes)}") from None
-            except Exception as error:  # safetensors and tokenizers raise their own types with the system's message
+            except Exception as error:  # safetensors and tokenizers raise errors of their own types
                 reason = next((text for text in FULL if text in str(error)), None)
                 if reason is None:
                     raise
@@ -80,8 +80,8 @@ class Output:
     def _after_interruption(self, resumes: bool) -> str:
         saved = self.state if self.state.exists() else self.out
         if saved == self.state or (resumes and saved.exists()):
-            return f"the same command continues with the work in {saved}"
-        return "nothing unfinished is kept: the same command starts again"
+            return f"repeat the command to continue from {saved}"
+        return "nothing was kept; repeat the command to start again"
 
     @property
     def state(self) -> Path:
@@ -91,7 +91,7 @@ class Output:
     def claim_state(self, inputs: Sequence[Path], *, but: Sequence[str] = ()) -> None:
         """Make the state directory, or check that it belongs to a run with the same settings and inputs.
 
-        but: Settings that may differ.
+        but: Names of settings that may differ.
 
         Raises:
             UserError: The directory belongs to another run and force is off, or it cannot be written.

@@ -44,8 +44,8 @@ class Prompts:
     rows: list[Prompt]
     source: str
     sha256: str
-    tokens: int | None  # each prompt was cut to this length
-    # whether the chat template was applied, ending where the assistant's answer begins
+    tokens: int | None  # length to which prompts were cut
+    # whether prompts are in the chat template, up to the start of the assistant's answer
     chat: bool = False
 
     @property
@@ -70,7 +70,10 @@ class Prompts:
         if count is None:
             return self
         if count > len(self.rows):
-            raise UserError(f"{self.source} has {len(self.rows)} prompts, not {count}")
+            raise UserError(
+                f"{self.source} has only {len(self.rows)} prompts, not {count}; ask for fewer, or add "
+                "prompts"
+            )
         return replace(self, rows=[self.rows[i * len(self.rows) // count] for i in range(count)])
 
     def first(self, count: int | None) -> "Prompts":
@@ -100,7 +103,8 @@ def load_prompts(
     if tokens is None and tokenizer.chat_template and data.is_chat_file(source):
         heldout = file_prompts(Path(source), tokenizer, chat=chat, split="heldout")
         note(
-            f"{source}: its held-out conversations, which training leaves out, give {len(heldout.rows)} prompts"
+            f"{source}: {len(heldout.rows)} prompts are taken from its held-out conversations, on which drafts "
+            "are not trained"
         )
         return heldout.spread(count or min(FROM_DATA, len(heldout.rows)))
     return data_prompts(
@@ -142,7 +146,7 @@ def file_prompts(
     ]
     if not chosen:
         few = (
-            f"; its {len(numbered)} lines have none in the {split} split, so add lines"
+            f"in its {split} split: the file has only {len(numbered)} lines, so add lines"
             if numbered
             else ""
         )
@@ -156,7 +160,8 @@ def file_prompts(
             rows.append(Prompt(_ids(row, where, tokenizer, tokens), row.category, conversation))
     if not on and (several := sum(bool(row.later) for _, row in chosen)):
         note(
-            f"{file.name}: {several} of {len(chosen)} prompts have several turns; without a chat the first is used"
+            f"{file.name}: {several} of {len(chosen)} prompts have several turns, of which only the first is used "
+            "without a chat template"
         )
     rows = rows[:count]
     sha256 = digest(rows) if on else provenance.file_sha256(file)
@@ -187,12 +192,12 @@ def _has_chat(
         if chat == "on" or system_prompt is not None:
             option = "--chat on" if chat == "on" else "--system-prompt"
             raise UserError(
-                f"{option}: the tokenizer has no chat template; take a chat model, or leave out {option}"
+                f"{option}: the tokenizer has no chat template; use a chat model, or leave {option} out"
             )
         return False
     if tokens is not None:
         raise UserError(
-            f"--prompt-tokens {tokens} would cut off the end of a conversation; add --chat off"
+            f"--prompt-tokens {tokens} would cut conversations before their end; leave it out, or add --chat off"
         )
     return True
 
@@ -204,13 +209,16 @@ def _ids(
         reason = (
             "--chat is off" if tokenizer.chat_template else "the tokenizer has no chat template"
         )
-        raise UserError(f"{where}: messages are for a chat, and {reason}")
+        raise UserError(
+            f"{where}: the row has messages, but {reason}; use a chat model, or rows of plain text"
+        )
     ids: list[int] = tokenizer(row.text, verbose=False)["input_ids"]
     if not ids:
         raise UserError(f"{where}: the prompt is empty")
     if tokens is not None and len(ids) < tokens:
         raise UserError(
-            f"{where}: the prompt has {len(ids)} tokens, fewer than --prompt-tokens {tokens}"
+            f"{where}: the prompt has {len(ids)} tokens, fewer than --prompt-tokens {tokens}; lower it, or remove "
+            "the prompt"
         )
     return ids[:tokens]
 
@@ -227,7 +235,7 @@ def _chat_prompts(
         system = ({"role": "system", "content": system_prompt},)
         if row.messages and row.messages[0]["role"] == "system":
             raise UserError(
-                f"{where}: the conversation has a system prompt of its own; drop --system-prompt"
+                f"{where}: the conversation has its own system prompt; leave --system-prompt out"
             )
     prompts: list[Prompt] = []
     for asked in row.asked or [({"role": "user", "content": row.text},)]:

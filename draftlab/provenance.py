@@ -119,7 +119,7 @@ def lineage(directory: Path, target: Path) -> dict[Path, Stage]:
 
 def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before: str) -> None:
     record = None
-    with contextlib.suppress(UserError):  # a record of another version
+    with contextlib.suppress(UserError):  # the record is of another version of draftlab
         record = read_record(directory)
     if (
         record is None
@@ -141,7 +141,10 @@ def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before
 
 
 def _curve(log: Path) -> list[CurvePoint]:
-    """Return the evaluations and at most CURVE_POINTS means of steps in a training log. [] without a log."""
+    """Return the points of a training log: all evaluations, and at most CURVE_POINTS means over steps.
+
+    [] without a log.
+    """
     if not log.exists():
         return []
     try:
@@ -150,7 +153,7 @@ def _curve(log: Path) -> list[CurvePoint]:
             CurvePoint.model_validate(line | {"heldout": "grad_norm" not in line}) for line in lines
         ]
     except (TypeError, ValueError, UserError):
-        note(f"{log} is damaged, so that reports will lack this run's curve")
+        note(f"{log} is damaged, so reports will not show the training curve of this run")
         return []
     steps = [point for point in points if not point.heldout]
     size = -(-len(steps) // CURVE_POINTS) or 1
@@ -169,7 +172,7 @@ def fingerprint(path: Path) -> str:
         UserError: There is no such path, or a file is not regular.
     """
     if not path.exists():
-        raise UserError(f"{path}: no such file or directory")
+        raise UserError(f"{path}: there is no such file or directory")
     digest = hashlib.sha256()
     names = (
         "config.json",
@@ -214,7 +217,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit(folder: Path) -> str | None:
-    """Return the commit of a clone. None without git, and for an installed package, even inside another clone."""
+    """Return the commit of draftlab's clone, or None without git and for an installed package."""
     git = shutil.which("git")
     if git is None or not (folder / ".git").exists():
         return None
@@ -225,6 +228,6 @@ def _commit(folder: Path) -> str | None:
 
 
 def peak_memory_bytes() -> int:
-    """Return the largest resident size of this process so far."""
+    """Return the largest resident size of this process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

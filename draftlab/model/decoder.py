@@ -18,8 +18,8 @@ from draftlab.errors import UserError
 from draftlab.model.devices import staged
 from draftlab.model.shape import Shape
 
-NARROW = 64  # most tokens of a pass with folded heads; wider masks, repeated for every head, would take memory
-# cuDNN plans anew for every S, and on some devices is wrong for fewer than 8 kv heads (pytorch #193893)
+NARROW = 64  # most tokens of a pass with folded heads, whose mask is repeated for every head and takes memory
+# without cuDNN, which plans anew for every S, and on some devices is wrong for fewer than 8 kv heads (pytorch #193893)
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -43,7 +43,7 @@ class AttentionMetadata:
 def attend(q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
     """Return the attention of q [B, H, T, C] to keys and values [B, K, S, C]; the result is [B, H, T, C].
 
-    Kernels with masks would repeat the keys for grouped heads. Folded heads need neither that nor a kernel for groups.
+    Kernels with masks repeat the keys of grouped heads. Folded heads avoid this repetition.
     """
     group = q.shape[1] // keys.shape[1]
     if metadata.folded:
@@ -103,7 +103,7 @@ class Tree:
 
 
 class KVCache(Protocol):
-    """A cache with ``used`` valid positions in each row. The cache is rolled back by lowering that number."""
+    """A cache with ``used`` valid positions in each row. Lowering that number rolls the cache back."""
 
     used: list[int]
 
@@ -148,13 +148,16 @@ class Decoder(Protocol):
 
     @property
     def replays_passes(self) -> bool:
-        """Return whether each new size of a pass is recorded first. Few sizes are then better than small sizes."""
+        """Return whether the first pass of each size is slow because it is recorded. Callers then use few sizes."""
         return False
 
     def check_fits(self, capacity: int) -> None:
         """Raises UserError: capacity exceeds the model's context."""
         if capacity > self.context:
-            raise UserError(f"{capacity} tokens do not fit the model's context of {self.context}")
+            raise UserError(
+                f"{capacity} tokens exceed the model's context of {self.context}; use shorter prompts "
+                "or fewer new tokens"
+            )
 
     def new_cache(self, rows: int, capacity: int) -> Any:
         """Return an empty KVCache for rows of at most capacity tokens."""
@@ -172,7 +175,7 @@ class Decoder(Protocol):
         return self.forward(ids, self.new_cache(len(ids), ids.shape[1]), last, tree)
 
     def draft(self, logits: Tensor, cache: Any, uniform: Tensor, choose: Sampler) -> Drafted:
-        """Draft K tokens after the cached tokens, see draft_chain. The last drafted token is not added to the cache.
+        """Draft K tokens after the cached tokens, see draft_chain. The last drafted token does not enter the cache.
 
         logits: Logits after the cached tokens, [B, V]. uniform: Draws in [0, 1), [B, K].
         """
@@ -184,7 +187,7 @@ class Decoder(Protocol):
         )
 
     def without_rollback(self) -> "Decoder":
-        """Return a decoder for decoding without drafts; its caches cannot be rolled back."""
+        """Return a decoder for plain decoding, whose caches cannot be rolled back."""
         return self
 
 
@@ -192,7 +195,7 @@ def end_of_pass(cache: Any, width: int) -> int:
     """Return the longest row's length after a pass of `width` tokens. Raises ValueError: the cache is shorter."""
     end = max(cache.used) + width
     if end > cache.capacity:
-        raise ValueError(f"{end} tokens do not fit a cache of {cache.capacity}")
+        raise ValueError(f"{end} tokens exceed the cache's capacity of {cache.capacity}")
     return end
 
 

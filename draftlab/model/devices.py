@@ -1,4 +1,4 @@
-"""Devices: exact sums and products, asynchronous copies, and free memory."""
+"""Helpers for devices: exact sums and products, asynchronous copies, free memory."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ def exact_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-CGROUPS = (  # files of limit, usage and statistics, and the key of reclaimable bytes; cgroup v2, v1
+CGROUPS = (  # files with limit, usage and statistics, and the statistic of reclaimable bytes, in cgroup v2 and v1
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
         "memory/memory.limit_in_bytes",
@@ -72,5 +72,5 @@ def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) ->
             f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6
         )
         raise UserError(
-            f"not enough memory: {parts}, but {free / 1e9:.3g} GB free on {device}; use {advice}"
+            f"not enough memory on {device}: {free / 1e9:.3g} GB are free, but this needs {parts}; use {advice}"
         )

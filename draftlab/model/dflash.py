@@ -1,4 +1,4 @@
-"""DFlash heads (2602.06036): all tokens of a draft from one pass of a block diffusion model over the target's states.
+"""DFlash heads (2602.06036): one pass of a block diffusion model over the target's states drafts all tokens.
 
 B rows, T tokens, S positions, L layers, H query heads in K groups, C head_dim, D hidden, V vocab, A layers read.
 
@@ -52,7 +52,8 @@ class DFlashShape(HeadSizes):
     Attributes:
         windows: Number of latest positions that each layer reads; None for all positions.
         causal: Whether a token of the block reads only earlier tokens, by layer.
-        sample_from_anchor: Whether the text's last token predicts the first drafted token.
+        sample_from_anchor: Whether the text's last token predicts the first drafted token. Otherwise only mask tokens
+            predict.
     """
 
     layers: int = Field(ge=1)
@@ -120,10 +121,10 @@ class DFlash:
         ids: Tensor | None,
         rope: tuple[Tensor, float],
     ) -> None:
-        """Args:
-        head: Output layer, [W, D].
-        ids: The W ids that the output layer predicts; None for all ids.
-        rope: Rotary frequencies, [C / 2], and the scale of the tables.
+        """Args: head: Output layer, [W, D].
+
+        ids: The W ids that the output layer predicts; None for all ids. rope: Rotary frequencies, [C / 2], and the
+        scale of the tables.
         """
         self.config, self.weights, self.embed, self.head, self.ids = (
             config,
@@ -147,7 +148,8 @@ class DFlash:
         length = capacity + self.config.block_size
         if length > self.config.context:
             raise UserError(
-                f"{length} tokens do not fit the context of the DFlash head, {self.config.context}"
+                f"{length} tokens exceed the context of the DFlash head, {self.config.context}; use shorter "
+                "prompts or fewer new tokens"
             )
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
@@ -303,14 +305,14 @@ def read_shape(
 
     sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
     if hub.head_kind(folder) != kind:
-        raise UserError(f"{folder} is no {kind} head by its config.json")
+        raise UserError(f"config.json of {folder} does not describe a {kind} head")
     with reading(folder / "config.json"):
         layer = layer_config(Qwen3Config, content)  # DFlash heads have layers of Qwen 3
         config = _from_json(content, layer, folder)
     config.check_target(str(folder), sizes, config.hidden)
     if config.mask_token_id >= config.vocab:
         raise UserError(
-            f"{folder}: mask_token_id is {config.mask_token_id}, and the vocabulary has {config.vocab} ids"
+            f"{folder}: mask_token_id is {config.mask_token_id}, but the vocabulary has only {config.vocab} ids"
         )
     return config, layer, content
 
@@ -319,12 +321,12 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     """Raises UserError: a setting that draftlab does not compute. KeyError, TypeError: another kind of model."""
     own: Mapping[str, Any] = content.get("dflash_config") or {}
     layer: Mapping[str, Any] = content.get("transformer_layer_config", content)
-    theirs = "transformer_layer_config" in content  # the layout of speculators
+    theirs = "transformer_layer_config" in content  # True for the layout of speculators
     for name, computed in NOT_COMPUTED.items():
         value = own.get(name, layer.get(name))
         if value not in computed:
             raise UserError(
-                f"{folder} is a DFlash head with {name} {value!r}, which draftlab does not compute"
+                f"{folder} is a DFlash head with {name} {value!r}, which draftlab does not support"
             )
     slides = own.get("use_swa", False)
     kinds = (
@@ -333,8 +335,8 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     )
     window = own.get("swa_window_size", config.sliding_window)
     if SLIDING in kinds and not window:
-        raise UserError(f"{folder} has {SLIDING} and no sliding_window")
-    # trained with a causal mask: the sliding layers, unless the configuration says otherwise
+        raise UserError(f"config.json of {folder} has {SLIDING} layers, but no sliding_window")
+    # by default sliding layers, and only these, were trained with a causal mask
     causal: list[bool] = [kind == SLIDING and bool(layer.get("layer_types")) for kind in kinds]
     if theirs and content.get("sliding_window_non_causal"):
         causal = [False] * len(kinds)

@@ -1,4 +1,4 @@
-"""DSpark heads: a DFlash block whose tokens are drawn one after the other, with a bias from the token before each.
+"""DSpark heads: a DFlash block whose tokens are drawn in order, each with a bias from the token before it.
 
 B rows, K drafted tokens, D hidden, R rank, W draft ids, V vocab. The block's pass gives logits as a DFlash head's does.
 Then a Markov head adds a bias of low rank, markov_w2(markov_w1[token before]), perhaps gated by the block's state or
@@ -75,7 +75,7 @@ class Block:
         self.base = iter(F.linear(states[:, -count:], head.head).unbind(1))
         # recurrent state of the kind rnn, [B, R]
         self.memory = states.new_zeros(len(states), head.config.markov_rank)
-        # state [B, D] and embedding [B, R] that the last logits were computed from
+        # state [B, D] and embedding [B, R] from which the last logits were computed
         self.state, self.embedded = states[:, 0], self.memory
         for state in states[:, :-count].unbind(1):
             self._biased(last, state)
@@ -93,7 +93,7 @@ class Block:
         return self._project("confidence_head.proj", features.float()).squeeze(-1).sigmoid()
 
     def _biased(self, token: Tensor, state: Tensor) -> Tensor:
-        """Return the input [B, R] of markov_w2 after a token [B], with the block's state [B, D] there."""
+        """Return the input [B, R] of markov_w2 after a token [B]. state: The block's state at this position, [B, D]."""
         embedded = self.head.weights["markov_head.markov_w1.weight"][token]
         self.state, self.embedded = state, embedded
         kind = self.head.config.markov_kind
@@ -131,8 +131,11 @@ def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DSpark
 
 def _read_shape(folder: Path, target: Path) -> tuple[DSparkShape, object]:
     shape, layer, content = dflash.read_shape(folder, target, "dspark")
-    if "sample_from_anchor" not in content:  # speculators takes it for true, and vLLM for false
-        raise UserError(f"{folder}: config.json of a DSpark head has no sample_from_anchor")
+    if "sample_from_anchor" not in content:  # speculators assumes true, and vLLM false
+        raise UserError(
+            f"{folder}: config.json of the DSpark head lacks sample_from_anchor; add true or false, "
+            "as the head was trained"
+        )
     with reading(folder / "config.json"):
         rank, confidence = content["markov_rank"], 0
         if content.get("enable_confidence_head"):

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as decoders of one layer with their own cache.
+"""EAGLE-3 heads that run like decoders: a Llama of one layer with its own KV cache.
 
 B rows, T new tokens, D hidden, A layers of the target that are read, E hidden of the target, W draft vocab.
 """
@@ -71,7 +71,7 @@ class EagleLlama(Llama):
 
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Raises TypeError: a head needs states with its tokens, see step."""
-        raise TypeError("an EAGLE-3 head reads states with its tokens: use step")
+        raise TypeError("an EAGLE-3 head reads states with its tokens; call step()")
 
     @torch.inference_mode()
     def step(

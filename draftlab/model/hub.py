@@ -33,9 +33,7 @@ PLAIN = [
     "vocab.txt",
 ]  # configuration and tokenizer
 TIMEOUT_SECONDS = 3
-IMPORTED = (
-    "draftlab import converts .bin files and adapters by this name, and a downloaded GGUF file"
-)
+IMPORTED = "draftlab import NAME converts .bin files and adapters of this name, or a GGUF file that you download"
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
 ROW_FILES = (".json", ".jsonl", ".parquet")
 TEXT_SUFFIXES = (*ROW_FILES, ".md", ".py", ".txt")
@@ -66,14 +64,14 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
             refuse_other_layout(path)
-            raise UserError(f"{path} is not a checkpoint: it has no config.json")
+            raise UserError(f"{path} has no config.json and so is not a checkpoint")
         check_causal(path)
         if weights:
             weight_files(path)
         return path
     if path.is_file():
         refuse_other_layout(path)
-        raise UserError(f"{path} is a file, and a checkpoint is a directory")
+        raise UserError(f"{path} is a file, but a checkpoint is a directory")
     if not _is_hub_name(str(name)):
         raise UserError(
             f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}"
@@ -82,7 +80,7 @@ def locate(name: str | Path, weights: bool = True) -> Path:
 
 
 def local(name: str | Path, weights: bool = False) -> Path | None:
-    """Return the directory of a checkpoint on this disk, None for a hub name, which is not looked up.
+    """Return the directory of a checkpoint on this disk, or None for a hub name. The hub is not asked.
 
     A name may end in @TYPE, a type of rounded weights. weights: Also require the weight files.
 
@@ -111,7 +109,7 @@ def import_source(name: str) -> Layout:
         path = _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
     layout = other_layout(path) if path.exists() else None
     if layout is None:
-        raise UserError(f"{path} is not {', '.join(NOUNS.values())}")
+        raise UserError(f"{path} cannot be imported: it is not {', '.join(NOUNS.values())}")
     return layout
 
 
@@ -146,8 +144,8 @@ def check_data(mixture: str) -> str:
     reason = offline_reason() if on_hub else None
     if reason:
         raise UserError(
-            f"data {on_hub[0]!r} is on the hub, which cannot be reached ({reason}); "
-            "name local text: --data FILE, a folder, or stdlib"
+            f"data {on_hub[0]!r} is on the hub, which cannot be reached ({reason}); use local text: --data FILE, "
+            "a folder, or stdlib"
         )
     return mixture
 
@@ -171,10 +169,12 @@ def check_local_text(source: str) -> None:
     path = Path(source)
     if not path.exists():
         hint = did_you_mean(source, BUILT_IN_TEXT)
-        raise UserError(f"data {source!r}: neither a built-in source nor a file or folder{hint}")
+        raise UserError(f"data {source!r}: is neither a built-in source nor a file or folder{hint}")
     if path.is_file() and path.suffix not in TEXT_SUFFIXES:
         suffix = path.suffix or "a file without suffix"
-        raise UserError(f"data {source!r}: cannot read {suffix}; want {', '.join(TEXT_SUFFIXES)}")
+        raise UserError(
+            f"data {source!r}: files of type {suffix} cannot be read; use {', '.join(TEXT_SUFFIXES)}"
+        )
 
 
 def offline_reason() -> str | None:
@@ -193,7 +193,7 @@ def _connection_error(endpoint: str) -> str | None:
     try:
         httpx.head(endpoint, timeout=TIMEOUT_SECONDS)
     except httpx.HTTPError as error:
-        return one_line(error) or f"no answer from {endpoint} in {TIMEOUT_SECONDS} s"
+        return one_line(error) or f"{endpoint} did not answer within {TIMEOUT_SECONDS} s"
     return None
 
 
@@ -206,7 +206,7 @@ def _from_hub(name: str, weights: bool) -> Path:
     repo, _, revision = name.partition("@")
     directory = _fetch(repo, revision, PLAIN, ["*/*"])
     if not (directory / "config.json").is_file():
-        raise UserError(f"{name} is not a checkpoint: it has no config.json; {IMPORTED}")
+        raise UserError(f"{name} has no config.json and so is not a checkpoint; {IMPORTED}")
     check_causal(directory)
     if not weights or (directory / SINGLE).is_file():
         return directory
@@ -228,7 +228,7 @@ def _fetch(
 ) -> Path:
     """Return the local directory of a hub repository, with the files that match the patterns.
 
-    announced: Print the size of a download and its directory, and show its progress on a terminal.
+    announced: Whether to print the size and directory of a download, and to show its progress on a terminal.
 
     Raises:
         UserError: the files are not in the hub's cache and cannot be downloaded.
@@ -254,17 +254,17 @@ def _fetch(
         if missing:
             size = sum(file.file_size or 0 for file in missing) / 1e9
             note(
-                f"downloading {name}, {size:,.2f} GB, to {constants.HF_HUB_CACHE}; "
-                "draftlab init --target names another model"
+                f"downloading {name}, {size:,.2f} GB, to {constants.HF_HUB_CACHE}; to use another model, run "
+                "draftlab init --target NAME"
             )
         directory = download(tqdm_class=tqdm if missing and sys.stderr.isatty() else None)
         return Path(directory)
     except errors.GatedRepoError:
-        reason = f"access must be requested at {constants.ENDPOINT}/{repo}; then run hf auth login"
+        reason = f"the repository is gated: request access at {constants.ENDPOINT}/{repo}, then run hf auth login"
     except errors.LocalEntryNotFoundError as error:
         reason = (
-            f"the hub cannot be reached ({offline or one_line(error.__cause__ or error, 160)}), and its cache lacks "
-            "files; name a directory, or start with draftlab init --preset tiny"
+            f"the hub cannot be reached ({offline or one_line(error.__cause__ or error, 160)}), and the local "
+            "cache lacks files; name a directory, or start with draftlab init --preset tiny"
         )
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {one_line(error, 160)}"
@@ -274,7 +274,7 @@ def _fetch(
 
 
 def locate_model(name: str, weights: bool = True) -> Path:
-    """Return the directory of a whole model, see locate. Raises UserError: see locate; or the name is a head."""
+    """Return the directory of a complete model, see locate. Raises UserError: see locate; or the name is a head."""
     _refuse_head(name)
     return locate(name, weights)
 
@@ -288,7 +288,7 @@ def locate_tokenizer(name: str) -> Path:
 
 
 def check_whole(name: str, weights: bool) -> None:
-    """Check that a name is a whole model on this disk or a hub name, which is not looked up.
+    """Check that a name is a complete model on this disk, or a hub name. The hub is not asked.
 
     weights: Also require the weight files of a local checkpoint.
 
@@ -302,7 +302,8 @@ def check_whole(name: str, weights: bool) -> None:
 def _refuse_head(name: str) -> None:
     if kind := head_kind(name):
         raise UserError(
-            f"{name} has heads on a target and is no whole model; score --drafter {kind}:heads={name}"
+            f"{name} has heads on a target, and is not a complete model; use draftlab score --drafter "
+            f"{kind}:heads={name}"
         )
 
 
@@ -311,4 +312,6 @@ def check_rounded(*drafts: str) -> None:
     for name in drafts:
         kind = name.rpartition("@")[2]
         if kind not in (name, *ROUNDED) and not Path(name).exists() and local(name) is not None:
-            raise UserError(f"--draft {name}: no such type{did_you_mean(kind, ROUNDED)}")
+            raise UserError(
+                f"--draft {name}: there is no GGUF type of this name after @{did_you_mean(kind, ROUNDED)}"
+            )

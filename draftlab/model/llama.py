@@ -276,7 +276,7 @@ class Llama(Decoder):
             # distance of each position from each new token, [B, T, S]
             age = (used + own.depth).unsqueeze(2) - torch.arange(end, device=used.device)
             recent = age < self.window
-            # no tree is deeper than a window
+            # a tree is never deeper than the window
             attended &= recent if tree is None else recent | (new >= 0)
         attended = attended.unsqueeze(1)
         rows = torch.arange(len(used), device=used.device).unsqueeze(1)
@@ -312,7 +312,7 @@ class Llama(Decoder):
             )
         qk = qk * metadata.cos + qk.roll(s.head_dim // 2, -1) * metadata.sin
         k = qk[:, s.heads :]
-        # with indices as slots, the indexed dimensions come first: [B, T, K, C]
+        # indexing by tensors puts the indexed dimensions first: [B, T, K, C]
         ragged = not isinstance(metadata.slots[0], slice)
         keys[metadata.slots] = k.transpose(1, 2) if ragged else k
         values[metadata.slots] = v.transpose(1, 2) if ragged else v
@@ -322,14 +322,14 @@ class Llama(Decoder):
         return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)
 
     def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return normed queries or keys [B, H, T, C]; whole_qk_norm is one norm over all heads."""
+        """Return normed queries or keys [B, H, T, C]. whole_qk_norm has one norm over all heads."""
         if not self.shape.whole_qk_norm:
             return rms_norm(x, weight, self.eps)
         whole = rms_norm(x.transpose(1, 2).flatten(2), weight, self.eps)  # [B, T, H C]
         return whole.unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
-# Multipliers of config.json, and the roles of the weights that are multiplied on reading.
+# Multipliers in config.json, and the roles of the weights that each of them multiplies.
 MULTIPLIERS: dict[str, tuple[str, ...]] = {
     "embedding_multiplier": ("embed",),
     "attention_multiplier": ("q", "q_bias"),  # replaces 1 / sqrt(C)
@@ -339,7 +339,7 @@ MULTIPLIERS: dict[str, tuple[str, ...]] = {
 
 
 class Multiplied(Mapping[str, Tensor]):
-    """The weights of a model, some of them multiplied on reading by the factors in its config.json (Granite)."""
+    """A model's weights. Some are multiplied by factors of config.json when they are read (Granite)."""
 
     def __init__(
         self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]
@@ -402,11 +402,11 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
     kind = config.get("model_type")
     if kind not in checkpoint.MODEL_TYPES:
         raise OtherArchitecture(
-            f"{directory} is a {kind} model; the engine runs {', '.join(checkpoint.MODEL_TYPES)}"
+            f"{directory} is a {kind} model, but draftlab's engine runs only {', '.join(checkpoint.MODEL_TYPES)}"
         )
     if config.get("hidden_act") != "silu":
         raise OtherArchitecture(
-            f"{directory}: activation {config.get('hidden_act')!r}; the engine runs silu"
+            f"{directory} has activation {config.get('hidden_act')!r}, but draftlab's engine computes only silu"
         )
     with reading(f"{directory}/config.json cannot be used"):
         full = checkpoint.auto_config(directory)
@@ -488,6 +488,7 @@ def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:
         return 1.0 / torch.pow(float(str(rope["rope_theta"])), exponents), 1.0
     if kind not in ("linear", "llama3", "yarn"):  # all other kinds depend on the length of the text
         raise OtherArchitecture(
-            f"{directory}: rotary scaling {kind!r}; the engine runs default, linear, llama3 and yarn"
+            f"{directory} has rotary scaling {kind!r}, but draftlab's engine supports only default, linear, "
+            "llama3 and yarn"
         )
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

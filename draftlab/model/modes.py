@@ -27,10 +27,11 @@ def load(
     try:
         llama.check_supported(directory)
     except OtherArchitecture as error:
-        note(f"{error}; transformers runs it instead")
+        note(f"{error}; transformers runs the model instead")
     except Quantised:
         note(
-            f"{directory} is quantised: transformers runs it, slower than a server does (draftlab score --server)"
+            f"{directory} is quantised, so transformers runs it, slower than a server would; compare servers with "
+            "draftlab score --server"
         )
     else:
         model = llama.load(directory, dtype, device)
@@ -52,13 +53,13 @@ def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
         _note_slow(checkpoint.dtype_name(dtype))
     if mode == "graphs" and device.type != "cuda":
         raise UserError(
-            f"mode graphs needs a CUDA device, and this is {device.type}; use eager or native"
+            f"--mode graphs needs a CUDA device, and this is {device.type}; use --mode eager or native"
         )
 
 
-@functools.cache  # once for target and drafts
+@functools.cache  # so that the note is printed once for target and drafts
 def _note_slow(dtype: str) -> None:
-    note(f"this CPU multiplies {dtype} slowly in mode eager; use --mode native or --dtype float32")
+    note(f"mode eager is slow in {dtype} on this CPU; use --mode native or --dtype float32")
 
 
 def resolve_mode(
@@ -81,7 +82,7 @@ def resolve_mode(
 
 
 def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
-    """Return the model with passes that run in a mode. int8: Round weights to int8, in mode native only.
+    """Return the model with passes in a mode. int8: Whether to round weights to int8, in mode native only.
 
     Raises:
         UserError: the mode does not run on this device or with this dtype, or int8 is set in another mode.
@@ -90,7 +91,9 @@ def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama
     if mode == "native":
         return NativeLlama(model, int8)
     if int8:
-        raise UserError(f"int8 weights need mode native, not {mode}")
+        raise UserError(
+            f"int8 weights need mode native, and this is mode {mode}; use --mode native"
+        )
     return CudaGraphLlama(model) if mode == "graphs" else model
 
 

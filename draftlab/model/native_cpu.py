@@ -41,9 +41,9 @@ FLAGS = (
     "-shared",
     "-fPIC",
 )
-# -mcpu is the only such flag of Clang on Arm
+# Clang on Arm has only -mcpu
 TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-WIDE = 128  # tokens of all rows; torch is as fast in wider passes, and faster with matrix tiles
+WIDE = 128  # most tokens of a compiled pass; in wider passes torch is as fast, and faster with matrix tiles
 
 
 def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -97,7 +97,9 @@ class NativeLlama(Llama):
         self._run: Callable[..., None] = getattr(
             library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}"
         )
-        self._tensors: list[Tensor] = []  # keeps alive the tensors that the structures point to
+        self._tensors: list[
+            Tensor
+        ] = []  # these tensors must outlive the C structures that point to them
         self._model = self._structure()
 
     @property
@@ -210,7 +212,7 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
     name = checkpoint.dtype_name(dtype)
     if device.type != "cpu" or name not in ("float32", "bfloat16"):
         raise UserError(
-            f"mode native runs float32 and bfloat16 on a CPU, not {name} on {device.type}"
+            f"mode native runs only float32 and bfloat16 on a CPU, not {name} on {device.type}; use --mode eager"
         )
     return name
 
@@ -230,7 +232,7 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
     )
     if compiler is None:
         raise UserError(
-            "mode native needs a C++ compiler, and there is no c++, g++ or clang++; use --mode eager"
+            "mode native needs a C++ compiler (c++, g++ or clang++), and none is installed; use --mode eager"
         )
     command = [compiler, *FLAGS, tuned, str(SOURCE)]
     key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[
@@ -239,7 +241,10 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
     try:
         return _compiled(command, _private(_cache_folder()) / f"native-{key}.so")
     except OSError as error:
-        note(f"compiling {SOURCE.name} for this process alone: {error.strerror} ({error.filename})")
+        note(
+            f"compiling {SOURCE.name} again in each process, because the result cannot be stored: "
+            f"{error.strerror} ({error.filename})"
+        )
     with tempfile.TemporaryDirectory(prefix="draftlab-") as folder:
         return _compiled(command, Path(folder) / f"native-{key}.so")
 

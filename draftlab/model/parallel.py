@@ -21,11 +21,7 @@ PARD_TOKEN, SPD_TYPE, OFFSETS = (
     "spd_type",
     "pard_offsets",
 )  # keys of config.json; only draftlab writes the last key
-RESERVED = (
-    "reserved",
-    "unused",
-    "<|extra",
-)  # parts of the names of tokens that tokenizers keep free
+RESERVED = ("reserved", "unused", "<|extra")  # parts of the names of reserved tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +103,14 @@ def pard_token(directory: Path) -> int | None:
     vocab = checkpoint.vocab_size(directory)
     if not isinstance(token, int) or not 0 <= token < vocab:
         raise UserError(
-            f"{directory / 'config.json'}: {PARD_TOKEN} is {token!r}, and the vocabulary has 0 to {vocab - 1}"
+            f"{directory / 'config.json'}: {PARD_TOKEN} is {token!r}, but the vocabulary has only the ids 0 to "
+            f"{vocab - 1}"
         )
     return token
 
 
 def trained_offsets(directory: Path) -> int | None:
-    """Return the K for which a parallel draft was trained, None if its config has no K."""
+    """Return the K for which a parallel draft was trained, or None if config.json does not have it."""
     offsets = checkpoint.read_config(directory).get(OFFSETS)
     return offsets if isinstance(offsets, int) else None
 
@@ -122,7 +119,8 @@ def unused_id(directory: Path, vocab: int) -> int:
     """Return an id below vocab that no text contains: an id without a token, an unused special token, or padding.
 
     Raises:
-        UserError: there is no such id. A new id would be unknown to the target, and servers refuse such drafts.
+        UserError: there is no such id. A new id is no remedy, because servers refuse drafts with ids that the target
+            lacks.
     """
     tokenizer = checkpoint.load_tokenizer(directory)
     known = set(tokenizer.get_vocab().values())
@@ -153,5 +151,5 @@ def unused_id(directory: Path, vocab: int) -> int:
     ):
         return pad
     raise UserError(
-        f"{directory}: its tokenizer has no id unused for the mask token; choose one: --student parallel:token=ID"
+        f"{directory}: the tokenizer has no unused id for the mask token; choose an id: --student parallel:token=ID"
     )

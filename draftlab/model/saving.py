@@ -74,7 +74,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
         if (source / name).is_file():
             if not any((source / name).resolve().is_relative_to(home) for home in homes):
                 raise UserError(
-                    f"{source / name} is a link out of its folder; put the file itself there"
+                    f"{source / name} is a link to another folder; replace the link by the file itself"
                 )
             if name.endswith(".json"):
                 read_json(source / name)

@@ -1,4 +1,4 @@
-"""Tokenizers with SentencePiece's file only, checked and corrected to give SentencePiece's own ids."""
+"""Tokenizers that have only SentencePiece's file, checked and corrected to give SentencePiece's own ids."""
 
 import re
 from pathlib import Path
@@ -57,7 +57,7 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
     except (RuntimeError, OSError):
         with file.open("rb") as stream:
             if TIKTOKEN.fullmatch(stream.readline(LONGEST_LINE)):
-                return tokenizer  # tiktoken's file has the same name
+                return tokenizer  # tiktoken files have the same name
         raise UserError(f"{file} is not a readable SentencePiece model") from None
     if _agrees(tokenizer, processor):
         return tokenizer
@@ -68,12 +68,12 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
         if isinstance(candidate, TokenizersBackend) and isinstance(
             candidate.backend_tokenizer.model, models.BPE
         ):
-            # its stubs declare it read-only
+            # the stubs declare this attribute read-only
             cast(Any, candidate.backend_tokenizer).model = _by_score(processor)
             if _agrees(candidate, processor):
                 return candidate
     raise UserError(
-        f"transformers gives other ids than SentencePiece with {file}; add the model's tokenizer.json"
+        f"transformers and SentencePiece read {file} as different token ids; add the model's tokenizer.json"
     )
 
 

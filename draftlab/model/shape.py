@@ -27,7 +27,7 @@ MOST_NUMBERS = 10_000  # most numbers in a list such as 1-6
 
 
 class Row(NamedTuple):
-    """A weight: its role, its name with {} for the layer, and the axis of each dimension.
+    """A row of TABLE, one weight: its role, its name with {} for the layer, and the axis of each dimension.
 
     A model has the weight only with the option in `when`, and never with the option in `unless`.
     """
@@ -83,7 +83,7 @@ Size = Annotated[int, Field(ge=1, le=1 << 24)]
 class Shape(BaseModel):
     """The numbers that decide a model's size and cost. The bool options select rows of TABLE."""
 
-    # YAML's yes must not be 1 layer
+    # strict, because YAML's yes would be 1 layer
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     layers: int = Field(ge=1, le=10_000)
@@ -261,7 +261,7 @@ def check(shape: Shape, *, llama: bool = True) -> None:
     if llama and shape.hidden % shape.heads:
         widths = " or ".join(map(str, multiples_near(shape.hidden, shape.heads)))
         raise UserError(
-            f"width ({shape.hidden}) is not a multiple of heads ({shape.heads}); nearest widths: {widths}"
+            f"width ({shape.hidden}) is not a multiple of heads ({shape.heads}); use width {widths}"
         )
 
 
@@ -274,13 +274,13 @@ def check_within(shape: Shape, source: Shape) -> None:
     """
     if source.norm_after:
         raise OtherArchitecture(
-            "the source has norms after attention and MLP; prune cuts models with norms before them"
+            "the source has norms after attention and MLP, and prune cuts only models with norms before them"
         )
     for field, option in {"layers": "--layers", "hidden": "--width", "ffn": "--ffn"}.items():
         size, limit = getattr(shape, field), getattr(source, field)
         if size > limit:
             raise UserError(
-                f"{option} {size} is more than the source has; at most {option} {limit}"
+                f"{option} {size} is more than the source has; use {option} {limit} or less"
             )
     for field in sorted(
         Shape.model_fields.keys() - {"layers", "hidden", "heads", "kv_heads", "ffn", "draft_vocab"}
@@ -288,13 +288,13 @@ def check_within(shape: Shape, source: Shape) -> None:
         value, expected = getattr(shape, field), getattr(source, field)
         if value != expected:
             raise UserError(
-                f"{field} {value} differs from the source's {expected}, and pruning does not change it"
+                f"{field} {value} differs from the source's {expected}, which pruning cannot change"
             )
     group, most = shape.heads // shape.kv_heads, source.heads // source.kv_heads
     if shape.heads > source.heads or shape.kv_heads > source.kv_heads or group > most:
         raise UserError(
-            f"{shape.heads} heads on {shape.kv_heads} kv_heads cannot be cut from the source's {source.heads} on "
-            f"{source.kv_heads}, in groups of {most}"
+            f"{shape.heads} heads with {shape.kv_heads} kv_heads cannot be cut from the source, which has "
+            f"{source.heads} heads with {source.kv_heads} kv_heads, {most} heads per kv_head"
         )
 
 
@@ -317,7 +317,7 @@ def resolve(
         UserError: the shape exceeds the source, no ffn reaches params, or both params and ffn are set.
     """
     if params is not None and ffn is not None:
-        raise UserError(f"--params chooses the ffn, and --ffn {ffn} sets it; use one of the two")
+        raise UserError(f"--params and --ffn {ffn} both set the ffn; use one of them")
     layers, hidden = layers or source.layers, hidden or source.hidden
     heads = default_heads(source, hidden)
     scaled = -(-source.ffn * hidden // source.hidden)
@@ -368,8 +368,9 @@ def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) ->
     if abs(solved.params() - params) > 0.01 * params:
         low, high = base, shape.model_copy(update={"ffn": most}).params()
         raise UserError(
-            f"{shape.layers} layers x {shape.hidden} cannot have {format_count(params)} parameters: "
-            f"ffn {multiple_of} to {most} gives {format_count(low)} to {format_count(high)}"
+            f"{shape.layers} layers x {shape.hidden} cannot have {format_count(params)} parameters, because ffn "
+            f"{multiple_of} to {most} gives {format_count(low)} to {format_count(high)}; change --params, "
+            "--layers or --width"
         )
     return solved
 
@@ -383,7 +384,7 @@ def parse_count(text: str) -> int:
         count = 0
     if count < 1:
         raise UserError(
-            f"{text!r} is not a count; write 1.3b, 796m, 350k or a whole number above 0"
+            f"{text!r} is not a number of parameters; write 1.3b, 796m, 350k or a whole number above 0"
         )
     return count
 
@@ -411,7 +412,7 @@ def parse_numbers(text: str) -> list[int]:
             raise UserError(f"{one_line(text, 80)!r} is not a list of numbers; write 1-6 or 2,4,8")
         if int(high or low) < int(low):
             raise UserError(
-                f"{one_line(part, 80)!r} ends before it begins; write {int(high)}-{int(low)}"
+                f"{one_line(part, 80)!r} is an empty range; write {int(high)}-{int(low)}"
             )
         if int(high or low) - int(low) + len(numbers) >= MOST_NUMBERS:
             raise UserError(f"{one_line(text, 80)!r} lists more than {MOST_NUMBERS:,} numbers")
@@ -424,7 +425,7 @@ def parse_numbers(text: str) -> list[int]:
 def format_count(count: float) -> str:
     """Return a count with three significant digits, such as 1.3B."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= 0.9995 * scale:  # three digits of 999.5M and more are 1B
+        if count >= 0.9995 * scale:  # with three digits, 999.5M is 1B
             return f"{count / scale:.3g}{unit}"
     return str(int(count))
 

@@ -11,15 +11,19 @@ from draftlab.model import checkpoint
 from draftlab.model.hf_files import quantization_method
 from draftlab.model.shape import Shape, format_count
 
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configs
+EXPERT_COUNTS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+)  # names of this number in config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApproximateSize:
-    """Sizes of a model that transformers runs, counted in the module that it builds. Some sizes are upper bounds.
+    """Sizes of a model that transformers runs, counted in transformers' module. Some sizes are upper bounds.
 
-    active: Weights that a token uses; of a mixture of experts fewer than count. stored_bytes: The bytes of quantised
-    weights, None where they are not.
+    active: Weights that a token uses; of a mixture of experts fewer than count. stored_bytes: Bytes of the weights if
+    they are quantised, else None.
     """
 
     kind: str
@@ -45,7 +49,7 @@ class ApproximateSize:
         return int(2 * self.layers * self.hidden * bytes_per_value)
 
     def flops_per_token(self, context: int) -> int:
-        """Return two per weight that a token uses; attention is not counted."""
+        """Return the operations to decode one token: two per weight that a token uses, without attention."""
         return 2 * self.active
 
 
@@ -79,7 +83,7 @@ def read_size(directory: Path) -> Shape | ApproximateSize:
 
 
 def _used_experts(config: Any) -> float:
-    """Return the share of the routed experts that a token uses; 1 where a config has no such numbers."""
+    """Return the share of the routed experts that a token uses, or 1 for a config without experts."""
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     count, used = next((n for n in counts if n), None), getattr(config, "num_experts_per_tok", None)
     return used / count if count and used else 1.0
@@ -105,6 +109,7 @@ def training_cost(
     return {
         "tokens": f"{tokens:,}",
         "flops": tokens * per_token,
-        "memory": f"about {(weights + 1.3e8) / 1e9:.2g} GB and activations",
-        "disk": f"{student.weight_bytes() / 1e6:,.4g} MB, and {12 * student.params() / 1e6:,.4g} MB while it runs",
+        "memory": f"about {(weights + 1.3e8) / 1e9:.2g} GB, plus activations",
+        "disk": f"{student.weight_bytes() / 1e6:,.4g} MB, and up to {12 * student.params() / 1e6:,.4g} MB more "
+        "during the run",
     }

@@ -41,7 +41,7 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
 
 
 def known_ids(*models: Path) -> int:
-    """Return the number of ids below which every model has tokens; higher logits are padding in some model."""
+    """Return the number of ids for which every model has tokens. Logits of higher ids are padding in some model."""
     return min(min(vocab_size(m), max(load_tokenizer(m).get_vocab().values()) + 1) for m in models)
 
 
@@ -50,7 +50,7 @@ def check_embeds(model: Path) -> None:
     ids, embeddings = load_tokenizer(model).vocab_size, vocab_size(model)
     if ids > embeddings:
         raise UserError(
-            f"{model} embeds {embeddings:,} ids, but its tokenizer has {ids:,}: they do not fit"
+            f"{model} embeds {embeddings:,} ids, but its tokenizer has {ids:,} ids; use the tokenizer of this model"
         )
 
 
@@ -67,7 +67,7 @@ def common_vocabulary(draft: Path, target: Path) -> int:
         check_embeds(model)
     if (target / HEAD_IDS).is_file():
         raise UserError(
-            f"{target}: its head is trimmed to some ids ({HEAD_IDS}), so it is a draft and no target"
+            f"{target} has a trimmed head ({HEAD_IDS}), so it can be a draft but not a target"
         )
     size = min(vocab_size(model) for model in (draft, target))
     other = first_difference(
@@ -79,7 +79,7 @@ def common_vocabulary(draft: Path, target: Path) -> int:
 
 
 def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: int) -> str | None:
-    """Return in words the first target id below size with another token in the draft, None if all tokens are equal.
+    """Return text on the first target id below size that has another token in the draft, or None if all are equal.
 
     Draft tokens with an id that is padding in the target are ignored, because they are never accepted.
     """
@@ -90,8 +90,8 @@ def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: 
 
 
 def different_tokenizers(draft: Path, target: Path, difference: str) -> str:
-    """Return an error message about two models with different tokens. difference: See first_difference."""
+    """Return the error message for a draft and a target with different tokens. difference: See first_difference."""
     return (
-        f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: {difference}; "
-        "speculation needs the same vocabulary, which mergekit-tokensurgeon gives a draft"
+        f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: "
+        f"{difference}; use a draft with the target's vocabulary, or convert this draft with mergekit-tokensurgeon"
     )

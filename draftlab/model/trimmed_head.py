@@ -1,4 +1,4 @@
-"""Trimmed heads: a draft proposes only frequent ids, so that a large vocabulary takes less time.
+"""Trimmed heads: a draft proposes only frequent ids, so its head takes less time than for a large vocabulary.
 
 FR-Spec (Zhao et al. 2025, arXiv 2502.14856) and VocabTrim (Goel et al. 2025, arXiv 2506.22694). The checkpoint has the
 whole head and an embedding of every id. head_ids.json lists the ids whose rows of the head are computed. The target
@@ -55,7 +55,7 @@ def frequent_ids(
     check_head_size(size, vocab, len(stays))
     if len(texts) < 2:
         raise UserError(
-            f"--vocab {size}: ids are counted in {len(texts)} texts, which say too little; use more text"
+            f"--vocab {size}: {len(texts)} texts are too few to count frequent ids in; use more text"
         )
 
     def top(some: Sequence[np.ndarray]) -> np.ndarray:
@@ -105,7 +105,7 @@ def trimmed_head_of(model: "PreTrainedModel") -> TrimmedHead | None:
 def as_whole(
     config: dict[str, object], weights: Any, ids: Sequence[int]
 ) -> tuple[dict[str, object], Any]:
-    """Return config and weights with a head of all rows, for runtimes without trimmed heads.
+    """Return config and weights with a complete head, for runtimes without trimmed heads.
 
     The new head is untied, and every row outside `ids` is the mean of the rows in `ids`. The logit of such a row is the
     mean logit, so that its id is never the most probable id. In practice all these ids together have less than a

@@ -1,4 +1,4 @@
-"""Files from outside: an error of any parser becomes one line that names the file. No torch."""
+"""Reading of files from outside draftlab: any parser's error becomes one line that names the file. No torch."""
 
 import contextlib
 import json
@@ -23,7 +23,9 @@ class FileModel(BaseModel):
 
 @contextlib.contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turn any error of the block into a UserError of one line. what: Path of the file, or start of the sentence.
+    """Turn any error in the block into a UserError of one line.
+
+    what: Start of the message, such as the path of the file.
 
     For damaged files, parsers of other projects raise errors of all types, and tokenizers panics in Rust.
 
@@ -42,13 +44,13 @@ def reading(what: object) -> Iterator[None]:
         text = one_line(getattr(error, "strerror", None) or error)
         if type(error).__name__ == "SafetensorError":
             text = f"damaged, or not whole ({text})"
-        if " " not in text:  # a KeyError has the key alone
+        if " " not in text:  # the text of a KeyError is only the key
             text = f"{type(error).__name__} {text}".strip()
         raise UserError(f"{what}: {text}") from error
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of a JSON text. Infinity is accepted, because some config.json have it; NaN is not.
+    """Return the value of a JSON text. Infinity is accepted, because some config.json files have it, but NaN is not.
 
     Raises:
         ValueError: The text is not JSON.
@@ -57,7 +59,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def check_regular(file: Path) -> None:
-    """Raise UserError if the file is a directory, or a pipe or device, which may have no end."""
+    """Raise UserError if the file is not a regular file, because a pipe or device may have no end."""
     if file.exists() and not file.is_file():
         raise UserError(f"{file} is not a regular file")
 
@@ -73,7 +75,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UserError: the file is missing, or its content is no object."""
     content = read_json(file)
     if not isinstance(content, dict):
-        raise UserError(f"{file} is not a JSON object but {reprlib.repr(content)}")
+        raise UserError(f"{file} must be a JSON object, but is {reprlib.repr(content)}")
     return content
 
 

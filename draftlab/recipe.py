@@ -1,4 +1,4 @@
-"""Recipes: saved sequences of commands, checked as a whole, then run from top to bottom."""
+"""Recipes: sequences of commands in a file, checked as a whole, then run from top to bottom."""
 
 from pathlib import Path
 
@@ -11,9 +11,7 @@ from draftlab.reading import read_yaml
 
 class RunConfig(Config):
     recipe: Path = option(help="Recipe file: a YAML list of commands.", argument=True)
-    plan_only: bool = option(
-        False, "Show which steps are done and which are to do.", flag="--dry-run"
-    )
+    plan_only: bool = option(False, "Show which steps are done and which remain.", flag="--dry-run")
 
 
 def read_recipe(path: Path) -> list[CommandStep]:
@@ -28,7 +26,9 @@ def read_recipe(path: Path) -> list[CommandStep]:
         or set(content) != {"steps"}
         or not isinstance(content["steps"], list)
     ):
-        raise UserError(f"recipe {path}: want one key, steps, with a list of commands")
+        raise UserError(
+            f"recipe {path}: the file must have one key, steps, with a list of commands"
+        )
     return [
         read_step(step, f"{path}: step {number}") for number, step in enumerate(content["steps"], 1)
     ]

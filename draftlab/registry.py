@@ -1,4 +1,4 @@
-"""Kinds by name: those of draftlab, and those that plug-ins offer as entry points. No torch."""
+"""Registries of kinds by name: draftlab's own, and those that plug-ins offer as entry points. No torch."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ AnyKind = TypeVar("AnyKind")
 
 
 class Registry(Generic[Kind]):
-    """Kinds by name. The module of a kind is imported at the first request for the kind, and registers it.
+    """A registry of kinds by name. The first request for a kind imports its module, which registers the kind.
 
     A plug-in declares an entry point in the group, whose name is the name of the kind and whose value is its module.
     """
 
     def __init__(self, group: str, what: str, builtin: Mapping[str, str]) -> None:
-        """Make a registry. builtin: Module by name of each kind of draftlab. what: Noun for errors."""
+        """Make a registry. builtin: Modules of draftlab's kinds, by name. what: Noun for a kind in errors."""
         self.group, self.what, self.builtin = group, what, builtin
         self.kinds: dict[str, Kind] = {}
 
@@ -29,7 +29,7 @@ class Registry(Generic[Kind]):
 
         def decorate(kind: AnyKind) -> AnyKind:
             if name in self.kinds:
-                raise ValueError(f"the {self.what} {name!r} is registered already")
+                raise ValueError(f"a {self.what} with the name {name!r} exists already")
             kinds: dict[str, Any] = self.kinds
             kinds[name] = kind
             return kind
@@ -68,14 +68,17 @@ class Registry(Generic[Kind]):
                 name in self.builtin
             )
             raise UserError(
-                f"{where}: the {self.what} {name!r} is in several packages: {', '.join(packages)}"
+                f"{where}: several packages offer the {self.what} {name!r}: {', '.join(packages)}; uninstall all "
+                "but one"
             )
         if name not in self.kinds and name in self.builtin:
             import_module(self.builtin[name])
         elif name not in self.kinds and offered:
             self._load(offered[0], where)
         if name not in self.kinds:
-            raise UserError(f"{where}: no {self.what} {name!r}{did_you_mean(name, self.names())}")
+            raise UserError(
+                f"{where}: there is no {self.what} {name!r}{did_you_mean(name, self.names())}"
+            )
         return self.kinds[name]
 
     def _load(self, entry: EntryPoint, where: str) -> None:
@@ -103,8 +106,8 @@ LOSSES: Registry[Any] = Registry(
     "loss",
     dict.fromkeys(("fkl", "jsd", "lk", "nla", "rkl", "tvd"), "draftlab.training.losses"),
 )
-CROSS_ENTROPY = "ce"  # not registered: cross-entropy compares with the text, not with the target
-REJECTION = "rejection"  # not registered: the engine computes it for all rows of a batch at once
+CROSS_ENTROPY = "ce"  # not in the registry: it compares with the text, not with the target
+REJECTION = "rejection"  # not in the registry: the engine computes it for all rows at once
 SERVERS: Registry[Any] = Registry(
     "draftlab.servers",
     "server",

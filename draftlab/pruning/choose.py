@@ -17,8 +17,8 @@ from draftlab.pruning.importance import Importance, Scores
 def choose(scores: Scores, source: Shape, shape: Shape, layers: list[int]) -> Keep:
     """Return the indices with the highest scores that make a shape. layers: Layers of the source to keep.
 
-    Every kept kv head serves equally many query heads: the best kv groups are chosen first, then the best query heads
-    of each group.
+    Every kept kv head serves the same number of query heads. The best kv groups are chosen first, then the best query
+    heads in each group.
     """
     picked = [_keep_heads(scores.heads[layer], source, shape) for layer in layers]
     return Keep(
@@ -36,7 +36,7 @@ def top(scores: Tensor, count: int) -> list[int]:
 
 
 def influential(importance: Importance, count: int) -> list[int]:
-    """Return the layers that change the direction of their input most, always with the first and the last layer.
+    """Return the layers that change the direction of their input most, always including the first and the last layer.
 
     A count of 1 keeps the first layer alone.
     """
@@ -58,7 +58,7 @@ def random_scores(shape: Shape, seed: int) -> Scores:
 
 
 def first_scores(shape: Shape) -> Scores:
-    """Rank lower indices higher."""
+    """Return scores that rank lower indices higher."""
     return _scores(shape, lambda *size: -torch.arange(size[-1], dtype=torch.float32).expand(size))
 
 
@@ -92,7 +92,7 @@ def _scores(shape: Shape, fill: Callable[..., Tensor]) -> Scores:
 
 
 def _keep_heads(scores: Tensor, source: Shape, shape: Shape) -> tuple[list[int], list[int]]:
-    """Return the query heads and kv heads to keep in a layer. scores: Of the query heads, [H]."""
+    """Return the query heads and kv heads to keep in a layer. scores: Scores of the query heads, [H]."""
     by_group = scores.unflatten(0, (source.kv_heads, -1))  # [K, G]
     kv_heads = top(by_group.sum(1), shape.kv_heads)
     per_group, group = shape.heads // shape.kv_heads, by_group.shape[1]

@@ -1,4 +1,4 @@
-"""Lazy views of a source's weights that are cut to the kept indices or rotated, by the axis table of a shape.
+"""Lazy views of a source's weights, cut to the kept indices or rotated, by the axis table of model/shape.py.
 
 D hidden dimensions of the source. Each tensor is read, rotated and cut at look-up.
 """
@@ -13,7 +13,7 @@ from draftlab.model.devices import exact_products
 from draftlab.model.shape import Axis, Shape
 from draftlab.reading import FileModel
 
-# role of a matrix -> role of the norm whose output it reads
+# role of a matrix -> role of the norm whose output the matrix reads
 READS = {
     "q": "input_norm",
     "k": "input_norm",
@@ -112,7 +112,7 @@ class Rotated(TensorView):
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, rotation: Tensor) -> None:
         if shape.tied:
-            raise ValueError("a tied head cannot absorb the last norm's scale")
+            raise ValueError("a tied head cannot absorb the last norm's scale; untie it first")
         super().__init__(weights, shape)
         self.rotation = rotation.float()
 

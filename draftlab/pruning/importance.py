@@ -20,12 +20,12 @@ from draftlab.model.shape import Shape
 from draftlab.pruning.walk import Walk
 from draftlab.reading import reading
 
-SAMPLED_TOKENS = 512  # tokens whose residual streams are compared before and after each layer
+SAMPLED_TOKENS = 512  # number of tokens whose residual streams are compared around each layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Importance of layers, hidden dimensions, heads and neurons, by any rule."""
+    """Scores of layers, hidden dimensions, heads and neurons, by any rule."""
 
     layers: Tensor  # [L]
     hidden: Tensor  # [D]
@@ -42,7 +42,7 @@ class Importance(Scores):
     weights, after Minitron (2407.14679, 3.1).
     """
 
-    # [D, D], of the inputs of all norms, with each token scaled to mean square 1
+    # [D, D], covariance of the inputs of all norms, with each token scaled to mean square 1
     covariance: Tensor
 
     def principal(self, count: int, device: torch.device = CPU) -> tuple[Tensor, float]:
@@ -57,7 +57,10 @@ class Importance(Scores):
 def calibrate(
     walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[[int], None]
 ) -> Importance:
-    """Run chunks of token ids [1, T] layer by layer. advance: Function that takes the number of layers done."""
+    """Run chunks of token ids, [1, T] each, layer by layer.
+
+    advance: Function that takes the number of finished layers.
+    """
     sums = _Sums(shape, walk.device)
     streams = walk.embed(chunks)
     stride = max(1, len(chunks) * chunks[0].shape[1] // SAMPLED_TOKENS)
@@ -103,7 +106,8 @@ def load_scores(file: Path, facts: dict[str, str]) -> Importance:
         for key, value in facts.items():
             if stored.get(key) != value:
                 raise UserError(
-                    f"--scores-cache {file} was made with {key} = {stored.get(key)}, not {value}"
+                    f"--scores-cache {file} was made with {key} = {stored.get(key)}, but this command has "
+                    f"{value}; name another file"
                 )
         tensors = {field.name: handle.get_tensor(field.name) for field in fields(Importance)}
     for name, tensor in tensors.items():
@@ -111,7 +115,7 @@ def load_scores(file: Path, facts: dict[str, str]) -> Importance:
     return Importance(**tensors)
 
 
-Listener = Callable[[Tensor, Tensor], object]  # called with a module's input and output
+Listener = Callable[[Tensor, Tensor], object]  # a function of a module's input and output
 
 
 class _Sums:
@@ -146,7 +150,7 @@ class _Sums:
         self.covariance += x.T @ x
 
     def weigh(self, layer: nn.Module, index: int) -> None:
-        """Multiply the activations of a layer by the norms of the weight columns that read the activations."""
+        """Multiply a layer's summed activations by the norms of the weight columns that read them."""
         o, down = (
             layer.get_parameter(f"{name}.weight") for name in ("self_attn.o_proj", "mlp.down_proj")
         )
@@ -159,7 +163,7 @@ class _Sums:
 def _hooked(listeners: list[tuple[nn.Module, Listener]]) -> Iterator[None]:
     def hook(listener: Listener) -> Callable[..., None]:
         def call(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            listener(args[0], output)  # a returned value would replace the output
+            listener(args[0], output)  # no return: a value would replace the output
 
         return call
 

@@ -1,5 +1,7 @@
-"""The refit after a cut. Source and draft run side by side, one layer at a time. Each output matrix of the draft is
-fitted to make the draft's residual stream follow the source's.
+"""The refit after a cut.
+
+Source and draft run side by side, one layer at a time. Each output matrix of the draft is fitted to make the draft's
+residual stream follow the source's.
 
 T tokens, D hidden of the source, D' of the draft, N input features of a matrix, V vocab. Streams are [1, T, D].
 """
@@ -50,7 +52,7 @@ REFITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Draft compared with source on held-out tokens, teacher-forced. acceptance: Mean of sum min(p, q)."""
+    """A teacher-forced comparison of draft and source on held-out tokens. acceptance: Mean of sum min(p, q)."""
 
     tokens: int
     source_cross_entropy: float
@@ -60,7 +62,7 @@ class Agreement:
 
 
 class Lockstep:
-    """Source and draft run over the same text.
+    """A run of source and draft over the same text, layer by layer.
 
     Layer j of the draft is fitted to the source's stream before the next kept layer, so layer j also replaces the
     dropped layers in between.
@@ -76,7 +78,7 @@ class Lockstep:
         refit: Refit,
         head_ids: list[int] | None = None,
     ) -> None:
-        """Set up both models.
+        """Set up source and draft.
 
         Args:
             layers: Kept layers of the source.
@@ -86,7 +88,7 @@ class Lockstep:
         self.source, self.draft, self.layers, self.refit = source, draft, layers, refit
         self.basis = basis.to(source.device, torch.float32)
         self.head_ids = head_ids
-        self.agreement: Agreement | None = None  # set once all tensors were yielded
+        self.agreement: Agreement | None = None  # set when tensors() has yielded all tensors
 
     def tensors(
         self, chunks: list[Tensor], heldout: list[Tensor], advance: Callable[[int], None]
@@ -133,7 +135,7 @@ class Lockstep:
         return streams
 
     def _rescale(self, norm: nn.Module, streams: list[Stream]) -> None:
-        """Rescale a norm, whose mean square is now over fewer dimensions, to match the source's normed stream."""
+        """Rescale a norm to match the source's normed stream, because its mean square is now over fewer dimensions."""
         if not self.refit.norms:
             return
         ratios = torch.cat(
@@ -151,7 +153,7 @@ class Lockstep:
     ) -> None:
         """Fit a matrix of a layer.
 
-        names: The matrix, and the norm after the matrix unless the matrix is the last in the layer.
+        names: Names of the matrix and, unless the matrix is the layer's last, of the norm after it.
         """
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
@@ -212,7 +214,7 @@ def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[
 def _fit_matrix(
     linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitted: int, ridge: float
 ) -> None:
-    """Add dW = argmin |E - X dW|^2 + ridge |dW|^2 to the weight, if dW lowers the held-out error.
+    """Add dW to a weight, if it lowers the held-out error. dW minimises |E - X dW|^2 + ridge |dW|^2.
 
     pairs: Features X [T, N] and errors E [T, M] of each chunk. The first `fitted` chunks are for the fit, the other
     chunks are held out.
@@ -255,9 +257,9 @@ def _rms(x: Tensor) -> Tensor:
 def _agreement(
     rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int] | None
 ) -> Agreement:
-    """Compare source and draft. rows: Logits of source and draft, [1, T, V] each, and token ids, [1, T + 1].
+    """Compare source and draft. rows: For each chunk, both logits, [1, T, V], and the token ids, [1, T + 1].
 
-    A token that a trimmed head lacks adds no cross-entropy and no acceptance.
+    Tokens that a trimmed head lacks add nothing to cross-entropy and acceptance.
     """
     sums, tokens = torch.zeros(4, dtype=torch.float64), 0
     for source, draft, ids in rows:

@@ -1,4 +1,4 @@
-"""A prune on disk: calibrate, select what to keep, cut, refit, compare with the source on held-out text, write."""
+"""A prune from start to end: calibrate, select what to keep, cut, refit, compare with the source, and write."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -30,9 +30,9 @@ from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_texts
 
 HELDOUT_TOKENS = 4096  # most held-out tokens on which draft and source are compared
-LEAST_TOKENS = 32  # least held-out tokens of a comparison
-HELDOUT_SHARE = 16  # every 16th stored text is held out, if the store has no held-out texts
-COUNTED_TOKENS = 2_000_000  # most tokens in which the ids of a head are counted
+LEAST_TOKENS = 32  # fewest held-out tokens of a comparison
+HELDOUT_SHARE = 16  # every 16th stored text is held out if the store has no held-out texts
+COUNTED_TOKENS = 2_000_000  # most tokens in which ids are counted for a trimmed head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,8 @@ class Text:
         available = sum((len(stream) - 1) // seq_len for stream in text.streams.values())
         if 0 < available < rows:
             note(
-                f"data {self.data!r} has {available * seq_len:,} of {self.tokens:,} tokens to calibrate on"
+                f"data {self.data!r} has only {available * seq_len:,} of the {self.tokens:,} tokens to calibrate "
+                "on, so all are used"
             )
             text = replace(text, rows=available)
         return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
@@ -160,7 +161,7 @@ class PrunedDraft:
 class Prune:
     """A draft to cut from a source.
 
-    Weights keep the source's dtype. A draft with the shape of the source has exactly the source's weights.
+    Weights keep the source's dtype. A draft with the source's shape gets exactly the source's weights.
     """
 
     source: Source
@@ -202,12 +203,15 @@ class Prune:
         return self.write(self._unrotated(choose.choose(scores, have, self.shape, layers)))
 
     def is_copy(self) -> bool:
-        """Return whether only the head is cut. Raises UserError: the disk or the held-out text is too small."""
+        """Return whether the draft is a copy of the source, except for a trimmed head.
+
+        Raises UserError: the disk or the held-out text is too small.
+        """
         self.output.check_space(
             self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft"
         )
         is_copy = self.shape.with_whole_head() == self.source.shape.with_whole_head()
-        # errors of the text are raised here, before hours of calibration or training
+        # open the text now, so that its errors come before hours of calibration or training
         _ = self._head if is_copy else (self._head, self._heldout)
         return is_copy
 
@@ -267,7 +271,8 @@ class Prune:
             return HeadIds(ids=ids, coverage=None)
         if self.text.outputs is None:
             note(
-                f"counting ids in {self.text.data}; the target's own answers (--outputs) show better which ids matter"
+                f"frequent ids are counted in {self.text.data}; the target's answers (--outputs) would show them "
+                "better"
             )
         special = template_ids(self._tokenizer) | set(checkpoint.eos_token_ids(directory))
         ids, coverage = frequent_ids(
@@ -278,7 +283,7 @@ class Prune:
     def _record(
         self, work: Path, keep: Keep, size: int, agreement: Agreement | None
     ) -> PrunedDraft:
-        """Write the record of a draft, and its files besides the weights."""
+        """Write a draft's record, and all its files except the weights."""
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         notes: dict[str, object] = {"params": self.shape.params()}
         if agreement is not None:
@@ -316,7 +321,7 @@ class Prune:
         return Selection(keep=keep, basis=rotation, weights=rotated)
 
     def _importance(self, file: Path | None) -> Importance:
-        """Return the scores of a file. If the file does not exist, compute the scores, and write the file."""
+        """Return the importance in a file. If there is no file, compute the importance and write it."""
         source, text = self.source, self.text
         facts = {
             "source": provenance.fingerprint(source.directory) if file else "",

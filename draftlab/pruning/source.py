@@ -48,8 +48,8 @@ def check_buildable(config: dict[str, object], shape: Shape) -> None:
     for name, axes in shape.axes().items():
         if built.get(name) != shape.dims(axes):
             raise UserError(
-                f"transformers builds {name} of a {config.get('model_type')} model as {built.get(name)}, "
-                f"this shape has {shape.dims(axes)}; such models want heads x head_dim = width"
+                f"in transformers {name} of a {config.get('model_type')} model is {built.get(name)}, but this "
+                f"shape gives {shape.dims(axes)}; choose heads x head_dim = width"
             )
 
 
@@ -99,8 +99,8 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
         cut_logits, logits = small(input_ids=ids).logits, model(input_ids=ids).logits
     if not float((cut_logits - logits).abs().max()) <= TOLERANCE * float(logits.abs().max()):
         raise UserError(
-            f"{config.get('model_type')} models have LLaMA's tensors but compute something else with them, "
-            "so a cut would not be exact; draftlab does not prune them"
+            f"{config.get('model_type')} models cannot be pruned: they have LLaMA's tensors but compute "
+            "differently with them, so a cut would not be exact"
         )
 
 
@@ -108,7 +108,7 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
 class Source:
     """A checkpoint to cut.
 
-    untied: Whether the checkpoint ties its head to the embedding, while shape and draft have a separate head.
+    untied: Whether the draft gets a separate head although the checkpoint ties its head to the embedding.
     """
 
     directory: Path
@@ -133,7 +133,7 @@ class Source:
 
     @cached_property
     def planned_dtype(self) -> torch.dtype:
-        """Return the dtype for the entry of config.json, before any weight is read."""
+        """Return the dtype that config.json names, before any weight is read."""
         stored = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
         return checkpoint.computed_dtype(checkpoint.resolve_dtype(stored, self.device), self.device)
 
@@ -141,7 +141,7 @@ class Source:
     def pass_dtype(self) -> torch.dtype:
         """Return the dtype of the source's passes: bfloat16 for float16 weights on a CPU with fast bfloat16.
 
-        These passes only calibrate. No weight of the draft is rounded to bfloat16.
+        These passes are only for calibration. No weight of the draft is rounded to bfloat16.
         """
         slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
         return (
@@ -182,4 +182,7 @@ def check_cut(config: dict[str, object], have: Shape, shape: Shape) -> None:
 
 def kv_saving(have: Shape, shape: Shape) -> str:
     saved = 1 - shape.kv_bytes_per_token() / have.kv_bytes_per_token()
-    return f"KV cache {shape.kv_bytes_per_token() / 1024:.3g} KiB per token in bf16 ({saved:.1%} less than the source)"
+    return (
+        f"KV cache {shape.kv_bytes_per_token() / 1024:.3g} KiB per token in bf16, {saved:.1%} less than the "
+        "source's"
+    )

@@ -33,13 +33,15 @@ class Walk:
         self.model = checkpoint.meta_model(config, dtype)
         self.decoder = self.model.get_submodule("model")
         self.layers = cast(nn.ModuleList, self.model.get_submodule("model.layers"))
-        # granite scales the output of each layer, and the logits
+        # Granite scales the output of each layer, and the logits
         self.residual_multiplier = float(str(config.get("residual_multiplier", 1.0)))
         self.logits_scaling = float(str(config.get("logits_scaling", 1.0)))
-        self._arguments: list[dict[str, Any]] = []  # keyword arguments of each layer
+        self._arguments: list[
+            dict[str, Any]
+        ] = []  # keyword arguments with which each layer is called
         for module in self.model.modules():
             if not list(module.parameters()):
-                module.to(device)  # rotary tables
+                module.to(device)  # the module's rotary tables
 
     @torch.inference_mode()
     def embed(self, ids: list[Tensor]) -> list[Tensor]:
@@ -68,7 +70,7 @@ class Walk:
 
     @contextlib.contextmanager
     def head(self) -> Iterator[tuple[nn.Module, Run]]:
-        """Yield the model with norm and head in memory, and a function from streams to logits [1, T, V]."""
+        """Yield the model with its last norm and head in memory, and a function from streams to logits, [1, T, V]."""
         norm = self.model.get_submodule("model.norm")
 
         @torch.inference_mode()
@@ -107,7 +109,7 @@ class Walk:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[list[tuple[Tensor, dict[str, Any]]]]:
-        """Yield a list of the calls of layers. Inside the block, each layer returns its input."""
+        """Yield a list that records the calls of layers. Inside the block, each layer returns its input unchanged."""
         calls: list[tuple[Tensor, dict[str, Any]]] = []
 
         def record(stream: Tensor, **arguments: Any) -> Tensor:

@@ -19,7 +19,7 @@ from draftlab.reading import FileModel
 class Generation(FileModel):
     """One prompt decoded once. The lists have one entry per step after the prefill, which emits the first token."""
 
-    prompt: NonNegativeInt  # index into the score's prompts
+    prompt: NonNegativeInt  # index of the prompt in the score's prompts
     tokens: PositiveInt  # number of emitted tokens, including the prefill's token
     drafted: list[NonNegativeInt]
     accepted: list[NonNegativeInt]
@@ -28,7 +28,7 @@ class Generation(FileModel):
     draft_seconds: NonNegativeFloat
     verify_seconds: NonNegativeFloat
     host_seconds: NonNegativeFloat
-    stalled_passes: NonNegativeInt = 0  # interrupted; counted with the median time of their kind
+    stalled_passes: NonNegativeInt = 0  # interrupted; they count with the median time of their kind
     stalled_seconds: NonNegativeFloat = 0.0  # seconds taken out of the stalled passes
 
     @model_validator(mode="after")
@@ -39,18 +39,18 @@ class Generation(FileModel):
             raise ValueError("accepted > drafted in a step")
         if self.tokens != 1 + sum(self.emitted):
             raise ValueError(
-                f"{self.tokens} tokens are not the prefill's one plus the steps' {sum(self.emitted)}"
+                f"{self.tokens} tokens are not the sum of the prefill's one token and the steps' {sum(self.emitted)}"
             )
         return self
 
     @property
     def decode_seconds(self) -> float:
-        """Return the seconds after the prefill, counted alike for plain and speculative decoding."""
+        """Return the seconds after the prefill, counted in the same way for plain and speculative decoding."""
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
     @property
     def request(self) -> Timing:
-        """Return all tokens and all seconds, the prefill of target and draft included."""
+        """Return all tokens and all seconds, including the prefill of target and draft."""
         return self.tokens, self.prefill_seconds + self.decode_seconds
 
     @property
@@ -68,7 +68,7 @@ class ServedGeneration(FileModel):
 
     @property
     def request(self) -> Timing:
-        """Return all tokens and all seconds, prefill and transport included."""
+        """Return all tokens and all seconds, including prefill and transport."""
         return self.tokens, self.seconds
 
 
@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 
 class AcceptanceMetrics(FileModel):
-    """Acceptance over all steps of some generations. Rate and length mean little without each other.
+    """Acceptance over all steps of some generations. Read rate and length together.
 
     Counts are integers if counted, and expectations if computed from log-probabilities.
     """
@@ -92,17 +92,17 @@ class AcceptanceMetrics(FileModel):
     per_position_acceptance: list[float]  # share of steps that accepted at least i tokens, i = 1..K
     # share of accepted tokens at position i, among steps that drafted an i-th token and accepted all before
     conditional_acceptance: list[float]
-    acceptance_histogram: list[int | float]  # number of steps by accepted tokens, 0..K
+    acceptance_histogram: list[int | float]  # number of steps with 0, 1, ..., K accepted tokens
     # steps cut by EOS or the length limit; None: a server does not report them
     n_truncated_steps: int | float | None
 
 
 class Counters(FileModel):
-    """The growth of a server's speculative decoding counters, over all generations at one K."""
+    """The increase of a server's speculative decoding counters over all generations at one K."""
 
     num_drafts: float = Field(gt=0)
     num_draft_tokens: float = Field(ge=0)
-    # positions 1..K; trailing zeros may be left out
+    # accepted tokens at positions 1..K; trailing zeros may be left out
     num_accepted_tokens_per_pos: list[NonNegativeFloat]
 
     @property

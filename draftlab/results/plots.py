@@ -1,4 +1,4 @@
-"""Plots for pages, each one SVG that is readable on light, dark and paper; and figures, files of several panels."""
+"""Plots for pages, as SVG that is readable on light, dark and paper; and figures, files with several panels."""
 
 import io
 import re
@@ -50,7 +50,7 @@ VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {
 WIDTH = 4.6  # inches; text of 9 pt stays readable when a phone shrinks the plot to 300 px
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a $ in a name is a $
+    "text.parse_math": False,  # print a $ in a name as it is
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
@@ -74,7 +74,7 @@ class Mark:
 
 def short(name: str) -> str:
     """Return a name that fits into a plot: its beginning and end, because names of one family differ there."""
-    begin = 23 if " (" in name else 10  # a drafter's words come before its options
+    begin = 23 if " (" in name else 10  # keep a drafter's name, which comes before its options
     return (
         name if len(name) <= LABEL_LENGTH else f"{name[:begin]}…{name[begin + 1 - LABEL_LENGTH :]}"
     )
@@ -148,7 +148,7 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
                 )
                 ax.plot(*zip(*joined[name], strict=True), color=colour)
             ax.set(xlabel=panel.x, ylabel=panel.y)
-            # points at every x leave no room for the legend
+            # if there are points at every x, the legend has no room inside the plot
             room = 1.08 if panel.names is None else 1.3
             ax.set_ylim(panel.bottom, panel.bottom + room * (ax.get_ylim()[1] - panel.bottom))
             points = list(chain.from_iterable(panel.series.values()))
@@ -201,7 +201,7 @@ def plot_by_k(speedups: Sequence[tuple[Mark, Mapping[int, Interval]]]) -> Markup
             low, high = [g.low for g in gains], [g.high for g in gains]
             ax.plot(ks, [g.value for g in gains], color=mark.colour, marker=mark.marker)
             ax.fill_between(ks, low, high, color=mark.colour, alpha=0.15, linewidth=0)
-            if len(ks) == 1:  # a band over one K has no width
+            if len(ks) == 1:  # with one K a band has no width
                 ax.vlines(ks, low, high, color=mark.colour)
         ks = sorted(set().union(*(by_k for _, by_k in speedups)))
         ax.set(
@@ -228,7 +228,7 @@ def plot_positions(shares: Sequence[tuple[Mark, Sequence[float]]]) -> Markup:
 
 
 def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
-    """Plot the milliseconds of a step by phase. steps: Label and milliseconds by phase of each step."""
+    """Plot the milliseconds of a step by phase. steps: For each step, its label, and milliseconds by phase."""
 
     def draw(ax: Axes) -> None:
         for row, (label, ms) in enumerate(steps):

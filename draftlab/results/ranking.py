@@ -29,7 +29,10 @@ REQUESTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedTest:
-    """Two drafts on the same items of one task. p: McNemar's exact test, None unless items are right or wrong."""
+    """A test of two drafts on the same items of a task.
+
+    p: McNemar's exact test; None unless items are right or wrong.
+    """
 
     task: str
     metric: str
@@ -52,7 +55,7 @@ class Ranked:
     Args:
         speedup: Speed-up of whole requests.
         ratio_to_fastest: Speed-up divided by the speed-up of the fastest draft; None for the fastest draft itself.
-        paired: The draft and the fastest draft were measured on the same prompts.
+        paired: Whether the draft and the fastest draft were measured on the same prompts.
         tasks: Tests against the fastest draft.
     """
 
@@ -116,7 +119,7 @@ def read_scores(paths: Sequence[Path]) -> list[Score]:
     files = score_files(paths)
     if not files:
         raise UserError(
-            f"no score.json under {', '.join(map(str, paths))}; run draftlab score first"
+            f"there is no score.json under {', '.join(map(str, paths))}; run draftlab score first"
         )
     scores = list(map(read_score, files))
     names = [score.name for score in scores]
@@ -137,7 +140,10 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
     """
     targets = sorted({score.target.name for score in scores})
     if len(targets) > 1:
-        raise UserError(f"drafts of different targets do not compare: {', '.join(targets)}")
+        raise UserError(
+            f"the drafts have different targets, so they cannot be compared: {', '.join(targets)}; "
+            "name scores of one target"
+        )
     gains = [(score, score.best_k_speedup) for score in scores]
     gains.sort(key=lambda pair: (pair[0].output_differs, -pair[1].value))
     fastest, gain = gains[0]
@@ -217,7 +223,7 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
             lines.append(f"Cannot tell {name} from {fastest}: {ranked.doubt}.")
         elif ranked.significant is None:
             lines.append(
-                f"Cannot test {name} against {fastest}: a test needs scores over several prompts."
+                f"Cannot tell {name} from {fastest}: this needs scores over several prompts."
             )
         elif ranked.significant:
             lines.append(f"{name} is slower: {ratio} of the speed-up of {fastest}.")
@@ -232,12 +238,14 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
 def missed_thresholds(
     score: Score, min_speedup: float | None, min_acceptance_length: float | None
 ) -> list[str]:
-    """Return one sentence for each threshold of the user that a draft misses, or may miss because of a doubt."""
+    """Return a sentence for each of the user's thresholds that a draft misses, or may miss if its score is in doubt."""
     name, doubt, missed = score.name, score.doubt, []
     if min_speedup is not None:
         speedup = score.best_k_speedup.value
         if score.output_differs:
-            missed.append(f"{name}: its output is not the target's own, so no speed-up counts")
+            missed.append(
+                f"{name}: its output differs from the target's own, so its speed-up does not count"
+            )
         if speedup < min_speedup:
             missed.append(f"{name}: speed-up {speedup:.3f} is below --min-speedup {min_speedup}")
         elif doubt is not None:
@@ -258,10 +266,13 @@ def _first_line(ranked: Ranked) -> str:
     if ranked.doubt is not None:
         return f"Cannot tell which is fastest: {name} has {gain.as_speedup()} {at}, but {ranked.doubt}."
     if gain.high < 1:
-        return f"Serve the target without a draft: the best draft, {name}, reaches {gain} of the speed {at}."
+        return (
+            f"Serve the target without a draft: with the best draft, {name}, it reaches {gain} of its own "
+            f"speed {at}."
+        )
     if gain.low <= 1:
-        return f"No draft is significantly faster than the target alone; the best is {name} with {gain} {at}."
-    return f"Fastest: {name}, {gain.as_speedup()} the speed of the target alone in whole requests, {at}."
+        return f"No draft is significantly faster than the target alone. The best is {name} with {gain} {at}."
+    return f"Serve with {name} {at}: whole requests run at {gain.as_speedup()} the speed of the target alone."
 
 
 def _discounted(ranked: Ranked) -> str:
@@ -324,7 +335,7 @@ def score_warnings(scores: Sequence[Score]) -> list[str]:
     if differing:
         names = ", ".join(differing).replace("_", " ")
         texts.append(
-            f"drafts were measured with different {names}, so their speed-ups do not compare"
+            f"drafts were measured with different {names}, so their speed-ups cannot be compared"
         )
     return texts
 
@@ -339,34 +350,40 @@ def _reasons(score: Score) -> Iterator[str]:
     if score.output_differs:
         texts = f"its output differs from the target's own ({score.equal_texts:.1%} of the texts are equal)"
         if conditions.dtype == "float32":
-            yield f"{texts}: decoding was not lossless, and no speed-up counts"
+            yield f"{texts}: decoding was not lossless, so the speed-up does not count"
         else:
-            yield f"{texts}; rounding in {conditions.dtype} may break ties differently, or there is a bug: use float32"
+            yield (
+                f"{texts}: rounding in {conditions.dtype} may have decided ties differently, or there is a "
+                "bug; check with --dtype float32"
+            )
     if score.distinct_4grams < LOOPING_4GRAMS:
         share = f"{score.distinct_4grams:.0%}"
-        yield f"only {share} of the output's 4-grams are distinct: repetition loops make every draft look good"
+        yield (
+            f"only {share} of the output's 4-grams are distinct: the target repeats itself, which makes every "
+            "draft look good"
+        )
     if score.learnt_prompts:
         yield (
-            f"the draft learnt from answers to {score.learnt_prompts} of the {conditions.prompts} prompts, so it gains "
-            "less on others: name prompts that it has not seen by --prompt-file"
+            f"the draft was trained on answers to {score.learnt_prompts} of the {conditions.prompts} prompts, and "
+            "gains less on others; give unseen prompts by --prompt-file"
         )
     if conditions.prompts < FEW_PROMPTS:
-        yield f"number of prompts: {conditions.prompts}; with fewer than {FEW_PROMPTS}, intervals mean little"
+        yield f"{conditions.prompts} prompts are few for an interval; use {FEW_PROMPTS} or more"
     for model in (score.target, score.draft):
         if model.via_transformers:
-            yield f"transformers ran {model.name}, which is slower than the engine"
+            yield f"transformers ran {model.name}, which is slower than draftlab's engine"
     if score.served:
-        yield "servers decoded it: its times include transport, and TTFT and TPOT are not known"
+        yield "servers decoded, so times include transport, and TTFT and TPOT are unknown"
     if conditions.in_phases:
-        yield "the servers ran one after the other, so a change of the machine in between counts as speed-up"
+        yield "the servers ran one after the other, so a change of the machine between the runs looks like a speed-up"
     short = len({g.prompt for g in score.plain if g.tokens < 2})
     if short:
-        yield f"{short} of {conditions.prompts} prompts were answered with one token, in which no draft can gain"
+        yield f"{short} of {conditions.prompts} prompts were answered with one token, for which a draft cannot help"
     k = score.best_k
     acceptance = score.acceptance(k)
     if (acceptance.n_truncated_steps or 0) > MANY_STEPS * acceptance.num_spec_steps:
         cut, steps = acceptance.n_truncated_steps, acceptance.num_spec_steps
         yield (
-            f"{cut} of {steps} steps at K = {k} were cut by the end of the output, "
-            "and tokens per target pass includes these tokens: generate more tokens per prompt"
+            f"{cut} of {steps} steps at K = {k} were cut by the end of the output, which distorts tokens per "
+            "target pass; raise --max-new-tokens"
         )

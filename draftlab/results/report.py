@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from draftlab.results.plots import Mark
 
 PHASES = ("draft", "verify", "host")
-ACCURACY_METRICS = ("acc", "exact_match")  # lm-eval's, without the name of a filter
+ACCURACY_METRICS = ("acc", "exact_match")  # lm-eval's names, without the name of a filter
 WIDE = frozenset(
     {
         "TTFT,\nms",
@@ -46,9 +46,10 @@ WIDE = frozenset(
     }
 )
 CAPTION = (
-    "* Fastest. ~ No significant difference from the fastest draft. Each draft at its best K. requests: speed-up of "
-    "whole requests, prefill and decoding, over the fastest plain decoding, at a K chosen on other prompts. TPOT: "
-    "speed-up of the tokens after the first. relative to best: ratio of the two speed-ups. Intervals: 95% "
+    "* Fastest. ~ No significant difference from the fastest draft. Each draft has its best K, chosen on other "
+    "prompts. requests: speed-up of whole requests (prefill and decoding) over the fastest plain decoding. TPOT: "
+    "speed-up of the tokens after the first. relative to best: speed-up over that of the fastest draft. "
+    "Intervals: 95% "
     "bootstrap over prompts. tok/s: tokens per second of whole requests."
 )
 
@@ -112,7 +113,7 @@ def accuracy_table(scores: Sequence[Score]) -> Table | None:
         heads=("task", "metric", "model", "value", "standard\nerror", "items"),
         rows=sorted(rows, key=lambda row: (row[0], row[1])),
         title="Accuracy",
-        caption="Standard error: lm-eval's. draftlab report has paired tests of drafts.",
+        caption="Standard errors are lm-eval's. draftlab report tests drafts on the same items.",
     )
 
 
@@ -140,7 +141,10 @@ def category_table(score: Score) -> Table | None:
 
 
 def precision(scores: Sequence[Score]) -> str:
-    """Return in words the weights, activations and mode of all scores; settings that differ name their drafts."""
+    """Return text on the weights, activations and mode of all scores.
+
+    Settings that differ are given with their drafts.
+    """
     by_setting: dict[str, list[str]] = {}
     for score in scores:
         by_setting.setdefault(score.conditions.precision, []).append(score.label)
@@ -317,9 +321,10 @@ def _figures(
             ),
             table=Table(
                 heads=(),
-                rows=[],  # the ranking has the numbers
+                rows=[],  # the ranking's table has the numbers
                 title="Speed-up of each draft",
-                caption="Tokens per second of whole requests over those of the target alone, each draft at its best K.",
+                caption="Speed-up of whole requests: tokens per second with the draft, divided by those of the "
+                "target alone. Each draft has its best K.",
             ),
         ),
         Figure(
@@ -327,7 +332,8 @@ def _figures(
             table=Table.of(
                 k_rows,
                 title="Speed-up against K",
-                caption="Whole requests; above the dashed line the draft helps. Bands: 95% bootstrap over prompts.",
+                caption="Speed-up of whole requests by K, the number of drafted tokens. Above the dashed line the "
+                "draft helps. Bands are 95% intervals over prompts.",
             ),
             key=key,
         ),
@@ -336,7 +342,8 @@ def _figures(
             table=Table.of(
                 position_rows,
                 title="Acceptance by position",
-                caption="Share of steps that accepted at least this many drafted tokens, each draft at its best K.",
+                caption="Share of target passes that accepted at least this number of drafted tokens. Each draft "
+                "has its best K.",
             ),
             key=key,
         ),
@@ -370,7 +377,7 @@ def _time_figure(scores: Sequence[Score]) -> Figure | None:
         )
     if not steps:
         return None
-    caption = "One step at the best K: drafting, the target's pass over the drafted tokens, and everything else."
+    caption = "Time of one step at the best K: drafting, the target's pass that verifies, and all other work."
     table = Table.of(rows, title="Where the time of a step goes", caption=caption)
     return Figure(svg=plots.plot_time(steps), table=table, key=plots.PHASE_MARKS)
 
@@ -401,7 +408,7 @@ def _cost_table(scores: Sequence[Score]) -> Table:
         title="What the drafts cost to make",
         heads=("draft", "minutes", "tokens", "made by"),
         rows=[[score.label, *_cost(score.made)] for score in scores],
-        caption="From the records of the commands that made each draft, when it was scored.",
+        caption="The commands that made each draft, from the records at the time of the score.",
     )
 
 
@@ -446,7 +453,7 @@ def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, 
         _accuracy(score.draft.tasks, shown),
         score.time_shares(k),
     )
-    bits = re.search(r"\d+", score.conditions.dtype)  # a dtype's name ends in its bits
+    bits = re.search(r"\d+", score.conditions.dtype)  # the number in a dtype's name is its bits
     estimates = {
         "speedup": score.speedup(k),
         "tpot_speedup": score.tpot_speedup(k),

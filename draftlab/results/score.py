@@ -28,7 +28,7 @@ from draftlab.results.decoding import (
 )
 from draftlab.sampling import SamplingParams
 
-BUSY = 0.5  # share of the cores that other work uses
+BUSY = 0.5  # share of the cores that other work keeps busy
 # share of the time in which a thread waits for a core, or the hypervisor gives cores to other machines
 LONG_WAITS = 0.1
 UNDER_PRESSURE = 0.5  # share of the time; short threads of any system cause lower shares
@@ -56,28 +56,28 @@ class Environment(FileModel):
         return self.busy_cores > BUSY * self.cores
 
     def counts_cpu_seconds(self, device: str, threads: int | None) -> bool:
-        """Return whether times are CPU seconds, which leave out waits: the clock for one CPU thread."""
+        """Return whether times are CPU seconds, which leave out waits: true for one CPU thread."""
         return device == self.processor and threads == 1
 
     def doubt(self, device: str, threads: int | None) -> str | None:
-        """Return the reason to doubt the times of a device and its threads, None without a reason.
+        """Return the reason to doubt times that were measured in this environment, or None.
 
         Other work and other machines slow a thread that runs, because they share its caches and its memory. Waits for a
         core count in wall-clock time only. A shared core costs CPU seconds as well, and wide steps lose more of them:
         benchmarks.noise measured 1.29x to 1.70x where 1.79x is true. Pressure counts the waits of all threads.
         """
         if self.busy:
-            return f"other work kept {self.busy_cores:.1f} of {self.cores} cores busy"
+            return f"other programs kept {self.busy_cores:.1f} of {self.cores} cores busy"
         if (self.stolen_share or 0) > LONG_WAITS:
             return (
                 f"the hypervisor gave {self.stolen_share:.0%} of the cores' time to other machines"
             )
         if (self.waited_share or 0) > LONG_WAITS:
-            return f"decoding waited for a core in {self.waited_share:.0%} of its time"
+            return f"decoding waited for a free core {self.waited_share:.0%} of the time"
         if self.counts_cpu_seconds(device, threads):
             return None
         if device == self.processor and (self.pressure or 0) > UNDER_PRESSURE:
-            return f"threads waited for a core in {self.pressure:.0%} of the time"
+            return f"some thread waited for a free core {self.pressure:.0%} of the time"
         return None
 
 
@@ -124,7 +124,7 @@ class Model(FileModel):
     via_transformers: bool = False
     parallel: bool = False  # the model drafted all tokens of a step in one pass
     eagle: bool = False  # an EAGLE-3 head
-    heads_sha256: str | None = None  # hash of heads on the states of the target
+    heads_sha256: str | None = None  # hash of a head on the target's states
 
 
 class PromptRecord(FileModel):
@@ -140,15 +140,15 @@ class Conditions(FileModel):
     device: str
     dtype: str
     mode: Literal["eager", "native", "graphs", "served"]
-    threads: int | None  # CPU threads; None: the server's choice
+    threads: int | None  # CPU threads; None if the server chose
     data: str
     prompts_sha256: str | None = None
     prompts: PositiveInt
-    prompt_tokens: int | None  # prompts were cut to this length; None: not cut
+    prompt_tokens: int | None  # prompts were cut to this length; None if not cut
     chat: bool = False  # prompts had the form of the tokenizer's chat template
     max_tokens: PositiveInt
     repeats: PositiveInt
-    context: int | None  # cached tokens at which latency was measured
+    context: int | None  # number of cached tokens at which latency was measured
     temperature: NonNegativeFloat
     top_k: int = 0
     top_p: float = 1.0
@@ -159,7 +159,7 @@ class Conditions(FileModel):
     draft_weights: str | None  # precision of the draft's weights; None: the draft has no model
     rule: str = "rejection"  # verification rule; without effect when greedy
     draft_temperature: float | None = None  # None: the target's
-    in_phases: bool = False  # the servers ran one after the other
+    in_phases: bool = False  # True: the servers ran one after the other
 
     @property
     def sampling(self) -> SamplingParams:
@@ -167,7 +167,7 @@ class Conditions(FileModel):
 
     @property
     def precision(self) -> str:
-        """Return in words the weights of target and draft, the activations and the mode of passes."""
+        """Return text on the weights of target and draft, the activations, and the mode of passes."""
         if self.mode == "served":
             return "both as served"
         draft = "no draft model" if self.draft_weights is None else f"draft {self.draft_weights}"
@@ -179,7 +179,7 @@ class Conditions(FileModel):
 
     @property
     def decoding(self) -> str:
-        """Return in words how tokens were sampled and verified."""
+        """Return text on how tokens were sampled and verified."""
         if self.temperature == 0 or self.mode == "served":
             return self.sampling.describe()
         own = (
@@ -210,9 +210,9 @@ class Score(FileModel):
     conditions: Conditions
     environment: Environment | None = None
     prompts: list[PromptRecord] = Field(default=[])
-    # decoding by the target alone, with the weights that verify
+    # generations of plain decoding, with the weights that verify
     plain: list[Generation] | list[ServedGeneration]
-    # decoding by the target alone with other weights, by the name of the weights
+    # generations of plain decoding with other weights, by the name of the weights
     other_plain: dict[str, list[Generation]] = Field(default={})
     # keys: K
     speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)
@@ -238,9 +238,9 @@ class Score(FileModel):
             if sorted(g.prompt for g in runs) != prompts:
                 raise ValueError("plain and speculative decoding must have the same prompts")
             if max(g.tokens for g in runs) <= 1:
-                raise ValueError("every text ends with its first token, so that nothing was timed")
+                raise ValueError("every text has one token, so no decoding was timed")
         if self.served and set(self.counters) != set(self.speculative):
-            raise ValueError("what servers decoded needs counters for every K")
+            raise ValueError("a score of servers must have counters for every K")
         return self
 
     @property
@@ -264,7 +264,7 @@ class Score(FileModel):
 
     @property
     def output_differs(self) -> bool:
-        """Return whether the output is not the target's own, so that no speed-up counts."""
+        """Return whether the output differs from the target's own, so that no speed-up counts."""
         return self.identical is False
 
     @property
@@ -435,7 +435,7 @@ class Score(FileModel):
         return sum(ratio > UNEVEN for ratio in worst), max(worst)
 
     def _prefill_spreads(self) -> list[float]:
-        """Return for each prompt the time of its fastest request with its slowest prefill / the fastest time.
+        """Return for each prompt how much longer its fastest request takes with its slowest prefill, as a ratio.
 
         Prefills do not depend on K, so that several K show the spread even of prompts without repeats. The list is
         empty if servers decoded.
@@ -514,33 +514,39 @@ class Score(FileModel):
 
     @property
     def doubt(self) -> str | None:
-        """Return the reason why this score does not tell how fast the draft is, None without a reason."""
+        """Return the reason to doubt this score's speed-up, or None."""
         k = self.best_k
         implied, measured = self.implied_speedup(k), self.tpot_speedup_value(k)
         if implied is not None and measured and not 1 / DISAGREE <= implied / measured <= DISAGREE:
-            return f"latencies and acceptance imply a TPOT speed-up of {implied:.2f}x at K = {k}, not {measured:.2f}x"
+            return (
+                f"by latencies and acceptance the TPOT speed-up at K = {k} should be {implied:.2f}x, but "
+                f"{measured:.2f}x was measured"
+            )
         machine, running = self.environment, (self.conditions.device, self.conditions.threads)
         if machine is not None and (reason := machine.doubt(*running)) is not None:
             return reason
         stalled, steps = self.stalls
         if stalled > MANY_STALLS * steps:
-            return f"{stalled} of {steps} passes stalled"
+            return f"{stalled} of {steps} passes were interrupted by other work"
         if machine is not None and machine.counts_cpu_seconds(*running):
             return None
         uneven, worst = self.uneven_prompts
         if uneven > MANY_UNEVEN * self.conditions.prompts:
-            return f"{uneven} of {self.conditions.prompts} prompts took up to {worst:.1f} times as long when repeated"
+            return f"repeats of {uneven} of {self.conditions.prompts} prompts differ in time by up to {worst:.1f}x"
         return None
 
     def headline(self) -> str:
-        """Return in words the speed-up of whole requests, its baseline, and the reason to doubt it, if any."""
+        """Return text on the speed-up of whole requests, its baseline, and the reason to doubt it, if any."""
         gain, doubt = self.best_k_speedup, self.doubt
         opening = "Faster" if gain.low > 1 else "Slower than no draft"
         if gain.n == 1 or gain.low <= 1 <= gain.high:
             opening = "No clear difference"
         if doubt is not None:
-            opening = f"Cannot tell, because {doubt}; measure again on a quiet machine. Measured"
-        changed = "The output is not the target's own. " if self.output_differs else ""
+            opening = (
+                f"Cannot tell whether the draft helps, because {doubt}; measure again on a machine without "
+                "other work. Measured"
+            )
+        changed = "The output differs from the target's own. " if self.output_differs else ""
         over = (
             f" over the target alone with {self.baseline_weights} weights"
             if self.other_plain
@@ -551,11 +557,15 @@ class Score(FileModel):
         )
 
     def verdict(self) -> str:
-        """Return in words the draft's gain, and the phase of a step that limits it most."""
+        """Return text on the draft's gain, and on the phase of a step that takes the most time."""
         k, said = self.best_k, [f"{self.headline()}."]
         tpot, implied = self.best_k_tpot_speedup, self.implied_speedup(k)
         if tpot is not None:
-            implies = "" if implied is None else f" (latencies and acceptance imply {implied:.2f}x)"
+            implies = (
+                ""
+                if implied is None
+                else f" (by latencies and acceptance it should be {implied:.2f}x)"
+            )
             said.append(f"TPOT, the time per token after the first: {tpot.as_speedup()}{implies}.")
         with_draft, alone = self.ttft_ms(k), self.ttft_ms(0)
         if with_draft is not None and alone is not None:

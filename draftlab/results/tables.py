@@ -60,7 +60,7 @@ class Table:
         wide: frozenset[str] = frozenset(),
     ) -> "Table":
         """Return a table of records, each a mapping from column head to cell. Columns without content are left out."""
-        heads: dict[str, bool] = {}  # whether any record has content in the column
+        heads: dict[str, bool] = {}  # column head -> whether any record has content there
         for record in records:
             for head, cell in record.items():
                 heads[head] = heads.get(head, False) or cell not in EMPTY
@@ -132,8 +132,8 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Termi
         rows.append(cells + ([f"{latency_ms[name]:.3g}"] if latency_ms else []))
     table = terminal_table([*SHAPE_HEADS, *(["ms, pre-\ndicted"] if latency_ms else [])], rows)
     table.caption = Text(
-        "heads: query/key. embeddings: their share of the parameters, including the head and the last norm. KV in bf16."
-        + (" ms: one pass over one token, by the latency law." if latency_ms else "")
+        "heads: query/key heads. embeddings: share of the parameters in embedding, head and last norm. KV cache "
+        "in bf16." + (" ms: time of a one-token pass, by the latency law." if latency_ms else "")
     )
     return table
 

@@ -33,7 +33,7 @@ class MaskSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Mask values. A value of 1 masks nothing."""
+    """Mask values. An entry with value 1 is not masked."""
 
     hidden: Tensor  # [D]
     layers: Tensor  # [L]
@@ -42,7 +42,7 @@ class Values:
 
 
 def mask_sizes(source: Shape, shape: Shape) -> dict[Dimension, MaskSize]:
-    """Return the sizes of masks for the dimensions to cut. A kv mask multiplies the masks of its query heads."""
+    """Return the mask sizes of the dimensions to cut. The mask of a kv head multiplies the masks of its query heads."""
     group, target = source.heads // source.kv_heads, shape.heads // shape.kv_heads
     sizes: dict[Dimension, MaskSize] = {
         "hidden": MaskSize(1, source.hidden, shape.hidden),
@@ -97,7 +97,7 @@ class Masks(nn.Module):
         self.values = self._values({name: sample(self._odds(name)) for name in self.sizes})
 
     def deterministic(self) -> Values:
-        """Return masks in which only the smallest entries of each row are zero, as many as the target shape needs."""
+        """Return masks with the zeros that the target shape needs: the smallest entries of each row."""
         masks = {}
         for name, size in self.sizes.items():
             soft = torch.sigmoid(0.8 * self._odds(name).clamp(-BOUND, BOUND) / BETA)
@@ -134,7 +134,7 @@ class Masks(nn.Module):
         )
 
     def save(self, file: Path) -> None:
-        """Write log-odds and final values, for inspection."""
+        """Write log-odds and final values to a file, for inspection."""
         values = self.deterministic()
         tensors = {f"log_odds.{name}": p.detach() for name, p in self.log_odds.items()}
         tensors |= {f"value.{name}": getattr(values, name).detach() for name in Values.__slots__}
@@ -162,7 +162,7 @@ class Masks(nn.Module):
         hidden = shaped("hidden", s.hidden)
         if (
             s.tied and "hidden" in masks
-        ):  # a soft mask cannot be folded into a matrix that both embeds and predicts
+        ):  # a tied matrix both embeds and predicts, so soft masks cannot be folded into it
             hidden = (hidden > 0).float() + (hidden - hidden.detach())
         by_group = shaped("heads", s.layers, s.kv_heads, s.heads // s.kv_heads)
         heads = shaped("kv_heads", s.layers, s.kv_heads, 1) * by_group

@@ -1,4 +1,4 @@
-"""A transformers model that computes with masks, and weights with the same masks folded in.
+"""A transformers model that computes with masks, and weights into which the same masks are folded.
 
 B rows, T tokens, D hidden, F ffn, C head_dim. A model masked with zeros gives the logits of the smaller model without
 the masked entries. Folding extends this to soft masks.
@@ -21,7 +21,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 @contextlib.contextmanager
 def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
-    """Let a model compute with masks.values inside the block.
+    """Let a model compute with masks.values inside the `with` block.
 
     Masks multiply the weights of a projection, since there are fewer weights than activations.
     """
@@ -63,7 +63,7 @@ class Folded(TensorView):
         if role in ("embed", "input_norm", "post_norm", "norm"):
             return (tensor * hidden).to(tensor.dtype)
         if layer is None or role not in ("o", "down", "o_bias", "down_bias"):
-            return tensor  # also the head, because the last norm masks its input
+            return tensor  # the head too is unchanged, because the last norm masks its input
         out = hidden * self.z.layers[layer].to(tensor.device)
         if tensor.ndim == 1:
             return (tensor * out).to(tensor.dtype)
@@ -83,7 +83,7 @@ def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor]
         on = (z != 0).float()
         h = x.float()
         scale = (h.square() @ on / on.sum() + eps).rsqrt()  # [B, T]
-        weight = norm.get_parameter("weight")  # looked up each time: FSDP exchanges it
+        weight = norm.get_parameter("weight")  # looked up in each pass: FSDP replaces it
         return (h * scale.unsqueeze(-1)).to(x.dtype) * (weight * z).to(x.dtype)
 
     return forward

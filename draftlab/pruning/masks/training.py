@@ -26,9 +26,9 @@ from draftlab.training.optimizers import training_dtype
 from draftlab.training.run import claimed_state, fit
 from draftlab.training.trainer import TrainingSetup
 
-# not next to config.json, where runtimes load every safetensors file
+# in a folder, because runtimes load every safetensors file next to config.json
 MASKS_FILE = "masks/masks.safetensors"
-LR = 1.0e-4  # unused if weights are frozen, because masks have a separate rate
+LR = 1.0e-4  # rate of the weights; frozen weights do not use it, and masks have a separate rate
 HELDOUT_ROWS = 32
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
 SAVE_STEPS = 100  # most steps between checkpoints to resume from
@@ -87,11 +87,11 @@ def _select(
     setup = _setup(source, text, training)
     with masked(student, masks, float(str(source.config["rms_norm_eps"]))):
         fit(student, setup, training.loop(text.seed), state=state, what="masks", constraint=masks)
-    with torch.no_grad():  # under FSDP the module holds a part of its parameters
+    with torch.no_grad():  # under FSDP the module has only a part of its parameters
         for name, trained in best_weights(state, "constraint").items():
             masks.get_parameter(name).copy_(trained)
     gaps = ", ".join(f"{name} {gap:.3f}" for name, gap in masks.gaps().items())
-    note(f"expected minus target sparsity: {gaps}")
+    note(f"difference between expected and target sparsity: {gaps}")
     weights = Folded(_trained_weights(source, training, state), source.shape, masks.deterministic())
     keep, hidden = masks.keep(), masks.deterministic().hidden.detach().cpu()
 
@@ -99,7 +99,7 @@ def _select(
         (work / MASKS_FILE).parent.mkdir()
         masks.save(work / MASKS_FILE)
 
-    # the basis, from the source's residual stream to the draft's, includes soft masks
+    # basis maps the source's residual stream to the draft's, with soft masks included
     return Selection(
         keep=keep, basis=torch.diag(hidden)[:, keep.hidden], weights=weights, save=save
     )

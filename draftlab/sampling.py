@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-FinishReason = Literal["length", "stop"]  # why a text ends: max_tokens, or a stop token
+FinishReason = Literal["length", "stop"]  # length: at max_tokens; stop: at a stop token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class SamplingParams:
 
     @property
     def unmodified(self) -> bool:
-        """Return whether samples follow the model's own distribution."""
+        """Return whether these parameters sample from the model's own distribution."""
         return (self.temperature, self.top_k, self.top_p, self.min_p) == (1.0, 0, 1.0, 0.0)
 
     def unlimited(self) -> "SamplingParams":
-        """Return the parameters without length, seed and stop tokens, which do not change the distribution."""
+        """Return only the parameters that change the distribution: without length, seed and stop tokens."""
         return replace(self, max_tokens=0, seed=0, stop_token_ids=())
 
     def describe(self) -> str:

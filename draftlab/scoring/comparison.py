@@ -1,4 +1,4 @@
-"""The drafts, target and requests of a score, which are checked before a model is loaded."""
+"""The drafts, the target and the requests of a score, with all checks that need no model in memory."""
 
 import contextlib
 import tempfile
@@ -31,7 +31,7 @@ from draftlab.target_outputs.store import MANIFEST, distinct_4grams, read_texts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """The requests that every way of decoding answers, and the number of repeats."""
+    """The prompts that are decoded with each draft and without, the sampling, and the number of repeats."""
 
     prompts: Prompts
     sampling: SamplingParams
@@ -155,7 +155,7 @@ class Comparison:
         return list(stages.values()) if all(known) else None
 
     def learnt_prompts(self) -> dict[str, int]:
-        """Return by draft and drafter how many prompts of the score were in its training stores.
+        """Return how many prompts of the score were in the training data of each draft and drafter.
 
         Every store is read once.
         """
@@ -180,7 +180,7 @@ class Comparison:
         return [self.drafts[name]] if spec is None else spec.paths(self.default_draft)
 
     def facts(self) -> Mapping[str, object]:
-        """Return the facts of a dry run."""
+        """Return the facts that a dry run shows."""
         ways = 1 + self.engine.int8 + len(self.results) * len(self.ks)
         texts = self.requests.prompts.requests * self.requests.repeats * ways * len(self.batches)
         read = {spec.name: spec.paths(self.default_draft) for spec in self.drafters}
@@ -191,12 +191,12 @@ class Comparison:
                 name: f"reads {', '.join(map(str, paths)) or 'no files'}"
                 for name, paths in read.items()
             },
-            "work": f"at most {texts} generations of {self.requests.sampling.max_tokens} tokens",
+            "work": f"up to {texts} generations of {self.requests.sampling.max_tokens} tokens",
             **self._cost(texts),
         }
 
     def _cost(self, texts: int) -> dict[str, object]:
-        """Return the FLOPs and the bytes of a run, as if every token took one pass of the target."""
+        """Return the FLOPs and the bytes of a run, for a dry run, which assumes a target pass per token."""
         if self.engine.device_map is not None:
             return {}
         target, requests = read_size(self.target), self.requests
@@ -217,11 +217,12 @@ class Comparison:
         for batch in self.batches:
             if (count := self.requests.prompts.requests) % batch:
                 raise UserError(
-                    f"--batch {batch}: {count} prompts do not fill such batches; want a multiple of it"
+                    f"--batch {batch}: {count} prompts do not fill batches of {batch}; choose a multiple of it by "
+                    "--num-prompts"
                 )
         if twice := [name for name in self.results if self.results.count(name) > 1]:
             raise UserError(
-                f"two results would both be called {twice[0]}; ask for one of them, or rename the draft"
+                f"two results would have the name {twice[0]}; leave one out, or rename the draft"
             )
         self._check_drafters()
         for path in self.draft_paths:
@@ -229,10 +230,10 @@ class Comparison:
         engine = self.engine
         if engine.device_map is not None and (engine.mode != "eager" or self.batches != [1]):
             raise UserError(
-                "--device-map has transformers run the target: use --mode eager --batch 1"
+                "--device-map: transformers then runs the target, which needs --mode eager --batch 1"
             )
         if engine.int8 and engine.mode != "native":
-            raise UserError(f"--int8 needs mode native, and this runs in mode {engine.mode}")
+            raise UserError(f"--int8 needs --mode native, and this run has mode {engine.mode}")
         models = {"the target": self.target, **self.drafts}
         with about("--max-new-tokens"):
             self.check_context(
@@ -248,8 +249,8 @@ class Comparison:
         for name, context in contexts.items():
             if longest + max_tokens + drafted > context:
                 raise UserError(
-                    f"a prompt has {longest} tokens; with {max_tokens} more and {drafted} drafted it does not fit the "
-                    f"context of {name}, {context}"
+                    f"a prompt has {longest} tokens; with {max_tokens} new and {drafted} drafted tokens it "
+                    f"exceeds the context of {name}, {context}; shorten prompts or lower --max-new-tokens"
                 )
 
     def check_memory(self) -> None:
@@ -289,15 +290,15 @@ class Comparison:
             spec.check(run)
 
     def _check_parallel(self, draft: Path) -> None:
-        """Print how a parallel draft drafts. Raises UserError: the draft's mask token is not in its vocabulary."""
+        """Print a note on how a parallel draft is used. Raises UserError: its mask token is not in the vocabulary."""
         if parallel.pard_token(draft) is None:
             return
         name, trained = hub.checkpoint_name(draft), parallel.trained_offsets(draft)
         note(
-            f"{name} drafts all tokens in one pass; --drafter model:draft={draft} drafts in one pass for each"
+            f"{name} drafts all tokens in one pass; for one pass per token, use --drafter model:draft={draft}"
         )
         if trained is not None and max(self.ks) > trained:
-            beyond = f"those beyond, up to K = {max(self.ks)}, are untrained"
+            beyond = f"tokens beyond that, up to K = {max(self.ks)}, are drafted untrained"
             note(f"{name} was trained to draft {trained} tokens; {beyond}")
 
 
@@ -311,7 +312,10 @@ def with_rounded_drafts(comparison: Comparison) -> Iterator[Comparison]:
             if kind is not None:
                 drafts[name] = Path(stack.enter_context(tempfile.TemporaryDirectory())) / name
                 drafts[name].mkdir()
-                note(f"{name}: weights rounded to {kind}; its speed here is not llama.cpp's")
+                note(
+                    f"{name}: weights are rounded to {kind}, but run at the speed of draftlab's engine, not of "
+                    "llama.cpp"
+                )
                 write_fake_quantized(path, drafts[name], kind)
         yield replace(comparison, drafts=drafts)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # takes seconds to import
 # bootstrap samples for metrics without a closed form; lm-eval's default of 100,000 takes minutes
 BOOTSTRAP_SAMPLES = 1000
 SERVED_CONTEXT = 2048  # lm-eval's default, for servers that do not report a context
-LOCAL_DATA = "; data that is not on this disk comes from the hub; a YAML task can name a local file (docs/measuring.md)"
+LOCAL_DATA = "; missing data is downloaded from the hub; a YAML task can name a local file instead (docs/measuring.md)"
 UNSUPPORTED = ("unsafe_code", "doc_to_image", "doc_to_audio")
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """Tasks of lm-eval, and their settings. scored: A task that needs log-probabilities of prompts, or None."""
+    """Tasks of lm-eval, and their settings. scored: Name of a task that needs log-probabilities of prompts, or None."""
 
     names: list[str]
     index: "TaskManager"
@@ -105,7 +105,8 @@ class Tasks:
         """Raise UserError if a task needs log-probabilities of prompts and the server returns none."""
         if self.scored is not None and not server.adapter.has_prompt_logprobs:
             raise UserError(
-                f"--tasks {self.scored}: {server.http.url} ({server.kind}) does not score prompts; vLLM and SGLang do"
+                f"--tasks {self.scored}: {server.http.url} ({server.kind}) returns no log-probabilities of "
+                "prompts, which this task needs; use vLLM or SGLang"
             )
 
     def _results(self, lm: "LM") -> list[TaskResult]:
@@ -153,20 +154,22 @@ def load_tasks(
         files = {name for name in names if Path(name).is_file()}
         index = TaskManager(include_path=include_path, include_defaults=False)
         if not all(name in files or name in index.task_index for name in names):
-            index = TaskManager(include_path=include_path)  # seven seconds
+            index = TaskManager(include_path=include_path)  # this takes seven seconds
         for name in names:
             if name not in files and name not in index.task_index:
                 near = did_you_mean(name, index.all_tasks).partition("; known")[0]
-                raise UserError(f"--tasks {name}: neither a task of lm-eval nor a YAML file{near}")
+                raise UserError(
+                    f"--tasks {name} is neither a task of lm-eval nor a YAML file{near}"
+                )
         scored = None
         for name, task in index.load(list(names))["tasks"].items():
             if any(task.get_config(key) for key in UNSUPPORTED):
                 raise UserError(
-                    f"--tasks {name}: runs generated code or needs images or sound; not supported"
+                    f"--tasks {name} is not supported: it runs generated code, or needs images or sound"
                 )
             if num_fewshot and task.get_config("num_fewshot") == 0:
                 raise UserError(
-                    f"--num-fewshot {num_fewshot}: {name} sets 0, which lm-eval does not change"
+                    f"--num-fewshot {num_fewshot}: {name} is always evaluated with 0 examples; leave --num-fewshot out"
                 )
             if task.OUTPUT_TYPE != "generate_until":
                 scored = scored or name
@@ -206,7 +209,9 @@ def _task_results(
         better = higher_is_better.get(metric)
         if better is None:
             log.warning(
-                "%s: %s is left out: lm-eval does not define whether higher is better", task, metric
+                "%s: metric %s is left out, because lm-eval does not say whether higher is better",
+                task,
+                metric,
             )
             continue
         yield TaskResult(
@@ -222,7 +227,7 @@ def _task_results(
 
 
 def _items(samples: list[dict[str, Any]], metric: str, filtered: str) -> list[float]:
-    """Return a metric's value for each item in task order, or [] if single items have no value."""
+    """Return a metric's value for each item, in the order of the task, or [] for metrics without values of items."""
     ordered = sorted((s for s in samples if s["filter"] == filtered), key=lambda s: s["doc_id"])
     values = [_number(s.get(metric)) for s in ordered]
     return [v for v in values if v is not None] if None not in values else []
@@ -235,7 +240,7 @@ def _number(value: object) -> float | None:
 
 @contextlib.contextmanager
 def _running(label: str, *, secret: str = "", shown: str = "", hint: str = "") -> Iterator[None]:
-    """Silence lm-eval, and raise its errors as UserErrors whose text has `shown` in place of `secret`."""
+    """Silence lm-eval, and turn its errors into UserErrors, with `shown` in place of `secret` in the text."""
     before = logging.root.manager.disable
     with heartbeat(label):
         logging.disable(logging.WARNING)
@@ -247,7 +252,7 @@ def _running(label: str, *, secret: str = "", shown: str = "", hint: str = "") -
                 yield
         except UserError:
             raise
-        except Exception as error:  # tasks, their data and servers raise every class
+        except Exception as error:  # tasks, data sets and servers raise errors of all types
             reason = f"{type(error).__name__}: {error}"
             reason = one_line(reason.replace(secret, shown) if secret else reason)
             raise UserError(f"{label}: {reason}{hint}") from error

@@ -82,7 +82,7 @@ def measure(comparison: Comparison, command: str) -> list[Score]:
 
 
 class Models:
-    """The checkpoints of a comparison, each loaded once."""
+    """The decoders of a comparison's checkpoints, each loaded once."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self.engine = comparison, comparison.engine
@@ -90,23 +90,25 @@ class Models:
         self._running: dict[tuple[Path, bool], Decoder] = {}
 
     def eager(self, directory: Path) -> Decoder:
-        """Return a checkpoint in mode eager."""
+        """Return the decoder of a checkpoint in mode eager."""
         if directory not in self._loaded:
             engine = self.engine
             note(f"loading {hub.checkpoint_name(directory)}")
             device_map = engine.device_map if directory == self.comparison.target else None
             model = load(directory, engine.dtype, engine.device, device_map)
             if model.architecture is None and engine.mode != "eager":
-                raise UserError(f"transformers runs {directory}, which needs --mode eager")
+                raise UserError(
+                    f"transformers runs {directory}, and this works only with --mode eager"
+                )
             if self.comparison.batches != [1] and not model.takes_rows:
                 raise UserError(
-                    f"{directory} cannot run texts of different lengths in one batch; use --batch 1"
+                    f"{directory} cannot decode texts of different lengths in one batch; use --batch 1"
                 )
             self._loaded[directory] = model
         return self._loaded[directory]
 
     def running(self, directory: Path, int8: bool) -> Decoder:
-        """Return a checkpoint in the mode of the run. int8: Whether to round its weights."""
+        """Return the decoder of a checkpoint in the run's mode. int8: Whether to round its weights."""
         if (directory, int8) not in self._running:
             model = self.eager(directory)
             running = (
@@ -124,7 +126,7 @@ class Models:
 
     @property
     def other_target(self) -> Decoder | None:
-        """Return the target at the precision that is timed in plain decoding only, or None without int8."""
+        """Return the target at the precision that only plain decoding is timed at, or None without int8."""
         return (
             self.running(self.comparison.target, not self.engine.target_int8)
             if self.engine.int8
@@ -162,7 +164,10 @@ class Measurement:
         return scores
 
     def _latency(self, batch: int) -> dict[str, list[Latency]]:
-        """Time single passes of the models that draftlab's engine runs, by name. The target's name is ""."""
+        """Time single passes of the models in draftlab's engine, and return the latencies by name.
+
+        The target's name is "".
+        """
         decoders = {"": self.models.target, **{name: run.model for name, run in self.runs.items()}}
         own = {name: model for name, model in decoders.items() if isinstance(model, Llama)}
         if not own:
@@ -183,7 +188,10 @@ class Measurement:
         comparison, requests = self.comparison, self.comparison.requests
         prompts = [prompt.ids for prompt in requests.prompts.rows]
         ways = 1 + comparison.engine.int8 + sum(len(run.ks) for run in self.runs.values())
-        note(f"{len(prompts)} prompts, each decoded in {ways} ways, {requests.repeats} times")
+        note(
+            f"{len(prompts)} prompts, decoded {requests.repeats} times in each of {ways} ways (without a draft, "
+            "and with each draft and K)"
+        )
         with progress("decode", len(prompts) * requests.repeats) as advance:
             return measure_throughput(
                 self.models.target,

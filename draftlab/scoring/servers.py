@@ -38,12 +38,17 @@ from draftlab.target_outputs.targets import check_server_tokenizer
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 PLAIN_FILE = "plain.json"
-PREFIX_HITS = ":prefix_cache_hits_total"  # vLLM's counter of prompt tokens from the prefix cache
+PREFIX_HITS = (
+    ":prefix_cache_hits_total"  # vLLM's counter of prompt tokens that it took from its prefix cache
+)
 OPTIONS = {PLAIN: "--server", SPECULATIVE: "--speculative-server"}
 
 
 class PlainAnswers(FileModel):
-    """The plain server's answers, stored until the other server runs. asked: Conditions that both servers share."""
+    """Answers of the server without a draft, stored until the other server runs.
+
+    asked: Conditions that both servers share.
+    """
 
     kind: str
     model: str
@@ -86,7 +91,7 @@ class ServedComparison:
         count = len(self.servers) * self.requests.repeats * self.requests.prompts.requests
         return {
             "servers": "; ".join(server.describe() for server in self.servers.values()),
-            "work": f"{count} requests of at most {self.requests.sampling.max_tokens} tokens",
+            "work": f"{count} requests of up to {self.requests.sampling.max_tokens} tokens",
         }
 
 
@@ -178,7 +183,7 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
     def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int]]:
         if server is None:
             raise UserError(
-                f"the answers to earlier turns are gone from {turns.FOLDER}; score --server again"
+                f"the answers to earlier turns are missing in {turns.FOLDER}; run score --server URL again"
             )
         completions = server.generate([p.ids for p in prompts], requests.sampling)
         return [completion.ids for completion in completions]
@@ -198,10 +203,13 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
 def measure(
     comparison: ServedComparison, advance: Callable[[int], None], clock: Clock = time.perf_counter
 ) -> dict[str, ServerAnswers]:
-    """Send every prompt to every server `repeats` times, in alternating order. Raises the errors of score."""
+    """Send every prompt to every server `repeats` times, with the servers in alternating order.
+
+    Raises the errors of score.
+    """
     servers, requests = comparison.servers, comparison.requests
     prompts = [prompt.ids for prompt in requests.prompts.rows]
-    # reversed: as long as a prompt, but not in the prefix cache for it
+    # the reversed prompt is as long, but does not fill the prefix cache for the prompt
     _warm_up(comparison, prompts[0][::-1], clock)
     answers = {role: ServerAnswers(before=_metrics(server)) for role, server in servers.items()}
     for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
@@ -215,14 +223,14 @@ def measure(
         answers[role].after = _metrics(server)
         if tokens := answers[role].cached_prompt_tokens:
             note(
-                f"{server.http.url} took {tokens:.0f} prompt tokens from its cache, so later repeats cost less than "
-                "the first; start vLLM with --no-enable-prefix-caching"
+                f"{server.http.url} took {tokens:.0f} prompt tokens from its prefix cache, so repeats were faster "
+                "than first answers; start vLLM with --no-enable-prefix-caching"
             )
     return answers
 
 
 def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> None:
-    """Check the number of received tokens against the server's counters.
+    """Check that the server's counters explain the number of received tokens.
 
     Each answer has one token of the prefill, one token per step, and the accepted tokens.
 
@@ -233,10 +241,10 @@ def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> N
     most = len(runs) + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
     if (
         not tokens <= most <= tokens + len(runs) * (counters.k + 1)
-    ):  # the end of a text cuts its last step
+    ):  # allow one cut step per text, its last
         raise UserError(
-            f"{url} counted {counters.num_drafts:.0f} steps, which give {most:.0f} tokens, and {tokens} arrived: it "
-            "answered other requests at the same time; score needs it alone"
+            f"{url} counted {counters.num_drafts:.0f} steps, for {most:.0f} tokens, but {tokens} arrived here, so "
+            "it also answered other clients; run this again without them"
         )
 
 
@@ -250,16 +258,17 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
         drafts = answers.counters is not None
         if drafts != (role == SPECULATIVE):
             wrong = (
-                "drafts; it must run the target alone"
+                "drafts, but must run the target alone; start it without a draft"
                 if drafts
-                else "drafts nothing; start it with a draft"
+                else "drafts nothing, but must run the target with the draft; start it with a draft"
             )
             raise UserError(f"{OPTIONS[role]} {server.http.url} {wrong}")
     discarded = ServerAnswers()
     for server in comparison.servers.values():
         if not warm_up(lambda server=server: discarded.ask(server, prompt, sampling, clock)[1]):
             note(
-                f"{server.http.url} does not reach a steady state: its times vary by more than a tenth"
+                f"{server.http.url} still varies by more than 10 % in time after the warm-up; other load may "
+                "disturb it"
             )
 
 
@@ -291,7 +300,8 @@ def _check_same(comparison: ServedComparison) -> None:
     for name, value in now.items():
         if before.get(name) != value:
             raise UserError(
-                f"--server: its answers have {name} = {before.get(name)!r}, and now it is {value!r}"
+                f"--server: the stored answers have {name} = {before.get(name)!r}, but this command has "
+                f"{value!r}; use the same value, or score --server URL again"
             )
 
 
@@ -304,7 +314,9 @@ def _score(
 ) -> Score:
     counters, server = answers.counters, comparison.servers[SPECULATIVE]
     if counters is None:
-        raise UserError(f"{server.http.url} has drafted nothing for these prompts")
+        raise UserError(
+            f"{server.http.url} drafted nothing for these prompts; start it with a draft"
+        )
     check_alone(answers.runs, counters, server.http.url)
     draft = _model(Path(comparison.draft), comparison.draft)
     return Score(
@@ -337,7 +349,9 @@ def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]
     if comparison.tasks is None:
         return []
     if draft.sha256 is None:
-        note(f"--tasks: {draft.name} is no checkpoint here, so that only the target is evaluated")
+        note(
+            f"--tasks: only the target is evaluated, because {draft.name} is no checkpoint on this machine"
+        )
         return []
     device = checkpoint.resolve_device("auto")
     return comparison.tasks.of_checkpoint(
@@ -346,7 +360,7 @@ def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]
 
 
 def _model(directory: Path, name: str) -> Model:
-    """Describe a local checkpoint. Without one, only the name is known."""
+    """Return facts about a local checkpoint, or only the name without one."""
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
         return Model(name=Path(name).name, sha256=None, shape=None, latency=[], tasks=[])
     shape, digest = checkpoint.read_shape(directory), provenance.fingerprint(directory)

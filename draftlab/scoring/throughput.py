@@ -1,7 +1,8 @@
 """Time plain and speculative decoding side by side: same engine, same prompts, arms interleaved.
 
-An arm is plain decoding, at the verifying precision or at the other precision, or a draft at a K. Every repeat runs all
-arms on each batch of prompts, in alternating order, so that drift of the machine affects all arms equally.
+An arm is one way to decode: plain decoding (at the precision that verifies, or at another), or a draft at a K. Every
+repeat runs all arms on each batch of prompts, in alternating order, so that drift of the machine affects all arms
+equally.
 
 A step is one target pass and the drafting before it. Steps with equal numbers of drafted tokens and rows are of one
 kind, and do nearly the same work. A step that takes several times as long has stalled: other work interrupted it. Its
@@ -31,9 +32,9 @@ from draftlab.model.decoder import Decoder
 from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
 
-FACTOR = 3.0  # a step stalled if it takes this many times the quantile USUAL of its kind; contexts explain far less
+FACTOR = 3.0  # a step has stalled if it takes this multiple of the quantile USUAL of its kind
 USUAL = 0.8  # share of the steps that are assumed free of stalls
-ENOUGH = 10  # least steps of a kind; kinds with fewer steps are judged by all steps of the arm
+ENOUGH = 10  # fewest steps of a kind that give its usual time; smaller kinds are compared with all steps of the arm
 PHASES = ("draft_seconds", "verify_seconds", "host_seconds")
 
 
@@ -70,7 +71,10 @@ def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]
 
 @dataclass(frozen=True, slots=True)
 class _Usual:
-    """The usual times of a kind of step. limit: Seconds above which a step has stalled. phases: Median seconds."""
+    """The usual times of a kind of step.
+
+    limit: Seconds above which a step has stalled. phases: Median seconds of each phase.
+    """
 
     limit: float
     phases: tuple[float, ...]
@@ -94,7 +98,7 @@ def _mended(timed: TimedStep, usual: _Usual | None) -> TimedStep:
     return TimedStep(step, timed.rows, seconds - sum(usual.phases))
 
 
-MANY_STALLED = 0.2  # share of stalled steps above which a run is repeated; 1 - USUAL
+MANY_STALLED = 0.2  # share of stalled steps above which a run is repeated, 1 - USUAL
 WARM_UP_TOKENS = 48  # new tokens of each warm-up text
 TRIES = 2  # repeats of a run with too many stalled steps
 
@@ -162,7 +166,7 @@ def measure_throughput(
         with note_if_slow(f"capturing graphs of {_arm_name(arm)}"):
             for group in _first_of_each_length(
                 groups, prompts
-            ):  # longest caches first: longer ones replace shorter
+            ):  # longest caches first, because a longer cache replaces the memory of a shorter cache
                 deque(steps(arm, group, to_the_end), maxlen=0)
     few = replace(sampling, max_tokens=min(sampling.max_tokens, WARM_UP_TOKENS))
     _warm_up(arms, lambda arm: steps(arm, groups[0], few))
@@ -181,8 +185,8 @@ def measure_throughput(
         advance(repeat * len(prompts) + groups[number][-1] + 1)
     if not any(run.steps for run in chain.from_iterable(runs_of[PLAIN].values())):
         raise UserError(
-            f"the target answers each of the {len(prompts)} prompts with one token, its end, so there is nothing "
-            "to time; a chat model needs prompts in its own format, other models longer prompts"
+            f"the target answers all {len(prompts)} prompts with only the end-of-text token, so there is nothing "
+            "to time; use --chat auto with a chat model, or longer prompts"
         )
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
     for arm in arms:
@@ -198,7 +202,7 @@ def measure_throughput(
 def interleaved(
     arms: Sequence[AnyArm], groups: int, repeats: int
 ) -> Iterator[tuple[AnyArm, int, int]]:
-    """Yield arm, repeat and group of prompts for all combinations. The order of the arms alternates."""
+    """Yield all combinations of arm, repeat and group of prompts, with arms in alternating order."""
     for repeat in range(repeats):
         for group in range(groups):
             for arm in reversed(arms) if (repeat + group) % 2 else arms:
@@ -207,12 +211,14 @@ def interleaved(
 
 def _warm_up(arms: list[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> None:
     for number, arm in enumerate(arms, 1):
-        with note_if_slow(f"warming up, way {number} of {len(arms)} to decode: {_arm_name(arm)}"):
+        with note_if_slow(f"warming up {number} of {len(arms)}: {_arm_name(arm)}"):
             steady = warm_up(
                 lambda arm=arm: sum(s.draft_seconds + s.verify_seconds for s in decode_first(arm))
             )
         if not steady:
-            note(f"{_arm_name(arm)} does not reach a steady state: its times vary")
+            note(
+                f"{_arm_name(arm)} still varies in time after the warm-up; other work may disturb it"
+            )
 
 
 def _arm_name(arm: Arm) -> str:
@@ -221,7 +227,7 @@ def _arm_name(arm: Arm) -> str:
 
 
 def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> list[list[int]]:
-    """Return one group of texts per bucket of lengths, the longest first. Decoding these groups captures every graph.
+    """Return a group of texts per bucket of lengths, the longest first. Decoding these groups captures every graph.
 
     A graph is captured at its first use, which must not be in a timed pass.
     """
@@ -282,7 +288,7 @@ def _repeat_stalled(
         stalled = [(arm, at) for arm, runs in runs_of.items() for at in _stalled(runs)]
         if stalled:
             note(
-                f"repeating {len(stalled)} runs in which over {MANY_STALLED:.0%} of the steps stalled"
+                f"repeating {len(stalled)} runs, because other work interrupted over {MANY_STALLED:.0%} of their steps"
             )
         for arm, at in stalled:
             runs_of[arm][at] = rerun(arm, at[1])

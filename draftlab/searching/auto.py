@@ -1,4 +1,4 @@
-"""From a target to a served draft: the steps of a plan in order, each sized by the measurements of the steps before it.
+"""From a target to a served draft: run a plan's steps in order, each sized by the measurements of earlier steps.
 
 All decisions are functions of the plan and of the records of steps, so that a killed run decides the same again.
 """
@@ -54,9 +54,9 @@ MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
 LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = (
     2,
     3,
-)  # tokens to draft where prompt lookup has no match, by a draft model and by a head; recipes/smollm2.yaml
+)  # tokens that a draft model or a head drafts if prompt lookup has no match; from recipes/smollm2.yaml
 CONTINUED_LR = 2.0e-3  # learning rate for a draft that is trained further, recipes/smollm2.yaml
-MOST_FASTER = 4.0  # the target may write this many times faster or slower than planned
+MOST_FASTER = 4.0  # largest factor by which the target's speed of writing may differ from the plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class AutoRun:
         return self.steps.folder
 
     def verdict(self) -> Verdict:
-        """Make all candidates, choose the best on some prompts, and measure the choice on other prompts.
+        """Make all candidates, choose the best on some prompts, measure it on other prompts, and return the verdict.
 
         Raises:
             UserError: A step fails.
@@ -91,7 +91,7 @@ class AutoRun:
         use, reason = verdict.judged(speedups)
         if best.changed:
             use = False
-            reason = f"every candidate changes the target's output in {self.plan.machine.dtype}"
+            reason = f"every candidate changed the target's output in {self.plan.machine.dtype}, so none can be served"
         self._write_report()
         notes = verdict.unverified(self.request)
         choice: dict[str, Any]
@@ -154,7 +154,7 @@ class AutoRun:
         return self.plan.seconds_for(step, self.steps.seconds())
 
     def _candidates(self) -> tuple[list[Arm], TrainingRounds | None]:
-        """Make the candidates. A candidate that cannot be made is added to left_out."""
+        """Make the candidates, and return them with the training rounds. Candidates that fail are added to left_out."""
         kinds, training = self.plan.candidates, None
         candidates: list[Arm] = []
         for ready in self.request.ready:
@@ -191,7 +191,7 @@ class AutoRun:
 
     @cached_property
     def _int8(self) -> bool:
-        """Return whether to round target and drafts to 8 bits, which makes passes faster in mode native."""
+        """Return whether weights are rounded to 8 bits, which makes passes faster in mode native."""
         machine = self.plan.machine
         device, dtype = checkpoint.resolve_device(machine.device), checkpoint.DTYPES[machine.dtype]
         native = resolve_mode("auto", device, dtype, [self.request.target]) == "native"
@@ -218,8 +218,8 @@ class AutoRun:
     def _answers(self) -> Path:
         """Return a store of target outputs to train on, as large as the time allows.
 
-        The pace of the texts to replay tells how many answers the target can write. Without training prompts the
-        target only reads data, which is about ten times as fast.
+        The time that the texts for replays took shows how many answers the target can write. Without training prompts
+        the target only reads data, which is about ten times as fast.
         """
         costs, prompts, slower = self._costs, self.request.prompts, 1.0
         if "draft" in self.plan.candidates:
@@ -241,7 +241,7 @@ class AutoRun:
         return self._run("answers", "outputs build", **settings)
 
     def _drafts(self) -> tuple[list[Arm], TrainingRounds]:
-        """Search, train the winner in rounds, and make its variants."""
+        """Search a draft, train it in rounds, and make its variants; return all of them with the rounds."""
         kinds = self.plan.candidates
         searched = self._run(
             "search",
@@ -307,7 +307,7 @@ class AutoRun:
         return Round(tokens=tokens + number(record_of(draft), "tokens"), length=row.length.value)
 
     def _trained(self, name: str, steps: int, **settings: Any) -> Path:
-        """Train for a number of steps, clamped to the range LEAST_STEPS to MOST_STEPS."""
+        """Train for a number of steps, limited to LEAST_STEPS to MOST_STEPS."""
         steps = max(LEAST_STEPS, min(steps, MOST_STEPS))
         return self._run(
             name,
@@ -324,7 +324,10 @@ class AutoRun:
     def _tried(
         self, kind: str, steps: int, *, student: StudentSpec, **settings: Any
     ) -> Path | None:
-        """Train a candidate. If that fails, add the reason to left_out and return None."""
+        """Train a candidate, and return its directory.
+
+        If training fails, add the reason to left_out and return None.
+        """
         try:
             return self._trained(kind, steps, student=student, **settings)
         except UserError as error:
@@ -332,7 +335,7 @@ class AutoRun:
             return None
 
     def _scores(self, step: str, candidates: list[Arm], k: int | None = None) -> Scores:
-        """Score candidates at every number of streams. k: K of the final choice, which is scored on other prompts."""
+        """Score candidates at every number of streams. k: K of the chosen candidate, for the score on other prompts."""
         streams, chosen = self.request.streams, k is not None
         together = math.lcm(*streams)
         answer = self._costs.write(1, MAX_TOKENS, 1)

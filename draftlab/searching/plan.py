@@ -1,4 +1,4 @@
-"""The plan of auto: the work that fits the time on this machine, as data, before anything runs.
+"""The plan of auto, made before anything runs: the work that fits into the time on this machine.
 
 Times are estimates from the machine's matrix products and memory bandwidth. While a plan runs, each step gets its share
 of the time that is left, and its size follows from the measurements of the steps before it.
@@ -39,11 +39,14 @@ CANDIDATE_SECONDS = 2.0  # fixed time of each shape in a search
 TRAINING = {
     "float32": 1.5,
     "bfloat16": 3.0,
-}  # training time over the time of its matrix products: attention, optimizers and Python take more
+}  # training time over the time of its matrix products, because of attention, optimizers and Python
 WRITING = 3.0  # time of generation over the time of its matrix products
-LAW_SECONDS, LAW_PASSES = 8.0, 600  # a latency law takes this time and as many passes of the target
+LAW_SECONDS, LAW_PASSES = (
+    8.0,
+    600,
+)  # a latency law takes this time, plus the time of this number of target passes
 LAYER_SECONDS = 3e-5  # fixed time of each layer in a pass
-OFFSET_COST = 2.8  # tokens that a parallel draft reads in training per token of text
+OFFSET_COST = 2.8  # tokens that a parallel draft reads in training, per token of text
 MAX_TOKENS = 64  # length of each scored answer
 TTT_STEPS, HEAD_SHARE = 4, 1.5  # HEAD_SHARE: size of an EAGLE-3 head in layers of the target
 
@@ -69,7 +72,7 @@ class Machine(FileModel, extra="ignore"):
             f"{self.training_dtype}; {self.free_memory / 1e9:.3g} GB of memory and "
             f"{self.free_disk / 1e9:.3g} GB of disk free"
             + (
-                f"; other work makes it {self.slowdown:.1f} times slower"
+                f"; at present other work makes it {self.slowdown:.1f} times slower"
                 if self.slowdown > 1.5
                 else ""
             )
@@ -78,7 +81,7 @@ class Machine(FileModel, extra="ignore"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Estimated seconds of each kind of work on a target and a machine."""
+    """Estimates of the seconds that each kind of work takes, for a target and a machine."""
 
     machine: Machine
     size: Shape | ApproximateSize
@@ -125,7 +128,7 @@ class Costs:
         return self.machine.slowdown * LAW_SECONDS + LAW_PASSES * self.write(1, 1, 1)
 
     def score(self, arms: int, prompts: int, streams: Sequence[int], repeats: int = 1) -> float:
-        """Return the seconds of a score. arms: Ways to decode, each with a warm-up of about five prompts."""
+        """Return the seconds of a score. arms: Number of ways to decode. Each has a warm-up of about five prompts."""
         answer = self.write(1, MAX_TOKENS, 1)
         return self.start + len(streams) * arms * (5 + repeats * prompts) * answer
 
@@ -148,7 +151,7 @@ def measure_machine(
     trained = checkpoint.DTYPES[training_dtype("auto")]
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     started, used = time.perf_counter(), time.process_time()
-    with note_if_slow("measuring this machine: products and memory"):
+    with note_if_slow("measuring matrix products and memory bandwidth of this machine"):
         tflops = matmul_tflops(dtype, device)
         bandwidth = bandwidth_gbs(size.params(), dtype, device)
         training_tflops = tflops if trained == dtype else matmul_tflops(trained, device)
@@ -168,7 +171,7 @@ def measure_machine(
 
 
 def guessed_draft(size: Shape | ApproximateSize) -> Shape:
-    """Return a shape with a sixth of the target's layers, which a plan assumes before the search."""
+    """Return the shape that a plan assumes for drafts before the search: a sixth of the target's layers."""
     assert isinstance(size, Shape)
     return resolve(size, layers=max(1, size.layers // 6))
 
@@ -190,23 +193,23 @@ SERVED = {
 }  # name of the drafter by kind of candidate
 CUT = ("draft", "parallel", "trimmed", "fallback")  # candidates that are cut from the target
 HEADS = ("eagle", "fallback-eagle")
-STEPS = {  # share of the time and purpose of each step
-    "texts": (0.03, "the target's answers to the prompts to choose by, to replay drafts on"),
+STEPS = {  # share of the time, and purpose, of each step
+    "texts": (0.03, "store the target's answers to some prompts, on which drafts are replayed"),
     "answers": (
         0.22,
-        "what drafts learn from: the target's answers, or text with its probabilities",
+        "store what drafts are trained on: the target's answers, or text with its probabilities",
     ),
-    "search": (
-        0.24,
-        "a latency law of this machine; shapes are cut, distilled, replayed and measured",
-    ),
-    "train": (0.22, "the winner in rounds, until a round gains less than 1 %"),
-    "parallel": (0.06, "a parallel draft, from the winner"),
-    "trimmed": (0.04, "the winner with a head for frequent ids"),
+    "search": (0.24, "measure a latency law; cut, distil, replay and measure draft shapes"),
+    "train": (0.22, "train the best shape in rounds, until a round gains less than 1 %"),
+    "parallel": (0.06, "train a parallel draft from the best draft"),
+    "trimmed": (0.04, "train the best draft with a head for frequent ids only"),
     "eagle": (0.07, "an EAGLE-3 head"),
     "score": (0.08, "all candidates side by side"),
     "final": (0.04, "the choice on other prompts"),
-    "export": (0.01, "the choice, its script and card, and a page"),
+    "export": (
+        0.01,
+        "export the chosen draft with a start script and a model card, and write a page",
+    ),
 }
 EXPENDABLE = (
     ("trimmed",),
@@ -217,7 +220,9 @@ EXPENDABLE = (
 ANSWER_TOKENS = 128
 KS, OFFSETS = (2, 3, 5), 5
 LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
-DRAFTS = 10  # most checkpoints on the disk: two of the search, six rounds, a variant, the export
+DRAFTS = (
+    10  # most checkpoints on disk at a time: two of the search, six rounds, a variant, the export
+)
 LARGE_VOCAB = 16_384  # least vocabulary for which a trimmed head saves time
 
 
@@ -229,7 +234,7 @@ class Request:
         name: Target as the user typed it.
         server: None stands for draftlab's own engine.
         program: Program of the server for the verification. None if it is not installed.
-        ready: Drafts and heads that exist, in the order of --draft.
+        ready: The user's drafts and heads, in the order of --draft.
         trains: Whether drafts are trained.
     """
 
@@ -256,7 +261,7 @@ class ReadyDraft:
 
 
 class PlannedStep(FileModel, extra="ignore"):
-    """A step of a plan. minutes: least_minutes, and the step's share of the spare time."""
+    """A step of a plan. minutes: Planned minutes: least_minutes plus the step's share of the spare time."""
 
     name: str
     what: str
@@ -329,7 +334,7 @@ def not_tried(left_out: Mapping[str, str]) -> list[str]:
     labels: dict[str, list[str]] = {}
     for kind, reason in left_out.items():
         labels.setdefault(reason, []).append(in_words(kind))
-    return [f"not tried: {', '.join(each)}: {reason}" for reason, each in labels.items()]
+    return [f"not tried: {', '.join(each)}, because {reason}" for reason, each in labels.items()]
 
 
 def in_words(kind: str, shape: str = "") -> str:
@@ -364,14 +369,14 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
         fewest = math.ceil(sum(least.values()) / 60)
         if fewest <= minutes:
             break
-        reason = f"too little time; --minutes {everything} tries everything"
+        reason = f"there is too little time; --minutes {everything} would try everything"
         left_out |= dict.fromkeys([kind for kind in dropped if kind in candidates], reason)
         candidates = [kind for kind in candidates if kind not in dropped]
         least = _least(costs, request, candidates, len(ready))
     if sum(least.values()) > 60 * minutes:
         raise UserError(
-            f"--minutes {minutes:g} is too few for anything here: no draft and prompt lookup take "
-            f"{math.ceil(sum(least.values()) / 60)} or more"
+            f"--minutes {minutes:g} is too little: comparing prompt lookup with no draft already takes "
+            f"{math.ceil(sum(least.values()) / 60)}"
         )
     seconds = seconds_of_steps(least, 60 * minutes)
     layers, widths, first_steps = (
@@ -413,12 +418,12 @@ def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, floa
 
 
 def _unsuitable(request: Request) -> dict[str, str]:
-    """Return the reason by candidate that this target cannot have, or that the user did not ask for."""
+    """Return the candidates that this target cannot have, or that the user did not ask for, with the reason."""
     target, server = request.target, request.server
     if not request.trains:
         trained = [kind for kind in (*CUT, *HEADS) if kind in served_by(server)]
         return dict.fromkeys(
-            trained, "nothing is trained where --draft names drafts; --train adds it"
+            trained, "--draft names drafts, so none is trained unless you add --train"
         )
     vocab = checkpoint.vocab_size(target)
     try:
@@ -433,14 +438,14 @@ def _unsuitable(request: Request) -> dict[str, str]:
         no_head = str(error)
     reasons = dict.fromkeys(CUT, no_cut) | dict.fromkeys(HEADS, no_head)
     if not reasons["trimmed"] and vocab < LARGE_VOCAB:
-        reasons["trimmed"] = f"a vocabulary of {vocab:,} costs a draft little"
+        reasons["trimmed"] = f"with a vocabulary of {vocab:,} a trimmed head saves little"
     return {
         kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)
     }
 
 
 def _refused(artifact: Artifact, server: str | None) -> str:
-    """Return the reason why a server cannot run an artifact, or "" if it can. The artifact need not be made yet."""
+    """Return the reason why a server cannot run an artifact, which need not exist yet, or "" without a reason."""
     if server is None:
         return ""
     return "; ".join(finding.text for finding in refusals(artifact, SERVERS.get(server, "--for")))
@@ -463,7 +468,7 @@ def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[Read
             kind = "eagle"
         name = hub.checkpoint_name(path)
         if name in drafts:
-            raise UserError(f"two drafts are called {name}; rename one")
+            raise UserError(f"two drafts have the name {name}; rename one")
         drafts[name] = ReadyDraft(name=name, kind=kind, path=path, artifact=artifact)
     return list(drafts.values())
 

@@ -1,4 +1,4 @@
-"""Prompts of auto in three groups: for the choice, for the final measurement, and for training."""
+"""The prompts of auto in three groups: to choose a draft, to measure the choice, and to train."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.prompts import FROM_DATA_TOKENS, file_prompts
 
-CHOOSE, MEASURE, LEAST_TRAINED = 48, 24, 24  # search replays 48 texts
+CHOOSE, MEASURE, LEAST_TRAINED = 48, 24, 24  # 48 because search replays 48 texts
 BUILT_IN = 12_000
 
 
@@ -42,7 +42,7 @@ class PromptSplit:
         return None if self.data else len(self.rows) - self.choose - self.measure
 
     def write(self, folder: Path, target: Path) -> None:
-        """Write choose.jsonl, measure.jsonl and train.jsonl. Files of an earlier run are the same, and are left."""
+        """Write choose.jsonl, measure.jsonl and train.jsonl, unless an earlier run has written the same files."""
         rows, count = self.rows, self.choose + self.measure
         if self.data is not None:
             tokenizer = checkpoint.load_tokenizer(target)
@@ -94,17 +94,20 @@ def find_prompts(
             prompts, about=file.name, rows=_of_file(file, target, least, batched=together > 1)
         )
     if text is None and checkpoint.load_tokenizer(target).chat_template:
-        about = "draftlab's own for chat models; --prompts takes your users'"
+        about = "draftlab's own prompts for chat models; give your users' prompts by --prompts FILE"
         return replace(prompts, about=about, rows=mixed(0, BUILT_IN))
     text = text or default_text
     if text is None:
         raise UserError(
-            f"--prompts: {target.name} has no chat template: name your users' prompts by --prompts FILE, or text that "
-            "they resemble by --data SOURCE"
+            f"--prompts: {target.name} has no chat template, so give your users' prompts by --prompts FILE, or "
+            "similar text by --data SOURCE"
         )
     hub.check_data(text)
     data.documents(data.first_source(text), "heldout")
-    about = f"parts of {text}, which {hub.checkpoint_name(target)} continues; --prompts takes your users'"
+    about = (
+        f"passages of {text}, which {hub.checkpoint_name(target)} continues; give your users' prompts by "
+        "--prompts FILE"
+    )
     return replace(prompts, about=about, data=text)
 
 
@@ -120,7 +123,7 @@ def _of_file(
     Raises:
         UserError: The file cannot be used, or has too few prompts.
     """
-    file_prompts(file, checkpoint.load_tokenizer(target), chat="auto")  # checks every line
+    file_prompts(file, checkpoint.load_tokenizer(target), chat="auto")  # this checks every line
     lines: set[str] = set()
     for _, row in rows_of(file, prompt_of):
         lines.update(json.dumps(prompt, sort_keys=True) for prompt in _prompts(row, batched))
@@ -129,7 +132,7 @@ def _of_file(
     if len(rows) < needed:
         uses = ", ".join(f"{count} {use}" for use, count in least.items())
         raise UserError(
-            f"--prompts: {file} has {len(rows)} different prompts; auto wants {needed} or more: {uses}"
+            f"--prompts: {file} has {len(rows)} different prompts, but auto needs {needed} or more: {uses}"
         )
     return rows
 

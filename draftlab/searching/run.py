@@ -1,4 +1,4 @@
-"""Search for the shape and K with which a target is fastest here: cut, distil, replay, price and measure candidates.
+"""Search for the draft shape and K with which a target is fastest: cut, distil, replay, price and measure candidates.
 
 Every step is a command whose output lies in the state directory of the search. All decisions follow from the records
 of these steps, so a killed search decides the same again and repeats none of them.
@@ -47,14 +47,18 @@ from draftlab.training.students.parallel import ParallelStudent
 
 CALIBRATION_TOKENS, SEQ_LEN = 8192, 256
 TOP_LOGPROBS = 64  # log-probabilities that are stored for each token, to distil from
-BATCH_SIZE, LR, MOST_STEPS = 8, 4.0e-3, 1000  # the rate is Muon's, as in recipes/quickstart.yaml
+BATCH_SIZE, LR, MOST_STEPS = (
+    8,
+    4.0e-3,
+    1000,
+)  # the learning rate is for Muon, as in recipes/quickstart.yaml
 REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
 FINALISTS, MEASURED_PROMPTS = 2, 16
-MEASURED_SHARE = 0.25  # share of the time that is reserved to measure the leaders
+MEASURED_SHARE = 0.25  # share of the time that is reserved for measuring the leaders
 TRIED_SHARES = (
     0.3,
     0.6,
-)  # share of the time after which no further candidate is tried: on rung 0, and on later rungs
+)  # share of the time after which no further candidate is tried, on rung 0 and on later rungs
 REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 
 
@@ -89,7 +93,7 @@ class Wanted:
 def shapes_to_try(
     source: Shape, layers: Sequence[int] | None, widths: Sequence[int] | None
 ) -> list[Shape]:
-    """Return every depth at every width. Raises UserError: the source has no such size."""
+    """Return a shape for every depth and width. Raises UserError: the source is smaller than a depth or width."""
     depths, wide = layers or default_depths(source), widths or default_widths(source)
     return [resolve(source, layers=n, hidden=width) for n, width in product(depths, wide)]
 
@@ -161,7 +165,10 @@ class Searcher:
         return candidates(self.wanted.source_shape, self.wanted.tried, pass_ms, target_ms, share)
 
     def _halve(self) -> list[Rung]:
-        """Distil all candidates for a few steps, and a third of the candidates for longer on each further rung."""
+        """Distil all candidates for a few steps; on each further rung, distil the best third for longer.
+
+        Return the rungs.
+        """
         rungs = [self._rung(None, 0, 0, list(self.shapes))]
         steps, names = self.wanted.first_steps, [trial.name for trial in rungs[0].trials]
         while True:
@@ -178,12 +185,12 @@ class Searcher:
             note(f"rung {len(rungs)}: {len(names)} drafts, {steps} steps each")
 
     def _rung(self, before: Rung | None, index: int, steps: int, names: Sequence[str]) -> Rung:
-        """Try the candidates in this order, as many as the time allows."""
+        """Try candidates in this order while time is left, and return the rung."""
         until = TRIED_SHARES[min(index, 1)] * 60 * self.wanted.minutes
         works: dict[str, Workload] = {}
         for name in names:
             if len(works) >= FINALISTS and self.steps.seconds() > until:
-                note(f"rung {index}: no time for {len(names) - len(works)} more drafts")
+                note(f"rung {index}: no time is left for {len(names) - len(works)} more drafts")
                 break
             works[name] = self._replayed(index, name, steps)
         rejections = {name: _rejection(work) for name, work in works.items()}
@@ -192,7 +199,7 @@ class Searcher:
         return Rung(steps=steps, trials=sorted(trials, key=lambda trial: -trial.promise))
 
     def _replayed(self, rung: int, name: str, steps: int) -> Workload:
-        """Make a candidate, and return the target's texts with the candidate's acceptance probabilities."""
+        """Make and replay a candidate, and return the target's texts with its acceptance probabilities."""
         draft = self._distilled(rung, name, steps) if steps else self._cut(name)
         replayed = self.steps.run(
             f"replay-{rung}/{name}",
@@ -249,7 +256,7 @@ class Searcher:
             num_prompts=MEASURED_PROMPTS,
             max_new_tokens=MAX_TOKENS,
             repeats=1,
-            seed=1,  # other prompts than those replayed
+            seed=1,  # so that other prompts are measured than were replayed
         )
         ranked = rank([read_score(scores / each.name) for each in leaders])
         return [

@@ -21,14 +21,14 @@ from draftlab.provenance import Record
 from draftlab.reading import FileModel, read_model
 
 FILE = "search.json"
-# a draft's pass over the target's; at K = 1 with 3 of 4 tokens accepted, such a draft is 1.25 times as fast
+# largest time of a draft's pass over the target's; at K = 1 and 3 of 4 tokens accepted, it gives a speed-up of 1.25
 MAX_PASS_SHARE = 0.4
-# the same for a parallel draft, which makes one pass a step; with 2 tokens accepted it is 1.5 times as fast
+# the same for a parallel draft, which makes one pass per step; with 2 tokens accepted, it gives a speed-up of 1.5
 MAX_WIDE_SHARE = 1.0
 
 
 class NoCheapShape(UserError):
-    """Too few shapes have passes cheap enough to draft for the target."""
+    """Too few shapes have passes that are fast enough to draft for the target."""
 
 
 class ShapeTrial(FileModel):
@@ -38,7 +38,7 @@ class ShapeTrial(FileModel):
         length: Tokens per target pass.
         rejection: Mean probability that a drafted token is rejected.
         draft_ms: Milliseconds of one pass by the latency law.
-        promise: Tokens per second if the next rung lowers rejections by the same share as this rung did.
+        promise: Predicted tokens per second if the next rung lowers rejections by the same factor as this rung.
     """
 
     name: str
@@ -96,18 +96,15 @@ class Search(FileModel):
         """Return the lines of the verdict."""
         winner, spread = self.winner, self.winner.gain
         predicted = next(trial for trial in self.rungs[-1].trials if trial.name == winner.name)
-        lines = (
-            []
-            if self.pays
-            else ["No draft is faster: plain decoding is. The best of the candidates:"]
-        )
+        lines = [] if self.pays else ["No draft is faster than plain decoding. The best candidate:"]
         lines.append(
             f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} tokens/s measured in whole requests, "
-            f"{spread.as_speedup()} of plain decoding (predicted {predicted.speedup:.2f}x in TPOT at K = {predicted.k})"
+            f"{spread.as_speedup()} of plain decoding (predicted {predicted.speedup:.2f}x in TPOT at K = "
+            f"{predicted.k})"
         )
         if changed := [each.name for each in self.measured if each.changed]:
             lines.append(
-                f"Changed the target's output, so their speed-up does not count: {', '.join(changed)}."
+                f"These drafts changed the target's output, so their speed-up does not count: {', '.join(changed)}."
             )
         return lines
 
@@ -119,9 +116,10 @@ def candidates(
     target_ms: float,
     share: float,
 ) -> dict[str, Shape]:
-    """Return by name the shapes whose pass takes at most `share` of the target's time.
+    """Return by name the shapes whose pass takes at most `share` of the time of the target's.
 
-    Shapes of medium cost come first, so a search that runs out of time leaves out the cheapest and dearest shapes.
+    Shapes of medium cost come first, so that a search without enough time leaves out the cheapest and the most
+    expensive.
 
     Raises:
         NoCheapShape: Fewer than two shapes are cheap enough.
@@ -134,8 +132,8 @@ def candidates(
     if len(cheap) < 2:
         fastest = min(map(latency_ms, shapes)) / target_ms
         raise NoCheapShape(
-            f"passes of {len(cheap)} of {len(shapes)} shapes take at most {share:.0%} of the target's, the "
-            f"fastest {fastest:.0%}; try smaller --layers or --widths"
+            f"only {len(cheap)} of {len(shapes)} shapes have passes of at most {share:.0%} of the target's time "
+            f"(the fastest: {fastest:.0%}); try smaller --layers or --widths"
         )
     ordered = sorted(cheap, key=lambda name: latency_ms(cheap[name]))
     middle_first = sorted(cheap, key=lambda name: abs(ordered.index(name) - len(ordered) // 2))
@@ -143,10 +141,10 @@ def candidates(
 
 
 def remaining_rejections(before: Rung | None, rejections: dict[str, float]) -> float:
-    """Return the rejections on a rung over the rejections on the rung before, as the median over candidates.
+    """Return the median over candidates of their rejections on this rung, divided by those on the rung before.
 
-    The first rung has 1. Early rungs rank candidates by the rejections to expect after more training: without that, the
-    cheapest passes would win while every draft is poor.
+    On the first rung it is 1. Rungs rank candidates by the rejections expected after more training, because otherwise
+    the cheapest passes would win while all drafts are poor.
     """
     if before is None:
         return 1.0
@@ -196,7 +194,7 @@ class StepRunner:
         return out
 
     def seconds(self, part: str = "") -> float:
-        """Return the seconds of finished steps. part: Only the step of this name, or the steps in this folder."""
+        """Return the seconds of finished steps. part: Name of a step, or of a folder of steps, to count alone."""
         names = [name for name in self.done if not part or name.split("/")[0] == part]
         return sum(record_of(self.folder / name).total_seconds for name in names)
 
@@ -208,5 +206,5 @@ def record_of(output: Path) -> Record:
 
 
 def number(record: Record, name: str) -> float:
-    """Return a number from the notes of a training's record."""
+    """Return a number in the notes of a training's record."""
     return float(str(record.notes[name]))

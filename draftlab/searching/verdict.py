@@ -1,4 +1,4 @@
-"""The verdict of auto: the draft to serve, or no draft, with the reason; and the export and the page of the verdict.
+"""The verdict of auto: which draft to serve, or that none helps, and why; with its export and its page.
 
 The export is verified in the server if the server is installed.
 """
@@ -32,12 +32,12 @@ from draftlab.searching.plan import Plan, Request, in_words, not_tried, streams
 from draftlab.searching.schedule import StepRunner, record_of
 from draftlab.servers.kinds import Launch
 
-Scores = Mapping[int, Mapping[str, Score]]  # keys: number of streams, name of the score
+Scores = Mapping[int, Mapping[str, Score]]  # keys: number of streams, then name of the score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A way to draft.
+    """One way to draft, to be compared with others.
 
     Args:
         draft: Checkpoint or head. None if the drafter needs no weights.
@@ -65,7 +65,7 @@ class Arm:
 
 
 class Choice(FileModel):
-    """An arm at its best K.
+    """An arm (a way to draft) at its best K.
 
     Args:
         name: Name of the arm's scores.
@@ -87,7 +87,7 @@ class Choice(FileModel):
 
 
 class Round(FileModel, extra="ignore"):
-    """A draft after a round. tokens: All training tokens so far. length: Tokens per target pass."""
+    """A draft after a round of training. tokens: All training tokens so far. length: Tokens per target pass."""
 
     tokens: float
     length: float
@@ -105,7 +105,7 @@ class TrainingRounds(FileModel):
         lengths = ", ".join(
             f"{each.length:.2f} after {each.tokens:,.0f} tokens" for each in self.rounds
         )
-        return f"tokens per pass at K = {self.k}: {lengths}; {self.stopped}"
+        return f"tokens per pass at K = {self.k}: {lengths}; it ended because {self.stopped}"
 
 
 class Verdict(FileModel, extra="ignore"):
@@ -147,7 +147,10 @@ class Verdict(FileModel, extra="ignore"):
     def head(self) -> str:
         choice = f"use {self.choice} with K = {self.k}" if self.use else "do not use a draft here"
         if self.doubt:
-            return f"Cannot tell, because {self.doubt}; measure again on a quiet machine. By these numbers, {choice}"
+            return (
+                f"Cannot tell, because {self.doubt}; measure again on a machine without other work. By these "
+                f"numbers, {choice}"
+            )
         return choice[0].upper() + choice[1:]
 
     def lines(self) -> list[str]:
@@ -158,7 +161,7 @@ class Verdict(FileModel, extra="ignore"):
             f"{self.head()}: {self.reason}.",
             f"measured: {'; '.join(gains)}, on other prompts{ran}",
         ]
-        lines += [f"what would change it: {text}" for text in self.would_change]
+        lines += [f"what would help: {text}" for text in self.would_change]
         if self.training is not None:
             lines.append(f"training: {self.training.line()}")
         lines += not_tried(self.left_out) + self.notes
@@ -193,7 +196,7 @@ def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
 def would_change(
     ranking: Sequence[Choice], scores: Scores, left_out: Mapping[str, str]
 ) -> list[str]:
-    """Return changes that would make a draft faster than plain decoding, or faster than now."""
+    """Return lines on what would make a draft faster than plain decoding, or faster than it is."""
     changes, fewest = [], min(scores)
     trained = next((choice for choice in ranking if choice.kind == "draft"), None)
     if trained is not None:
@@ -202,32 +205,33 @@ def would_change(
         share = score.time_shares(trained.k).get("draft", 0.0)
         if trained.tokens_per_pass < needed:
             changes.append(
-                f"{trained.label} has {trained.tokens_per_pass:.2f} tokens per target pass at K = {trained.k} and "
-                f"needs {needed:.2f} to break even after the first token; drafting takes {share:.0%} of that time"
+                f"{trained.label} gives {trained.tokens_per_pass:.2f} tokens per target pass at K = {trained.k}, "
+                f"and needs {needed:.2f} to break even after the first token; drafting takes {share:.0%} of that time"
             )
     if any("minutes" in reason for reason in left_out.values()):
-        changes.append("more --minutes: some candidates were not tried")
+        changes.append("more --minutes, because some candidates were not tried")
     return changes or [
-        "prompts whose answers repeat them, or a target whose passes cost more than a draft's by a larger factor"
+        "prompts whose answers repeat parts of the prompt, or a larger target, next to whose passes drafting "
+        "costs less"
     ]
 
 
 def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
-    """Return whether to serve the choice, and the reason. speedups: By number of streams."""
+    """Return whether to serve the choice, and the reason. speedups: Speed-ups by number of streams."""
     gains = [n for n, gain in speedups.items() if gain.low > 1]
     losses = [n for n, gain in speedups.items() if gain.value < 1]
     if not gains:
         best = max(speedups.values(), key=lambda gain: gain.value)
-        return False, f"the fastest candidate gains nothing beyond the noise: {best.as_speedup()}"
+        return False, f"the fastest candidate has no significant gain: {best.as_speedup()}"
     if losses and geometric_mean(gain.value for gain in speedups.values()) <= 1:
-        return False, f"it gains at {streams(gains)} and loses more at {streams(losses)}"
-    reason = f"it gains at {streams(gains)}"
+        return False, f"it is faster at {streams(gains)}, but loses more at {streams(losses)}"
+    reason = f"it is faster at {streams(gains)}"
     if losses:
-        reason += f"; at {streams(losses)} it loses: turn it off there"
-    return True, reason if len(speedups) > 1 else "its gain is beyond the noise"
+        reason += f"; at {streams(losses)} it is slower, so serve without a draft there"
+    return True, reason if len(speedups) > 1 else "its gain is significant"
 
 
-FASTEST = "the fastest that draftlab auto measured"
+FASTEST = "the fastest K that draftlab auto measured"
 
 
 def serve(
@@ -259,7 +263,7 @@ def serve(
             drafter = drafter or DraftModelSpec.of(draft=str(out))
         assert drafter is not None
         rounded = f" --int8 {'target' if chosen.draft is None else 'both'}" if int8 else ""
-        note = "--for vllm, sglang, llama.cpp or transformers chooses for a server, and writes what starts it"
+        note = "to choose for a server and get its start script, give --for vllm, sglang, llama.cpp or transformers"
         options = f"--drafter {drafter.text} --k {k}{rounded} --prompt-file {prompts}"
         return f"draftlab score --target {request.name} {options}", [note]
     if chosen.draft is None:
@@ -273,7 +277,7 @@ def serve(
         file, text = SERVERS.get(server, "--for").script(launch)
         folder.mkdir(exist_ok=True)
         write_atomic(folder / file, text)
-        return _typed(folder), ["prompt lookup has no weights: there is nothing to verify"]
+        return _typed(folder), ["there is nothing to verify, because prompt lookup has no weights"]
     settings |= {"to": server, "k": k}
     schedule = schedule_of(k_by_streams)
     changes = schedule.pays_up_to > 0 and len(schedule.ranges) > 1
@@ -300,13 +304,15 @@ def serve(
 
 
 def unverified(request: Request) -> list[str]:
-    """Return a line with the reason why the export is not verified in the server, or no line if it is verified."""
+    """Return a line on why the export is not verified in the server, or no lines if it is."""
     if request.server is None or request.program is not None:
         return []
     if not SERVERS.get(request.server, "--for").program:
-        return [f"not verified in {request.server}: draftlab starts vLLM and llama.cpp only"]
+        return [
+            f"not verified in {request.server}, because draftlab can start only vLLM and llama.cpp"
+        ]
     return [
-        f"{request.server} is not installed here: all is done but its verification; name it with --verify-with"
+        f"the export is not verified, because {request.server} is not on the PATH; give its program by --verify-with"
     ]
 
 
@@ -331,10 +337,10 @@ def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command:
         svg=plots.plot_ranking(gains),
         table=Table(
             heads=(),
-            rows=[],  # the candidates' table has the numbers
+            rows=[],  # the table of candidates has the numbers
             title="Speed-up of each candidate",
-            caption=f"Tokens per second of whole requests over those of the target alone, at {at_fewest}, "
-            "each candidate at its best number of drafted tokens.",
+            caption=f"Speed-up of whole requests at {at_fewest}: tokens per second with the draft, divided by "
+            "those of the target alone. Each candidate has its best number of drafted tokens.",
         ),
     )
     return page_template("auto.html.j2").render(
@@ -377,7 +383,8 @@ def _candidates(verdict: Verdict) -> Table:
     return Table.of(
         rows,
         title="Candidates",
-        caption="Each at its best K, on the prompts that chose K. The choice looks better there than on other prompts.",
+        caption="Each candidate at its best K, on the prompts by which K was chosen. On other prompts the choice "
+        "looks less good.",
         best=labels.index(verdict.choice) if verdict.use and not verdict.doubt else None,
     )
 
@@ -389,8 +396,8 @@ def _tables(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> li
         title="The choice on other prompts",
         heads=["concurrent requests", "speed-up of whole requests (95% interval over prompts)"],
         rows=[[str(n), gain.as_speedup()] for n, gain in verdict.speedups.items()],
-        caption="Tokens per second of whole requests, prefill included, over those of the target alone, on prompts "
-        f"that nothing was chosen on.{ran}",
+        caption="Tokens per second of whole requests, prefill included, divided by those of the target alone, on "
+        f"prompts that had no part in the choice.{ran}",
     )
     steps = Table(
         title="Steps",
@@ -407,6 +414,7 @@ def _tables(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> li
         title="What training gave",
         heads=["tokens trained on", "tokens per target pass"],
         rows=[[f"{each.tokens:,.0f}", f"{each.length:.2f}"] for each in verdict.training.rounds],
-        caption=f"Replayed over the target's answers. Training ended: {verdict.training.stopped}.",
+        caption="Acceptance of the draft after each round, replayed on the target's answers. Training ended "
+        f"because {verdict.training.stopped}.",
     )
     return [measured, training, steps]

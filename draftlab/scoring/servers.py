@@ -38,9 +38,7 @@ from draftlab.target_outputs.targets import check_server_tokenizer
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 PLAIN_FILE = "plain.json"
-PREFIX_HITS = (
-    ":prefix_cache_hits_total"  # vLLM's counter of prompt tokens that it took from its prefix cache
-)
+PREFIX_HITS = ":prefix_cache_hits_total"  # vLLM counts the prompt tokens from its prefix cache
 OPTIONS = {PLAIN: "--server", SPECULATIVE: "--speculative-server"}
 
 

@@ -41,10 +41,7 @@ TRAINING = {
     "bfloat16": 3.0,
 }  # training time over the time of its matrix products, because of attention, optimizers and Python
 WRITING = 3.0  # time of generation over the time of its matrix products
-LAW_SECONDS, LAW_PASSES = (
-    8.0,
-    600,
-)  # a latency law takes this time, plus the time of this number of target passes
+LAW_SECONDS, LAW_PASSES = 8.0, 600  # a latency law takes these seconds and these target passes
 LAYER_SECONDS = 3e-5  # fixed time of each layer in a pass
 OFFSET_COST = 2.8  # tokens that a parallel draft reads in training, per token of text
 MAX_TOKENS = 64  # length of each scored answer
@@ -220,9 +217,7 @@ EXPENDABLE = (
 ANSWER_TOKENS = 128
 KS, OFFSETS = (2, 3, 5), 5
 LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
-DRAFTS = (
-    10  # most checkpoints on disk at a time: two of the search, six rounds, a variant, the export
-)
+DRAFTS = 10  # most checkpoints on disk: two of the search, six rounds, a variant, the export
 LARGE_VOCAB = 16_384  # least vocabulary for which a trimmed head saves time
 
 

@@ -47,11 +47,7 @@ from draftlab.training.students.parallel import ParallelStudent
 
 CALIBRATION_TOKENS, SEQ_LEN = 8192, 256
 TOP_LOGPROBS = 64  # log-probabilities that are stored for each token, to distil from
-BATCH_SIZE, LR, MOST_STEPS = (
-    8,
-    4.0e-3,
-    1000,
-)  # the learning rate is for Muon, as in recipes/quickstart.yaml
+BATCH_SIZE, LR, MOST_STEPS = 8, 4.0e-3, 1000  # the rate for Muon, as in recipes/quickstart.yaml
 REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
 FINALISTS, MEASURED_PROMPTS = 2, 16
 MEASURED_SHARE = 0.25  # share of the time that is reserved for measuring the leaders

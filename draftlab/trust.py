@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from draftlab.errors import UserError
 
-_REMOTE_CODE = ContextVar("trust_remote_code", default=False)  # set for the running command
+_REMOTE_CODE = ContextVar("trust_remote_code", default=False)  # value for the running command
 LONGEST_NAME = 200
 
 
@@ -46,7 +46,7 @@ def checked_name(text: str, label: str) -> str:
         UserError: The text is not a name.
     """
     if not is_name(text):
-        raise UserError(f"{label} is no name: {printable(repr(text)[:80])}")
+        raise UserError(f"{label} must be printable text, but is {printable(repr(text)[:80])}")
     return text
 
 
@@ -58,7 +58,7 @@ def folder_name(text: str, label: str) -> str:
     """
     name = checked_name(text, label).replace("\\", "/").rstrip("/").rpartition("/")[2]
     if name in ("", ".", ".."):
-        raise UserError(f"{label} cannot name a folder: {text!r}")
+        raise UserError(f"{label} cannot be used as the name of a folder: {text!r}")
     return name
 
 
@@ -74,14 +74,16 @@ def check_address(url: str | None) -> None:
             and parts.port != 0
             and url.isprintable()
         )
-        # an @ here is the end of a password that contains / ? or #
+        # an @ here means that a password contains / ? or #
         good = good and "@" not in parts.path + parts.query + parts.fragment
     except ValueError:
         good = False
     if not good:
         host = url.rpartition("@")[2]
-        escape = "; in a password write / ? # @ as %2F %3F %23 %40" if host != url else ""
-        raise UserError(f"server {host!r} is not an address; want http://HOST:PORT{escape}")
+        escape = (
+            "; if it has a password, write / ? # @ in it as %2F %3F %23 %40" if host != url else ""
+        )
+        raise UserError(f"server {host!r} is not an address; write http://HOST:PORT{escape}")
 
 
 def without_secrets(text: str) -> str:

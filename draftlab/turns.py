@@ -19,7 +19,8 @@ from draftlab.reading import read_json_lines
 from draftlab.sampling import SamplingParams
 
 FOLDER = "turns"  # under the workspace's runs
-TOGETHER = 64  # conversations answered at a time; a kill loses the answers to one such group
+# conversations that are answered together; a killed run loses the answers to one such group
+TOGETHER = 64
 Messages = tuple[Message, ...]
 Answer = Callable[[list[Prompt], list[int]], Sequence[Sequence[int]]]
 
@@ -51,7 +52,10 @@ def answered(
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}") from None
     if len(rows) != prompts.requests:
-        raise UserError(f"{file} has {len(rows)} requests, not {prompts.requests}; remove it")
+        raise UserError(
+            f"{file} has {len(rows)} requests, but the prompts need {prompts.requests}; remove the "
+            "file, and it is written again"
+        )
     first = list(
         chain.from_iterable(repeat(prompt, 1 + len(prompt.later)) for prompt in prompts.rows)
     )
@@ -65,8 +69,8 @@ def answered(
         for number, (messages, prompt) in enumerate(zip(rows, first, strict=True), 1)
     ]
     note(
-        f"{prompts.source}: {len(prompts.rows)} prompts are {len(rows)} requests, one for each turn; {file} has the "
-        "target's answers to earlier turns"
+        f"{prompts.source}: {len(prompts.rows)} conversations give {len(rows)} requests, one per turn; the "
+        f"target's answers to earlier turns are in {file}"
     )
     return replace(prompts, rows=rows, sha256=digest(rows))
 

@@ -17,7 +17,7 @@ FILE = Path("draftlab.yaml")
 class Workspace(FileModel):
     """Default checkpoints, data, folder of outputs, device and dtype.
 
-    draft is a ready draft, which is the default until a command has made a draft.
+    draft: A ready draft, which commands use until another draft is made.
     device auto is cuda if there is a GPU. dtype auto is bfloat16 on cuda and float32 on a CPU.
     """
 
@@ -30,7 +30,7 @@ class Workspace(FileModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
 
-# the paper's models are the default without draftlab.yaml
+# without draftlab.yaml, the defaults are the paper's models
 PRESETS: dict[str, Workspace] = {
     "tiny": Workspace(target="tiny", source="tiny", data="stdlib"),
     "smollm2": Workspace(
@@ -65,11 +65,10 @@ def preset(name: str) -> Workspace:
     if name in PRESETS:
         return PRESETS[name]
     if Path(name).is_dir():
-        raise UserError(
-            f"{name} is not a preset but a directory; use draftlab init --target {name}"
-        )
+        raise UserError(f"{name} is a directory, not a preset; use draftlab init --target {name}")
     raise UserError(
-        f"no preset {name!r}{did_you_mean(name, PRESETS)}; for another checkpoint use draftlab init --target DIRECTORY "
+        f"no preset {name!r}{did_you_mean(name, PRESETS)}; for another checkpoint use draftlab init --target "
+        "DIRECTORY "
         "or --target ORGANISATION/NAME of the hub"
     )
 

@@ -18,7 +18,8 @@ from draftlab.target_outputs.store import (
     read_shard,
 )
 
-SHARDS_IN_MEMORY = 2  # few suffice: an epoch reads all rows of a shard before the next shard
+# two suffice, because an epoch reads all rows of a shard before the next shard
+SHARDS_IN_MEMORY = 2
 
 
 def open_stored(
@@ -33,7 +34,7 @@ def open_stored(
     check_tokenizer(batches.manifest, draft)
     if not (directory / HELDOUT / MANIFEST).exists():
         raise UserError(
-            f"{directory} has no held-out text; build it with draftlab outputs build --use distill"
+            f"{directory} has no held-out text; build it again with draftlab outputs build --use distill"
         )
     heldout_size = finished_manifest(directory / HELDOUT).sequences
     heldout = StoredBatches(directory / HELDOUT, heldout_size, temperature).batch(0)
@@ -60,17 +61,18 @@ class StoredBatches:
         manifest = finished_manifest(directory)
         if not manifest.top_logprobs:
             raise UserError(
-                f"{directory} has no top log-probabilities to distil from; build it with --top-logprobs 64"
+                f"{directory} has no top log-probabilities to distil from; build it again with --top-logprobs 64"
             )
         if temperature not in manifest.temperatures:
             raise UserError(
-                f"{directory} has temperatures {list(manifest.temperatures)}, not {temperature}"
+                f"{directory} can be distilled at the temperatures {list(manifest.temperatures)}, but not at "
+                f"{temperature}"
             )
         self.manifest, self.batch_size, self.temperature = manifest, batch_size, temperature
         longest = 0
         for number in range(
             len(manifest.shards)
-        ):  # all shards are checked before training, and not kept in memory
+        ):  # check all shards before training, without keeping them in memory
             longest = max(longest, *map(len, read_shard(directory, manifest, number)))
         self.seq_len = manifest.seq_len or longest - 1
         self._order = functools.lru_cache(2)(
@@ -98,7 +100,7 @@ class StoredBatches:
 
 
 def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple[int, int]]:
-    """Return all rows of a store as (shard, row), in an epoch's order. sequences: Number of rows of each shard."""
+    """Return all rows of a store as (shard, row), in the order of an epoch. sequences: Number of rows in each shard."""
     rng = None if seed is None else np.random.default_rng((seed, epoch))
 
     def shuffled(count: int) -> list[int]:
@@ -111,7 +113,7 @@ def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple
 
 
 def _spread(flat: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """Spread values [n, ...] over the n positions that count, [R, T, ...]. Other positions are zero."""
+    """Return an array [R, T, ...] with the values [n, ...] at the n positions that count, and zero elsewhere."""
     out = np.zeros((*counted.shape, *flat.shape[1:]), dtype=flat.dtype)
     out[counted] = flat
     return out

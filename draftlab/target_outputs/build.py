@@ -1,4 +1,4 @@
-"""Build a store of target outputs: by a target in memory or on a server, or from a server's log.
+"""Build a store of target outputs: with a target in memory or on a server, or from a server's log.
 
 A log has one JSON line per request, with the target's top log-probabilities (docs/formats.md).
 """
@@ -28,7 +28,7 @@ from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
 from draftlab.target_outputs.store import ABOVE_ZERO, Manifest, vocabulary_sha256, write_store
 from draftlab.target_outputs.targets import ServedTarget, Target, outputs_of
 
-ABOVE_ONE = 0.01  # excess over 1 that rounding may add to the sum of listed probabilities
+ABOVE_ONE = 0.01  # by this much rounding may lift the sum of listed probabilities above 1
 HELD_OUT = 12  # every 12th line is held out
 Logprob = Annotated[float, Field(le=ABOVE_ZERO, allow_inf_nan=False)]
 
@@ -38,7 +38,7 @@ class _Line(FileModel):
 
     model_config = ConfigDict(strict=True)
 
-    # text starts with at least one token, such as bos
+    # never empty: it has at least one token, such as bos
     prompt_ids: list[NonNegativeInt] = Field(min_length=1)
     ids: list[NonNegativeInt]
     top_ids: list[list[NonNegativeInt]]
@@ -49,15 +49,17 @@ class _Line(FileModel):
     def _fits_together(self) -> "_Line":
         if not len(self.ids) == len(self.top_ids) == len(self.top_logprobs) == len(self.logprobs):
             raise ValueError(
-                "ids, top_ids, top_logprobs and logprobs differ in their number of entries"
+                "ids, top_ids, top_logprobs and logprobs must have the same number of entries"
             )
         for place, (ids, values) in enumerate(zip(self.top_ids, self.top_logprobs, strict=True)):
             if not len(ids) == len(values) == len(set(ids)) > 0:
                 raise ValueError(
-                    f"place {place}: top_ids and top_logprobs differ in length, or list a token twice"
+                    f"token {place}: top_ids and top_logprobs differ in length, or have a token twice"
                 )
             if (total := sum(map(math.exp, values))) > 1 + ABOVE_ONE:
-                raise ValueError(f"place {place}: the listed probabilities sum to {total:.3f}")
+                raise ValueError(
+                    f"token {place}: the listed probabilities sum to {total:.3f}, more than 1"
+                )
         return self
 
     def completion(self) -> ServedCompletion:
@@ -112,20 +114,22 @@ class ServerLog:
             )
         if empty:
             note(
-                f"{path}: {empty} lines left out: without text, or with a prompt of more than {seq_len} tokens"
+                f"{path}: {empty} lines are left out, because they have no text, or a prompt of more than "
+                f"{seq_len} tokens"
             )
         if len(starts) < 2:
             raise UserError(
-                f"{path}: {len(starts)} lines with text; at least two are needed, one is held out"
+                f"{path} has {len(starts)} lines with text, but needs two or more, because one is held out; add lines"
             )
         if shortest[0] < top_logprobs:
             note(
-                f"{path}: {shortest[0]} tokens of each list are stored, not {top_logprobs}: see line {shortest[1]}"
+                f"{path}: only {shortest[0]} tokens per list are stored, not {top_logprobs}, because line "
+                f"{shortest[1]} lists no more"
             )
         return cls(path=path, vocab=vocab, seq_len=seq_len, top_logprobs=shortest[0], starts=starts)
 
     def split(self, most: int) -> tuple[list[int], list[int]]:
-        """Return the indices of the lines to train on, and of at most `most` lines to hold out."""
+        """Return the indices of the lines to train on, and of the lines to hold out, at most `most`."""
         every = range(len(self.starts))
         heldout = list(every[HELD_OUT - 1 :: HELD_OUT][:most]) or [every[-1]]
         return sorted(set(every) - set(heldout)), heldout
@@ -151,11 +155,14 @@ def _checked(text: bytes, where: str, vocab: int) -> _Line:
     """Return the parsed line. Raises UserError: the line is invalid; the message has `where` and the first error."""
     with reading(where):
         line = _Line.model_validate(parse_json(text))
-        # compares the log-probability of each token with its list
+        # this compares the log-probability of each token with its list
         outputs_of([line.completion()], [0], min(map(len, line.top_ids), default=0))
     largest = max(chain(line.prompt_ids, line.ids, *line.top_ids))
     if largest >= vocab:
-        raise UserError(f"{where}: id {largest} is not among the tokenizer's {vocab:,}")
+        raise UserError(
+            f"{where}: id {largest} is outside the tokenizer's {vocab:,} ids; name the server's model "
+            "by --target"
+        )
     return line
 
 
@@ -163,7 +170,7 @@ DISTILL_SHARD, REPLAY_SHARD = 256, 32  # sequences per shard; a kill loses at mo
 DISTILL_BATCH, REPLAY_BATCH = 64, 16  # prompts decoded together
 DISTILL_TOP_LOGPROBS = 64
 HELDOUT_SEQUENCES = 64
-LEAST_PROMPTS = 10  # distilling holds out the answers to at most a tenth of the prompts
+LEAST_PROMPTS = 10  # because at most a tenth of the prompts is held out
 Use = Literal["distill", "replay"]
 
 
@@ -221,7 +228,7 @@ class Rows:
                 most_rows=HELDOUT_SEQUENCES,
                 loss_on=loss_on,
             )
-            # from self.count on, numbers and seeds differ from those of all training sequences
+            # numbers from self.count on, so that seeds differ from those of all training sequences
             return outputs(windows.batches[0], self.count)
 
         manifest = _manifest(
@@ -244,8 +251,8 @@ class Rows:
 class TargetAnswers:
     """Prompts that the target answers until it stops or has written sampling.max_tokens tokens.
 
-    To replay, the longest prompts come first, so that a lack of memory shows at once. To distil, the order is random,
-    and some conversations are held out with all their turns.
+    For replays the longest prompts come first, so that a lack of memory shows at once. For distilling the order is
+    random, and some conversations are held out with all their turns.
     """
 
     prompts: Prompts
@@ -259,14 +266,14 @@ class TargetAnswers:
         return self.prompts.requests * self.sampling.max_tokens
 
     def check(self, k: int) -> None:
-        """Raises UserError: to distil, k is 0 or there are fewer than LEAST_PROMPTS prompts."""
+        """Raises UserError: the store is to distil from, but k is 0 or there are fewer than LEAST_PROMPTS prompts."""
         if self.use == "distill" and not k:
             raise UserError(
-                "--top-logprobs 0 leaves nothing to distil from; take 1 or more, or --use replay"
+                "--top-logprobs 0 stores no probabilities to distil from; use 1 or more, or --use replay"
             )
         if self.use == "distill" and self.prompts.requests < LEAST_PROMPTS:
             few = f"{self.prompts.source}: {self.prompts.requests} prompts are too few"
-            raise UserError(f"{few} to distil on and to evaluate on; take {LEAST_PROMPTS} or more")
+            raise UserError(f"{few} to distil on and to hold some out; use {LEAST_PROMPTS} or more")
 
     def write(self, out: Path, target: Target, k: int) -> Manifest:
         """Write the prompts with the target's answers.
@@ -336,7 +343,8 @@ def build(
         UserError: The text does not fit the target or the server, the output has another store, or the disk is full.
     """
     served = isinstance(target, ServedTarget)
-    if isinstance(text, Rows):  # answers mostly end before their limit
+    # the space for answers is not checked, because most end before the limit
+    if isinstance(text, Rows):
         output.check_space(text.tokens * bytes_per_token(text, k, served), "the outputs")
     manifest = text.write(output.out, target, k)
     about = {"server": target.describe()} if isinstance(target, ServedTarget) else {}

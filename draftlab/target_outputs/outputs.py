@@ -14,9 +14,10 @@ from draftlab.data import Batch
 from draftlab.sampling import FinishReason
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # distillation temperatures with stored log-normalisers
-# nats by which a token's log-probability may differ from its listed log-probability in the same answer of a server
+# nats by which a token's log-probability may differ from that in the list, in one answer of a server
 ROUNDING = 0.01
-LEAST_REST = 1e-7  # least probability of all tokens that are not listed, as rounding may leave less
+# lower bound on the probability of all unlisted tokens together, because rounding may leave less
+LEAST_REST = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +58,15 @@ class StoredLogprobs:
         if len(wrong):
             i = wrong[0]
             raise ValueError(
-                f"token {tokens[i]} at place {i} has log-probability {token_logprobs[i]:.4f}, and {by_list[i]:.4f} "
-                "by the list of the most probable tokens"
+                f"token {tokens[i]} at position {i} has log-probability {token_logprobs[i]:.4f}, but "
+                f"{by_list[i]:.4f} in the list of most probable tokens there"
             )
         return cls(ids, logprobs, log_rest(logprobs), by_list, np.zeros((len(ids), 1), np.float32))
 
     def at(
         self, temperature: float, temperatures: Sequence[float]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probabilities at a temperature, of listed tokens [n, k] and of all other tokens together [n].
+        """Return log-probabilities at a temperature: of listed tokens, [n, k], and of all other tokens together, [n].
 
         temperatures: Temperatures of the columns of `normalizers`.
         """
@@ -94,7 +95,7 @@ class TargetOutput:
     prompt: np.ndarray  # never empty
     ids: np.ndarray  # [n]
     finish_reason: FinishReason = "length"
-    logprobs: np.ndarray | None = None  # [n], sampled from or raw: Manifest.logprobs says which
+    logprobs: np.ndarray | None = None  # [n], of the distribution that Manifest.logprobs names
     top: StoredLogprobs | None = None  # [n, k]; [c, k] if counted is set
     # [n] bool, True for the c tokens to train on; None counts every token
     counted: np.ndarray | None = None
@@ -150,6 +151,6 @@ def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
 
 
 def with_top(outputs: Sequence[TargetOutput], top: StoredLogprobs) -> list[TargetOutput]:
-    """Return outputs with their parts of `top`, which has the lists of all outputs one after another."""
+    """Return the outputs with their lists. top: The lists of all outputs, one after the other."""
     parts = top.parts(len(output.ids) for output in outputs)
     return [replace(output, top=part) for output, part in zip(outputs, parts, strict=True)]

@@ -62,7 +62,7 @@ class ReplayContext:
 
     def load_target(self) -> Llama | HFDecoder:
         target = modes.load(self.target_path, self.dtype, self.device)
-        assert isinstance(target, Llama | HFDecoder)  # checkpoints load as no other decoder
+        assert isinstance(target, Llama | HFDecoder)  # a loaded checkpoint is one of these
         return target
 
 
@@ -70,7 +70,7 @@ FILE = "replay.json"
 Rule = Literal["rejection", "match"]
 
 
-Chance = Annotated[float, Field(ge=0, le=1.001)]  # rounding may lift a probability above 1
+Chance = Annotated[float, Field(ge=0, le=1.001)]  # a probability, which rounding may lift above 1
 
 
 class ReplayedText(FileModel):
@@ -96,8 +96,8 @@ class Replay(FileModel):
 
     Args:
         sampling: How the target sampled.
-        rule: Meaning of the chances. rejection has min(1, q / p). match has q, since a drafted token is accepted if it
-            is the target's own sample. A greedy draft has q = 0 or 1.
+        rule: Rule that the chances are for. rejection: min(1, q / p). match: q, because a drafted token is accepted if
+            it is the target's own sample. A greedy draft has q = 0 or 1.
         kind: Kind of the drafter, as --drafter names it.
         offsets: Largest number of tokens that a parallel draft or a head drafts. None for an ordinary draft.
     """
@@ -137,7 +137,7 @@ class Replay(FileModel):
 
     @cached_property
     def degenerate(self) -> np.ndarray:
-        """Return which texts are mostly a loop, [R]."""
+        """Return whether each text is mostly a repetition loop, [R]."""
         return np.array([t.distinct_4grams < LOOP for t in self.texts])
 
     @cached_property
@@ -153,7 +153,7 @@ class AcceptanceRow:
     texts: int
     k: int
     acceptance: AcceptanceMetrics
-    tokens_per_pass: Interval  # over all passes after the first, also passes without a draft
+    tokens_per_pass: Interval  # over all passes after the first, including passes without a draft
     length: Interval  # mean_acceptance_length
     rate: Interval
     conditional: list[Interval]  # one interval per position
@@ -235,7 +235,7 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
     """
     sampling = _target_sampling(store)
     if not spec.replays:
-        raise UserError(f"--drafter {spec.text} is not replayed; draftlab score measures it")
+        raise UserError(f"--drafter {spec.text} cannot be replayed; measure it with draftlab score")
     fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"
     fits = fits or (store.manifest.logprobs == "raw" and sampling.unmodified)
     if (
@@ -244,9 +244,9 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
         and not fits
     ):
         raise UserError(
-            f"{store.directory} was sampled at {sampling.describe()}, but its log-probabilities are those of the "
-            "unmodified logits; --rule rejection needs them of the distribution that was sampled: take --rule match, "
-            "or build the outputs again at temperature 1 without top-k, top-p and min-p"
+            f"{store.directory} was sampled at {sampling.describe()}, but has log-probabilities of the unmodified "
+            "logits, which --rule rejection cannot use; use --rule match, or build the outputs again at "
+            "temperature 1 without top-k, top-p and min-p"
         )
     drafts = spec.paths(None, models_only=True)
     size = (
@@ -259,7 +259,7 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
         if largest >= size:
             named = drafts[0] if drafts else drafting.target
             raise UserError(
-                f"text {text.number} of {store.directory} has the id {largest}; {named} has only {size}"
+                f"text {text.number} of {store.directory} has the id {largest}, but {named} has only {size} ids"
             )
     return size
 
@@ -267,7 +267,7 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
 def replay_draft(
     store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, command: str = ""
 ) -> Replay:
-    """Replay a draft: run one pass over each text of the store."""
+    """Replay a draft, with one pass over each text of the store."""
     vocab, sampling, manifest = (
         check(store, spec, drafting),
         _target_sampling(store),
@@ -317,7 +317,7 @@ def read_replay(path: Path) -> Replay:
 
 
 def rows_of(replayed: Replay, ks: Sequence[int]) -> list[AcceptanceRow]:
-    """Return a row for all texts at each K; then, at the last K, rows for each category and for texts without loops."""
+    """Return a row for each K over all texts, and at the last K a row for each category and for texts without loops."""
     counted = [replayed.counts(k) for k in ks]
     everything = np.arange(len(replayed.texts))
     rows = [_row("all", counts, everything, k) for counts, k in zip(counted, ks, strict=True)]
@@ -349,7 +349,8 @@ def _row(group: str, counts: Counts, which: np.ndarray, k: int) -> AcceptanceRow
 def _replayed(text: TargetOutput, score: TokenLogprobs, *, certain: bool) -> ReplayedText:
     if np.isnan(score.logprobs).any():
         raise UserError(
-            "the draft computes logits that are not finite: its weights are damaged, or overflow in this dtype"
+            "the draft computes NaN or infinite logits: its weights are damaged, or overflow in this dtype; try "
+            "--dtype float32"
         )
     log_p = np.zeros(len(text.ids)) if certain or text.logprobs is None else text.logprobs
     return ReplayedText(
@@ -369,9 +370,9 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
         UserError: The drafter does not fit the target, or the target did not write the text.
     """
     target = drafting.target
-    assert target is not None  # located by the caller for such a drafter
+    assert target is not None  # the caller locates the target for such a drafter
     vocab, layers = common_vocabulary(target, store.vocabulary), None
-    with contextlib.suppress(OtherArchitecture, Quantised):  # run by transformers
+    with contextlib.suppress(OtherArchitecture, Quantised):  # transformers runs the model
         layers = llama.check_supported(target).layers
     spec.check(
         RunFacts(
@@ -381,7 +382,8 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
     written_by = store.manifest.target_sha256
     if written_by is not None and written_by != provenance.fingerprint(target):
         raise UserError(
-            f"{store.directory} was written by {store.manifest.target}, whose weights are not {target}'s"
+            f"{store.directory} was written by {store.manifest.target}, and {target} has other weights; name the "
+            "same target by --target"
         )
     return vocab
 
@@ -390,10 +392,12 @@ def _target_sampling(store: StoredOutputs) -> SamplingParams:
     """Return how the target sampled. Raises UserError: it did not write the text, or its sampling is unknown."""
     if store.manifest.text == "data":
         raise UserError(
-            f"{store.directory} is of data that the target only read; build it with --use replay"
+            f"{store.directory} has data that the target only read, and a replay needs its answers; build one "
+            "with draftlab outputs build --use replay"
         )
     if store.manifest.sampling is None:
         raise UserError(
-            f"{store.directory} is a server's log, which does not say how the target sampled"
+            f"{store.directory} is made from a server's log, which does not tell how the target sampled; build "
+            "outputs with --use replay"
         )
     return store.manifest.sampling

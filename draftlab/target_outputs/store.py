@@ -34,7 +34,7 @@ LOOP = 0.5  # a text with a smaller share of distinct 4-grams is mostly a loop
 
 
 def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
-    """Divide the number of distinct 4-grams by the number of all 4-grams, both summed over texts; 1 without repeats."""
+    """Return distinct 4-grams over all 4-grams, both counted in each text and summed; 1 without repeats."""
     distinct = total = 0
     for tokens in texts:
         grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
@@ -67,13 +67,14 @@ class Shard(FileModel):
 class TargetInfo(FileModel):
     """Facts about a target that its outputs record.
 
-    logprobs: Distribution that scored the written tokens: "sampled", as they were sampled, or that of the "raw" logits.
+    logprobs: Distribution of the stored log-probabilities: "sampled" is the one that tokens were sampled from, "raw"
+    that of the unmodified logits.
     """
 
     source: str  # draftlab, the server's kind and version, or log
     target: FolderName
     target_sha256: str | None  # None if the weights were on a server
-    vocab: int = Field(ge=1, le=1 << 24)  # number of ids with a token; further logits are padding
+    vocab: int = Field(ge=1, le=1 << 24)  # number of ids; further logits are padding
     dtype: str
     batch_size: int  # prompts decoded per batch, which affects rounding in half precision
     logprobs: Logprobs
@@ -87,7 +88,7 @@ class Manifest(TargetInfo):
     tokenizer_sha256: str
     text: Literal["data", "target"]
     data: str
-    chat: bool = False  # prompts have the form of the tokenizer's chat template
+    chat: bool = False  # prompts are in the tokenizer's chat template
     data_sha256: str | None
     loss_on: LossOn | None = None  # tokens of conversations to train on; only these have lists
     prompt_tokens: int | None  # prompts were cut to this length
@@ -98,7 +99,7 @@ class Manifest(TargetInfo):
     # length of the rows to distil from; None is the length of the longest sequence
     seq_len: int | None
     seed: int
-    planned: PositiveInt  # sequences of the finished store
+    planned: PositiveInt  # number of sequences in the finished store
     versions: dict[str, str]
     shards: tuple[Shard, ...] = ()
 
@@ -125,7 +126,7 @@ class StoredOutputs:
 
     @property
     def vocabulary(self) -> Path:
-        """The directory of the target's tokenizer and number of logits; it has the target's name."""
+        """The directory with the target's tokenizer and number of logits. It has the target's name."""
         return self.directory / self.manifest.target
 
 
@@ -150,7 +151,7 @@ def write_store(
     if manifest.finished:
         return manifest
     begin = heldout is not None and not (out / HELDOUT / MANIFEST).exists()
-    # the target runs before anything is written, so that a target which fails leaves no files
+    # run the target before anything is written, so that a failure leaves no files
     outputs = heldout() if heldout is not None and begin else shard(len(manifest.shards))
     try:
         _write_manifest(out, manifest)
@@ -183,7 +184,7 @@ def finished_manifest(directory: Path) -> Manifest:
     if not manifest.finished:
         done = f"{manifest.sequences} of {manifest.planned} sequences"
         raise UserError(
-            f"{directory} is unfinished ({done}); run the same draftlab outputs build again to resume it"
+            f"{directory} is unfinished ({done}); repeat the same draftlab outputs build to resume it"
         )
     return manifest
 
@@ -216,7 +217,8 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetO
     with reading(file):
         if provenance.file_sha256(file) != shard.sha256:
             raise UserError(
-                f"{file} is corrupt: its checksum is not the manifest's; remove the store and build again"
+                f"{file} is corrupt, because its checksum differs from the manifest's; remove the store and build "
+                "it again"
             )
         arrays = load_file(file)
         _check(arrays, manifest, shard)
@@ -244,7 +246,8 @@ def check_tokenizer(manifest: Manifest, model: Path) -> None:
     """Raises UserError: the store was made with another vocabulary."""
     if vocabulary_sha256(model) != manifest.tokenizer_sha256:
         raise UserError(
-            f"the outputs were made with the tokenizer of {manifest.target}; {model} has another one"
+            f"the outputs have token ids of {manifest.target}, and {model} has another tokenizer; use a model "
+            "with the same vocabulary"
         )
 
 
@@ -270,8 +273,8 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
     differing = next((name for name in new if new[name] != old[name]), None)
     if differing is not None:
         raise UserError(
-            f"{out} contains other outputs: their {differing} is {_short(old[differing])}, not "
-            f"{_short(new[differing])}; choose another --out, or remove it"
+            f"{out} has other outputs, with {differing} = {_short(old[differing])} instead of "
+            f"{_short(new[differing])}; choose another --out, or remove that directory"
         )
     return existing
 
@@ -285,7 +288,7 @@ def _add_shard(out: Path, manifest: Manifest, outputs: Sequence[TargetOutput]) -
         shard = Shard(
             sequences=len(outputs), tokens=len(arrays["ids"]), sha256=provenance.file_sha256(part)
         )
-        with reading(f"{manifest.target} writes what cannot be stored"):
+        with reading(f"the output of {manifest.target} cannot be stored"):
             _check(arrays, manifest, shard)
     grown = manifest.model_copy(update={"shards": (*manifest.shards, shard)})
     _write_manifest(out, grown)
@@ -302,7 +305,7 @@ def _copy_vocabulary(folder: Path, tokenizer: Path) -> None:
     for name in saving.TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             write_atomic(folder / name, (tokenizer / name).read_bytes())
-    # config.json decides the tokenizer's class, and the class adds tokens of its own
+    # config.json is needed too: it decides the tokenizer's class, which may add tokens
     config = checkpoint.read_config(tokenizer) if (tokenizer / "config.json").is_file() else {}
     write_atomic(folder / "config.json", json.dumps(config | {"vocab_size": logits_of(tokenizer)}))
 
@@ -378,7 +381,7 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
 
 
 def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -> None:
-    """Raises ValueError: the manifest does not describe these arrays, or no target can compute these values."""
+    """Raises ValueError: the arrays do not fit the manifest, or have values that no target computes."""
     n, tokens, counted = shard.sequences, shard.tokens, arrays.get("counted")
     expected: dict[str, tuple[type, tuple[int, ...]]] = {
         "number": (np.int64, (n,)),
@@ -401,34 +404,38 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
     for name, (dtype, shape) in expected.items():
         if name not in arrays or arrays[name].dtype != dtype or arrays[name].shape != shape:
             raise ValueError(
-                f"{name} is missing or does not fit {MANIFEST}; remove the store and build again"
+                f"the array {name} is missing or does not fit {MANIFEST}; remove the store and build it again"
             )
     for name, end, least in (("prompt_offsets", None, 1), ("offsets", tokens, 0)):
         at = arrays[name]
         if at[0] != 0 or end not in (None, at[-1]) or (np.diff(at) < least).any():
-            raise ValueError(f"{name} do not ascend from 0 to the number of tokens")
+            raise ValueError(f"the array {name} must ascend from 0 to the number of tokens")
     limits = {"prompt_ids": manifest.vocab, "ids": manifest.vocab, "top_ids": manifest.vocab}
     for name, limit in (limits | {"category": len(manifest.categories)}).items():
         if name in arrays and arrays[name].max(initial=0) >= limit:
             raise ValueError(
-                f"{name} has {arrays[name].max()}, and the store has {limit:,} of them"
+                f"the array {name} has the value {arrays[name].max()}, but its limit is {limit:,}"
             )
     for name, values in arrays.items():
         if values.dtype.kind == "f" and not np.isfinite(values).all():
-            raise ValueError(f"{name} has values that are not finite")
+            raise ValueError(f"the array {name} has NaN or infinite values")
         if name.endswith(("logprob", "logprobs")) and values.max(initial=0) > ABOVE_ZERO:
-            raise ValueError(f"{name} has {values.max():g}, and a log-probability is at most 0")
+            raise ValueError(
+                f"the array {name} has the log-probability {values.max():g}, which is above 0"
+            )
     if arrays["number"].min() < 0:
         raise ValueError(
-            f"number has {arrays['number'].min()}, and a prompt's number is at least 0"
+            f"the array number has {arrays['number'].min()}, but the number of a prompt is 0 or more"
         )
     if manifest.top_logprobs:
-        # sum p^(1/t) lies between 1, if a single token is certain, and V^(1 - 1/t), if all are equally probable
+        # sum p^(1/t) lies between 1 (one token is certain) and V^(1 - 1/t) (all tokens are equally probable)
         largest = (
             np.abs(1 - 1 / np.array(manifest.temperatures)) * np.log(manifest.vocab) + ROUNDING
         )
         if (np.abs(arrays["normalizers"]) > largest).any():
-            raise ValueError("normalizers has values that no distribution over the vocabulary has")
+            raise ValueError(
+                "the array normalizers has values that no distribution over this vocabulary can give"
+            )
         _check_alignment(arrays)
 
 
@@ -442,8 +449,8 @@ def _check_alignment(arrays: Mapping[str, np.ndarray]) -> None:
     )
     if not matches.all():
         raise ValueError(
-            f"{np.count_nonzero(~matches)} of {len(matches)} tokens contradict their lists; "
-            "the outputs belong to another text or tokenizer, or are shifted"
+            f"{np.count_nonzero(~matches)} of {len(matches)} tokens have other log-probabilities than in their "
+            "lists; the outputs are shifted, or of another text or tokenizer"
         )
 
 

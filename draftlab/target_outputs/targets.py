@@ -43,9 +43,10 @@ from draftlab.target_outputs.store import (
 )
 
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
-# distance between the seeds of two prompts: a server adds 1 to the seed for each prompt of a request
+# distance between the seeds of two prompts, because a server adds 1 to the seed for each prompt in a request
 SEEDS = 256
-CPU_TOKENS = 2048  # most tokens per pass on a CPU: larger passes are no faster, and delay progress
+# most tokens per pass on a CPU; larger passes are no faster, and delay the progress bar
+CPU_TOKENS = 2048
 SCORED_ROWS = {
     "cpu": 16,
     "cuda": 256,
@@ -166,7 +167,7 @@ class LocalTarget:
         scores = [StoredLogprobs.empty(k, len(TEMPERATURES))]
         if not len(columns):
             return scores[0]
-        first, end = int(columns[0]), int(columns[-1]) + 1  # tokens after end have no influence
+        first, end = int(columns[0]), int(columns[-1]) + 1  # tokens after end have no effect
         for at, logits in logits_in_parts(
             self.model, ids[:, :end], first, most
         ):  # only a single row comes in several parts
@@ -201,19 +202,23 @@ class ServedTarget:
         ids, url = check_server_tokenizer(server, directory), server.http.url
         if sampling is None and not server.adapter.has_prompt_logprobs:
             raise UserError(
-                f"{server.kind} does not score given text; use --text target, or vLLM or SGLang"
+                f"{server.kind} returns no log-probabilities of given text; use --text target, or a vLLM or "
+                "SGLang server"
             )
         probe = server.probe(ids)
         if sampling is not None and sampling.temperature == 0 and not probe.greedy:
-            raise UserError(f"{url} does not take the most probable token at temperature 0")
+            raise UserError(
+                f"{url} does not choose the most probable token at temperature 0; check the server's "
+                "sampling settings"
+            )
         if k and probe.logprobs_mode.endswith("logits"):
             raise UserError(
-                f"{url} gives logits instead of log-probabilities; start it with raw log-probabilities"
+                f"{url} returns logits instead of log-probabilities; start vLLM with --logprobs-mode raw_logprobs"
             )
         processed = sampling is not None and sampling.temperature != 0 and not sampling.unmodified
         if k and processed and probe.logprobs_mode != "raw_logprobs":
             raise UserError(
-                f"{url} gives log-probabilities after temperature ({probe.logprobs_mode}); sample at temperature 1, "
+                f"{url} returns log-probabilities after temperature ({probe.logprobs_mode}); use --temperature 1, "
                 "or start it with raw log-probabilities (docs/servers.md)"
             )
         return cls(server, directory, logits_of(directory), probe)
@@ -238,7 +243,7 @@ class ServedTarget:
         )
 
     def check_length(self, prompt: int, tokens: int) -> None:
-        """Do nothing: the server itself refuses a prompt that is too long."""
+        """Do nothing, because the server itself refuses prompts that are too long."""
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:
         lists = score_on_server(self.server, batch, k, self.vocab)
@@ -266,7 +271,9 @@ class ServedTarget:
         try:
             yield
         except ValueError as error:
-            raise UserError(f"{self.server.http.url} contradicts itself: {error}") from None
+            raise UserError(
+                f"{self.server.http.url} returned contradicting values: {error}"
+            ) from None
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
@@ -290,7 +297,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
 def score_on_server(
     server: Server, batch: Batch, k: int, vocab: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Let a server score the n tokens in the mask of a batch.
+    """Return a server's log-probabilities for the n tokens in the mask of a batch.
 
     Returns: ids [n, k] and log-probabilities [n, k] of the most probable tokens, and log-probabilities [n] of the n
     tokens themselves.
@@ -299,7 +306,7 @@ def score_on_server(
         UserError: The server fails, or lists a token beyond vocab.
     """
     counted = batch.mask > 0
-    # tokens after the last position in the mask have no influence
+    # tokens after the last position in the mask have no effect
     ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]
     asked = [number for number, end in enumerate(ends) if end]
     scored = server.prompt_logprobs(
@@ -364,7 +371,8 @@ def check_ids(ids: np.ndarray, vocab: int) -> None:
     """Raises UserError: a server lists an id that is not below vocab."""
     if ids.max(initial=0) >= vocab:
         raise UserError(
-            f"the server lists token {ids.max()}, and the vocabulary here has {vocab} tokens"
+            f"the server returned token {ids.max()}, but the vocabulary here has only {vocab} tokens; name the "
+            "server's model by --target"
         )
 
 
@@ -378,23 +386,25 @@ def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
     served = server.tokenize(PROBE_TEXT)
     if served is None:
         note(
-            f"{server.http.url} does not tokenize: its vocabulary is assumed to be that of {directory}"
+            f"{server.http.url} cannot tokenize text, so its vocabulary is assumed to be that of {directory}"
         )
     elif served != ids:
         pairs = enumerate(zip(ids, served, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(served)))
         raise UserError(
-            f"the server's tokenizer is not that of {directory}: token {at} of a test text is {served[at : at + 1]} on "
-            f"the server and {ids[at : at + 1]} in {directory}; name the right one with --target"
+            f"the server's tokenizer is not that of {directory}: token {at} of a test text is "
+            f"{served[at : at + 1]} on "
+            f"the server and {ids[at : at + 1]} in {directory}; name the server's model by --target"
         )
     return ids
 
 
-SEQUENCES, BATCH = 64, 8  # sequences that verify scores again, and sequences per batch
+SEQUENCES, BATCH = 64, 8  # number of sequences that are scored again, and their batch size
 # largest mean difference between stored and recomputed log-probabilities, in nats: bf16 in vLLM and in transformers
 # differ by 0.026 (embedded target), weights that are 3 % off by 0.10
 TOLERANCE = 0.06
-ROUNDED_BELOW = -8.0  # lower log-probabilities differ by the rounding of the target's arithmetic
+# lower log-probabilities are not compared, because rounding in the target dominates them
+ROUNDED_BELOW = -8.0
 SAME_TOP = 0.95
 
 
@@ -430,7 +440,7 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
     check_tokenizer(manifest, target.directory)
     if not manifest.top_logprobs:
         raise UserError(
-            f"{directory} has no top log-probabilities to compare; its checksums are right"
+            f"the checksums of {directory} are right, but it has no top log-probabilities to compare"
         )
     order = np.random.default_rng(seed).permutation(len(store.outputs))[:SEQUENCES]
     differences, same = [np.empty(0, np.float32)], [np.empty(0, bool)]
@@ -456,7 +466,7 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
 def _same_tokens(stored: StoredLogprobs, new: StoredLogprobs, vocab: int) -> np.ndarray:
     """Return new log-probabilities of the stored ids, [n, k].
 
-    An id that `new` does not list gets its stored value, but at most the last listed value.
+    For an id that `new` does not list, the stored value is taken, but at most the last value in the new list.
     """
     values = np.empty_like(stored.logprobs)
     new_logprobs = new.logprobs.astype(np.float16).astype(np.float32)

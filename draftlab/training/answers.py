@@ -1,4 +1,4 @@
-"""The target's answers to a file of prompts, written once and stored as outputs that later runs use again."""
+"""The target's answers to a file of prompts: written once, and stored for later runs."""
 
 import hashlib
 import json
@@ -43,10 +43,13 @@ class PromptFile:
     hardware: Hardware
 
     def check(self, loss_temperature: float) -> None:
-        """Raises UserError: stores have no log-normalisers at this temperature of the loss."""
+        """Raises UserError: stores have no log-normalisers for this temperature of the loss."""
         if loss_temperature not in TEMPERATURES:
             known = ", ".join(f"{value:g}" for value in TEMPERATURES)
-            raise UserError(f"--temperature {loss_temperature:g}: stored answers have {known}")
+            raise UserError(
+                f"--temperature {loss_temperature:g}: answers can be distilled only at the "
+                f"temperatures {known}"
+            )
 
     def prompts(self) -> Prompts:
         """Return the prompts that the target answers. Raises UserError: The errors of file_prompts."""
@@ -59,11 +62,11 @@ class PromptFile:
         )
 
     def describe(self) -> str:
-        """Describe the target's task, for a plan. Raises UserError: The errors of file_prompts."""
+        """Return text that describes the target's work, for a dry run. Raises UserError: The errors of file_prompts."""
         return f"the target's answers to {len(self.prompts().rows)} prompts of {self.file}"
 
     def store(self) -> Path:
-        """Return the store of the answers. If the store is unfinished, one process writes the missing answers.
+        """Return the directory with the answers. One process writes the answers that are missing.
 
         Raises:
             UserError: The errors of target_outputs.build.
@@ -73,10 +76,10 @@ class PromptFile:
         assert out is not None
         with process_state().main_process_first():
             if (out / MANIFEST).exists() and read_manifest(out).finished:
-                note(f"{out} has the target's answers already")
+                note(f"the target's answers are read from {out}, where an earlier run stored them")
             else:
                 note(
-                    f"the target's answers go to {out}; later runs, and --outputs, find them there"
+                    f"the target's answers are stored in {out}; later runs with the same prompts read them there"
                 )
                 output = Output(command="outputs build", config=settings, out=out)
                 with output.locked(resumes=True):

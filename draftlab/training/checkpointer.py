@@ -1,4 +1,4 @@
-"""Files of an unfinished run: checkpoints to resume from, and the best weights so far; also for DeepSpeed and FSDP."""
+"""Files of an unfinished training: checkpoints to resume from, and the best weights so far."""
 
 import atexit
 import contextlib
@@ -35,7 +35,7 @@ from draftlab.model.checkpoint import resolve_device
 from draftlab.trust import trusts_remote_code
 
 BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"
-# time that a process waits while another process writes text; NCCL's default is ten minutes
+# time that processes wait while one of them generates text; NCCL's default is ten minutes
 PATIENCE = timedelta(days=1)
 
 
@@ -51,7 +51,10 @@ def process_state(*, cpu: bool = False) -> PartialState:
 
 
 def select_device(name: str) -> torch.device:
-    """Set the device to train on and return it; auto lets accelerate choose. Call this before accelerate is used."""
+    """Set the device to train on, and return it.
+
+    auto lets accelerate choose. Call this before any use of accelerate.
+    """
     if name == "auto":
         return cast(torch.device, process_state().device)
     device = resolve_device(name)
@@ -64,12 +67,12 @@ def select_device(name: str) -> torch.device:
 def _destroy_process_group() -> None:
     """End the group's threads while Python runs: a thread that frees a tensor later aborts the process."""
     if dist.is_available() and dist.is_initialized():
-        gc.collect()  # FSDP2 keeps its last transfers in reference cycles
+        gc.collect()  # because FSDP2 keeps its last transfers in reference cycles
         dist.destroy_process_group()
 
 
 class Best:
-    """The best evaluation of a run so far. Every checkpoint saves its metric and its step."""
+    """The best evaluation of a run so far, whose metric and step are in every checkpoint."""
 
     def __init__(self) -> None:
         self.metric, self.step = -math.inf, 0
@@ -143,12 +146,13 @@ class Training:
                 save(state, f"{WRITING}/{CONTENT}", content)
                 sync(work)
                 for file in filter(Path.is_file, state.iterdir()):
-                    sync(file)  # the log must not lack steps of its checkpoint
+                    sync(file)  # so that the log has every step of the checkpoint
                 work.rename(state / f"step-{step:08d}")
                 sync(state)
                 for earlier in _checkpoints(state)[:-1]:
                     shutil.rmtree(earlier)
-        except (OSError, RuntimeError, UserError) as error:  # a full disk, in torch
+        # torch raises RuntimeError if the disk is full
+        except (OSError, RuntimeError, UserError) as error:
             shutil.rmtree(work, ignore_errors=True)
             raise UserError(
                 f"cannot write a checkpoint to {state}: {one_line(error, 200)}"
@@ -168,7 +172,7 @@ class Training:
         if newest is None:
             return None
         content = load(state, f"{newest.name}/{CONTENT}")
-        load(state, BEST)  # needed only at the end, but checked now
+        load(state, BEST)  # needed only at the end, but read now to check it
         try:
             for counter, values in zip(self.counters, content["counters"], strict=True):
                 counter.load_state_dict(values)
@@ -176,7 +180,7 @@ class Training:
                 self._restore(newest, content)
         except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
             raise UserError(
-                f"cannot resume from {newest} ({one_line(error, 200)}); --force starts again"
+                f"cannot resume from {newest} ({one_line(error, 200)}); give --force to start again"
             ) from error
         return content["step"]
 
@@ -189,7 +193,7 @@ class Training:
         }
         if ended:
             return content
-        # training draws from no other global generators
+        # training uses no other global random generators
         random = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
         content["random"] = gather_object([random])
         if not self.sharded:
@@ -203,7 +207,7 @@ class Training:
             self.accelerator.load_state(str(folder))
         else:
             if content["weights"].keys() != self._own_weights().keys():
-                raise ValueError("its weights have other names")
+                raise ValueError("its weights have other names than the model's")
             self.accelerator.unwrap_model(self.module).load_state_dict(
                 content["weights"], strict=False
             )
@@ -215,13 +219,16 @@ class Training:
             torch.set_rng_state(random["torch"])
             torch.cuda.set_rng_state_all(random["cuda"][: torch.cuda.device_count()])
         else:
-            note(f"the checkpoint is of {before} processes, and this run has {now}: it may differ")
+            note(
+                f"the checkpoint was made by {before} processes, but this run has {now}, so its results may "
+                "differ slightly"
+            )
 
     def _own_weights(self) -> dict[str, Tensor]:
         """Return trained parameters and buffers. Frozen parameters are loaded from the run's inputs again."""
         module = self.accelerator.unwrap_model(self.module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        # counts tied parameters once
+        # this counts tied parameters once
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         return {
             n: value
@@ -241,7 +248,7 @@ def save(state: Path, name: str, content: Mapping[str, Any]) -> None:
     with (
         replacing(file) as part,
         part.open("wb") as stream,
-    ):  # a path would hide the error of a full disk
+    ):  # an open file, because torch hides the error of a full disk if it gets a path
         torch.save({"run": run_identity(state), "content": dict(content)}, stream)
 
 
@@ -252,13 +259,13 @@ def load(state: Path, name: str) -> dict[str, Any]:
         UserError: The file is missing, damaged or of another run.
     """
     file = state / name
-    advice = f"--force starts again, or remove {file.parent}"
+    advice = f"give --force to start again, or remove {file.parent}"
     try:
         with zipfile.ZipFile(file) as parts:
-            damaged = parts.testzip()  # torch does not compare checksums
+            damaged = parts.testzip()  # checked here, because torch does not compare checksums
         stored = {} if damaged else torch.load(file, map_location="cpu", weights_only=True)
         content = stored["content"]
-    except Exception as error:  # whatever zipfile, pickle and torch raise
+    except Exception as error:  # zipfile, pickle and torch raise errors of many types
         raise UserError(
             f"{file} is missing, damaged, or of another version of draftlab; {advice}"
         ) from error
@@ -287,8 +294,8 @@ def check_resumable(state: Path) -> None:
 def _check_trusted(folder: Path) -> None:
     if not trusts_remote_code():
         raise UserError(
-            f"{folder} is a checkpoint of FSDP or DeepSpeed: these have pickles, which can run code; give "
-            "--trust-remote-code if it is yours"
+            f"{folder} is a checkpoint of FSDP or DeepSpeed with pickles, which can run code; if it is yours, "
+            "give --trust-remote-code"
         )
 
 
@@ -309,7 +316,7 @@ def deferred_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
         if number == signal.SIGINT:
-            note("stopping after this step and its checkpoint; Ctrl-C again stops at once")
+            note("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
 
     signals = [
         n
@@ -325,15 +332,16 @@ def deferred_signals() -> Iterator[list[int]]:
 
 
 def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
-    """Raises UserError: the launcher chose DeepSpeed or FSDP, which cannot train with this optimizer or with masks."""
+    """Raises UserError: the launcher chose DeepSpeed or FSDP, which cannot train this optimizer or masks."""
     chosen = next((name for name in ("DeepSpeed", "FSDP") if _chosen(name)), None)
     if chosen and optimizer == "muon":
         raise UserError(
-            f"--optimizer muon is two optimizers, and {chosen} runs one; use --optimizer adamw, or DDP"
+            f"--optimizer muon consists of two optimizers, but {chosen} can run only one; use --optimizer adamw, "
+            "or DDP"
         )
     if chosen == "DeepSpeed" and masks:
         raise UserError(
-            "masks are clamped in place, and DeepSpeed trains copies of them; launch with DDP or FSDP2"
+            "--method masks does not work with DeepSpeed, which trains copies of the masks; launch with DDP or FSDP2"
         )
 
 
@@ -344,20 +352,22 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
     so that only the settings of the command decide a run.
     """
     if not _chosen("DeepSpeed"):
-        # the training loop accumulates gradients, whatever the launcher sets
+        # the training loop accumulates gradients, so the launcher's setting is overwritten
         alone = GradientAccumulationPlugin(num_steps=1)
         return Accelerator(
             mixed_precision="bf16" if dtype == "bfloat16" else "no",
             gradient_accumulation_plugin=alone,
         )
     accelerator = Accelerator(mixed_precision="no")  # DeepSpeed's bf16 rounds the weights, too
-    unset_hf_deepspeed_config()  # else transformers shards models that one process loads later
+    # otherwise transformers shards the models that one process loads later
+    unset_hf_deepspeed_config()
     plugin: Any = accelerator.deepspeed_plugin
     config: dict[str, Any] = plugin.deepspeed_config
     for name in ("optimizer", "scheduler"):
         config.pop(name, None)
     config |= {
-        "train_micro_batch_size_per_gpu": 1,  # required, without effect: the loop distributes the rows
+        # DeepSpeed requires it, but the loop distributes the rows
+        "train_micro_batch_size_per_gpu": 1,
         "train_batch_size": accelerator.num_processes,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": clip,
@@ -365,7 +375,7 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
         "fp16": {"enabled": False},
         "torch_autocast": {"enabled": dtype == "bfloat16", "dtype": "bfloat16"},
     }
-    # gathers fp32 weights, too
+    # this gathers fp32 weights, too
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return accelerator
 

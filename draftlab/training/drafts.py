@@ -66,7 +66,7 @@ class OpenDraft:
 
 
 def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
-    """Describe the models and the cost of a distillation. Text in files is opened as training opens it.
+    """Return facts on the models and the cost of a distillation, for a dry run. Text in files is opened as in training.
 
     Raises:
         UserError: The text cannot be read.
@@ -83,7 +83,7 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     cost = training_cost(student, teacher, tokens=tokens, seq_len=seq_len)
     described = models | text | cost
     if offsets is not None:
-        described["in parallel"] = f"{offsets.cost:.2f} tokens are read for each of these"
+        described["in parallel"] = f"{offsets.cost:.2f} tokens are read for each training token"
     return described
 
 
@@ -117,7 +117,8 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
 def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrainedModel:
     if parallel.pard_token(draft) is not None and offsets is None:
         note(
-            f"{hub.checkpoint_name(draft)} is a parallel draft; this trains it as an ordinary one, and its offsets fade"
+            f"{hub.checkpoint_name(draft)} is a parallel draft, but is trained as an ordinary draft here and will "
+            "lose its ability to draft in parallel; add --student parallel"
         )
     student = checkpoint.load_model(draft, torch.float32)
     if job.gradient_checkpointing:
@@ -159,7 +160,8 @@ def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
     check_server_tokenizer(server, draft)
     if not server.adapter.has_prompt_logprobs:
         raise UserError(
-            f"{server.kind} does not score given text; store target outputs, or use vLLM or SGLang"
+            f"{server.kind} returns no log-probabilities of given text; use a vLLM or SGLang server, or store "
+            "target outputs and give --outputs"
         )
     return ServedTeacher(server, k, logits_of(draft))
 
@@ -169,8 +171,8 @@ def _text_setup(
 ) -> TrainingSetup:
     """Return a setup from text, with the target as teacher in memory or on a server, or without a teacher.
 
-    The target first writes all its text, which is stored in `state`. The target as writer and as teacher is never in
-    memory twice.
+    The target first writes all its text, which is stored in `state`. It is never in memory twice, as writer and as
+    teacher.
     """
     tokenizer, loss = checkpoint.load_tokenizer(draft), parse_loss(job.loss)
     served = None if job.server is None else served_teacher(job.server, draft, job.top_logprobs)
@@ -189,7 +191,7 @@ def _text_setup(
     if author is None or not loss.needs_teacher:
         return setup
     target, length = author.target, TargetTextEvaluator.of(author, draft, heldout, state, offsets)
-    del author  # frees the target as writer before it is loaded as teacher
+    del author  # free the target as writer before it is loaded as teacher
     return _with_target(job, replace(setup, length=length), student, target)
 
 
@@ -201,7 +203,7 @@ def _mixed(
     author: Author | None,
     state: Path,
 ) -> Batches:
-    """Mix data, text of the target and text of the draft by their shares of the steps."""
+    """Return batches that mix data, text of the target and text of the draft by their shares of the steps."""
     text, sources = job.text, {"data": data}
     if author is not None and "target" in text.shares:
         sources["target"] = target_text(text, data, author, state)
@@ -222,7 +224,7 @@ def _mixed(
 def _with_target(
     job: Distillation, setup: TrainingSetup, student: PreTrainedModel, target: Path
 ) -> TrainingSetup:
-    """Load the target as teacher, and fit the held-out batches to the memory for its logits."""
+    """Return the setup with the target as teacher, and with held-out batches whose logits fit into memory."""
     dtype, seq_len = training_dtype(job.loop.dtype), job.text.seq_len
     operations = 2 * (Weights(target).parameters + student.num_parameters()) * seq_len
     note(f"loading {hub.checkpoint_name(target)} as teacher in {dtype}")

@@ -37,12 +37,12 @@ from draftlab.training.texts import HELDOUT_ROWS, Author, continued, in_turns, t
 from draftlab.training.trainer import TrainingSetup
 from draftlab.training.vocabulary import special_ids
 
-HELDOUT_SHARE = 0.05  # share that is held out of a store without held-out text
+HELDOUT_SHARE = 0.05  # share that is held out if a store has no held-out text
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Stored sequences in a new random order each epoch; batch t is a function of (seed, t)."""
+    """Batches of stored sequences, in a new random order each epoch. Batch t is a function of (seed, t)."""
 
     outputs: list[TargetOutput]
     rows: int
@@ -61,7 +61,7 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class ChainBatches:
-    """Batches in which the first L positions of a row do not count: no chain of L steps ends there."""
+    """Batches in which the first L positions of a row do not count, because no chain of L steps ends there."""
 
     batches: Batches
     steps: int
@@ -94,7 +94,7 @@ def open_texts(
         heldout, outputs = [outputs[i] for i in order[:count]], [outputs[i] for i in order[count:]]
     if not outputs or not heldout:
         raise UserError(
-            f"{directory} has fewer than two sequences whose answer begins within {seq_len} tokens; raise --seq-len"
+            f"fewer than two answers in {directory} begin within --seq-len {seq_len} tokens; raise --seq-len"
         )
     batches = padded(heldout[:HELDOUT_ROWS], seq_len).split(loop.batch_size)
     return StoredRows(outputs, loop.batch_size, seq_len, loop.seed), HeldOut(batches, 1.0)
@@ -104,7 +104,7 @@ def _sequences(directory: Path, seq_len: int) -> list[TargetOutput]:
     return [output for output in read_texts(directory) if len(output.prompt) < seq_len]
 
 
-FITTED_TOKENS = 16_384  # tokens of text for the least squares that start a head
+FITTED_TOKENS = 16_384  # tokens of text for the least squares that give a head's initial weights
 BYTES = 16  # bytes per trained weight: fp32, its gradient and two moments
 
 
@@ -112,7 +112,7 @@ BYTES = 16  # bytes per trained weight: fp32, its gradient and two moments
 class OpenHead:
     """A head in training.
 
-    begun: Head that training continues; None for a new head. ids: Id of each draft id in the target's vocabulary, [W].
+    begun: Head to train further; None for a new head. ids: Id of each draft id in the target's vocabulary, [W].
     coverage: Share of tokens that are draft ids. k: Number of tokens that the head learns to draft.
     """
 
@@ -148,7 +148,7 @@ def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
 
 
 def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
-    """Describe the head and the costs of its training, without reading weights."""
+    """Return facts on the head and the cost of its training, for a dry run, without reading weights."""
     assert job.target is not None  # a head reads the target's states
     dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
     head, size = head_of(spec, job), read_size(job.target)
@@ -164,7 +164,8 @@ def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
         "tokens": f"{tokens:,}",
         "flops": tokens * per_token,
         "memory": f"about {memory / 1e9:.2g} GB and activations",
-        "disk": f"{2 * weights / 1e6:,.4g} MB, and {12 * weights / 1e6:,.4g} MB while it runs; no states are stored",
+        "disk": f"{2 * weights / 1e6:,.4g} MB, and up to {12 * weights / 1e6:,.4g} MB more during the run; no "
+        "states are stored",
     }
 
 
@@ -180,7 +181,7 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
     begun = None if job.draft is None else eagle.read(job.draft, target, torch.float32)
     batches, heldout = _texts(job, target, state)
     ids, coverage = _draft_ids(head, begun, batches, job.loop.steps, target, state)
-    note(f"{len(ids):,} draft ids are {coverage:.2%} of tokens")
+    note(f"the {len(ids):,} draft ids cover {coverage:.2%} of the training tokens")
     dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
     model = checkpoint.load_model(target, dtype, device, job.hardware.device_map)
     teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), job.temperature, device)
@@ -257,10 +258,16 @@ def start_head(
     seq_len: int,
     state: Path,
 ) -> EagleHead:
-    """Return the head to train: `begun`, or a new head from least squares on a little text. `state` stores the head."""
+    """Return the head to train: `begun`, or a new head with weights by least squares.
+
+    state: Directory that stores it.
+    """
     torch.manual_seed(loop.seed)
     if begun is None:
-        student, what = EagleHead(head, teacher.embedding), "least squares for the head's start"
+        student, what = (
+            EagleHead(head, teacher.embedding),
+            "computing the head's initial weights by least squares",
+        )
     else:
         student, what = EagleHead.of(begun, teacher.embedding), "sizes of states"
     student.to(teacher.device)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as modules to train, by training-time test: a head reads its own states in training, as in decoding.
+"""EAGLE-3 heads as modules to train with training-time test: a head reads its own states in training, as in decoding.
 
 B rows, T positions, N tokens that count, L steps, D hidden, E hidden of the target, A layers read, V vocab, W draft
 vocab.
@@ -56,7 +56,7 @@ class Places:
 
 
 class Attention(nn.Module):
-    """Attention of one step. Position i reads positions up to i of step 0, and position i of the later steps."""
+    """The attention of one step. Position i reads the positions up to i of step 0, and position i of later steps."""
 
     def __init__(self, config: HeadShape) -> None:
         super().__init__()
@@ -141,8 +141,8 @@ class Layer(nn.Module):
 class EagleHead(nn.Module):
     """The student. Its parameters have the names of speculators. The target's embedding is frozen.
 
-    scale: Root mean square of each state, [A E], by which the target's states are divided in training: some are a
-    thousand times as large as others.
+    scale: Root mean square of each feature of the target's states, [A E], by which training divides them, because some
+    are a thousand times as large as others.
     """
 
     scale: Tensor
@@ -159,7 +159,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = LlamaRMSNorm(config.hidden, config.eps)
         self.lm_head = nn.Linear(config.hidden, config.draft_vocab, bias=False)
-        self.embedding = [embedding]  # a list, so that torch does not register a parameter
+        self.embedding = [embedding]  # in a list, so that torch does not register it as a parameter
         self.scale = nn.Buffer(torch.ones(self.fc.in_features), persistent=False)
         self.rotary = LlamaRotaryEmbedding(cast(Any, config.llama_config()))
 
@@ -171,7 +171,7 @@ class EagleHead(nn.Module):
 
     @property
     def norms_before_fc(self) -> list[nn.Module]:
-        """Return the norms of equal parts of the states: one for all states, one for each layer, or none."""
+        """Return the norms before fc: one for all states, one for the states of each layer, or none."""
         return [self.input_norm] if self.input_norm is not None else list(self.fc_norm or ())
 
     @property
@@ -185,7 +185,7 @@ class EagleHead(nn.Module):
         return self.lm_head
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of the same head for states that are not divided by `scale`."""
+        """Return the weights of an equal head that reads states without dividing them by `scale`."""
         tensors = self.state_dict()
         return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
 
@@ -239,7 +239,8 @@ class EagleObjective(Objective):
     """The student and its loss: the mean over the steps of training-time test. All steps predict the same tokens."""
 
     takes_packed = True
-    rates = MappingProxyType({"lm_head.weight": 0.25})  # starts as the target's: little to learn
+    # lm_head starts as the target's, and has little to learn
+    rates = MappingProxyType({"lm_head.weight": 0.25})
 
     def __init__(
         self, student: EagleHead, ids: Tensor, loss: Loss, temperature: float, steps: int
@@ -259,7 +260,7 @@ class EagleObjective(Objective):
     ) -> Tensor:
         """Return the sums of DistillStep, [G, 6].
 
-        G is 1, for the mean over the steps. Without gradients G is L: each step has its own sums.
+        G is 1, for the mean over the steps. In evaluation, without gradients, G is L: each step has its own sums.
 
         Args:
             ids: Token ids, [B, T + 1].
@@ -271,12 +272,12 @@ class EagleObjective(Objective):
         counted = mask.flatten().nonzero().squeeze(1)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
         outputs = self.student(ids[:, :-1], teacher.states, self.steps, positions)
-        # L tensors of [N, D]
+        # L tensors [N, D]
         read = [out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)]
         target = teacher.distributions
         if not torch.is_grad_enabled():
             return torch.stack([self._sums(hidden, labels, weights, target) for hidden in read])
-        # one call for all steps, so that the target's head is applied once per token
+        # one call for all steps, so that the target's lm_head is applied once per token
         rows = torch.arange(len(counted), device=ids.device).repeat_interleave(self.steps)
         target = replace(target, rows=rows)
         hidden = torch.stack(read, 1).flatten(0, 1)

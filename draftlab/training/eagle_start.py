@@ -26,14 +26,16 @@ from draftlab.model.devices import exact
 from draftlab.model.llama import rms_norm
 from draftlab.training.eagle_head import EagleHead, EagleTeacher, Layer
 
-RIDGE = 1e-2  # share of the mean square of a feature
-OWN = 12.0  # attention score of a position with itself; scores with other tokens are about N(0, 1)
-LARGE = 8.0  # states above this multiple of the median norm are left out, as a first token's
+RIDGE = 1e-2  # ridge penalty as a share of a feature's mean square
+# attention score of a position with itself; its scores with other positions are about N(0, 1)
+OWN = 12.0
+# outliers, states above this multiple of the median norm, are left out; first tokens often have them
+LARGE = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Data for the least squares.
+    """Data for the least squares, from N positions.
 
     states: The target's states at positions i, [N, A E]. embedded: Embeddings of the tokens at i + 1, [N, E]. now,
     after: Inputs of the target's lm_head at i and i + 1, [N, E].
@@ -47,7 +49,7 @@ class Sample:
 
 @torch.no_grad()
 def sample(teacher: EagleTeacher, batches: Iterable[Batch], advance: Advance) -> Sample:
-    """Run the target on batches. Return all pairs of neighbouring positions without outlying states."""
+    """Run the target on batches. Return the pairs of neighbouring positions, without outliers."""
     parts: list[list[Tensor]] = []
     for number, batch in enumerate(batches):
         advance(number, "batches")
@@ -73,7 +75,7 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     features = student.features(sampled.states) if student.norms_before_fc else sampled.states
     fc = ridge(features, now)
     state, ones = features @ fc, torch.ones_like(unit)
-    size = unit if c.norm_output else ones  # scale of the state, in units of u
+    size = unit if c.norm_output else ones  # scale of the fed-back state, in units of u
     embedded, normed = (rms_norm(x, ones, c.eps) for x in (sampled.embedded, state * size))
     hidden_norm = 1 / (normed / size).pow(2).mean().sqrt() / size
     normed = normed * hidden_norm if c.norm_output else normed
@@ -83,7 +85,7 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     predicted = inputs @ change
     basis = torch.linalg.eigh(predicted.T @ predicted).eigenvectors.flip(1)[:, :values]  # [D, R]
     attention = layer.self_attn
-    own = torch.arange(0, c.heads, c.heads // c.kv_heads)  # one head for each value
+    own = torch.arange(0, c.heads, c.heads // c.kv_heads)  # one query head for each value head
     student.fc.weight.copy_(fc.T * student.scale * size.unsqueeze(1))
     if c.norm_output:
         layer.hidden_norm.weight.copy_(hidden_norm)
@@ -101,7 +103,7 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
 
 @torch.no_grad()
 def start_again(student: EagleHead, sampled: Sample) -> None:
-    """Scale the inputs of a trained head to mean square 1, and its fc by the inverse. The outputs stay the same."""
+    """Scale the inputs of a trained head to mean square 1, and fc by the inverse, so that outputs stay the same."""
     if not student.norms_before_fc:
         _measure_scale(student, sampled)
         student.fc.weight.mul_(student.scale)
@@ -119,7 +121,7 @@ def _measure_scale(student: EagleHead, sampled: Sample) -> None:
 
 
 def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, size: int) -> None:
-    """Make one query head per key head attend to its own position: both get the same map of the token's embedding.
+    """Make one query head per key head attend to its own position, by the same map of the token's embedding for both.
 
     own: Number of that query head, for each key head. embedded: Normed embeddings, [N, D]. size: Size of a head.
     """
@@ -128,7 +130,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
     queries, keys = (weight.unflatten(0, (-1, size)) for weight in (q, k.zero_()))
     for number, head in enumerate(own.tolist()):
         random = torch.randn(hidden, size).to(k)
-        # the mean of all embeddings does not distinguish positions
+        # without the mean of all embeddings, which does not distinguish positions
         random -= torch.outer(mean, mean @ random)
         directions = torch.linalg.qr(random).Q.T if size <= hidden else random.T * hidden**-0.5
         directions = (

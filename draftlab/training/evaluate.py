@@ -26,9 +26,10 @@ from draftlab.training.objectives import Offsets
 from draftlab.training.texts import Author
 
 KS = range(1, 9)
-EVALUATED_TEXTS = 48  # number of texts for acceptance length
+EVALUATED_TEXTS = 48  # number of texts on which acceptance length is measured
 EVALUATED_PROMPT = EVALUATED_LENGTH = 64  # prompt tokens and generated tokens of each text
-CPU_OPERATIONS = 7e11  # operations per evaluation on a CPU, about four seconds: limits the texts
+# operations per evaluation on a CPU, about four seconds; they limit the number of texts
+CPU_OPERATIONS = 7e11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class TargetText:
 
 
 def arrays_of(prompts: Sequence[np.ndarray], texts: Sequence[Completion]) -> dict[str, np.ndarray]:
-    """Return R prompts and the text after them as arrays to store: prompts, lengths [R], ids [N] and log_p [N]."""
+    """Return R prompts and the texts after them as arrays to store: prompts, lengths [R], ids [N] and log_p [N]."""
     return {
         "prompts": np.concatenate(prompts),
         "prompt_lengths": np.array(list(map(len, prompts))),
@@ -82,7 +83,7 @@ def arrays_of(prompts: Sequence[np.ndarray], texts: Sequence[Completion]) -> dic
 def acceptance_probabilities(
     student: PreTrainedModel, text: TargetText, memory: float = 2.0, offsets: Offsets | None = None
 ) -> list[np.ndarray]:
-    """Return for each text the probability that each token is accepted, without the first token, from the prefill.
+    """Return for each text the acceptance probability of each token after the first, which the prefill emits.
 
     offsets: Offsets of a parallel draft, which has a probability for each offset, [n, K].
     """
@@ -103,7 +104,7 @@ def acceptance_probabilities(
 
 
 def affordable(most: int, operations: float, device: torch.device) -> int:
-    """Return how many texts to evaluate on: `most`, or down to a quarter on a CPU if a text needs many operations."""
+    """Return how many texts to evaluate on: `most`, or fewer on a CPU if texts are costly, but at least a quarter."""
     return (
         most
         if device.type != "cpu"
@@ -140,7 +141,7 @@ class TargetTextEvaluator:
         windows = [ids for ids in windows if len(ids) + sampling.max_tokens <= context]
         if not windows:
             note(
-                f"no held-out conversation fits {context} tokens: acceptance length is not measured"
+                f"acceptance length is not measured, because no held-out conversation fits into {context} tokens"
             )
             return None
 
@@ -150,7 +151,9 @@ class TargetTextEvaluator:
 
         arrays = checkpointer.load_or_make(state, "evaluation.pt", make)
         if arrays["lengths"].max(initial=0) < 2:
-            note("the target ends every text at once: acceptance length is not measured")
+            note(
+                "acceptance length is not measured, because the target ends every text with its first token"
+            )
             return None
         return cls(TargetText.of(arrays, temperature), state, author.hardware.memory, offsets)
 
@@ -170,7 +173,8 @@ class TargetTextEvaluator:
         for k in range(1, self.offsets.count + 1) if self.offsets else KS:
             old, new = (tokens_per_pass(rows, k) for rows in chances)
             now = ratio(new)
-            gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))  # same tokens: ratio of passes
+            # both have the same tokens, so this is a ratio of passes
+            gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))
             first = float(old[:, 0].sum() / old[:, 1].sum())
             comparisons.append(
                 LengthComparison(

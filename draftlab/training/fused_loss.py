@@ -5,12 +5,12 @@ gradients with respect to hidden states and head (as Liger's fused linear losses
 The backward pass only scales these gradients. The teacher's head is applied once per token. Heads are applied to a
 chunk. The loss goes through a chunk in blocks that fit the processor's cache, and overwrites logits with gradients.
 
-A student with a trimmed head has S of the V logits. The teacher's distribution is not renormalised over these S ids, so
-that acceptance is the same as in the engine, which never accepts a lost id. An additional column, whose probability
-rounds to 0, stands for all lost ids. No gradient goes through this column. The losses are then divergences of measures
-whose mass is less than 1: fkl leaves out the infinite part, p log p / q of the lost ids, and counts their p; all other
-losses are exact, up to a constant. Cross-entropy leaves out tokens that the head lacks. If the teacher lists k tokens,
-the bucket for all tokens that are not listed includes lost ids.
+A student with a trimmed head has S of the V logits. The teacher's distribution is not renormalised over these S ids.
+Acceptance is then the same as in the engine, which never accepts a lost id (an id outside the head). An additional
+column, whose probability rounds to 0, stands for all lost ids. No gradient goes through this column. The losses are
+then divergences of measures whose mass is less than 1: fkl leaves out the infinite part, p log p / q of the lost ids,
+and counts their p; all other losses are exact, up to a constant. Cross-entropy leaves out tokens that the head lacks.
+If the teacher lists k tokens, the bucket for all tokens that are not listed includes lost ids.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,14 +28,14 @@ from draftlab.training.losses import Loss, Pair, log_probs, wide
 CPU_BUDGET, BUDGET = (
     128 << 20,
     1 << 30,
-)  # bytes of a chunk's logits in fp32, for student and teacher together
+)  # bytes of fp32 logits in a chunk, for student and teacher together
 CPU_ROWS, ROWS = (
     512,
     4096,
-)  # most rows of a chunk: matrix products gain nothing from more, and launches cost time
+)  # most rows of a chunk, by device; more rows do not speed up matrix products
 CPU_BLOCK, BLOCK = 1 << 19, 1 << 27  # bytes of an fp32 tensor [b, V]; about ten exist at a time
 LOST = -80.0  # log-probability of lost ids and of an empty bucket
-# rows per addition to the head's gradient on a CPU, where the gradient has a wider dtype than the head
+# rows that are added at a time to the head's gradient on a CPU, if the gradient has a wider dtype than the head
 SLICE = 512
 
 
@@ -183,7 +183,8 @@ class _Fused(torch.autograd.Function):
                 states = hidden[rows].to(student.dtype)
                 if d_head.dtype == states.dtype:
                     d_head.addmm_(gradient.T, states)
-                else:  # CUDA's addmm with fp32 output would save 2 %, but adds to an fp32 sum only from torch 2.10 on
+                # CUDA's addmm with fp32 output would save 2 %, but adds to an fp32 sum only from torch 2.10 on
+                else:
                     for part in _slices(len(d_head), SLICE if _on_cpu(d_head) else len(d_head)):
                         d_head[part].add_(gradient[:, part].T @ states)
         ctx.save_for_backward(d_hidden, d_head)
@@ -192,13 +193,13 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         scale = upstream[0][0]
-        # in place, as the head's gradient is large
+        # in place, because the head's gradient is large
         scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]
         return (*scaled, None, None, None)
 
 
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
-    """Return the student's distributions, with its head in autocast's dtype."""
+    """Return the student's distributions, with its head in the dtype of autocast."""
     device = hidden.device.type
     if (
         head is not None
@@ -308,7 +309,8 @@ class _Objective:
             listed = torch.where(ids < len(self.trimmed.ids), listed, LOST)
         log_p = wide(torch.cat([listed, teacher.tail.unsqueeze(1)], 1))  # [b, k + 1]
         rest = q.scatter_(1, ids, 0.0)
-        tail = rest.sum(-1, keepdim=True).log().clamp_min(LOST)  # an empty bucket has no finite log
+        # the log of an empty bucket is not finite
+        tail = rest.sum(-1, keepdim=True).log().clamp_min(LOST)
         x = Pair.of(log_p, torch.cat([log_q.gather(1, ids), tail], 1))
         value, slope = self.loss.divergence(x)
         total = slope.sum(-1, keepdim=True)

@@ -19,8 +19,9 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.registry import CROSS_ENTROPY, LOSSES
 
-LOWEST_ALPHA = 1e-5  # for smaller alpha, -log alpha is flat: its gradient would have no bound
-SWITCH = 0.2  # share of a run after which ``a -> b`` goes from a to b
+# below this alpha, -log alpha is continued as a constant, because its gradient has no bound
+LOWEST_ALPHA = 1e-5
+SWITCH = 0.2  # share of a run after which ``a -> b`` switches from a to b
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ Divergence = Callable[[Pair], tuple[Tensor, Tensor]]  # value [N] and slope [N, 
 class Kind:
     """A kind of loss.
 
-    make: Returns the divergence for an argument. default, high: Default and upper bound of the argument, which is above
-    0; default None takes no argument. hint: Start of the message about an argument out of range.
+    make: Returns the divergence for an argument. default, high: Default and upper bound of the argument, which must be
+    above 0. A kind with default None has no argument. hint: Start of the message if the argument is out of range.
     """
 
     make: Callable[[float], Divergence]
@@ -108,7 +109,7 @@ def nla(x: Pair) -> tuple[Tensor, Tensor]:
     return -alpha.log(), tvd(x)[1] * ((x.alpha > LOWEST_ALPHA) / alpha).unsqueeze(-1)
 
 
-@loss_of("jsd", 0.5, high=1, hint="for its ends use fkl (0) or rkl (1); ")
+@loss_of("jsd", 0.5, high=1, hint="at the ends use fkl (0) or rkl (1); ")
 def jsd(beta: float) -> Divergence:
     """Generalised Jensen-Shannon: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q.
 
@@ -117,7 +118,7 @@ def jsd(beta: float) -> Divergence:
 
     def divergence(x: Pair) -> tuple[Tensor, Tensor]:
         m = torch.lerp(x.q, x.p, beta)
-        # if m underflows, p and q underflow, too, and their terms are 0
+        # if m underflows, so do p and q, and their terms are 0
         log_m = m.clamp_min(torch.finfo(m.dtype).tiny).log()
         gap = log_m - x.log_q
         terms = beta * kl_terms(x.p, m, log_m - x.log_p) + (1 - beta) * kl_terms(x.q, m, gap)
@@ -209,7 +210,7 @@ def parse_loss(spec: str) -> Loss:
     text, _, share = last.partition("@")
     if share:
         raise UserError(
-            f"loss {spec!r}: the last phase lasts to the end; leave out @{share.strip()}"
+            f"loss {spec!r}: the last loss applies to the end; leave out @{share.strip()}"
         )
     parsed = _phase(text)
     for phase in reversed(earlier):
@@ -239,7 +240,7 @@ def _divergence(name: str) -> Divergence:
     kind: Kind = LOSSES.get(stem, f"loss {name!r}")
     if kind.default is None:
         if argument is not None:
-            raise UserError(f"loss {name!r}: {stem} takes no argument")
+            raise UserError(f"loss {name!r}: {stem} has no parameter; write {stem}")
         return kind.make(0.0)
     if argument is None:
         return kind.make(kind.default)
@@ -253,7 +254,7 @@ def _number(text: str, what: str, high: float = math.inf) -> float:
         value = math.nan
     if not 0 < value < high:
         raise UserError(
-            f"{what}{text.strip()!r} is not a number above 0"
+            f"{what}{text.strip()!r} must be a number above 0"
             + (f" and below {high:g}" if high < math.inf else "")
         )
     return value

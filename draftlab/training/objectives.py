@@ -26,7 +26,7 @@ from draftlab.training.teachers import OutputHead, logits_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offsets:
-    """Offsets that a parallel draft predicts, 1 to count. token: Id of the mask token. share, floor: See drawn."""
+    """The offsets that a parallel draft learns, 1 to count. token: Id of the mask token. share, floor: See drawn."""
 
     count: int
     token: int
@@ -36,7 +36,7 @@ class Offsets:
 
     @property
     def cost(self) -> float:
-        """Return the number of tokens that a step reads, with mask tokens, per token of its text."""
+        """Return the number of tokens that a training step reads, mask tokens included, per token of its text."""
         return sum(max(self.share**j, self.floor) for j in range(self.count))
 
     @property
@@ -65,7 +65,7 @@ class Offsets:
         rng = np.random.default_rng((self.seed, number + (1 << 32)))
         counted = batch.mask > 0
         ahead = _run_lengths(counted)
-        # random rank of each position in its row
+        # random rank of each position within its row
         order = np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
         positions = counted.sum(1, keepdims=True)
         depths = np.zeros(counted.shape, dtype=np.int64)
@@ -78,7 +78,8 @@ class Offsets:
 def _run_lengths(counted: np.ndarray) -> np.ndarray:
     """Return the length of the run of counted positions that begins at each position, [B, T]."""
     width = counted.shape[1]
-    ends = np.where(counted, width, np.arange(width))  # the next position that does not count
+    # index of the next position that does not count
+    ends = np.where(counted, width, np.arange(width))
     return np.minimum.accumulate(ends[:, ::-1], 1)[:, ::-1] - np.arange(width)
 
 
@@ -95,7 +96,7 @@ class Constraint(Protocol):
 
     progress: float  # share of the run that is done
 
-    def draw(self) -> None: ...  # samples random state; called before every forward pass
+    def draw(self) -> None: ...  # draws the random state; called before every forward pass
 
     def penalty(self) -> Tensor: ...
 
@@ -116,7 +117,10 @@ class Objective(nn.Module):
     progress = 0.0
 
     def around(self, work: Callable[[], Result]) -> Result:
-        """Do work that calls the student directly. FSDP2 gathers the weights outside of layers, as for forward."""
+        """Return work(), which may call the student directly.
+
+        FSDP2 gathers the weights outside of layers for it, as for forward.
+        """
         return work()
 
 
@@ -128,7 +132,7 @@ class DistillStep(Objective):
         student: PreTrainedModel,
         loss: Loss,
         temperature: float,
-        vocab: int | None = None,  # logits without padding
+        vocab: int | None = None,  # number of logits without padding
         constraint: Constraint | None = None,
         offsets: Offsets | None = None,
     ) -> None:
@@ -173,7 +177,7 @@ class DistillStep(Objective):
                 self.student, ids[:, :-1], counted, positions
             )
             return self._sums(hidden, head, ids, mask, counted, teacher).unsqueeze(0)
-        assert self.offsets is not None  # offsets draw the depths
+        assert self.offsets is not None  # only offsets draw depths
         packed = pack(ids[:, :-1], depths, self.offsets.token, positions)
         attention_mask = packed.mask.unsqueeze(1)
         hidden, head = self.head.hidden_and_weight(
@@ -205,7 +209,7 @@ class DistillStep(Objective):
         sums = fused_loss(
             hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed
         )
-        # the penalty counts once per token, as the objective is a sum over tokens
+        # times the number of tokens, because the objective is a sum over tokens
         total = sums.objective + (
             0 if self.constraint is None else self.constraint.penalty() * weights.sum()
         )

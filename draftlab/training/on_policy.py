@@ -24,7 +24,10 @@ from draftlab.training.loop import Batches
 
 @dataclass(frozen=True, slots=True)
 class MixedBatches:
-    """Batches that several sources give in turn. turns: Source of each step, and number of the batch in its source."""
+    """Batches from several sources in turn.
+
+    turns: For each step, its source and the number of the batch in that source.
+    """
 
     sources: Mapping[str, Batches]
     turns: list[tuple[str, int]]
@@ -33,7 +36,7 @@ class MixedBatches:
     def of(
         cls, sources: Mapping[str, Batches], weights: dict[str, float], steps: int
     ) -> "MixedBatches":
-        """Distribute the steps over the sources by weight. At any step, no source is off by more than one step."""
+        """Distribute the steps over the sources by weight, so that at no time a source is more than one step off."""
         counts, turns = dict.fromkeys(weights, 0), []
         for number in range(1, steps + 1):
             name = max(weights, key=lambda n: weights[n] * number - counts[n])
@@ -63,10 +66,10 @@ class StudentBatches:
     memory: float = 2.0
 
     def batch(self, step: int) -> Batch:
-        """Let every process generate its share of the rows, and return all rows."""
+        """Return all rows of a step. Every process generates its share."""
         prompts, state = self.prompts.batch(step).ids, process_state()
         rows, processes = len(prompts), state.num_processes
-        # equal shares, so that all processes make the same passes
+        # equal shares, so that all processes run the same passes
         last = math.ceil(rows / processes) * processes
         own = [min(row, rows - 1) for row in range(state.process_index, last, processes)]
         sampling = SamplingParams(
@@ -96,7 +99,7 @@ class StudentBatches:
 
 
 def _in_all_processes(count: int) -> int:
-    """Sum a number over the processes. FSDP and ZeRO need every process in every pass, so all end at the same token."""
+    """Return the sum of a number over all processes. FSDP and ZeRO need every process in every pass."""
     local = torch.tensor(count, device=process_state().device)
     return int(cast(Tensor, reduce(local, "sum")))
 

@@ -18,7 +18,7 @@ def optimizers_for(
     other_groups: list[dict[str, Any]],
     shares: Mapping[str, float] = MappingProxyType({}),
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW; or Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other parameters.
+    """Return AdamW, or Muon (Jordan et al. 2024) for the matrices of the blocks with AdamW for all other parameters.
 
     Muon's update is scaled to the size of AdamW's update (Liu et al. 2025), so both optimizers use the same learning
     rate. other_groups: AdamW's parameter groups with their own rates. shares: Share of the learning rate for some
@@ -28,7 +28,7 @@ def optimizers_for(
     slower = [{"params": [p], "lr": shares[name] * loop.lr} for name, p in named if name in shares]
     other_groups = other_groups + slower
     named = [(name, p) for name, p in named if name not in shares]
-    # model.layers.3.mlp, transformer.h.3.attn; fc of an EAGLE-3 head
+    # matches model.layers.3.mlp, transformer.h.3.attn, and fc of an EAGLE-3 head
     in_blocks = {name for name, _ in named if re.search(r"\.\d+\.|^fc\.", name)}
     matrices = [p for name, p in named if p.ndim == 2 and name in in_blocks]
     others = [p for name, p in named if p.ndim > 2 or (p.ndim == 2 and name not in in_blocks)]
@@ -52,7 +52,7 @@ def optimizers_for(
     muon = kind(
         matrices, lr=loop.lr, weight_decay=loop.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    rest = others + vectors  # empty if LoRA trains only adapters
+    rest = others + vectors  # may be empty, if LoRA trains only adapters
     return [muon, adamw([], rest)] if rest or other_groups else [muon]
 
 
@@ -83,7 +83,10 @@ class Float32Muon(torch.optim.Muon):
 def orthogonal(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Return the matrix with its singular values moved to about 1 (Newton-Schulz, Jordan et al. 2024), in float32."""
+    """Return the matrix with all singular values near 1, by Newton-Schulz iterations in float32 (Jordan et al.
+
+    2024).
+    """
     a, b, c = coefficients
     x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
     x = x / x.norm().clamp(min=eps)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that logs the numbers of a record to accelerate's trackers with these names.
+    """Yield a function that logs a record to the named trackers of accelerate.
 
     Numbers of a step are named train/..., numbers of an evaluation heldout/... A tracker's files go next to the output,
     into a folder with the tracker's name.
@@ -59,7 +59,9 @@ def check(names: Sequence[str]) -> None:
         if name not in known:
             raise UserError(f"--report-to {name}: unknown tracker{did_you_mean(name, known)}")
         if name not in installed:
-            raise UserError(f"--report-to {name}: its package is not installed; pip install {name}")
+            raise UserError(
+                f"--report-to {name}: its package is not installed; run pip install {name}"
+            )
 
 
 def _start(name: str, output: Output) -> tracking.GeneralTracker:
@@ -144,12 +146,13 @@ def fit(
             advance(record.step, text + alpha)
     processes.wait_for_everyone()
     records = read_log(state / LOG_FILE)
-    if processes.is_main_process:  # each step once, as in a run that was never killed
+    if processes.is_main_process:  # log each step once, as in a run that was never killed
         lines = [json.dumps(asdict(record)) + "\n" for record in records]
         write_atomic(state / LOG_FILE, "".join(lines))
     steps = [r for r in records if isinstance(r, StepRecord)]
     evals = [r for r in records if isinstance(r, EvalRecord)]
-    best = max(evals, key=lambda r: r.selection_metric)  # the first of equal ones, as in Best
+    # of equal evaluations the first, as in Best
+    best = max(evals, key=lambda r: r.selection_metric)
     after = best if constraint is None else evals[-1]
     return TrainingResult(
         before=evals[0],
@@ -162,9 +165,10 @@ def fit(
 
 
 def _checkpoint_bytes(student: PreTrainedModel, loop: Loop) -> int:
-    """Return the bytes of the best weights and of checkpoints, which have two optimizer moments, all in fp32."""
+    """Return the bytes of the best weights, and of checkpoints with weights and two optimizer moments, all in fp32."""
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    count = min(2, loop.steps // loop.save_steps)  # the newest, and the next while it is written
+    # the newest checkpoint, and the next while it is written
+    count = min(2, loop.steps // loop.save_steps)
     return 4 * trained * (1 + 3 * count)
 
 
@@ -182,12 +186,12 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
             record = RECORD.validate_python(parse_json(line))
         except ValueError:
             raise UserError(
-                f"{path}:{number} is damaged; --force starts again, or remove {path.parent}"
+                f"{path}:{number} is damaged; give --force to start again, or remove {path.parent}"
             ) from None
         latest[isinstance(record, EvalRecord), record.step] = record
     if (True, 0) not in latest:
         raise UserError(
-            f"{path} lacks its first lines; --force starts again, or remove {path.parent}"
+            f"{path} lacks its first lines; give --force to start again, or remove {path.parent}"
         )
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
 
@@ -267,7 +271,7 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
         )
     if result.after.step < job.loop.steps:
         best = f"after step {result.after.step}" if result.after.step else "before the first step"
-        note(f"the best evaluation was {best}: those weights are written")
+        note(f"the written weights are those of the best evaluation, {best}")
     if process_state().is_main_process:
         with output.directory() as work:
             result = replace(result, notes=opened.write(work, state))

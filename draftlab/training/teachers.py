@@ -40,8 +40,8 @@ class Distributions(Protocol):
 class OutputHead:
     """The output head of a model.
 
-    plain: Whether logits are the product of head and last hidden states, which can be computed in parts. Not plain are
-    models that scale or cap their logits, and models whose head is on disk or in other processes.
+    plain: Whether logits are just the product of head and last hidden states, which can be computed in parts. This is
+    False for models that scale or cap their logits, and for heads on disk or in other processes.
     vocab: Number of first logits that count; further logits are padding. With a trimmed head, the logits of its ids
     count. takes_packed: Whether the model separates the sequences of a row by their positions.
     """
@@ -52,7 +52,7 @@ class OutputHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel, vocab: int) -> "OutputHead":
-        """Find the properties of a model's head by running a few tokens."""
+        """Return a model's output head, whose properties are found by running a few tokens."""
         head = output_head(model)
         weight = head.get_parameter("weight")
         if weight.is_meta or isinstance(weight, DTensor):
@@ -99,10 +99,10 @@ class OutputHead:
 
 @torch.no_grad()
 def _keeps_apart(model: PreTrainedModel) -> bool:
-    """Return whether restarted positions separate two sequences in a row, by running a few tokens.
+    """Return whether positions that restart at 0 separate two sequences in a row, by running a few tokens.
 
-    State-space models do not separate sequences. To tell rounding from leaks, the change of the second sequence is
-    compared with its change if its positions continue the first sequence.
+    State-space models do not separate sequences. To tell rounding from a leak, the second sequence's change is compared
+    with its change when its positions continue those of the first.
     """
     decoder, was_training = model.get_decoder(), model.training
     if (
@@ -171,7 +171,7 @@ class StoredTeacher:
             ValueError: The batch has no top log-probabilities.
         """
         if batch.top_logprobs is None:
-            raise ValueError("the batch carries no outputs of a target")
+            raise ValueError("the batch has no stored outputs of a target")
         counted = batch.mask > 0
         listed = (batch.top_logprobs.ids, batch.top_logprobs.log_p, batch.top_logprobs.tail)
         return TopK(*(torch.from_numpy(array[counted]) for array in listed))
@@ -184,7 +184,7 @@ class ServedTeacher:
     server: "Server"
     k: int
     vocab: int
-    takes_packed: bool = False  # a server reads every text from its start
+    takes_packed: bool = False  # a server reads every sequence as a separate text
 
     def distributions(self, batch: Batch) -> TopK:
         """Return the target's distributions at the N positions in the mask of the batch.
@@ -200,7 +200,10 @@ class ServedTeacher:
 
 
 def moved_to(device: torch.device, teacher: Dense | TopK) -> Dense | TopK:
-    """Move listed tokens to a device. A local teacher's distributions are on the device already."""
+    """Return a teacher's distributions on a device.
+
+    Only listed tokens are moved, as dense distributions are there already.
+    """
     if not isinstance(teacher, TopK):
         return teacher
     return TopK(teacher.ids.to(device), teacher.log_p.to(device), teacher.tail.to(device))

@@ -65,8 +65,8 @@ class TrainingText:
         """
         if self.loss_on is not None and self.generated:
             raise UserError(
-                "--text: the data has conversations. --text target answers them if --data is a single .json, .jsonl or "
-                ".parquet file; mixtures and --text draft need data without conversations"
+                "--text: the data has conversations, which only --text target can use, with a single .json, "
+                ".jsonl or .parquet file as --data; for other settings use data without conversations"
             )
         rows, seq_len, loss_on = loop.batch_size, self.seq_len, self.loss_on
         heldout = open_heldout(
@@ -91,7 +91,7 @@ class TrainingText:
 
 @dataclass(frozen=True)
 class Author:
-    """The target as a writer of text, loaded at first use.
+    """The target as a writer of text. It is loaded at first use.
 
     known: Number of ids that the target may write; the draft knows all of them.
     """
@@ -124,7 +124,10 @@ class Author:
     def write(
         self, prompts: list[list[int]], sampling: SamplingParams, purpose: str
     ) -> list[Completion]:
-        """Continue prompts. purpose: Completes "text to ..." for the progress bar."""
+        """Return the target's continuations of prompts.
+
+        purpose: End of "the target writes text to ..." on the progress bar.
+        """
         batching = Batching(vocab=self.known, memory=self.hardware.memory)
         with progress(f"the target writes text to {purpose}", len(prompts)) as advance:
             return generate_batch(
@@ -179,7 +182,7 @@ def reweighing(
     Raises:
         UserError: A source has no held-out window.
     """
-    note(f"loading {hub.checkpoint_name(author.target)} for its loss on each source")
+    note(f"loading {hub.checkpoint_name(author.target)} to compute its loss on each data source")
     rows, hardware = min(8, batches.rows), author.hardware
     reference = checkpoint.load_model(
         author.target, author.dtype, hardware.resolved, hardware.device_map

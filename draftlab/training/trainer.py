@@ -87,7 +87,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """Teacher-forced means over held-out tokens.
+    """A held-out evaluation: teacher-forced means over tokens.
 
     agreement: Share of tokens where student and teacher have the same argmax. acceptance and agreement are None without
     a teacher. slack: If only the most probable tokens are stored, the true acceptance is at most acceptance + slack.
@@ -135,14 +135,14 @@ def train(
     """
     if setup.loss.needs_teacher and setup.teacher is None:
         raise UserError(
-            f"loss {setup.loss.name!r} compares with a target; name one, or train with --loss ce"
+            f"loss {setup.loss.name!r} compares with a target; give one by --target, or use --loss ce"
         )
     trainer = Trainer(student, setup, loop, state, constraint)
     start = trainer.training.restore(state)
     if start is None:
         yield trainer.evaluate(0)
     elif start == loop.steps:
-        note(f"all {start} steps are done already")
+        note(f"all {start} steps were done by an earlier run")
     else:
         note(f"resuming from step {start} of {loop.steps}")
     with checkpointer.deferred_signals() as received:
@@ -159,7 +159,7 @@ def train(
                 trainer.training.save(state, done, ended=ended)
             if stopping:
                 raise Interrupted(
-                    f"interrupted after step {done} of {loop.steps}; the same command goes on there"
+                    f"interrupted after step {done} of {loop.steps}; repeat the command to resume"
                 )
     trainer.accelerator.free_memory()
 
@@ -176,7 +176,7 @@ class Trainer:
         constraint: Constraint | None,
     ) -> None:
         torch.manual_seed(loop.seed)
-        AcceleratorState._reset_state()  # a recipe may train in one dtype and then in another
+        AcceleratorState._reset_state()  # reset, because one recipe may train in different dtypes
         checkpointer.process_state()
         self.student, self.setup, self.loop, self.state, self.constraint = (
             student,
@@ -198,7 +198,7 @@ class Trainer:
             group["peak_lr"] = group["lr"]
         self.module, *self.optimizers = self.accelerator.prepare(module, *optimizers)
         self.objective = self.accelerator.unwrap_model(self.module)
-        register_fsdp_forward_method(self.module, "around")  # has no effect without FSDP2
+        register_fsdp_forward_method(self.module, "around")  # this has no effect without FSDP2
         if loop.torch_compile:
             student.get_decoder().compile()
         self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, loop.torch_compile)
@@ -243,7 +243,7 @@ class Trainer:
             cure = (
                 f"lower --lr ({self.loop.lr:g})"
                 if index
-                else "a model's logits are NaN, or overflow in its dtype"
+                else "the logits of draft or target are NaN, or overflow in its dtype; try --training-dtype float32"
             )
             raise UserError(f"loss is {objective} at step {index}: {cure}")
         return StepRecord(
@@ -267,7 +267,7 @@ class Trainer:
             batches.reweigh(done, losses)
 
     def in_any_process(self, flag: bool) -> bool:
-        """Return whether the flag is set in any process. All processes must save and stop at the same step."""
+        """Return whether the flag is set in any process, so that all processes save and stop at the same step."""
         return bool(self._total(torch.tensor(int(flag))))
 
     def _micro_batches(self, index: int) -> list[Batch]:
@@ -292,7 +292,7 @@ class Trainer:
         """Return the sums of DistillStep over all parts, [6]. tokens: Predictions of the step in all processes."""
         totals, accelerator = torch.zeros(6, dtype=torch.float64), self.accelerator
         for number, part in enumerate(parts, 1):
-            # DeepSpeed clips and steps in the last backward pass
+            # DeepSpeed clips gradients and takes the step in its last backward pass
             accelerator.sync_gradients = number == len(parts)
             unsynced = (
                 contextlib.nullcontext()
@@ -314,7 +314,7 @@ class Trainer:
         with torch.no_grad():
             for i, batch in enumerate(
                 batches
-            ):  # split by rows: FSDP wants every process in every forward pass
+            ):  # split by rows, because FSDP needs every process in every forward pass
                 part = self._packed(batch, -1 - i).shard(
                     self.accelerator.process_index, self.accelerator.num_processes
                 )
@@ -347,7 +347,10 @@ class Trainer:
         return self.module(ids, mask, listed, positions, depths)
 
     def _total(self, values: Tensor) -> Tensor:
-        """Sum over all processes. A single process returns values where they are: Apple's GPUs have no float64."""
+        """Return the sum over all processes.
+
+        A single process does not move the values, because Apple's GPUs lack float64.
+        """
         if self.accelerator.num_processes == 1:
             return values
         return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device)))
@@ -375,7 +378,7 @@ def _prepare_teacher(
         shard_by_layer(model)
     elif (
         getattr(model, "hf_device_map", None) is None
-    ):  # accelerate has not spread the model over devices already
+    ):  # unless accelerate has spread the model over devices
         model.to(cast(Any, accelerator.device))
     if compiled:
         model.get_decoder().compile()

@@ -35,7 +35,8 @@ def resize(directory: Path, vocab: int) -> str | None:
     by_id = _rows_of_ids(config) & weights.keys()
     if not by_id or "vocab_size" not in config:
         raise UserError(
-            f"{directory}: cannot tell which tensors of a {config.get('model_type')} model have a row per token"
+            f"{directory}: the embedding and head of a {config.get('model_type')} model are unknown, so its "
+            "vocabulary cannot be resized"
         )
     for name in by_id:
         rows = weights[name]
@@ -60,7 +61,8 @@ def trim(
     trim_model(student, ids)
     tokens = sum(map(len, texts))
     note(
-        f"the head has {size:,} ids; ids of one half of {tokens:,} tokens cover {coverage:.2%} of the other half"
+        f"the head predicts {size:,} ids; the ids most frequent in one half of {tokens:,} tokens cover "
+        f"{coverage:.2%} of the other half"
     )
 
 
@@ -70,7 +72,7 @@ def special_ids(model: Path) -> set[int]:
 
 
 def trained_texts(batches: Batches, steps: int) -> list[np.ndarray]:
-    """Return the tokens that are trained on. Text that the student will write is replaced by the data it continues."""
+    """Return the tokens of the training text. Text that the student has yet to write is replaced by its data."""
     texts: list[np.ndarray] = []
     tokens = 0
     for step in range(steps):

@@ -12,7 +12,7 @@ from draftlab.errors import UserError
 if TYPE_CHECKING:
     from draftlab.training.run import Distillation, OpenStudent
 
-LARGEST_DEFAULT = 32_000  # most draft ids by default, as in SafeAILab's and speculators' heads
+LARGEST_DEFAULT = 32_000  # most draft ids by default, as in heads of SafeAILab and speculators
 
 Layers = Annotated[
     list[int] | None,
@@ -25,9 +25,10 @@ class EagleStudent(StudentSpec):
     """ttt_steps: steps of training-time test, and so the number of tokens in a row that the head learns to draft.
 
     layer_ids: layers of the target whose states the head reads, as 2+12+21; by default 2, n / 2 and n - 3 of n layers.
-    norm_before_residual: take the residual after hidden_norm; SGLang does not support this. EAGLE-3.1 has
-    norm_before_fc (one RMSNorm of the target's states) or fc_norm (one RMSNorm for each layer), norm_output (feed back
-    the normed state) and sliding_window (number of latest tokens that the head reads). Names are those of speculators.
+    norm_before_residual: use hidden_norm's output, not its input, as the residual; SGLang does not support this.
+    EAGLE-3.1 has norm_before_fc (one RMSNorm of the target's states) or fc_norm (one RMSNorm for each layer),
+    norm_output (feed back the normed state) and sliding_window (number of latest tokens that the head reads). Names are
+    those of speculators.
     """
 
     unused = frozenset(
@@ -40,7 +41,7 @@ class EagleStudent(StudentSpec):
             "reweigh_steps",
         }
     )
-    lr_share = 0.5  # share of the rate of pruned drafts, from runs on SmolLM2-135M
+    lr_share = 0.5  # learning rate relative to that of pruned drafts, from runs on SmolLM2-135M
     ttt_steps: int = Field(4, ge=1, le=16)
     layer_ids: Layers = None
     norm_before_residual: bool = False
@@ -52,16 +53,18 @@ class EagleStudent(StudentSpec):
     def check(self, job: "Distillation") -> None:
         if "draft" in job.text.shares:
             raise UserError(
-                "--text: the text of an EAGLE-3 head is the target's own; want data and target"
+                "--text: an EAGLE-3 head trains on data and on text of the target, not of the draft; use data and "
+                "target"
             )
         if job.text.seq_len <= self.ttt_steps + 1:
             raise UserError(
-                f"--student {self.text}: sequences of {job.text.seq_len} tokens are too "
-                f"short for {self.ttt_steps} steps; raise --seq-len"
+                f"--student {self.text}: --seq-len {job.text.seq_len} is too short for "
+                f"ttt_steps={self.ttt_steps}; raise --seq-len"
             )
         if job.draft is not None and (job.vocab or self.model_fields_set - {"text", "ttt_steps"}):
             raise UserError(
-                f"--draft {job.draft} has ids, layers and norms of its own; leave --vocab and options out"
+                f"--draft {job.draft} already has ids, layers and norms; leave --vocab and the options of "
+                "--student out"
             )
         from draftlab.training.eagle import head_of
 

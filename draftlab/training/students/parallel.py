@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ParallelStudent(DraftSpec):
     """tokens: number of tokens that one pass drafts. token: id of the mask token; by default an id that no text has.
 
-    share: share of an offset's positions that predict the next offset, too. floor: least share of all positions that
+    share: share of an offset's positions that also predict the next offset. floor: least share of all positions that
     predict an offset. share and floor are from PARD.
     """
 
@@ -43,13 +43,13 @@ class ParallelStudent(DraftSpec):
         llama.check_supported(job.draft)
         vocab = checkpoint.vocab_size(job.draft)
         if job.target_vocab is not None:
-            vocab = min(vocab, job.target_vocab)  # the target must have the mask token, too
+            vocab = min(vocab, job.target_vocab)  # the mask token must also be an id of the target
         token = parallel.pard_token(job.draft) if self.token is None else self.token
         if token is None:
             token = parallel.unused_id(job.draft, vocab)
         if token >= vocab:
             raise UserError(
-                f"--student: token {token} is no id; the vocabulary has 0 to {vocab - 1}"
+                f"--student: token {token} is not in the vocabulary, which has the ids 0 to {vocab - 1}"
             )
         return Offsets(
             count=self.tokens, token=token, share=self.share, floor=self.floor, seed=job.loop.seed

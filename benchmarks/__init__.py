@@ -12,7 +12,7 @@ from draftlab.results.score import Score
 
 
 def environment(threads: int) -> dict[str, object]:
-    """Return date, machine, processor and versions, to store with a result."""
+    """Return the date, machine, processor and versions, which are stored with a result."""
     return {
         "date": date.today().isoformat(),
         "threads": threads,
@@ -40,7 +40,7 @@ def cpu_name() -> str:
 
 
 def drafting_row(score: Score) -> dict[str, Any]:
-    """Return a draft's row for a table. Intervals are [value, low, high], at a K chosen on other prompts."""
+    """Return the row of a draft for a table. Intervals are [value, low, high], at a K chosen on other prompts."""
     k, shape, tpot = score.best_k, score.draft.shape, score.best_k_tpot_speedup
     return {
         "parameters": shape.params() if shape else None,

@@ -52,7 +52,10 @@ def _figures(score: Score, k: int) -> dict[str, float]:
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """Return Pearson's r with its 95 % bootstrap interval over drafts. Samples without variance are left out."""
+    """Return Pearson's r with its 95 % bootstrap interval over drafts.
+
+    Bootstrap samples without variance are left out.
+    """
     rng = np.random.default_rng(0)
     drawn = [rng.integers(0, len(x), len(x)) for _ in range(DRAWS)]
     found = [_pearson(x[at], y[at]) for at in drawn]

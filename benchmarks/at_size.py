@@ -43,7 +43,8 @@ COST = "about 25 minutes on one quiet core, 7 GB of memory, 9 GB of disk for a w
 LONGEST = 300  # most characters of a prompt; a prefill of 3B parameters takes seconds
 SIZES: dict[
     str, dict[str, Any]
-] = {  # four times the source's width: all scales are powers of two, exact in bf16
+    # at four times the source's width all scales are powers of two, which bf16 represents exactly
+] = {
     "1.3b": {"layers": 30, "width": 2304, "params": "1.3b"},
     "3b": {"layers": 36, "width": 2304, "params": "3b"},
 }
@@ -261,7 +262,7 @@ def measured(
 
 
 def compared(folder: Path, size: str, ks: list[int]) -> list[dict[str, Any]]:
-    """Return the rows of a score of the expansion, each with its prediction. Speed-ups are of TPOT."""
+    """Return the rows of the expansion's score, each with its prediction. Speed-ups are of TPOT."""
     rows = []
     for file in sorted((folder / f"score-{size}").glob("*/score.json")):
         score = read_score(file)
@@ -306,14 +307,14 @@ def ratio(scored: Path, wide: Path, deep: Path) -> list[float]:
 
 
 def expansion(source: Path, out: Path, **sizes: Any) -> Path:
-    """Return an expansion. An expansion of an earlier run is not made again."""
+    """Return an expansion, made now or by an earlier run."""
     return (
         out if out.exists() else expand(source, out, larger(checkpoint.read_shape(source), **sizes))
     )
 
 
 def made(command: str, out: Path, **settings: Any) -> Path:
-    """Return a command's output. An output of an earlier run is not made again."""
+    """Return the output of a command, made now or by an earlier run."""
     if not (out / "draftlab.json").exists():
         COMMANDS[command](**settings, out=out)
     return out

@@ -77,7 +77,8 @@ def main(
 def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
     """Return the speed-up of auto's choice (1 for no draft) over the best drafter made by hand, in one process.
 
-    Drafters made by hand are prompt lookup, the drafts of recipes/quickstart.yaml, and prompt lookup before each draft.
+    Drafters made by hand are prompt lookup, the drafts of recipes/quickstart.yaml, and prompt lookup followed by each
+    draft.
     """
     drafts = [str(BY_HAND / "distilled" / name) for name in ("3x128", "4x192")]
     if not all(Path(draft, "draftlab.json").is_file() for draft in drafts):

@@ -150,7 +150,7 @@ def _measure(case: Case) -> dict[str, Found]:
     for number in range(case.repeats + 1):
         for name in arms if number % 2 else reversed(arms):
             run = inputs.run(arms[name])
-            runs[name] += [run] if number else []  # the first run warms up
+            runs[name] += [run] if number else []  # the first run is a warm-up
     twice = _Inputs(case, 2 * case.tokens)
     runs["twice"] = [twice.run(twice.fused) for _ in range(2)]
     medians = {
@@ -186,7 +186,7 @@ class _Inputs:
         self.weights = torch.full((tokens,), 1 / tokens, device=device)
         self.listed = None
         if case.top_k:
-            # distinct ids of each token, anywhere in the vocabulary: an even stride from a random start
+            # k distinct ids per token from the whole vocabulary: an even stride from a random start
             start = torch.randint(0, case.vocab, (tokens, 1), generator=rng, device=device)
             ids = (
                 start + torch.arange(case.top_k, device=device) * (case.vocab // case.top_k)
@@ -248,7 +248,7 @@ class _Inputs:
         logits = (
             (self.hidden @ self.head.T).float(),
             self._teacher_logits(),
-        )  # as accelerate hands them on
+        )  # as accelerate passes them on
         return GKDTrainer.generalized_jsd_loss(*logits, beta=BETAS[self.case.loss])
 
     def _liger(self) -> Tensor:

@@ -2,8 +2,8 @@
 
 Greedy, batch 1, in one process. All arms have the same weights, prompts and K, and take turns for every prompt. Times
 are CPU seconds of one thread, including the prefill, which transformers does not report separately. transformers is
-configured as a fair peer: constant lookahead, no confidence stop. The floor of a step is the time in which one
-matrix-vector product reads as many weights.
+configured as a fair peer: constant lookahead, no confidence stop. The floor of a step is the time of one matrix-vector
+product that reads the same number of weights.
 """
 
 import json
@@ -102,7 +102,7 @@ def _measure(
             for arm in list(arms.values())[:: 1 if number % 2 else -1]:
                 began = clock()
                 tokens, accepted = arm.decode(prompt)
-                if number:  # the first prompt warms up
+                if number:  # the first prompt is a warm-up
                     arm.seconds += clock() - began
                     arm.tokens.append(tokens)
                     arm.accepted += accepted
@@ -182,7 +182,7 @@ def _generate(model: Any, prompt: list[int], new_tokens: int, **options: Any) ->
 
 
 class _Matches:
-    """Makes transformers record the number of accepted tokens of each step."""
+    """A hook that makes transformers record the number of accepted tokens of each step."""
 
     def __init__(self, into: list[int]) -> None:
         self.into, self.real = into, AssistedCandidateGenerator.update_candidate_strategy
@@ -201,7 +201,7 @@ class _Matches:
 
 
 def _same(arm: Arm, other: Arm) -> float:
-    """Return the share of texts in which two arms agree token by token."""
+    """Return the share of texts on which two arms agree in every token."""
     return sum(a == b for a, b in zip(arm.tokens, other.tokens, strict=True)) / len(other.tokens)
 
 

@@ -39,7 +39,7 @@ def transformers(asked: dict) -> tuple[dict, str]:
     counted, prefills = (
         [0, 0],
         int(asked["way"] == "plain"),
-    )  # assisted generation also drafts before the first pass
+    )  # because assisted generation also drafts before its first pass
 
     def count(*_: object) -> None:
         counted[1] += 1
@@ -88,7 +88,7 @@ def vllm(asked: dict) -> tuple[dict, str]:
         )
         drafts, accepted = (now - then for now, then in zip(drafted(), before, strict=True))
         counted[0] += len(tokens) - 1
-        # some lookups find no match
+        # a lookup may find no match
         counted[1] += drafts if asked["way"] == "draft" else len(tokens) - 1 - accepted
         return tokens
 
@@ -125,7 +125,7 @@ def timed(decode, asked: dict, counted: list[int], clock=time.process_time) -> d
 
 def main() -> None:
     asked, out = json.load(sys.stdin), sys.stdout
-    sys.stdout = sys.stderr  # peers print
+    sys.stdout = sys.stderr  # because peers print to stdout
     peers = {"transformers": transformers, "vllm": vllm}
     answer, version = peers[asked["peer"]](asked)
     json.dump(answer | {"version": version}, out)

@@ -35,7 +35,7 @@ from draftlab.sampling import SamplingParams
 
 DRAFTS = "noft-1.3b,wide-1.3b,wide-796m,wide-543m,wide-290m"
 PAPER = {"wide_796m_over_earlier_drafts": 2.11, "on": "4 x A100-80GB"}
-ROOM = 8e9  # bytes that the target leaves free for the largest draft, caches and graphs
+ROOM = 8e9  # bytes that stay free beside the target, for the largest draft, caches and graphs
 
 
 def main(
@@ -68,7 +68,7 @@ def main(
         draft = bench.load(shape_of(name))
         rows[name] = [*bench.rows(model, ModelDrafter(draft), ks, chances)]
         del draft
-        plain.append(bench.plain(model))  # timed again with each draft
+        plain.append(bench.plain(model))  # plain decoding is timed again with each draft
         fastest = best(rows[name], max(chances))
         note(
             f"{name}: {fastest['tokens_per_second']:.1f} tokens/s at {max(chances):g}, {plain[-1]:.1f} without a draft"
@@ -121,7 +121,7 @@ class Bench:
 
     def plain(self, target: Llama) -> float:
         """Return tokens per second after the prefill."""
-        # the first run captures graphs
+        # the first run only captures graphs
         self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))
         return self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))[0]
 
@@ -129,7 +129,7 @@ class Bench:
         self, target: Llama, drafter: Drafter, ks: list[int], alphas: list[float]
     ) -> Iterator[dict[str, float]]:
         for k in ks:
-            # captures graphs of every width
+            # this captures graphs of every width
             self._timed(self._steps(target, drafter, k, max(alphas)))
             for alpha in alphas:
                 per_second, per_pass = self._timed(self._steps(target, drafter, k, alpha))

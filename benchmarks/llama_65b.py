@@ -1,4 +1,4 @@
-"""The paper's question by prediction: which draft and K make LLaMA-65B on four A100 fastest, by acceptance alpha.
+"""The paper's question, by prediction: which draft and K are fastest for LLaMA-65B on four A100, by acceptance.
 
 Nothing is measured. Profiles are computed from configs/profiles, with the drafts on one A100 as in the paper. Every
 token is accepted with the same probability alpha. Prompts have 128 tokens, texts 200.
@@ -49,7 +49,7 @@ def main(
         }
 
     def needed(mode: str, name: str, rate: float) -> float | None:
-        """Return the least alpha at which a draft's best K reaches `rate` tokens per second, or None if none does."""
+        """Return the lowest alpha at which a draft reaches `rate` tokens per second at its best K, or None."""
 
         def enough(alpha: float) -> bool:
             work = constant_workload(alpha, tokens=NEW, prompt_tokens=PROMPT)

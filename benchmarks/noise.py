@@ -1,13 +1,15 @@
 """Score the same drafts again and again while other processes steal cores: python -m benchmarks.noise [--quick]
 
-A quiet reference first, then --runs scores, during which --stolen-cores processes compute about half of the time. The
-drafts are prompt lookup, one distilled from the embedded target (or --draft), and the target itself, which cannot be
-faster than none. What is in --folder is not made again, so that a killed run goes on. About 15 minutes on two cores.
+First a reference without other work, then --runs scores, during which --stolen-cores processes compute about half of
+the time. The drafts are prompt lookup, a draft distilled from the embedded target (or --draft), and the target itself
+as draft, which cannot give a speed-up. Outputs in --folder are not made again, so a killed run resumes. About 15
+minutes on two cores.
 
-relative_spread: standard deviation of the best speed-up over its mean; coverage: share of 95 % intervals that hold the
-reference; answered: scores that call a draft faster or slower than none; right, wrong: those that agree with the
-reference, or not; false_faster: those that call a draft faster which is not; cannot_tell: scores that give no answer
-because the machine was busy; reference_in_doubt: drafts whose reference gives none. The last line is one JSON object.
+relative_spread: standard deviation of the best speed-up over its mean; coverage: share of 95 % intervals that contain
+the reference; answered: scores that say whether a draft is faster than plain decoding; right, wrong: answers that agree
+with the reference, or not; false_faster: answers that wrongly call a draft faster; cannot_tell: scores without an
+answer, because the machine was busy; reference_in_doubt: drafts whose reference has no answer. The last line is one
+JSON object.
 """
 
 import argparse
@@ -30,7 +32,8 @@ from draftlab.results.score import Score, read_score
 
 ROOT = Path(__file__).parents[1]
 TEXT = ("--data", "stdlib")
-SCORED = ("num_prompts", "max_new_tokens", "repeats", "threads", "dtype")  # settings of score
+# settings that are passed to draftlab score
+SCORED = ("num_prompts", "max_new_tokens", "repeats", "threads", "dtype")
 QUICK = {"runs": 2, "num_prompts": 4, "max_new_tokens": 16, "repeats": 1, "steps": 4}
 
 
@@ -98,7 +101,8 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--target needs its --draft")
     if options.runs < 2:
         parser.error("a spread needs --runs 2 or more")
-    for name in ("folder", "prompt_file", "target", "draft"):  # commands run in the folder
+    # absolute, because commands run in the folder
+    for name in ("folder", "prompt_file", "target", "draft"):
         path = getattr(options, name)
         if path is not None and (name == "folder" or Path(path).exists()):
             setattr(options, name, Path(path).resolve())

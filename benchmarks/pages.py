@@ -34,7 +34,7 @@ class Line:
 
 
 class Missing(StrictUndefined):
-    """A key that no result has. It fails at once, before a format receives it."""
+    """A key that no result has. It raises an error before a format receives it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -76,7 +76,7 @@ class Pages:
             raise KeyError(f"{{{{{expression}}}}}: {error.message}") from error
 
     def _refuse_literals(self, expression: str) -> None:
-        """Refuse typed numbers and texts. A constant may only be a key or an argument of a format."""
+        """Raise an error for typed numbers and texts. A constant may only be a key or an argument of a format."""
         tree = self.environment.parse(f"{{{{ {expression} }}}}")
         places = [id(item.arg) for item in tree.find_all(nodes.Getitem)]
         places += [
@@ -116,7 +116,7 @@ def differences(lines: list[Line], committed: list[str], page: str, source: str)
 
 
 def _wrong(line: Line, written: str) -> str:
-    """Return the wrong numbers of a line with their keys, or the expected line if other text differs."""
+    """Return text on the wrong numbers of a line, with their keys, or the expected line if other text differs."""
     wanted, got = NUMBER.findall(line.text), NUMBER.findall(written)
     if len(wanted) != len(got) or wanted == got:
         return f"should be {line.text!r}"

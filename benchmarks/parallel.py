@@ -1,10 +1,10 @@
 """A parallel draft and an EAGLE-3 head against an ordinary draft at equal training compute, by draftlab's commands.
 
 Both drafts start from the same distilled draft. The ordinary draft is distilled further. The parallel draft is trained
-for as many tokens, so for fewer steps, since each of its steps reads more tokens. The head is trained for as long as
-the ordinary draft in total. draftlab score then times in one process: both drafts, the head, the parallel weights used
-as an ordinary draft, prompt lookup and n-grams; greedily and at temperature 1. All of this is on tiny. For SmolLM2, the
-scores of a finished recipes/smollm2.yaml are read, and its two drafts are only replayed.
+on the same number of tokens, so for fewer steps, because each of its steps reads more tokens. The head gets the
+ordinary draft's total training. draftlab score then times in one process: both drafts, the head, the parallel weights
+used as an ordinary draft, prompt lookup and n-grams; greedily and at temperature 1. All of this is on tiny. For
+SmolLM2, the scores of a finished recipes/smollm2.yaml are read, and its two drafts are only replayed.
 """
 
 import json
@@ -44,8 +44,8 @@ Rows = list[dict[str, Any]]
 class Settings:
     """Settings of the study on tiny.
 
-    common: Steps that both drafts share. steps: Further steps of the ordinary draft. The parallel draft reads as many
-    tokens in its further steps.
+    common: Steps that both drafts share. steps: Further steps of the ordinary draft. The parallel draft's further steps
+    read the same number of tokens.
     """
 
     k: int
@@ -349,7 +349,7 @@ def dtype() -> torch.dtype:
 
 
 def ceiling(target_ms: dict[int, float], draft_ms: dict[int, float], alpha: float, k: int) -> float:
-    """Return the speed of parallel over ordinary drafting, each at its best K.
+    """Return the speed of parallel drafting over ordinary drafting, each at its best K.
 
     Every token is accepted with probability alpha. A pass of a parallel draft that drafts n tokens reads the tokens of
     the last step and n - 1 mask tokens.
@@ -379,7 +379,7 @@ def vllm_gap(folder: Path, parallel: str, program: Path) -> float:
 
 
 def made(command: str, out: Path, **settings: Any) -> Path:
-    """Return a command's output. An output of an earlier run is not made again."""
+    """Return the output of a command, made now or by an earlier run."""
     if not (out / "draftlab.json").exists():
         COMMANDS[command](**settings, out=out)
     return out

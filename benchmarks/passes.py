@@ -1,8 +1,8 @@
 """Milliseconds of a pass by width and by number of texts in the batch: python -m benchmarks.passes MODEL
 
 Verifying K drafted tokens pays if a pass of K + 1 tokens costs little more than a pass of one token. The ratios show
-this cost. All passes take turns in one process. Times are CPU seconds of one thread: the least of every five rounds,
-and the median of these.
+this cost. All passes take turns in one process. Times are CPU seconds of one thread: the median over groups of five
+rounds of each group's fastest round.
 """
 
 import json
@@ -19,7 +19,7 @@ from draftlab.model import checkpoint, hub, llama
 from draftlab.model.llama import Llama
 from draftlab.model.modes import with_mode
 
-GROUP = 5  # rounds of which the fastest counts
+GROUP = 5  # number of rounds of which the fastest counts
 Pass = tuple[str, int, int]  # arm, rows, width
 
 

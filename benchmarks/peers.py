@@ -40,7 +40,7 @@ from draftlab.sampling import SamplingParams
 INSIDE = Path(__file__).parent / "inside_peers.py"
 WAYS = ("plain", "draft", "ngram")
 OURS = "draftlab"
-DEFAULTS = 0  # in place of K: llama.cpp's defaults, n-grams of 12 tokens and drafts of 48
+DEFAULTS = 0  # stands for llama.cpp's defaults instead of a K: n-grams of 12 tokens, drafts of 48
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "Q8_0": 8}
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "Q8_0": "q8_0"}
 PRECISIONS = {  # 8-bit precisions of each engine on a CPU, besides the pair's dtype
@@ -56,10 +56,12 @@ MODES = {
     "vllm": "CPU build, compiled (enforce_eager=False), compiling not counted",
 }
 VLLM = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that its CPU seconds cover all work
+    # so that one process does all work, and its CPU seconds count all of it
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "NUMBA_NUM_THREADS": "1",  # numba, which finds vLLM's n-grams, would set PyTorch's OpenMP threads to all cores
+    # numba, which finds vLLM's n-grams, would set PyTorch's OpenMP threads to all cores
+    "NUMBA_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -100,7 +102,7 @@ class Answer:
         return [(len(text) - 1, max(seconds - prefill, 1e-9)) for text, seconds, prefill in times]
 
     def and_then(self, other: "Answer") -> "Answer":
-        """Return the answers to these prompts, followed by the answers to another part of the prompts."""
+        """Return these answers followed by the answers to another part of the prompts."""
         mine, theirs = asdict(self), asdict(other)
         return Answer(
             **{name: mine[name] + theirs[name] for name in mine if name != "version"},
@@ -417,7 +419,7 @@ def _rate(answers: list[Answer], timings: Any) -> Interval:
 
 def _over(first: dict[int, Answer], second: dict[int, Answer]) -> Interval:
     """Return the ratio of two speeds of whole requests, paired by prompt, each at a K chosen on other prompts."""
-    # both speed-ups are over these requests, which cancel out
+    # the baseline of both speed-ups, which cancels out
     shared = next(iter(second.values())).requests()
     timings = [
         ([answer.requests() for answer in by_k.values()], shared) for by_k in (first, second)

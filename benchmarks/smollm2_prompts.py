@@ -1,9 +1,10 @@
-"""Prompts that SmolLM2 answers for its drafts to learn from: one JSON line each, with a category.
+"""Prompts to train SmolLM2's drafts on its answers: one JSON line each, with a category.
 
     python -m benchmarks.smollm2_prompts --gsm8k gsm8k_train.jsonl --wikitext wikitext2_valid.txt --out prompts.jsonl
 
-Instructions and German sentences are of our own writing, Python docstrings are the standard library's on this disk.
-GSM8K's training questions and WikiText's articles are added where their files are named. Spec-Bench's are not used.
+Instructions and German sentences were written for this script. Python docstrings come from the standard library on this
+disk. GSM8K's training questions and WikiText's articles are added if their files are named. Prompts of Spec-Bench are
+not used.
 """
 
 import argparse
@@ -97,7 +98,7 @@ def prompts(
 def more_prompts(
     first: Sequence[Mapping[str, str]], gsm8k: Path | None, wikitext: Sequence[Path], seed: int
 ) -> list[dict[str, str]]:
-    """Return prompts that are not among the first prompts."""
+    """Return further prompts, none of which is in `first`."""
     known = {row["prompt"] for row in first}
     return [row for row in prompts(gsm8k, wikitext, seed, MORE) if row["prompt"] not in known]
 

@@ -2,7 +2,7 @@
 
 FOLDER is the folder of benchmarks.smollm2, in which `draftlab run` has run recipes/smollm2-depth.yaml, -losses.yaml,
 -pruning.yaml, -search.yaml, -accuracy.yaml and -batch.yaml. A study that was not run is null. The last line is one JSON
-object. --figures writes the figures. FOLDER may also be a file with such a JSON object, to draw its figures.
+object. --figures writes the figures. FOLDER may also be a file with this JSON object, to draw its figures.
 """
 
 import json
@@ -29,8 +29,8 @@ from draftlab.target_outputs.replay import read_replay
 Rows = dict[str, dict[str, Any]]
 DRAFTED = range(1, 7)
 DRAWN = ("next_sentence acc_norm", "which_article acc", "local_gsm8k_answer bits_per_byte")
-K, LENGTH = 3, "tokens per target pass"  # compared with accuracy
-EQUAL = ["5x576", "8x384", "12x256"]  # 16M parameters in their blocks
+K, LENGTH = 3, "tokens per target pass"  # the measure that is compared with accuracy
+EQUAL = ["5x576", "8x384", "12x256"]  # shapes with 16M parameters in their blocks
 CUTS = {
     "default": "the default", "pca": "untied, rotated", "even": "even layers", "no-refit": "no refit",
     "masks": "masks, weights frozen", "joint-3e-5": "joint masks, 3e-5", "joint-1e-4": "joint masks, 1e-4",

@@ -6,8 +6,9 @@ without a draft, with every K, and with the schedule that predict writes. Predic
 a request starts when another request ends, a prefill stops all other requests, and the time of a step depends on the
 number of busy streams.
 
-streams_prediction_error: median error over all K from 1 on and all numbers of streams. other_k_error: the same for
-values of K without a timed step. plain_error: error without a draft. The named vLLM needs pandas for its client.
+streams_prediction_error: median error over every K of 1 or more and every number of streams. other_k_error: the same
+for values of K at which no step was timed. plain_error: error without a draft. The named vLLM needs pandas for its
+client.
 """
 
 import json
@@ -162,7 +163,7 @@ def short_prompts(out: Path, target: Path, questions: Path, count: int, new_toke
 
 
 def bench(vllm: Path, url: str, target: Path, file: Path, streams: int, prompts: int) -> Row:
-    """Return the measurements of vllm bench serve with a number of concurrent requests. streams: This number."""
+    """Return the measurements of vllm bench serve. streams: Number of concurrent requests."""
     note(f"vllm bench serve: {streams} streams")
     with tempfile.TemporaryDirectory() as folder:
         words = [

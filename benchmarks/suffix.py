@@ -1,7 +1,7 @@
-"""Suffix decoding beside prompt lookup, simulated on stored answers: python -m benchmarks.suffix GREEDY --earlier STORE
+"""Suffix decoding against prompt lookup on stored answers: python -m benchmarks.suffix GREEDY --earlier STORE
 
-Under greedy decoding, a draft that depends only on the text is accepted as far as it agrees with the target's text.
-Stored greedy texts therefore give the exact tokens per target pass, on any machine and without a pass.
+With greedy decoding, a draft that depends only on the text is accepted up to the first token that differs from the
+target's text. Stored greedy texts therefore give the exact tokens per target pass, on any machine and without a pass.
 
 own_text: Drafts use the prompt and the answer so far. earlier_requests: Drafts also use the answers to earlier prompts,
 in the order of the store. repeated: Drafts also use the answers of --earlier, which the same target sampled for the

@@ -465,12 +465,12 @@ def tpot(row: dict[str, Any]) -> str:
 
 
 def measure(row: dict[str, Any]) -> str:
-    """Return the quantity that the speedup of a row is about."""
+    """Return the name of the quantity that a row's speedup measures."""
     return "whole request" if "tpot_speedup" in row else "TPOT"
 
 
 def relation(row: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return text that compares the gain of whole requests with another drafter's gain."""
+    """Return text that compares a drafter's gain in whole requests with another's."""
     if "tpot_speedup" in row and not separates(row["speedup"], other["speedup"]):
         return "does not differ clearly from"
     return "gains more than" if request_gain(row) > request_gain(other) else "gains less than"
@@ -482,7 +482,7 @@ def ordered(rows: dict[str, Any], gain: Callable[[Any], float]) -> list[tuple[st
 
 
 def header(*names: str) -> Iterator[str]:
-    """Yield the head of a table whose first column is text."""
+    """Yield the header of a table whose first column is text."""
     yield cells(*names)
     yield "|---|" + "---:|" * (len(names) - 1)
 

@@ -1,9 +1,11 @@
-"""What a trimmed head loses: python -m benchmarks.trimmed_head STORE DRAFT... [--sizes 4k,8k,16k,32k] [--texts 96]
+"""The acceptance that a trimmed head loses: python -m benchmarks.trimmed_head STORE DRAFT...
 
-The ids of each head are the most frequent ones in the first half of a store of target outputs, as prune --vocab
---outputs counts them. Drafts are replayed on texts of the second half, under the sampling that the target had: every
-head from one pass of the whole one, whose logits of other ids are dropped. acceptance: mean chance that a token of the
-target is accepted; share_of_whole: of the whole head's, with its 95 % interval over texts. The last line is one JSON
+[--sizes 4k,8k,16k,32k] [--texts 96]
+
+Each head has the most frequent ids in the first half of a store of target outputs, as prune --vocab --outputs counts
+them. Drafts are replayed on texts of the second half, with the target's sampling. One pass of the complete head serves
+all heads, by dropping the logits of other ids. acceptance: mean probability that a token of the target is accepted;
+share_of_whole: acceptance over that of the complete head, with its 95 % interval over texts. The last line is one JSON
 object.
 """
 

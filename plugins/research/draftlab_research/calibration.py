@@ -14,12 +14,12 @@ from draftlab.model.llama import Llama
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_store
 
-STORED_TEXTS = 32  # texts that are read from a store
+STORED_TEXTS = 32  # number of texts that are read from a store
 CALIBRATION = (
     6,
     64,
     96,
-)  # texts of the training split, tokens of each prompt, tokens that the target adds
+)  # number of texts of the training split, tokens of each prompt, and tokens that the target adds
 PASSES = 15
 
 
@@ -54,7 +54,7 @@ def spread_outputs(outputs: str) -> list[TargetOutput]:
 def pass_ms(
     context: DrafterContext, models: dict[str, Llama], widths: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Return by model the milliseconds of a pass at each width."""
+    """Return the milliseconds of a pass at each width, by model."""
     curves = measure_latency(
         models, widths=list(widths), context=96, passes=PASSES, clock=context.clock
     )

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @drafter("cascade")
 class CascadeSpec(DraftModelSpec, NgramSpec):
-    """Options of a cascade, besides those of ngram. inner: Cheaper drafter. inner_tokens: Tokens per inner draft."""
+    """Options of a cascade, in addition to those of ngram.
+
+    inner: Cheaper drafter. inner_tokens: Tokens that it drafts at a time.
+    """
 
     inner: Literal["ngram", "prompt-lookup"] = "ngram"
     inner_tokens: int = Field(2, ge=1)
@@ -25,7 +28,7 @@ class CascadeSpec(DraftModelSpec, NgramSpec):
     def _corpus_is_used(self) -> Self:
         idle = self.model_fields_set & {"order", "tokens", "data", "outputs"}
         if self.inner != "ngram" and idle:
-            raise ValueError(f"{', '.join(sorted(idle))}: only for inner=ngram")
+            raise ValueError(f"{', '.join(sorted(idle))}: works only with inner=ngram")
         return self
 
     @property

@@ -16,7 +16,9 @@ from draftlab.output import Output
 class ExportMedusaConfig(OutputConfig):
     heads: Path = option(help="Output of draftlab distill --student medusa.", argument=True)
     target: str = shared.target()
-    k: int | None = option(None, "Heads to write, each for one drafted token. Default: all.", ge=1)
+    k: int | None = option(
+        None, "Number of heads to write, one for each drafted token. Default: all.", ge=1
+    )
 
 
 def prepare(config: ExportMedusaConfig, weights: bool) -> Job[ExportMedusaConfig]:
@@ -36,7 +38,9 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
     heads, weights = read(config.heads, target), checkpoint.Weights(target)
     k = len(heads) if config.k is None else config.k
     if k > len(heads):
-        raise UserError(f"--k {k}: {config.heads} drafts at most {len(heads)} tokens")
+        raise UserError(
+            f"--k {k}: {config.heads} has {len(heads)} heads, so it drafts at most {len(heads)} tokens"
+        )
     shared_head = weights[
         "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
     ]

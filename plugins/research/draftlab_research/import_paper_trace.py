@@ -17,15 +17,21 @@ if TYPE_CHECKING:
 
 class ImportPaperTraceConfig(OutputConfig):
     file: Path = option(help="Trace file: tensor([[...]]) of token ids per prompt.", argument=True)
-    prompt_file: Path = option(help="JSON-lines file of the prompts of the trace.")
+    prompt_file: Path = option(help="JSON-lines file with the prompts of the trace.")
     target: str = shared.target()
     tokenizer: Path | None = option(
         None, "Directory of the target's tokenizer, if not that of --target."
     )
-    num_prompts: int | None = option(None, "Import the first prompts only.", ge=1)
+    num_prompts: int | None = option(
+        None, "Number of prompts to import, from the first on. Default: all.", ge=1
+    )
     name: str = option("llama-65b", "Name of the target.")
 
-    only = (Only(("target",), lambda c: c.tokenizer is None, "--tokenizer takes its place"),)
+    only = (
+        Only(
+            ("target",), lambda c: c.tokenizer is None, "leave it out: --tokenizer takes its place"
+        ),
+    )
 
 
 def prepare(config: ImportPaperTraceConfig, weights: bool) -> Job[ImportPaperTraceConfig]:

@@ -11,7 +11,7 @@ from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.layer_skip import skip_layers
 
-MAX_K = 8  # largest K for which a set of layers is rated
+MAX_K = 8  # largest K that is considered for a set of layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class LayerSet:
 def search_layers(
     target: Llama, texts: Sequence[Text], sampling: SamplingParams, cost: Callable[[int], float]
 ) -> Iterator[LayerSet]:
-    """Repeatedly drop the layer whose loss costs the least speed-up, and yield each set, from all but one layer on.
+    """Repeatedly drop the layer that costs the least predicted speed-up, and yield each set of remaining layers.
 
     The search follows Draft & Verify (2309.08168) and SWIFT, but uses expected acceptance in place of timed runs, on
     texts that the target generated under the same sampling. Sets of one size cost the same, so the set with the most

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class LayerSkipSpec(OutputsSpec):
     """Options of layer skipping. layers: Layers to keep. Empty: the set that is predicted to be fastest.
 
-    The prediction is by replay, on the outputs or on texts that the target writes first.
+    The prediction replays the outputs, or texts that the target writes first.
     """
 
     own_engine = True
@@ -30,9 +30,9 @@ class LayerSkipSpec(OutputsSpec):
     @model_validator(mode="after")
     def _ascending(self) -> Self:
         if self.layers != sorted(set(self.layers)):
-            raise ValueError("layers: want each once, in order")
+            raise ValueError("layers must ascend, each once")
         if self.layers and self.outputs:
-            raise ValueError("layers, outputs: want one of them")
+            raise ValueError("give layers or outputs, not both")
         return self
 
     @property
@@ -43,7 +43,7 @@ class LayerSkipSpec(OutputsSpec):
         super().check(run)
         if run.layers is not None and max(self.layers, default=0) >= run.layers:
             raise UserError(
-                f"--drafter {self.text}: the target has the layers 0 to {run.layers - 1}"
+                f"--drafter {self.text}: the target has only the layers 0 to {run.layers - 1}"
             )
 
     def build(self, context: "DrafterContext") -> "DrafterRun":

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @drafter("learnt-fallback")
 class LearntFallbackSpec(DraftModelSpec, OutputsSpec):
-    """Options of learnt fallback. outputs: Store of target outputs from which the gate is learnt."""
+    """Options of the drafter learnt_fallback. outputs: Store of target outputs from which the gate is learnt."""
 
     own_engine = True
     outputs: str = Field("", min_length=1, validate_default=True)
@@ -30,9 +30,9 @@ class LearntFallbackSpec(DraftModelSpec, OutputsSpec):
         gate, plain_ms = self._gate(context, model)
         options = f"min_match={'x'.join(map(str, gate.min_match))},draft_tokens={gate.draft_tokens}"
         note(
-            f"{self.text}: {options}; predicted at K = {gate.k}: {gate.speed * plain_ms:.2f} times plain decoding; the "
-            f"draft model alone {gate.model_speed * plain_ms:.2f}, with every match copied "
-            f"{gate.ungated_speed * plain_ms:.2f}"
+            f"{self.text}: {options}; predicted speed-up at K = {gate.k}: {gate.speed * plain_ms:.2f}; "
+            f"{gate.model_speed * plain_ms:.2f} with the draft model alone, {gate.ungated_speed * plain_ms:.2f} "
+            "if every match is copied"
         )
         draft = f"draft={self.draft}," if self.draft else ""
         fixed = FallbackSpec(

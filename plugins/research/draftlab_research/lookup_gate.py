@@ -1,4 +1,4 @@
-"""The gate of fallback: the length from which matches of prompt lookup are faster than the draft model.
+"""The gate of the drafter fallback: the match length from which copying is faster than the draft model.
 
 The gate is learnt from texts of the target. At every position, the accepted tokens of a copy are compared with the
 expected accepted tokens of the draft model. P positions, K drafted.
@@ -12,7 +12,7 @@ import numpy as np
 from draftlab.acceptance.token_logprobs import Text
 from draftlab.engine.drafters.ngram import MATCH_KINDS, latest_match
 
-ROUNDS = 20  # until the gate and the speed that it is judged by agree
+ROUNDS = 20  # most rounds until the gate and its speed agree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Gate:
     """A gate, with its speed in tokens per millisecond.
 
     Args:
-        min_match: Length from which a match is copied, for each of MATCH_KINDS. A length above all matches disables
+        min_match: Length from which a match is copied, for each of MATCH_KINDS. A length above all matches means no
             copies.
         k: Tokens of a copy.
         draft_tokens: Tokens that the draft model drafts, at most k.
@@ -53,7 +53,7 @@ class Positions:
 def replay_matches(
     texts: Sequence[Text], chances: Sequence[np.ndarray], longest: int, k: int
 ) -> Positions:
-    """Return all positions of texts except the first, which the prefill gives.
+    """Return all positions at which a step may begin: all except the first, which the prefill gives.
 
     chances: Probability that the draft model's token is accepted, [n]. For a parallel draft [n, K], with a column per
     position in the draft.
@@ -137,7 +137,7 @@ def _at(
 
 
 def _shortest(positions: Positions, kind: int, gain: np.ndarray, longest: int) -> int:
-    """Return the least length for which the total gain of all matches of a kind is largest."""
+    """Return the shortest match length that maximises the total gain over all matches of a kind."""
     own = (positions.kind == kind) & (positions.length > 0)
     totals = [
         gain[own & (positions.length >= shortest)].sum() for shortest in range(1, longest + 2)

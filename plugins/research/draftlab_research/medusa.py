@@ -19,7 +19,7 @@ class MedusaSpec(DrafterSpec):
     """Options of Medusa heads. heads: Output of draftlab distill --student medusa."""
 
     own_engine = True
-    mode = "eager"  # other modes keep no hidden states
+    mode = "eager"  # other modes do not keep hidden states
     heads: str
 
     def inputs(self) -> list[Input]:
@@ -29,7 +29,7 @@ class MedusaSpec(DrafterSpec):
         if not (Path(name) / MANIFEST).is_file():
             missing = f"{MANIFEST} is missing"
             raise UserError(
-                f"--drafter {self.text}: {name} has no Medusa heads ({missing}); {TRAINED_BY} trains them"
+                f"--drafter {self.text}: {name} has no Medusa heads ({missing}); train heads with {TRAINED_BY}"
             )
 
     def check(self, run: RunFacts) -> None:

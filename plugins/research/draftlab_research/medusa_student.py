@@ -31,7 +31,7 @@ class MedusaStudent(StudentSpec):
             "device_map",
         }
     )
-    lr_share = 0.25  # 0.001, as in the paper: the heads are not matrices of blocks
+    lr_share = 0.25  # gives 0.001 as in the paper, because heads are trained by AdamW, not by Muon
     heads: int = Field(3, ge=1, le=8)
 
     def check(self, job: "Distillation") -> None:
@@ -39,7 +39,8 @@ class MedusaStudent(StudentSpec):
 
         if set(job.text.shares) != {"data"} or job.answers is not None:
             raise UserError(
-                "--text: Medusa heads learn on data; store the target's text with outputs build"
+                "--text: Medusa heads train on data only; for the target's text, store it with draftlab outputs "
+                "build and give --outputs"
             )
         assert job.target is not None  # a head reads its states
         llama.check_supported(job.target)  # the engine drafts with the states that the heads read

@@ -31,7 +31,8 @@ from draftlab.training.teachers import logits_of
 from draftlab.training.trainer import TrainingSetup
 from draftlab_research.drafting.medusa import apply_heads, write
 
-LOSS = parse_loss("fkl")  # against the target's distribution of the token that a head predicts
+# forward KL from the target's distribution of the token that a head predicts
+LOSS = parse_loss("fkl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ def open_heads(count: int, job: Distillation) -> OpenHeads:
 
 
 class FrozenTarget:
-    """The target. Heads and teacher ask for the states of the same texts, so the last states are cached."""
+    """The frozen target. It caches the last states, because heads and teacher read the states of the same texts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -91,7 +92,7 @@ class FrozenTarget:
 
 
 class Heads(nn.Module):
-    """The student, whose only parameters are the heads. Each starts at zero, and so predicts as the target's head."""
+    """The student, whose only parameters are the heads. A head starts at zero, where it predicts as the target does."""
 
     def __init__(self, target: FrozenTarget, count: int) -> None:
         super().__init__()
@@ -155,7 +156,10 @@ class RepeatedBatches:
 
 
 def repeat_rows(batch: Batch, count: int) -> Batch:
-    """Repeat each row for every head. The first k positions of head k are masked, as it predicts nothing there."""
+    """Return each row once for every head.
+
+    The first k positions of head k are masked, because it predicts nothing there.
+    """
     mask = batch.mask.repeat(count, 0)
     for k in range(1, count + 1):
         mask[k - 1 :: count, :k] = 0
@@ -163,7 +167,7 @@ def repeat_rows(batch: Batch, count: int) -> Batch:
 
 
 def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingSetup:
-    """Return the setup for one process and undivided batches, because the rows of a text must stay in one batch."""
+    """Return the setup: one process and undivided batches, because the rows of a text must stay in one batch."""
     count = len(student.heads)
     repeated = replace(heldout, batches=[repeat_rows(batch, count) for batch in heldout.batches])
     return TrainingSetup(

@@ -42,13 +42,13 @@ class PaperTrace:
         texts = paper_texts(file)[:count]
         if len(texts) != len(prompts):
             raise UserError(
-                f"{file} has {len(texts)} texts for {len(prompts)} prompts; give the prompts that it was made with, "
-                "or import the first ones of both with --num-prompts"
+                f"{file} has {len(texts)} texts for {len(prompts)} prompts; give the prompts of this trace, or "
+                "import the first of both by --num-prompts"
             )
         for number, text in enumerate(texts, 1):
             if text.max() >= vocab:
                 raise UserError(
-                    f"{file}: text {number} has the id {text.max()}; the tokenizer has only {vocab} ids"
+                    f"{file}: text {number} has the id {text.max()}, but the tokenizer has only {vocab} ids"
                 )
         whole = all(
             text[: len(p.ids)].tolist() == p.ids for text, p in zip(texts, prompts, strict=True)
@@ -81,10 +81,8 @@ def paper_texts(file: Path) -> list[np.ndarray]:
         raise UserError(f"{file} cannot be read: {error}") from None
     tensors = TENSOR.findall(content)
     if not tensors or len(tensors) != content.count("tensor("):
-        end = (
-            f"its text {len(tensors) + 1} does not end" if tensors else "it has no tensor([[...]])"
-        )
-        raise UserError(f"{file} is not a trace of the paper's scripts, or is cut: {end}")
+        end = f"text {len(tensors) + 1} has no end" if tensors else "it has no tensor([[...]])"
+        raise UserError(f"{file} is not a trace of the paper's scripts, or is incomplete: {end}")
     rows = [row for tensor in tensors for row in re.split(r"\]\s*,\s*\[", tensor)]
     return [_ids(row, f"{file}: text {number}") for number, row in enumerate(rows, 1)]
 
@@ -92,12 +90,12 @@ def paper_texts(file: Path) -> list[np.ndarray]:
 def _ids(row: str, where: str) -> np.ndarray:
     if "..." in row:
         raise UserError(
-            f"{where} is abbreviated (...): print it whole, with torch.set_printoptions(threshold=10**9)"
+            f"{where} is abbreviated (...); print complete tensors, with torch.set_printoptions(threshold=10**9)"
         )
     try:
         ids = np.array([int(word) for word in row.split(",")], dtype=np.int64)
     except (ValueError, OverflowError) as error:
-        raise UserError(f"{where}: {error}; token ids are integers") from None
+        raise UserError(f"{where}: {error}; token ids must be integers") from None
     if ids.min() < 0:
         raise UserError(f"{where}: {ids.min()} is not a token id")
     return ids

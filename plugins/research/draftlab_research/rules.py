@@ -11,12 +11,12 @@ from torch import Tensor
 from draftlab.engine.verify import Chance, Tokens, Verdict, normalised
 from draftlab.registry import RULES
 
-HALVINGS = 20  # times that the interval around rho is halved
+HALVINGS = 20  # number of times that the interval around rho is halved
 
 
 @RULES.register("recursive")
 def recursive(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Try siblings in turn, each against the residual of p after the siblings before it.
+    """Verify siblings in turn, each against the residual of p that the siblings before it leave.
 
     The residual of each trial uses the distribution that the child was drawn from. The rule covers children drawn
     independently (SpecInfer, 2305.09781, algorithm 2) or without replacement (Sequoia, 2402.12374), and, with q
@@ -54,7 +54,7 @@ def k_sequential(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 
 def smallest_rho(p: Tensor, q: Tensor, n: int) -> float:
-    """Return the smallest lossless rho in [1, n], which accepts most (SpecTr, theorem 2).
+    """Return the smallest rho in [1, n] that is lossless, which accepts the most tokens (SpecTr, theorem 2).
 
     The solution of 1 - (1 - beta)^n = rho beta, with beta(rho) = sum min(q, p / rho), is approached from above.
     """

@@ -1,4 +1,4 @@
-"""Draft models that stop drafting early if they are not confident."""
+"""Draft models that stop drafting early if their confidence is low."""
 
 from typing import TYPE_CHECKING
 

@@ -17,7 +17,7 @@ from draftlab_research.drafting.tree import (
 )
 from draftlab_research.trees import SearchedTreeSpec
 
-RANKS = 8  # most children of a node in a tree
+RANKS = 8  # largest number of children of a node
 MAX_DEPTH = 8
 
 
@@ -26,7 +26,7 @@ def parents_of(
 ) -> tuple[int, ...]:
     """Return the parents of the tree with the spec's widths, or of the tree with the highest predicted speed.
 
-    offsets: Most tokens that a parallel draft drafts. None if the draft is not parallel.
+    offsets: Largest number of tokens that a parallel draft drafts. None for an ordinary draft.
     """
     target = context.own_engine(spec, context.target)
     if spec.widths:
@@ -47,7 +47,7 @@ def parents_of(
     gain, shares = speed * ms["target"][0], ", ".join(f"{share((rank,)):.2f}" for rank in range(3))
     note(
         f"{spec.text}: {len(parents)} tokens with parents {', '.join(map(str, parents))} (0: the text); predicted "
-        f"{gain:.2f} times plain decoding; the draft's first tokens by rank are right {shares}"
+        f"speed-up {gain:.2f}; first tokens are right, by rank in the draft, {shares}"
     )
     return parents
 
@@ -55,7 +55,7 @@ def parents_of(
 def _path_shares(
     spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None
 ) -> PathShare:
-    """Return how often the tokens of a path in the tree are the target's tokens."""
+    """Return the path shares: how often the tokens of each path are the target's next tokens."""
     texts = calibration_texts(context, spec.outputs)
     if offsets is not None:
         scored = score_offsets(

@@ -21,7 +21,7 @@ Siblings = Literal["top", "sampled", "distinct"]
 
 
 class WidthsSpec(DrafterSpec):
-    """Options of a fixed tree. widths: Children of each node, by depth. siblings: How children are drawn."""
+    """Options of a fixed tree. widths: Number of children of each node, by depth. siblings: How children are drawn."""
 
     own_engine = True
     rejection_rule = "recursive"
@@ -33,7 +33,7 @@ class WidthsSpec(DrafterSpec):
         tokens = sum(math.prod(self.widths[: i + 1]) for i in range(len(self.widths)))
         if min(self.widths, default=1) < 1 or tokens > MAX_TREE_TOKENS:
             raise ValueError(
-                f"widths: want numbers from 1 on that make at most {MAX_TREE_TOKENS} tokens"
+                f"widths must be numbers of 1 or more that give at most {MAX_TREE_TOKENS} tokens"
             )
         return self
 
@@ -46,17 +46,17 @@ class WidthsSpec(DrafterSpec):
         super().check(run)
         if run.rule == "block":
             raise UserError(
-                f"--rule block verifies chains, and --drafter {self.text} drafts a tree; use recursive or match"
+                f"--rule block verifies chains, but --drafter {self.text} drafts a tree; use --rule recursive or match"
             )
         if run.rule == "k-sequential" and self.drawn != "sampled":
             raise UserError(
-                f"--rule k-sequential needs independently sampled siblings, and those of --drafter {self.text} are "
-                f"{self.drawn}; add siblings=sampled, or use recursive"
+                f"--rule k-sequential needs independently sampled siblings, but those of --drafter {self.text} "
+                f"are {self.drawn}; add siblings=sampled, or use --rule recursive"
             )
 
 
 class SearchedTreeSpec(WidthsSpec, OutputsSpec):
-    """Options of a fixed or searched tree. If widths is empty, a tree is searched.
+    """Options of a fixed tree or, without widths, of a searched tree.
 
     nodes: Most tokens of a searched tree.
     """
@@ -66,7 +66,7 @@ class SearchedTreeSpec(WidthsSpec, OutputsSpec):
     @model_validator(mode="after")
     def _has_one_size(self) -> Self:
         if self.widths and self.model_fields_set & {"nodes", "outputs"}:
-            raise ValueError("nodes, outputs: widths decide the tree")
+            raise ValueError("nodes, outputs: leave them out, because widths decide the tree")
         return self
 
     @property
@@ -77,7 +77,8 @@ class SearchedTreeSpec(WidthsSpec, OutputsSpec):
 class DynamicTreeSpec(WidthsSpec):
     """Options of a fixed tree or of EAGLE-2's dynamic tree, which has the `nodes` tokens of highest probability.
 
-    topk: Tokens that are read on each level, and children of each token. None for a fixed tree. depth: Levels.
+    topk: Number of tokens that the model reads on each level, and of children of each token. None for a fixed tree.
+    depth: Number of levels.
     """
 
     topk: int | None = Field(None, ge=1, le=64)
@@ -88,16 +89,16 @@ class DynamicTreeSpec(WidthsSpec):
     def _is_one_tree(self) -> Self:
         if self.topk is None:
             if "depth" in self.model_fields_set:
-                raise ValueError("depth: only with topk")
+                raise ValueError("depth: works only with topk")
             return self
         if idle := self.model_fields_set & {"widths", "siblings", "outputs"}:
             raise ValueError(
-                f"{', '.join(sorted(idle))}: not with topk, whose tree is drawn anew for every text"
+                f"{', '.join(sorted(idle))}: leave it out, because topk makes a new tree for every text"
             )
         most = self.topk + (self.depth - 1) * self.topk**2
         if self.nodes is None or self.nodes > most:
             raise ValueError(
-                f"nodes: topk {self.topk} and depth {self.depth} make at most {most} tokens"
+                f"nodes: with topk {self.topk} and depth {self.depth} a tree has at most {most} tokens; lower nodes"
             )
         return self
 
@@ -136,7 +137,7 @@ class ParallelTreeSpec(SearchedTreeSpec, ParallelSpec):
     @model_validator(mode="after")
     def _has_a_size(self) -> Self:
         if not self.widths and not self.nodes:
-            raise ValueError("nodes: want the most tokens of the tree, or its widths")
+            raise ValueError("give nodes, the largest number of tokens of the tree, or widths")
         return self
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
@@ -156,9 +157,9 @@ class EagleTreeSpec(DynamicTreeSpec, EagleHeadSpec):
     @model_validator(mode="after")
     def _has_a_shape(self) -> Self:
         if not self.widths and self.topk is None:
-            raise ValueError("widths: want them, or topk, for a tree; eagle drafts chains")
+            raise ValueError("give widths or topk for a tree; for chains use --drafter eagle")
         if self.widths and "nodes" in self.model_fields_set:
-            raise ValueError("nodes: only with topk")
+            raise ValueError("nodes: works only with topk")
         return self
 
     def build(self, context: "DrafterContext") -> "DrafterRun":

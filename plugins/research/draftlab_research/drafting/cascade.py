@@ -15,7 +15,7 @@ from draftlab.sampling import SamplingParams
 
 
 class CascadeDrafter(ModelDrafter):
-    """A smaller drafter drafts for the draft model, which drafts for the target (Spector and Re 2023, 2308.04623).
+    """A drafter in which a cheaper drafter drafts for a draft model (Spector and Re 2023, 2308.04623).
 
     The drafted tokens are samples of the draft model, so its distributions are the q of the target's rule.
     """
@@ -42,7 +42,7 @@ class CascadeDrafter(ModelDrafter):
         draws = self._draws(uniform)  # [B, K, 2 inner_tokens + 1]
         while min(done := list(map(len, tokens)), default=count) < count:
             u = draws[torch.arange(len(done)), [min(n, count - 1) for n in done]]
-            # a finished row is fed without its drafted tokens, so that it stays within the cache's capacity
+            # finished rows are fed without drafted tokens, so that they stay within the cache's capacity
             so_far = [
                 text + (more if len(more) < count else [])
                 for text, more in zip(texts, tokens, strict=True)
@@ -70,7 +70,7 @@ class CascadeDrafter(ModelDrafter):
         )
 
     def _draws(self, uniform: Tensor) -> Tensor:
-        """Expand the draw of each row and position to the 2 inner_tokens + 1 draws of an inner step."""
+        """Return 2 inner_tokens + 1 draws for each inner step, expanded from one draw per row and position."""
         width = 2 * self.inner_tokens + 1
         draws = [
             torch.rand(

@@ -22,7 +22,7 @@ class DynamicTreeDrafter(Drafter):
     """Drafts a dynamic tree, level by level, with the logits of another drafter of trees."""
 
     def __init__(self, reader: TreeDrafter, topk: int, depth: int) -> None:
-        """reader: Drafter that reads tokens and gives logits. The reader's own tree is not drafted."""
+        """reader: Drafter that computes the logits. Its own tree is not drafted."""
         self.reader, self.topk, self.depth = reader, topk, depth
         reader.spare = topk * (depth - 1)  # more tokens may be read than are drafted
 
@@ -47,7 +47,7 @@ class DynamicTreeDrafter(Drafter):
         )
         # tokens, values and parents of candidates, [B, .] each
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
-        ids: list[Tensor] = []  # candidates that are read
+        ids: list[Tensor] = []  # candidates that the model reads
         parents = number[:, :0]  # parent of each read candidate, as an index of read candidates
         for level in range(self.depth):
             if level:
@@ -65,7 +65,8 @@ class DynamicTreeDrafter(Drafter):
                 rows, -1
             )
             number, ids = first + chosen, [*ids, *tokens.gather(1, chosen).unbind(1)]
-        self.reader.cache.used = [len(text) for text in texts]  # the tree lies behind
+        # the positions after the text are the tree's
+        self.reader.cache.used = [len(text) for text in texts]
         tokens, values, number = (torch.cat(part, 1) for part in zip(*levels, strict=True))
         return _most_valuable(tokens, values, number, count)
 
@@ -75,7 +76,8 @@ def _most_valuable(tokens: Tensor, values: Tensor, parents: Tensor, count: int) 
 
     parents: Number of each candidate's parent, counted from 1. 0 is the last token of the text.
     """
-    order = values.sort(dim=1, descending=True, stable=True).indices  # parents before equals
+    # stable, so that parents stay before children of equal value
+    order = values.sort(dim=1, descending=True, stable=True).indices
     chosen = order[:, :count].sort(1).values
     place = parents.new_zeros(len(parents), parents.shape[1] + 1)
     numbers = torch.arange(1, chosen.shape[1] + 1, device=chosen.device).expand_as(chosen)

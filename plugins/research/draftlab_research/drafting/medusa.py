@@ -48,7 +48,7 @@ class MedusaDrafter(Drafter):
         """
         if type(target) is not Llama:
             raise UserError(
-                "Medusa heads read the target's hidden states, which only mode eager keeps; use it"
+                "Medusa heads read the target's hidden states, which only mode eager keeps; use --mode eager"
             )
         self.target, self.heads = target, heads.to(target.embed)
         self.reset(1, 1)
@@ -100,20 +100,20 @@ def read(folder: Path, target: Path) -> Tensor:
     missing = next((name for name in (MANIFEST, WEIGHTS) if not (folder / name).is_file()), None)
     if missing is not None:
         raise UserError(
-            f"{folder} has no Medusa heads ({missing} is missing); {TRAINED_BY} trains them"
+            f"{folder} has no Medusa heads ({missing} is missing); train heads with {TRAINED_BY}"
         )
     manifest = read_model(Manifest, folder / MANIFEST)
     with reading(folder / WEIGHTS):
         weights = load_file(folder / WEIGHTS)
     if manifest.target != provenance.fingerprint(target):
         raise UserError(
-            f"{folder} has heads for another target than {target}; heads work with the target of their training"
+            f"{folder} has heads for another target than {target}; use the target that they were trained for"
         )
     shapes = [(manifest.hidden, manifest.hidden)] * manifest.heads
     names = [f"{number:02d}" for number in range(1, manifest.heads + 1)]
     if sorted(weights) != sorted(names) or [tuple(w.shape) for w in weights.values()] != shapes:
         raise UserError(
-            f"{folder / WEIGHTS} does not hold the {manifest.heads} heads of {MANIFEST}"
+            f"{folder / WEIGHTS} does not have the {manifest.heads} heads that {MANIFEST} names; train the heads again"
         )
     for name, tensor in weights.items():
         check_weight(tensor, name, folder)

@@ -40,7 +40,7 @@ class TreeDrafter(ModelDrafter):
         self.parents, self.siblings = tuple(parents), siblings
         self.levels = node_depths(parents)
         if self.levels != sorted(self.levels):
-            raise ValueError(f"parents are not sorted by level: {parents}")
+            raise ValueError(f"parents must be sorted by level: {parents}")
         super().__init__(model, vocab)
 
     def reset(self, rows: int, capacity: int) -> None:
@@ -62,7 +62,8 @@ class TreeDrafter(ModelDrafter):
                 )
                 ids.append(child)
                 q += [] if drawn_from is None else [drawn_from]
-        self.cache.used = [len(text) for text in texts]  # the rest of the cache is a tree
+        # cached positions after the text belong to the tree
+        self.cache.used = [len(text) for text in texts]
         return Draft(
             ids=torch.stack(ids, 1),
             q=torch.stack(q, 1) if q else None,
@@ -92,7 +93,7 @@ class TreeDrafter(ModelDrafter):
             for sibling in elder:
                 q = q.scatter(1, sibling.unsqueeze(1), 0)
             total = q.sum(1, keepdim=True)
-            # if no token is left to draw, any distribution is right
+            # if no token is left to draw, any distribution will do
             q = torch.where(total > 0, q / total, 1 / q.shape[1])
         return draw(q, uniform), q
 
@@ -117,7 +118,7 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 def independent(ranked: Sequence[float]) -> PathShare:
-    """Return path shares for ranks that are independent of earlier tokens (Sequoia, 2402.12374).
+    """Return the path shares if the rank of a token did not depend on earlier tokens (Sequoia, 2402.12374).
 
     ranked: Share of tokens in which the target's token has each rank.
     """
@@ -125,14 +126,14 @@ def independent(ranked: Sequence[float]) -> PathShare:
 
 
 def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
-    """Return how often each path was the target's next tokens, in texts scored at every offset of a parallel draft.
+    """Return the share of positions at which each path was the target's next tokens, for a parallel draft's scores.
 
     texts: Rank of each of n tokens, with a column per position in the draft, [n, K] (acceptance/token_logprobs.py).
-    Paths are counted as a unit, because after a wrong first token later tokens are wrong more often.
+    Whole paths are counted, because after a wrong first token later tokens are wrong more often.
     """
     paths = []
     for ranks in texts:
-        # no path extends beyond the end of a text
+        # paths do not extend beyond the end of a text
         ahead = np.pad(ranks, [(0, depth), (0, 0)], constant_values=-1)
         paths.append(np.stack([ahead[age : age + len(ranks), age] for age in range(depth)], 1))
     starts = np.concatenate(paths)  # [N, depth]
@@ -148,7 +149,7 @@ def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
 def best_tree(
     share: PathShare, siblings: int, nodes: int, depth: int
 ) -> tuple[tuple[int, ...], float]:
-    """Return the tree with the most tokens per pass within limits of siblings, nodes and depth, and these tokens.
+    """Return the tree with the most tokens per pass within these limits, and its tokens per pass.
 
     The value of a node is the share of its path. The best tree consists of the nodes of highest value. Sequoia's
     dynamic program finds the same tree.
@@ -164,7 +165,8 @@ def best_tree(
         following += [(*path, 0)] if len(path) < depth else []
         for each in following:
             heapq.heappush(queue, (-share(each), each))
-    chosen.sort(key=len)  # stable: elder siblings, which were chosen earlier, stay in front
+    # a stable sort, so that elder siblings, which were chosen earlier, stay in front
+    chosen.sort(key=len)
     number = {path: place for place, path in enumerate([(), *chosen])}
     return tuple(number[path[:-1]] for path in chosen), tokens
 
@@ -176,7 +178,7 @@ def fastest_tree(
     nodes: int,
     depth: int,
 ) -> tuple[tuple[int, ...], float]:
-    """Return the tree with the most tokens per millisecond within limits of siblings, nodes and depth, and its speed.
+    """Return the tree with the most tokens per millisecond within these limits, and its tokens per millisecond.
 
     step_ms: Milliseconds to draft and verify a tree, by depth, nodes and tokens per pass of the tree (Sequoia).
     """

@@ -82,8 +82,8 @@ def test_the_paper_is_a_recipe_three_ways(monkeypatch):
         ({"prune": {"layers": 0}}, "--layers 0: .*at least 1"),
         ({"distill": {"optimizer": "adamv"}}, "--optimizer adamv: .*'adamw' or 'muon'"),
         ({"outputs info": {}}, "DIRECTORY is required"),
-        ({"prune": {}, "score": {}}, "want one command"),
-        ("prune", "want one command"),
+        ({"prune": {}, "score": {}}, "step 1"),
+        ("prune", "step 1"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(tmp_path, step, message):

@@ -85,15 +85,11 @@ def test_another_vocabulary_is_named_with_the_servers_that_translate(foreign):
     assert wrong.level == "error"
     assert not {"special tokens", "vocabulary", "chat template"} & {f.about for f in found}
     assert f"mergekit-tokensurgeon {foreign[0]} {foreign[1]}" in wrong.fix
-    translated = {f.about: f for f in found if "translates between the vocabularies" in f.text}
+    translated = {f.about: f for f in found if "--use-heterogeneous-vocab" in f.fix}
     assert set(translated) == {"vllm", "transformers"}
-    assert all("--use-heterogeneous-vocab" in f.fix for f in translated.values())
     tokens = [checkpoint.load_tokenizer(d).get_vocab() for d in foreign]
-    assert (
-        f"{len(tokens[0].keys() & tokens[1].keys())} of 307 tokens are spelled alike"
-        in translated["vllm"].text
-    )
-    refused = {f.about for f in found if "wants the target's vocabulary" in f.text}
+    assert f"{len(tokens[0].keys() & tokens[1].keys())} of 307" in translated["vllm"].text
+    refused = {f.about for f in found if f.fix.startswith("mergekit-tokensurgeon")} - {"tokenizer"}
     assert refused == {"sglang", "llama.cpp", "tensorrt-llm"}
 
 
@@ -119,7 +115,7 @@ def test_one_vocabulary_that_cuts_text_otherwise_is_found_by_probe_texts(pair):
     spec = json.loads(file.read_text())
     spec["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "."}
     file.write_text(json.dumps(spec))
-    assert f"of {len(PROBES)} probe texts get other ids" in error(pair, "tokenizer")
+    assert f"of {len(PROBES)} probe texts" in error(pair, "tokenizer")
 
 
 def test_servers_that_cannot_draft_in_parallel_are_named(pair):

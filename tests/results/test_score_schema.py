@@ -134,7 +134,7 @@ def test_a_prompt_that_is_answered_with_its_end_says_nothing_about_speed():
 def test_a_score_without_a_timed_token_is_refused():
     base = score().model_dump()
     ended = [generation(0, seconds=0).model_dump()]
-    with pytest.raises(ValueError, match="nothing was timed"):
+    with pytest.raises(ValueError, match="timed"):
         Score.model_validate(base | {"plain": ended, "speculative": {1: ended}})
 
 

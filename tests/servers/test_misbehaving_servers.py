@@ -243,7 +243,7 @@ NAME = "vllm:spec_decode_num_{}_total"
 @pytest.mark.parametrize(
     ("after", "message"),
     [
-        ({NAME.format("drafts"): 1.0}, "went back"),
+        ({NAME.format("drafts"): 1.0}, "num_drafts"),
         ({NAME.format("drafts"): float("nan")}, "not finite"),
     ],
 )

@@ -91,15 +91,17 @@ class Tables:
             )
         compared = [f"{words} {' and '.join(names)}" for words, names in rivals.items()]
         if row is not lookup:
-            compared = [f"{relation(lookup, row)} it", *compared]
+            compared = [f"{relation(lookup, row)} that", *compared]
             text += f". Prompt lookup alone ({request(lookup)}) {', and '.join(compared)}"
         if "tpot_speedup" not in lookup:
             return f"The record has no intervals of whole requests. By the estimates alone, {text}."
         verdicts: dict[str, list[str]] = {}
         for name, each in ordered(greedy, request_gain):
             verdicts.setdefault(against_plain(each["speedup"]), []).append(label(name))
-        told = [f"{words.capitalize()}: {', '.join(names)}." for words, names in verdicts.items()]
-        return f"Whole requests by their intervals. {' '.join(told)} By the estimates, {text}."
+        told = [f"{words} with {' and '.join(names)}" for words, names in verdicts.items()]
+        return (
+            f"By their intervals, whole requests are {'; '.join(told)}. By the estimates, {text}."
+        )
 
     def smollm2_precision(self, record: str = "") -> str:
         """Return a sentence on the precision of target and drafts."""
@@ -114,14 +116,13 @@ class Tables:
                 f"{rate:.0f} tokens/s in {name}"
                 for name, rate in row["plain_tokens_per_second_by_weights"].items()
             ]
-            return f"Without a draft the target makes {' and '.join(rates)}. Speed-ups are over the faster."
+            return f"Without a draft the target makes {' and '.join(rates)}. Speed-ups are over the faster of these."
         passes = self.results["passes"]["milliseconds"]
         share = fixed(passes["native_int8"]["1"] / passes["native"]["1"])
-        text = (
-            f"The target was not run in int8, whose pass takes {share} of the "
-            "time of a bf16 pass (`passes.json`), so "
+        return (
+            f"The target was not run in int8. A pass in int8 takes {share} of the time of a pass in bf16 "
+            "(`passes.json`), so the gain over the fastest plain decoding is not known."
         )
-        return f"{text}what a draft adds to the fastest plain decoding is not known."
 
     def of(self, name: str) -> dict[str, Any]:
         """Return the row of a drafter. name: Name of the drafter in tables."""

@@ -113,8 +113,8 @@ def against_plain(speedup: Any) -> str:
     """Return text on whether a speed-up differs from plain decoding, by its interval."""
     _, low, high = bounds(speedup)
     if low > 1:
-        return "faster than without a draft"
-    return "slower than without a draft" if high < 1 else "not clearly faster or slower"
+        return "faster than plain decoding"
+    return "slower than plain decoding" if high < 1 else "not clearly faster or slower"
 
 
 def millions(value: Value, digits: int = 0) -> str:

@@ -225,10 +225,13 @@ def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
         return False, f"the fastest candidate has no significant gain: {best.as_speedup()}"
     if losses and geometric_mean(gain.value for gain in speedups.values()) <= 1:
         return False, f"it is faster at {streams(gains)}, but loses more at {streams(losses)}"
-    reason = f"it is faster at {streams(gains)}"
+    if len(speedups) == 1:
+        (gain,) = speedups.values()
+        return True, f"whole requests run at {gain.as_speedup()} the speed of the target alone"
+    reason = f"whole requests are faster than with the target alone at {streams(gains)}"
     if losses:
-        reason += f"; at {streams(losses)} it is slower, so serve without a draft there"
-    return True, reason if len(speedups) > 1 else "its gain is significant"
+        reason += f"; at {streams(losses)} they are slower, so serve without a draft there"
+    return True, reason
 
 
 FASTEST = "the fastest K that draftlab auto measured"

@@ -180,7 +180,7 @@ def plot_ranking(gains: Sequence[tuple[Mark, Interval]]) -> Markup:
             ax.annotate(text, (gain.value, row), (0, 6), textcoords="offset points", ha="center")
             ends += [gain.low, gain.high]
         margin = 0.25 * (max(ends) - min(ends) or 1)
-        ax.text(1, len(gains) - 0.4, f" {NO_DRAFT}", va="center")
+        ax.annotate(NO_DRAFT, (1, len(gains) - 0.4), (4, 0), textcoords="offset points", va="center")
         ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(gains), -0.9), yticks=[])
         ax.set(xlabel="speed-up of whole requests, 95% interval")
 
@@ -236,7 +236,7 @@ def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
             for phase, colour in PHASES.items():
                 ax.barh(row, ms[phase], left=left, height=0.4, color=colour)
                 left += ms[phase]
-            ax.text(0, row - 0.28, label, va="bottom")
+            ax.annotate(label, (0, row - 0.28), (3, 0), textcoords="offset points", va="bottom")
         widest = max(sum(ms.values()) for _, ms in steps)
         ax.set(
             xlabel="ms per step", xlim=(0, 1.05 * widest), ylim=(len(steps) - 0.7, -0.8), yticks=[]

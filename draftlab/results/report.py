@@ -47,10 +47,9 @@ WIDE = frozenset(
 )
 CAPTION = (
     "* Fastest. ~ No significant difference from the fastest draft. Each draft has its best K, chosen on other "
-    "prompts. requests: speed-up of whole requests (prefill and decoding) over the fastest plain decoding. TPOT: "
-    "speed-up of the tokens after the first. relative to best: speed-up over that of the fastest draft. "
-    "Intervals: 95% "
-    "bootstrap over prompts. tok/s: tokens per second of whole requests."
+    "prompts. speed-up: of whole requests (prefill and decoding) over the fastest plain decoding. relative to best: "
+    "divided by the fastest draft's speed-up. TPOT: speed-up of the tokens after the first. tok/s: tokens per second "
+    "of whole requests. Intervals: 95% bootstrap over prompts."
 )
 
 
@@ -80,7 +79,7 @@ def ranking_table(ranking: Sequence[Ranked]) -> Table:
             "draft": name,
             "tokens\nper pass": "1.00",
             "tok/s": three_digits(speed),
-            "requests\n(95%)": f"{gain:.2f}x",
+            "speed-up\n(95%)": f"{gain:.2f}x",
         }
         rows.append((False, -gain, cells))
     rows.sort(key=lambda row: row[:2])
@@ -271,7 +270,7 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
         "tokens\nper pass": f"{score.tokens_per_pass(k):.2f}",
         "accept\nrate": f"{score.acceptance(k).draft_acceptance_rate:.1%}",
         "tok/s": three_digits(score.output_tps(k)),
-        "requests\n(95%)": ranked.speedup.as_speedup(),
+        "speed-up\n(95%)": ranked.speedup.as_speedup(),
         "relative\nto best": ""
         if ranked.ratio_to_fastest is None
         else str(ranked.ratio_to_fastest),
@@ -389,7 +388,7 @@ def _k_table(score: Score, speedups: Mapping[int, Interval]) -> Table:
         rows.append(
             {
                 "K": str(k),
-                "requests (95%)": gain.as_speedup(),
+                "speed-up (95%)": gain.as_speedup(),
                 "TPOT (95%)": speedup_text(score.tpot_speedup(k)),
                 "implied TPOT": optional(score.implied_speedup(k), ".2f"),
                 "TTFT, ms": milliseconds(score.ttft_ms(k)),

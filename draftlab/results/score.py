@@ -169,11 +169,11 @@ class Conditions(FileModel):
     def precision(self) -> str:
         """Return text on the weights of target and draft, the activations, and the mode of passes."""
         if self.mode == "served":
-            return "both as served"
-        draft = "no draft model" if self.draft_weights is None else f"draft {self.draft_weights}"
+            return "as the servers were started"
+        draft = "no draft model" if self.draft_weights is None else f"{self.draft_weights} draft"
         threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
         return (
-            f"weights: target {self.target_weights}, {draft}; activations {self.dtype}; "
+            f"{self.target_weights} target, {draft}, {self.dtype} activations, "
             f"mode {self.mode}, {threads}, batch {self.batch}"
         )
 

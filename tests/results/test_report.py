@@ -193,7 +193,7 @@ def test_markdown_holds_the_records_numbers():
         "accept rate": "50.0%",
         "tokens per pass": "3.00",
         "tok/s": "50.0",
-        "requests (95%)": "2.00x (2.00 to 2.00)",
+        "speed-up (95%)": "2.00x (2.00 to 2.00)",
         "TPOT (95%)": "2.00x (2.00 to 2.00)",
         "TTFT, ms": "20.0",
         "weights, target/draft": "float32/float32",
@@ -205,7 +205,7 @@ def test_one_prompt_has_no_interval():
     single = change(
         score(), plain=[plain(0, 0.6)], speculative={4: [speculative(0, [4, 2, 0, 3, 1], 4, 0.3)]}
     )
-    assert markdown_rows(markdown([single]))[0]["requests (95%)"] == "2.00x (n = 1)"
+    assert markdown_rows(markdown([single]))[0]["speed-up (95%)"] == "2.00x (n = 1)"
 
 
 def implying(ms: float) -> Score:
@@ -486,7 +486,7 @@ def test_page_draws_every_draft_and_opens_with_answer_picture_and_table(count: i
         body.index('class="answer"')
         < body.index("<svg")
         < body.index("<table")
-        < body.index("<h2>Why")
+        < body.index("<h2>Details")
     )
 
 

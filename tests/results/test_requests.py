@@ -188,7 +188,7 @@ def test_every_table_has_both_plain_runs_and_the_precision_of_both_sides():
     )
     one = change(drafted("d", 0.4, {4: 0.2}), conditions=precise, plain=arm(0.4, 0.6))
     one = change(one, other_plain={"bfloat16": arm(0.5, 1.0)})
-    said = "weights: target int8, draft int8; activations bfloat16; mode eager, 1 thread, batch 1"
+    said = "int8 target, int8 draft, bfloat16 activations, mode eager, 1 thread, batch 1"
     texts = [rendered(board(one), 120), markdown([one]), html([one], command="")]
     for text in texts:
         assert said in " ".join(text.split())

@@ -1,6 +1,6 @@
 """Checkpoints in Hugging Face directories: shapes, tensors and models; devices and dtypes.
 
-Every call reads its files anew; only the headers of tensors are cached.
+Every call reads its files anew; only the headers of tensor files are cached.
 """
 
 import functools
@@ -136,7 +136,8 @@ def check(directory: Path) -> None:
         missing = sorted(expected.keys() - set(weights) - {"lm_head.weight"})
         if missing and set(weights) <= expected.keys():  # else transformers renames tensors
             raise UserError(
-                f"{directory} has no {missing[0]}, which its config.json requires"
+                f"{directory} has no tensor {missing[0]}, which its config.json requires; download or export the "
+                "checkpoint again"
             ) from None
 
 
@@ -164,8 +165,8 @@ def read_shape(directory: Path) -> Shape:
         # transformers would untie it
         if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
             raise UserError(
-                f"{directory}: config.json ties head and embedding, but the two "
-                "differ; set tie_word_embeddings to false in it"
+                f"{directory}: config.json ties the head to the embedding, but the stored weights differ; set "
+                "tie_word_embeddings to false in config.json"
             )
     ids = read_head_ids(directory, shape.vocab)
     return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
@@ -195,7 +196,7 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
         value = default if value is None else value
         if not isinstance(value, int):
             raise OtherArchitecture(
-                f"config.json of a {config.get('model_type')} model has no {key}: not LLaMA-like"
+                f"config.json of a {config.get('model_type')} model has no {key}, so it is not LLaMA-like"
             )
         return value
 
@@ -225,7 +226,7 @@ def _fitting_shape(
     if odd:
         kind = "an unknown" if odd[0] in names else "no"
         raise OtherArchitecture(
-            f"{directory} ({config.get('model_type')}) is not LLaMA-like: it has {kind} tensor {odd[0]!r}"
+            f"{directory} ({config.get('model_type')}) is not LLaMA-like, because it has {kind} tensor {odd[0]!r}"
         )
     for name, axes in expected.items():
         _check_size(directory, name, sizes[name], shape.dims(axes))
@@ -238,7 +239,7 @@ def _check_size(
     """Raises UserError: a tensor has another size than config.json gives it."""
     if size != expected:
         raise UserError(
-            f"{directory}: {name} is {size}, but {expected} by its config.json"
+            f"{directory}: {name} has the size {size}, but config.json gives {expected}"
         ) from None
 
 
@@ -269,7 +270,7 @@ def config_for(
 def llama_config(
     shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None
 ) -> dict[str, object]:
-    """Return the fields of a LlamaConfig for a shape. context: Largest number of positions.
+    """Return the fields of a LlamaConfig for a shape. context: Longest text in tokens.
 
     Raises:
         UserError: the shape has weights that LLaMA lacks (q/k norms, q/k/v biases without an output bias).
@@ -279,7 +280,7 @@ def llama_config(
         or shape.qkv_bias != shape.o_bias
     ):
         raise UserError(
-            "a new model is a LLaMA, which has no q/k norms, and biases for all of q, k, v, o or none"
+            "a new model must be a LLaMA, without q/k norms, and with biases for all of q, k, v and o or for none"
         )
     base: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
@@ -311,7 +312,7 @@ def resolve_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"device {name!r} cannot be used here: {str(error).splitlines()[0]}"
+            f"this machine cannot use the device {name!r}: {str(error).splitlines()[0]}"
         ) from None
     return device
 
@@ -322,7 +323,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of that name. "auto" is the fastest with plain kernels: bfloat16 on a GPU, float32 on a CPU."""
+    """Return the dtype of that name. "auto" is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[name]
@@ -341,7 +342,7 @@ def load_model(
         UserError: transformers cannot build the model, or weights are missing or unused.
     """
     config = read_config(directory)
-    weights, places = Weights(directory), _parse_device_map(device_map)  # checks all files
+    weights, places = Weights(directory), _parse_device_map(device_map)  # this checks all files
     if is_quantised(config):
         check_quantised_runs(directory, config)
         places = places or {"": device if device.type == "cuda" else torch.cuda.current_device()}
@@ -358,7 +359,7 @@ def load_any_files(
 ) -> "PreTrainedModel":
     """Load a model from `weights` or, if that is None, from safetensors or .bin files.
 
-    places: device_map of accelerate, for a model from files.
+    places: device_map of accelerate, used if the model is loaded from files.
 
     Raises:
         UserError: the errors of load_model, or a value is not finite.
@@ -384,7 +385,9 @@ def load_any_files(
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(key for key in map(str, info[f"{kind}_keys"]) if not BUFFERS.search(key))
         if names:
-            raise UserError(f"{directory} does not fit its config.json: {kind} {names[0]}")
+            raise UserError(
+                f"the weights of {directory} do not fit its config.json: {kind} {names[0]}"
+            )
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:  # offloaded to disk
             check_finite(parameter.detach(), name, directory)
@@ -397,7 +400,8 @@ def _parse_device_map(device_map: str | None) -> Any:
         return read_object(Path(device_map))
     if device_map is not None and device_map not in DEVICE_MAPS:
         raise UserError(
-            f"--device-map {device_map!r}: want {', '.join(DEVICE_MAPS)}, or a .json file of module: device"
+            f"--device-map {device_map!r}: give {', '.join(DEVICE_MAPS)}, or a .json file with a device for each "
+            "module"
         )
     return device_map
 
@@ -418,7 +422,9 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
     if computed != stored:
         where = "CPUs" if stored == torch.float16 else "this CPU, which has no AVX-512"
         name = hub.checkpoint_name(directory)
-        note(f"{name} is stored in {dtype_name(stored)}, slow on {where}; computed in float32")
+        note(
+            f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, and is computed in float32"
+        )
     return computed
 
 
@@ -476,7 +482,8 @@ def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMod
     model_type = str(config["model_type"])
     if model_type not in CONFIG_MAPPING:
         raise UserError(
-            f"transformers has no model_type {one_line(model_type, 80)!r}; its own code cannot be cut"
+            f"transformers has no model_type {one_line(model_type, 80)!r}; draftlab does not cut models that "
+            "bring their own code"
         )
     fields = {k: v for k, v in config.items() if k != "model_type"}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=dtype)
@@ -573,7 +580,7 @@ def check_weight(tensor: Tensor, name: str, directory: Path) -> None:
     """Raises UserError: the tensor has no floating-point dtype, or has values that are not finite."""
     if tensor.dtype not in STORED.values():
         raise UserError(
-            f"{directory}: {name} is stored as {dtype_name(tensor.dtype)}, not as weights are"
+            f"{directory}: {name} is stored as {dtype_name(tensor.dtype)}, which is no data type of weights"
         )
     check_finite(tensor, name, directory)
 
@@ -585,15 +592,17 @@ def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
         and tensor.numel()
         and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
     ):
-        raise UserError(f"{directory}: {name} has values that are not finite (NaN or infinity)")
+        raise UserError(
+            f"{directory}: {name} has NaN or infinite values; download or train the checkpoint again"
+        )
 
 
 def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
     """Raises UserError: transformers lacks a GPU or a library for the quantised weights."""
     if not torch.cuda.is_available():
         raise Quantised(
-            f"{directory} is quantised ({quantization_method(config)}), which runs on GPUs only, and here is none; "
-            "serve it elsewhere (docs/servers.md), or name the checkpoint with unquantised weights"
+            f"{directory} is quantised ({quantization_method(config)}), which needs a GPU, and this machine has "
+            "none; run it on a server (docs/servers.md), or name the original checkpoint"
         )
     check_quantizer(directory, config)
 

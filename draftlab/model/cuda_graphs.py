@@ -1,4 +1,4 @@
-"""CUDA graphs of llama.py's narrow passes: one launch replays a pass, or the drafting of K tokens, for any lengths.
+"""CUDA graphs of llama.py's narrow passes: one launch replays a pass, or K drafting passes, for rows of any lengths.
 
 B rows, T new tokens, K drafted tokens, S cached + new, D hidden, V vocab. A graph has a fixed shape, cache memory and
 bucket of S, and reads the rows' lengths from a tensor. On a CPU, as in tests, the same static tensors are used without
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Store:
-    """Memory for one cache at a time. Later caches of the same or a shorter length reuse the memory and its graphs."""
+    """Memory for one KV cache at a time. Later caches that are not longer reuse the memory and its graphs."""
 
     keys: Tensor
     values: Tensor
@@ -101,12 +101,12 @@ class CudaGraphLlama(Llama):
             size = (self.shape.layers, rows, self.shape.kv_heads, length, self.shape.head_dim)
             keys, values = self.embed.new_zeros(size), self.embed.new_zeros(size)
             self._stores.append(store := _Store(keys, values, weakref.ref(keys)))
-        keys = store.keys.view_as(store.keys)  # collected with the cache that uses it
+        keys = store.keys.view_as(store.keys)  # freed together with the cache that uses it
         store.user = weakref.ref(keys)
         return Cache(keys, store.values)
 
     def _drop(self, stores: list[_Store]) -> None:
-        """Free stores and the graphs that were captured on them."""
+        """Free these stores, and the graphs that were captured on their memory."""
         places = {store.keys.data_ptr() for store in stores}
         self._stores = [store for store in self._stores if store.keys.data_ptr() not in places]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in places}
@@ -116,7 +116,7 @@ class CudaGraphLlama(Llama):
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         if (
             tree is not None or ids.numel() > WIDE or not any(cache.used)
-        ):  # a graph would not pay for prompts, whose lengths differ
+        ):  # prompts have many lengths, so graphs for them would cost more than they save
             return super().forward(ids, cache, last, tree)
         return self._replayed(ids, cache, last)[0]
 
@@ -137,7 +137,7 @@ class CudaGraphLlama(Llama):
         return outputs
 
     def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
-        """Return LayerStates that belong to the cache's memory, so that graphs can write to them for every text."""
+        """Return LayerStates in the cache's memory, to which graphs can write because it is the same for all texts."""
         store = next(
             store for store in self._stores if store.keys.data_ptr() == cache.keys.data_ptr()
         )
@@ -171,7 +171,7 @@ class CudaGraphLlama(Llama):
         return drafted
 
     def _static_chain(self, cache: Cache, choose: Sampler, end: int) -> Callable[..., Drafted]:
-        # a proxy, because a graph that refers to its model would keep it alive
+        # a weak proxy, because otherwise a graph would keep its model alive
         model = weakref.proxy(self)
         memory = Cache(cache.keys.detach(), cache.values)
 
@@ -192,7 +192,7 @@ class CudaGraphLlama(Llama):
     ) -> Callable[..., tuple[Tensor, Tensor | None]]:
         """Return a pass whose new states overwrite its states."""
         model = weakref.proxy(self)
-        # the cache may be collected before the graph
+        # the cache may be freed before the graph
         memory = Cache(cache.keys.detach(), cache.values, layer_states=cache.layer_states)
         logits = self.embed.new_empty(rows, last or width, self.shape.vocab)
 
@@ -236,7 +236,8 @@ def capture(
         side = _capture_stream(device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(3):  # libraries choose kernels and allocate before a capture
+            # before a capture, libraries must have chosen kernels and allocated memory
+            for _ in range(3):
                 run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -245,7 +246,7 @@ def capture(
 
     def replay(
         alive: Callable[[], Result] = run,
-    ) -> Result:  # keeps the tensors that the graph uses alive
+    ) -> Result:  # this closure keeps the graph's tensors alive
         with torch.cuda.device(device):
             graph.replay()
         return result

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 Layout = Literal["native", "speculators"]
 WEIGHTS = "model.safetensors"
-# SpecForge's name; vLLM and SGLang have it in their registries
+# the architecture's name in SpecForge, which vLLM and SGLang know
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-# vLLM's name of a layer with norms of queries and keys
+# the architecture's name in vLLM for a layer with norms of queries and keys
 QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # fields of EAGLE-3.1
 SLIDING = "sliding_attention"
@@ -42,7 +42,7 @@ OPTIONAL_PARTS = (
     *VARIANTS,
     "sliding_window",
     "qk_norm",
-)  # not computed by every server
+)  # parts that not every server supports
 LAYER = {"native": "midlayer.", "speculators": "layers.0."}
 
 
@@ -76,7 +76,7 @@ class TargetSizes:
         """
         if self.layers < 4:
             raise UserError(
-                f"{self.name} has {self.layers} layers; an EAGLE-3 head reads three of four or more"
+                f"{self.name} has {self.layers} layers, but an EAGLE-3 head needs a target of at least four"
             )
         return (
             (2, self.layers // 2, self.layers - 3)
@@ -145,7 +145,9 @@ class HeadSizes(FileModel):
             raise UserError(f"{folder} has {name}, which is not part of {kind}")
         for name, size in sizes.items():
             if size != known[name]:
-                raise UserError(f"{folder}: {name} is {size}, but {known[name]} by its config.json")
+                raise UserError(
+                    f"{folder}: {name} has the size {size}, but config.json gives {known[name]}"
+                )
 
     def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
         """Raises UserError: the head belongs to another target. hidden: Width of the states that the head reads."""
@@ -155,12 +157,12 @@ class HeadSizes(FileModel):
         ):
             if own != expected:
                 raise UserError(
-                    f"{name} is a head for another target: {what} {own}, and {target.name} has {expected}"
+                    f"{name} is a head for another target: it has {what} {own}, but {target.name} has {expected}"
                 )
         if not 0 <= min(self.layer_ids) <= max(self.layer_ids) <= target.layers:
             read = ", ".join(map(str, self.layer_ids))
             raise UserError(
-                f"{name} reads the layers {read}, and {target.name} has {target.layers}"
+                f"{name} reads the layers {read}, but {target.name} has only {target.layers} layers"
             )
 
 
@@ -189,16 +191,17 @@ class HeadShape(HeadSizes):
     def _fits_together(self) -> Self:
         if self.draft_vocab > self.vocab:
             raise ValueError(
-                f"a draft vocabulary of {self.draft_vocab} ids is larger than the target's, {self.vocab}"
+                f"the draft vocabulary has {self.draft_vocab} ids, more than the target's {self.vocab}; use a "
+                "smaller --vocab"
             )
         if self.hidden % self.heads or self.heads % self.kv_heads:
             numbers = f"{self.heads} heads on {self.kv_heads}, hidden size {self.hidden}"
             raise ValueError(
-                f"{numbers}: want a multiple of each in the next, as LLaMA's configurations do"
+                f"{numbers}: in a LLaMA configuration kv_heads divides heads, and heads divides the hidden size"
             )
         if list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise ValueError(
-                f"layer ids {list(self.layer_ids)}: want each once, in order, as servers read them"
+                f"layer_ids {list(self.layer_ids)} must ascend without repetition, as servers read them"
             )
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other; choose one")
@@ -308,7 +311,7 @@ def head_config(
     head_dim = getattr(config, "head_dim", None) or sizes.hidden // heads
     if (
         sizes.hidden % heads and sizes.hidden % head_dim == 0
-    ):  # heads of the width, as speculators chooses them
+    ):  # use heads of the target's size, as speculators does
         heads = sizes.hidden // head_dim
         kv_heads = kv_heads if heads % kv_heads == 0 else heads
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
@@ -383,10 +386,12 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
     ids = torch.arange(len(offsets)) + offsets.long()
     if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise UserError(
-            f"{folder}: d2t maps two draft ids to the same id, or one outside 0 to {vocab - 1}"
+            f"{folder}: d2t maps two draft ids to the same id, or a draft id to an id outside 0 to {vocab - 1}"
         )
     if known is not None and not torch.equal(known.bool().nonzero().squeeze(1), ids.sort().values):
-        raise UserError(f"{folder}: t2d and d2t name different ids of the target")
+        raise UserError(
+            f"{folder}: t2d and d2t disagree on the ids of the target that the head predicts"
+        )
     return ids
 
 
@@ -410,7 +415,7 @@ def write(
     embedding = head.embedding
     if (
         embedding is None and layout == "speculators"
-    ):  # speculators computes with zeros if it finds no embedding
+    ):  # without an embedding, speculators computes with zeros
         embedding = _target_embedding(target, config).to(head.weights["fc.weight"].dtype)
     tensors |= {} if embedding is None else {"embed_tokens.weight": embedding}
     save_file(
@@ -442,7 +447,7 @@ def _target_embedding(target: Path, config: HeadShape) -> Tensor:
         if sized and name.endswith(("embed_tokens.weight", "wte.weight")):
             return weights[name]
     raise UserError(
-        f"{target} has no embed_tokens.weight, which speculators' layout of a head needs"
+        f"{target} has no embed_tokens.weight, which a head in speculators' layout needs; use --to vllm"
     )
 
 
@@ -482,7 +487,7 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
 
 
 def _llama_json(config: HeadShape) -> dict[str, object]:
-    # older readers want it
+    # older versions of servers need it
     theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}
     window: dict[str, object] = {}
     if config.sliding_window is not None:
@@ -512,7 +517,7 @@ def _from_json(content: Mapping[str, Any], target: TargetSizes, folder: Path) ->
     layer = content.get("transformer_layer_config", content)
     if kind != "eagle3" or "draft_vocab_size" not in content or not isinstance(layer, dict):
         raise UserError(
-            f"{folder} is no EAGLE-3 head: its config.json is of another model, or has no draft_vocab_size"
+            f"{folder} is not an EAGLE-3 head: its config.json describes another model, or has no draft_vocab_size"
         )
     eagle = content.get("eagle_config") or {}
     odd = [
@@ -525,7 +530,7 @@ def _from_json(content: Mapping[str, Any], target: TargetSizes, folder: Path) ->
         odd.append(f"{SLIDING} and no sliding_window")
     if odd:
         raise UserError(
-            f"{folder} is an EAGLE-3 head with {one_line(odd[0], 80)}, which draftlab does not compute"
+            f"{folder} is an EAGLE-3 head with {one_line(odd[0], 80)}, which draftlab does not support"
         )
     llama = layer_config(LlamaConfig, content)
     ids_of_outputs = eagle.get("eagle_aux_hidden_state_layer_ids") or []  # as SGLang counts layers
@@ -565,8 +570,8 @@ def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedd
     config.check_target(name, target, config.target_hidden)
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(
-            f"{name} has hidden size {config.hidden} and no embed_tokens, and "
-            f"those of {target.name} have {target.hidden}"
+            f"{name} has no embed_tokens, and its hidden size {config.hidden} differs from the {target.hidden} of "
+            f"{target.name}"
         )
 
 
@@ -574,7 +579,9 @@ def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the sizes of a head's tensors by name. Raises UserError: the folder has no weights."""
     if not (folder / WEIGHTS).exists():
         pickled = (
-            " (only what torch.save wrote, which is not read)" if any(folder.glob("*.bin")) else ""
+            " (it has only a file of torch.save, which draftlab does not read)"
+            if any(folder.glob("*.bin"))
+            else ""
         )
         raise UserError(f"{folder} has no {WEIGHTS}{pickled}")
     with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:

@@ -1,4 +1,7 @@
-"""Families of shapes at an equal budget, from deep and narrow to shallow and wide, and named shape files. No torch."""
+"""Families of shapes with the same budget, from deep and narrow to shallow and wide, and named shape files.
+
+No torch.
+"""
 
 import math
 import re
@@ -27,7 +30,7 @@ TOLERANCE = 0.01  # largest relative difference of a shape's cost from the budge
 FALLBACKS = (
     16,
     8,
-)  # steps of 64 are too coarse for a small model; tensor cores need multiples of 8
+)  # multiples of 64 are too coarse for a small model; tensor cores need multiples of 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +84,15 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     shapes = [shape for shape in candidates if shape is not None]
     if not shapes:
         reach = "; ".join(_reach(source, layers, budget) for layers in depths)
-        raise UserError(f"no depth comes within {TOLERANCE:.3g} of {_amount(budget)}: {reach}")
+        raise UserError(
+            f"no depth comes within {TOLERANCE:.3g} of the budget, {_amount(budget)}; possible are "
+            f"{reach}"
+        )
     left_out = [layers for layers, shape in zip(depths, candidates, strict=True) if shape is None]
     if left_out:
         note(
-            f"depths left out, which do not come near {_amount(budget)}: {', '.join(map(str, left_out))}"
+            f"these depths cannot meet the budget of {_amount(budget)} and are left out: "
+            f"{', '.join(map(str, left_out))}"
         )
     return shapes
 
@@ -107,7 +114,7 @@ def shipped(folder: str) -> Path:
         if path.is_dir():
             return path
     raise UserError(
-        f"draftlab's {folder} are missing: neither {installed} nor {cloned} exists; reinstall draftlab"
+        f"draftlab is incomplete: neither {installed} nor {cloned} exists; install draftlab again"
     )
 
 
@@ -118,13 +125,14 @@ def presets(folder: Path) -> dict[str, Shape]:
         UserError: there is no such folder, a file is not a shape file, or a file named 3x256 has other sizes.
     """
     if not folder.is_dir():
-        raise UserError(f"no folder of shape files at {folder}")
+        raise UserError(f"there is no folder {folder} of shape files")
     shapes = {path.stem: read_shape_file(path) for path in sorted(folder.glob("*.yaml"))}
     for name, shape in shapes.items():
         sizes = re.search(r"\d+x\d+", name)
         if sizes and sizes.group() != shape_name(shape):
             raise UserError(
-                f"{folder / name}.yaml has the sizes {shape_name(shape)}; rename or correct it"
+                f"{folder / name}.yaml has the sizes of {shape_name(shape)}, not of its name; rename or correct "
+                "the file"
             )
     return shapes
 
@@ -161,7 +169,7 @@ def matching_preset(
     if len(matches) > 1:
         names = " and ".join(name for name, _ in matches)
         raise UserError(
-            f"{layers} layers x {hidden} is {names} in {folder}; name one of these files with --shape"
+            f"{layers} layers x {hidden} fits several files in {folder}, {names}; name one of them by --shape"
         )
     return matches[0] if matches else None
 
@@ -189,7 +197,9 @@ def requested_shape(
     if file is not None:
         named = file.stem, read_shape_file(file)
     elif all(n is None for n in numbers):
-        raise UserError("name a size: --layers 12 --width 2560, --params 1.3b, or --shape FILE")
+        raise UserError(
+            "give the draft's size: --layers 12 --width 2560, --params 1.3b, or --shape FILE"
+        )
     elif layers is not None and hidden is not None and ffn is None and params is None:
         named = matching_preset(source, layers, hidden, shipped("widths"))
         named = named if named is None or named[1].ffn % multiple_of == 0 else None
@@ -239,7 +249,10 @@ def _widths(source: Shape, layers: int, budget: Budget) -> list[Shape]:
 
 
 def _nearest(shape: Shape, budget: Budget, *, most: int, step: int) -> Shape:
-    """Return the shape with the ffn nearest to the budget, among `most` and the multiples of `step` below."""
+    """Return the shape whose ffn comes nearest to the budget.
+
+    Candidates are `most`, and smaller multiples of `step`.
+    """
 
     def over(ffn: int) -> float:
         return budget.cost(shape.model_copy(update={"ffn": ffn})) - budget.amount
@@ -278,7 +291,7 @@ def _reach(source: Shape, layers: int, budget: Budget) -> str:
         return f"{depth}: {low} to {low * source.kv_heads} in steps of {low}"
     widths, ends = _widths(source, layers, budget), (min(budget.steps()), source.ffn)
     if not widths:
-        return f"{depth}: no width splits over {budget.tensor_parallel} devices"
+        return f"{depth}: no width can be split over {budget.tensor_parallel} devices"
     low, *_, high = sorted(
         budget.cost(shape.model_copy(update={"ffn": ffn})) for shape in widths for ffn in ends
     )

@@ -1,4 +1,4 @@
-"""Causal language models of transformers as decoders: rows of any lengths, roll back, token trees, states of layers.
+"""Causal language models of transformers as decoders that roll back, with rows of any lengths, trees and layer states.
 
 B rows, T new tokens, S slots of the cache, V vocab, A layers whose states are kept, E hidden.
 
@@ -24,9 +24,9 @@ from draftlab.model.decoder import Decoder, Tree, end_of_pass
 from draftlab.model.hf_files import UNLIMITED, quantization_method
 from draftlab.model.llama import LayerStates
 
-# layers with states in place of keys
+# kinds of layers that keep a state instead of keys
 RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
-SPARSE = 2  # slots per position that is read, above which the cache is packed
+SPARSE = 2  # the cache is packed above this ratio of slots to positions that are read
 FULL, SLIDING = "full_attention", "sliding_attention"
 TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two rows
 TRIAL_ERROR = {
@@ -74,7 +74,10 @@ class HFCache:
 
     @torch.inference_mode(False)  # later passes write into these tensors
     def rows(self, mask: Tensor) -> "HFCache":
-        """Return a cache of the rows that a mask, bool [B], selects. It takes the tensors of self: discard self."""
+        """Return a cache of the rows in a mask, bool [B].
+
+        It takes over the tensors of self, which must not be used again.
+        """
         chosen = mask.nonzero().squeeze(1)
         for layer in cast(Any, self.past.layers):
             (layer.reorder_cache if isinstance(layer, RECURRENT) else layer.batch_select_indices)(
@@ -87,7 +90,7 @@ class HFCache:
         )
 
     def drop_unread(self) -> None:
-        """Drop the positions from `used` on, and the slots at the end that no token reads. Pack a sparse rest.
+        """Drop the positions from `used` on, and the last slots if no token reads them. Pack the cache if it is sparse.
 
         Raises:
             RuntimeError: transformers cannot crop this cache.
@@ -98,7 +101,7 @@ class HFCache:
         read = (self.position >= 0).any(0).nonzero()
         size = int(read[-1]) + 1 if len(read) else 0
         if (cached := int(self.past.get_seq_length())) > size:
-            self.past.crop(size - cached)  # tokens to remove, as a negative number
+            self.past.crop(size - cached)  # a negative number is the number of tokens to remove
         self.position = self.position[:, :size]
         if size > SPARSE * max(1, *self.used):
             self._pack()
@@ -129,13 +132,13 @@ class HFDecoder(Decoder):
     """A transformers model as a Decoder, on one device or spread over devices by accelerate."""
 
     def __init__(self, model: PreTrainedModel, *, one_length: bool = False) -> None:
-        """one_length: All rows of a batch have the same length, so that `masked` needs no trial."""
+        """one_length: Whether all rows of a batch have the same length, so that `masked` needs no trial."""
         self.model, self.config = model, model.config.get_text_config()
         self.one_length = one_length
         # GPT-2: n_positions
         name = self.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         self.context = int(self.config.to_dict().get(name) or UNLIMITED)
-        # states of the last pass by layer id, the number of layers before
+        # states of the last pass by layer id, the number of layers before them
         self._states: dict[int, Tensor] = {}
 
     @property
@@ -187,7 +190,7 @@ class HFDecoder(Decoder):
         except ValueError:
             kind = type(self.model).__name__
             raise UserError(
-                f"{kind} has no attention cache that can be rolled back, so it cannot speculate"
+                f"{kind} has no attention cache that can be rolled back, so it can be neither target nor draft"
             ) from None
         return HFCache(past, capacity, [0] * rows, torch.empty(rows, 0, dtype=torch.long))
 
@@ -219,8 +222,14 @@ class HFDecoder(Decoder):
         if tree is None and min(cache.used) == max(cache.used) and cache.in_order:
             return self._run(ids, cache, last)
         if not self.masked:
-            text = f"{type(self.model).__name__} computes one row at a time, and no token trees"
-            raise UserError(f"{text}: its attention accepts no custom mask; use a batch size of 1")
+            text = (
+                f"{type(self.model).__name__} can compute rows of different lengths only one at a time, and "
+                "no token trees"
+            )
+            raise UserError(
+                f"{text}, because its attention accepts no custom mask; use --batch 1, and no drafter "
+                "with trees"
+            )
         return self._run(ids, cache, last, tree, masked=True)
 
     def _run(
@@ -273,7 +282,7 @@ class HFDecoder(Decoder):
     @torch.inference_mode(False)
     @torch.no_grad()
     def masked(self) -> bool:
-        """Return whether the model computes rows of different lengths correctly, found by a trial of two rows.
+        """Return whether the model computes rows of different lengths correctly, by a trial with two rows.
 
         Models with ALiBi, without an argument position_ids, or with other kinds of attention do not.
         """
@@ -294,7 +303,7 @@ class HFDecoder(Decoder):
             cache.drop_unread()
             ids = torch.cat([first[:, 3:], second[:, 2:].repeat(1, 2)])
             found = self._run(ids, cache, 2, masked=True)
-        except Exception:  # models fail in many ways on a custom mask
+        except Exception:  # models raise all kinds of errors on a custom mask
             return False
         expected = torch.cat(
             [self.forward_uncached(first, 1)[:, 0], self.forward_uncached(second, 1)[:, 0]]
@@ -318,7 +327,7 @@ class HFDecoder(Decoder):
 def keep_states(
     model: PreTrainedModel, layer_ids: Iterable[int], states: dict[int, Tensor]
 ) -> None:
-    """Let every pass of a model store the states after these numbers of layers in `states`.
+    """Add hooks to a model, so that every pass stores the states after these layers in `states`.
 
     Raises:
         UserError: The model's layers are not found.
@@ -342,7 +351,7 @@ def keep_states(
 def new_past(model: PreTrainedModel) -> DynamicCache:
     """Return an empty cache of transformers that can be rolled back."""
     past = DynamicCache(config=model.config)
-    # a sliding-window layer drops old tokens and cannot roll back; the attention mask hides them as well
+    # full caches, because a sliding-window cache drops old tokens and cannot roll back; the mask hides those tokens
     past.layers = [
         DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer
         for layer in past.layers
@@ -362,5 +371,5 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UserError(
-        f"{type(model).__name__} has no list of {count} layers, which an EAGLE-3 head reads"
+        f"{type(model).__name__} has no list of {count} layers, whose states an EAGLE-3 head needs"
     )

@@ -50,7 +50,7 @@ ENCODERS = (
     "deberta-v2",
     "modernbert",
 )
-# Buffers in checkpoints from the time of LLaMA 1 and 2. No model reads them, because transformers computes them.
+# Buffers in old checkpoints of LLaMA 1 and 2, which are ignored because transformers computes them.
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
 
 Kind = Literal["gguf", "bin", "adapter"]
@@ -70,10 +70,10 @@ class Layout:
     path: Path
 
     def advice(self) -> str:
-        """Return the end of a sentence that starts with 'PATH is': the noun and the command that imports it."""
+        """Return the end of a message that starts with 'PATH is': what it is, and the command that imports it."""
         out = self.path.stem if self.kind == "gguf" else f"{self.path.absolute().name}-imported"
         command = shlex.join(["draftlab", "import", str(self.path), "--out", out])
-        return f"{NOUNS[self.kind]}; first import it with: {command}"
+        return f"{NOUNS[self.kind]}; import it first: {command}"
 
 
 def other_layout(path: Path) -> Layout | None:
@@ -131,13 +131,15 @@ def check_rotary(directory: Path, config: Mapping[str, object]) -> None:
     parts: list[Mapping[str, object]] = [config]
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
-        if isinstance(rope, dict):  # Gemma 3 has settings for each kind of layer
+        if isinstance(rope, dict):  # Gemma 3 has separate settings for each kind of layer
             parts += [rope, *(part for part in rope.values() if isinstance(part, dict))]
     for part in parts:
         for name in ("rope_theta", "factor"):
             value = part.get(name)
             if isinstance(value, int | float) and not 0 < value < math.inf:
-                raise UserError(f"{directory / CONFIG}: {name} is {value}; want a positive number")
+                raise UserError(
+                    f"{directory / CONFIG}: {name} is {value}, but must be a positive number"
+                )
 
 
 def check_causal(directory: Path) -> None:
@@ -153,7 +155,7 @@ def check_causal(directory: Path) -> None:
     if config.get("is_encoder_decoder") or encoder:
         reads = "an encoder and a decoder" if config.get("is_encoder_decoder") else "an encoder"
         raise UserError(
-            f"{directory} is {reads} ({named or kind}), and this needs a causal language model (...ForCausalLM)"
+            f"{directory} is {reads} ({named or kind}), but must be a causal language model (...ForCausalLM)"
         )
 
 
@@ -164,7 +166,7 @@ def is_quantised(config: dict[str, object]) -> bool:
 
 def quantization_method(config: dict[str, object]) -> str | None:
     """Return the quantisation method, such as awq, gptq, bitsandbytes, fp8 or mlx; None for unquantised weights."""
-    # MLX writes the latter
+    # MLX writes "quantization"
     quantization = config.get("quantization_config") or config.get("quantization")
     default = "unnamed" if is_quantised(config) else "mlx"
     method = (
@@ -183,7 +185,7 @@ def check_unquantised(directory: Path, config: dict[str, object]) -> None:
 
 def quantised(directory: Path, how: str) -> Quantised:
     return Quantised(
-        f"{directory} is quantised ({how}); name the checkpoint with unquantised weights"
+        f"{directory} is quantised ({how}), and this needs unquantised weights; name the original checkpoint"
     )
 
 
@@ -216,7 +218,7 @@ def eos_ids(directory: Path) -> set[int]:
         several = value if isinstance(value, list) else [] if value is None else [value]
         with reading(f"{file}: eos_token_id"):
             ids.update(TypeAdapter(list[int]).validate_python(several, strict=True))
-    return {i for i in ids if i >= 0}  # -1: none, in old checkpoints
+    return {i for i in ids if i >= 0}  # old checkpoints write -1 for none
 
 
 def check_has_tokenizer(directory: Path) -> None:
@@ -238,7 +240,7 @@ def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
         kind = TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab, strict=True)]])
         ids = kind.validate_python(read_json(file))
     if not ids or ids != sorted(set(ids)):
-        raise UserError(f"{file}: want ids, each once and in ascending order")
+        raise UserError(f"{file} must list token ids in ascending order, each id once")
     return ids
 
 
@@ -250,7 +252,7 @@ def check_head_size(size: int, vocab: int, special: int = 0) -> None:
     """Raises UserError: `size` is not between the number of special ids and the vocabulary size."""
     if not special < size < vocab:
         raise UserError(
-            f"--vocab {size}: want more than the {special} special ids, and fewer than all {vocab:,}"
+            f"--vocab {size}: give more ids than the {special} special ids, and fewer than all {vocab:,}"
         )
 
 
@@ -260,7 +262,7 @@ def check_trimmable(draft: Path, size: int) -> None:
     check_head_size(size, vocab)
     if (ids := read_head_ids(draft, vocab)) is not None:
         raise UserError(
-            f"--vocab {size}: the head of {draft} is trimmed already, to {len(ids):,} ids; leave it out"
+            f"--vocab {size}: the head of {draft} is already trimmed to {len(ids):,} ids; leave --vocab out"
         )
 
 
@@ -290,10 +292,14 @@ def read_headers(directory: Path) -> dict[str, Header]:
         headers = _headers(file, info.st_mtime_ns, info.st_size)
         missing = sorted((listed or set()) - headers.keys())
         if missing:
-            raise UserError(f"{file} has no tensor {missing[0]!r}, which the index assigns to it")
+            raise UserError(
+                f"{file} lacks the tensor {missing[0]!r}, which the index assigns to it; download the "
+                "checkpoint again"
+            )
         if twice := sorted(headers.keys() & seen):
             raise UserError(
-                f"{directory} has {twice[0]!r} twice, in {file.name} and in another file"
+                f"{directory} has the tensor {twice[0]!r} twice, in {file.name} and in another file; remove one "
+                "of these files"
             )
         seen |= headers.keys()
         for name, header in headers.items():
@@ -318,7 +324,7 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
         return {directory / SINGLE: None}
     if not (directory / INDEX).is_file():
         refuse_other_layout(directory)
-        raise UserError(f"{directory} has no {SINGLE} and no {INDEX}")
+        raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX}")
     files: dict[Path, set[str] | None] = {}
     for tensor, name in read_index(directory / INDEX).items():
         names = files.setdefault(directory / name, set())
@@ -326,7 +332,9 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
         names.add(tensor)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise UserError(f"{directory}: {missing[0]}, named in {INDEX}, is missing")
+        raise UserError(
+            f"{directory} has no {missing[0]}, which its {INDEX} names; download the checkpoint again"
+        )
     return files
 
 

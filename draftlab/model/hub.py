@@ -169,7 +169,9 @@ def check_local_text(source: str) -> None:
     path = Path(source)
     if not path.exists():
         hint = did_you_mean(source, BUILT_IN_TEXT)
-        raise UserError(f"data {source!r}: is neither a built-in source nor a file or folder{hint}")
+        raise UserError(
+            f"data {source!r}: there is no built-in source, file or folder of this name{hint}"
+        )
     if path.is_file() and path.suffix not in TEXT_SUFFIXES:
         suffix = path.suffix or "a file without suffix"
         raise UserError(

@@ -106,7 +106,8 @@ class RecurrentDecoder(HFDecoder):
         """
         if tree is not None:
             raise UserError(
-                f"{type(self.model).__name__} has recurrent layers, which can verify chains but not token trees"
+                f"{type(self.model).__name__} has recurrent layers, which can verify chains but not token trees; "
+                "use a drafter without trees"
             )
         end_of_pass(cache, ids.shape[1])
         logits = []
@@ -119,7 +120,7 @@ class RecurrentDecoder(HFDecoder):
         return torch.cat(logits)
 
     def without_rollback(self) -> Decoder:
-        """Return a decoder that computes all rows in one pass, or this decoder if the model has no attention layers."""
+        """Return a decoder that computes all rows in one pass, or self if the model has no attention layers."""
         return (
             HFDecoder(self.model, one_length=True) if has_layers(self.model, DynamicLayer) else self
         )
@@ -174,9 +175,9 @@ class RecurrentDecoder(HFDecoder):
     @torch.inference_mode(False)
     @torch.no_grad()
     def continues(self) -> bool:
-        """Return whether one pass over several tokens after cached tokens is correct, found by a trial of one row."""
+        """Return whether one pass over several tokens after cached tokens is correct, by a trial with one row."""
         ids, row = list(TRIAL[0]), self._new_row()
-        self.__dict__["continues"] = True  # the trial itself reads it
+        self.__dict__["continues"] = True  # set before the trial, which reads this property
         self._read(row, ids[:2], 1)
         found = self._read(row, ids[2:], 1)[0, -1]
         expected = self._read(self._new_row(), ids, 1)[0, -1]

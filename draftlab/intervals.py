@@ -45,7 +45,7 @@ def bootstrap(
 
     The same seed draws the same samples, so two statistics of the same prompts can be paired.
 
-    statistic: Function of [BLOCK, R] counts, which say how often each sample has each row.
+    statistic: Function of counts [BLOCK, R]: how often each sample has each row.
     """
     import numpy as np
 
@@ -122,7 +122,7 @@ def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
 
 
 def _speedups(timings: Timings, chosen_by: Sequence[Sequence[Timing]], seed: int) -> "np.ndarray":
-    """Return the speed-up over all prompts and of each sample, [1 + S]. A sample without timed prompts has nan."""
+    """Return the speed-up over all prompts, then of each bootstrap sample, [1 + S]; nan for samples without timings."""
     import numpy as np
 
     drafted, plain = (

@@ -148,7 +148,8 @@ class Command:
             output.check_free()
         with output.locked(resumes=self.resumes):
             if not self.resumes:
-                output.check_free()  # again, because another process may have written the output meanwhile
+                # again, because another process may have written the output meanwhile
+                output.check_free()
             return self.function(job.run(output), output)
 
     @property
@@ -159,7 +160,7 @@ class Command:
 def command(
     config: type[Config], *, name: str = "", **details: Any
 ) -> Callable[[Callable[..., Outcome]], Command]:
-    """Return a decorator that makes a command of a function. The details are fields of Command."""
+    """Return a decorator that makes a Command of a function. Further arguments are fields of Command."""
     return lambda function: Command(
         name=name or function.__name__.replace("_", "-"),
         config=config,

@@ -220,7 +220,7 @@ class TokenBatches:
     conversations: dict[str, Batch] = field(default_factory=dict)
 
     def rows_of(self, weights: dict[str, float] | None = None) -> dict[str, int]:
-        """Return the number of rows of each source in a batch. weights: Default: self.weights."""
+        """Return the number of rows of each source in a batch, by weights or, if None, by self.weights."""
         exact = {name: weight * self.rows for name, weight in (weights or self.weights).items()}
         rows = {name: int(value) for name, value in exact.items()}
         for name in sorted(exact, key=lambda n: rows[n] - exact[n])[
@@ -282,8 +282,8 @@ def places(rows: dict[str, int], step: int, read: dict[str, int]) -> list[tuple[
 class DynamicBatches:
     """A mixture that gives more rows to the sources whose loss exceeds their reference loss.
 
-    This is the dynamic batch loading of Sheared-LLaMA (2310.06694, algorithm 1). The step and the weights set before it
-    decide a batch. The state dict has all these weights, so a resumed run reads the same text.
+    This is the dynamic batch loading of Sheared-LLaMA (2310.06694, algorithm 1). A batch depends on its step and on the
+    weights that were set before this step. The state dict has all weights, so a resumed run reads the same text.
     """
 
     base: TokenBatches

@@ -157,7 +157,9 @@ class DraftModel:
         if other is not None:
             text = f"the draft's vocabulary differs from the target's, but speculation needs the same: {other}"
             yield error(
-                "tokenizer", text, f"mergekit-tokensurgeon {self.path} {self.target} OUT; or {copy}"
+                "tokenizer",
+                text,
+                f"run mergekit-tokensurgeon {self.path} {self.target} OUT; or {copy}",
             )
         else:
             yield from self._probe_texts(copy)

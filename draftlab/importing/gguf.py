@@ -328,7 +328,8 @@ def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
         smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
         if not math.isclose(1 / f, (1 - smooth) / most + smooth, rel_tol=1e-3):
             raise UserError(
-                f"{header.file} has {ROPE_FACTORS} that are not Llama 3's, the only supported kind"
+                f"{header.file} has {ROPE_FACTORS}, which are supported only as Llama 3 has them; import another "
+                "format of this model"
             )
     return {
         "rope_type": "llama3",

@@ -28,7 +28,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Return the number of tokens of all texts after the first of each, which the prefill emits."""
+        """Return the number of tokens of all texts, without each text's first token, which the prefill emits."""
         return float(self.texts.lengths.sum())
 
     @property

@@ -280,7 +280,7 @@ class Header:
 
 
 def read_headers(directory: Path) -> dict[str, Header]:
-    """Return the tensors of a checkpoint by name, without the buffers that transformers ignores.
+    """Return the headers of a checkpoint's tensors by name, without the buffers that transformers ignores.
 
     Raises:
         UserError: a file is missing, truncated or not safetensors; a tensor is missing or stored twice.
@@ -348,7 +348,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def _headers(file: Path, modified: int, size: int) -> Mapping[str, Header]:
-    """Return the tensors of a file by name. The cache is keyed on modification time and size."""
+    """Return the headers of a file's tensors by name. The cache is keyed on modification time and size."""
     from safetensors import safe_open
 
     with reading(file), safe_open(file, framework="np") as handle:

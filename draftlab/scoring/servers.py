@@ -265,8 +265,8 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
     for server in comparison.servers.values():
         if not warm_up(lambda server=server: discarded.ask(server, prompt, sampling, clock)[1]):
             note(
-                f"{server.http.url} still varies by more than 10 % in time after the warm-up; other load may "
-                "disturb it"
+                f"{server.http.url} still answers in times that vary by more than 10 % after the warm-up; other "
+                "load may disturb it"
             )
 
 

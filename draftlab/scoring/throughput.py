@@ -34,7 +34,8 @@ from draftlab.sampling import SamplingParams
 
 FACTOR = 3.0  # a step has stalled if it takes this multiple of the quantile USUAL of its kind
 USUAL = 0.8  # share of the steps that are assumed free of stalls
-ENOUGH = 10  # fewest steps of a kind that give its usual time; smaller kinds are compared with all steps of the arm
+# fewest steps of a kind that give its usual time; smaller kinds are compared with all steps of the arm
+ENOUGH = 10
 PHASES = ("draft_seconds", "verify_seconds", "host_seconds")
 
 
@@ -217,7 +218,7 @@ def _warm_up(arms: list[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> 
             )
         if not steady:
             note(
-                f"{_arm_name(arm)} still varies in time after the warm-up; other work may disturb it"
+                f"the time of {_arm_name(arm)} still varies after the warm-up; other work may disturb it"
             )
 
 

@@ -33,7 +33,7 @@ TOKEN_IDS = TypeAdapter(list[TokenId])
 
 
 class PromptLogprobs(BaseModel):
-    """A server's log-probabilities of the tokens of a text after the first, and the k top tokens of each position."""
+    """A server's log-probabilities of a text's tokens except the first, and the k top tokens at each position."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -87,7 +87,7 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Texts:
-    """Pad texts. Without `limits`, the length of each text is its limit."""
+    """Return the texts with these chances, padded. limits: Default: the length of each text."""
     lengths = np.array([len(c) for c in chances], dtype=np.int64)
     return Texts(padded(chances), lengths, lengths if limits is None else limits)
 

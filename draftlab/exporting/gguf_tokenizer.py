@@ -178,7 +178,7 @@ def _tokens(
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Return token scores that fall in the order of merges. llama.cpp merges the pair with the highest score first."""
+    """Return token scores: earlier merges have higher scores, because llama.cpp merges the highest score first."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)

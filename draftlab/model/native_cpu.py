@@ -43,7 +43,8 @@ FLAGS = (
 )
 # Clang on Arm has only -mcpu
 TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-WIDE = 128  # most tokens of a compiled pass; in wider passes torch is as fast, and faster with matrix tiles
+# most tokens of a compiled pass; in wider passes torch is as fast, and faster with matrix tiles
+WIDE = 128
 
 
 def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -294,7 +295,7 @@ def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
 
 
 def _features() -> str:
-    """Return the processor's features, because different machines may share a home directory."""
+    """Return the processor's features, a key of the cache, because different machines may share a home directory."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next(

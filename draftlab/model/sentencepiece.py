@@ -58,7 +58,7 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
         with file.open("rb") as stream:
             if TIKTOKEN.fullmatch(stream.readline(LONGEST_LINE)):
                 return tokenizer  # tiktoken files have the same name
-        raise UserError(f"{file} is not a readable SentencePiece model") from None
+        raise UserError(f"{file} cannot be read as a SentencePiece model") from None
     if _agrees(tokenizer, processor):
         return tokenizer
     defaults: dict[str, Any] = (

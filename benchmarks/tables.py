@@ -83,7 +83,7 @@ class Tables:
         greedy = self.results[record or "smollm2"]["greedy"]
         lookup = greedy["prompt-lookup"]
         best, row = ordered(greedy, request_gain)[0]
-        text = f"{label(best)} gains most in a whole request: {request(row)}"
+        text = f"{label(best)} gains most: {request(row)}"
         rivals: dict[str, list[str]] = {}
         for name in sorted(name for name in greedy if name.startswith("fallback:")):
             rivals.setdefault(relation(lookup, greedy[name]), []).append(
@@ -116,7 +116,7 @@ class Tables:
                 f"{rate:.0f} tokens/s in {name}"
                 for name, rate in row["plain_tokens_per_second_by_weights"].items()
             ]
-            return f"Without a draft the target makes {' and '.join(rates)}. Speed-ups are over the faster of these."
+            return f"Without a draft the target makes {' and '.join(rates)}. Speed-ups are over the faster."
         passes = self.results["passes"]["milliseconds"]
         share = fixed(passes["native_int8"]["1"] / passes["native"]["1"])
         return (

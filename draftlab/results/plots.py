@@ -180,7 +180,9 @@ def plot_ranking(gains: Sequence[tuple[Mark, Interval]]) -> Markup:
             ax.annotate(text, (gain.value, row), (0, 6), textcoords="offset points", ha="center")
             ends += [gain.low, gain.high]
         margin = 0.25 * (max(ends) - min(ends) or 1)
-        ax.annotate(NO_DRAFT, (1, len(gains) - 0.4), (4, 0), textcoords="offset points", va="center")
+        ax.annotate(
+            NO_DRAFT, (1, len(gains) - 0.4), (4, 0), textcoords="offset points", va="center"
+        )
         ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(gains), -0.9), yticks=[])
         ax.set(xlabel="speed-up of whole requests, 95% interval")
 

@@ -139,5 +139,5 @@ def _read(file: Path) -> list[Messages]:
     except (UserError, KeyError, TypeError):
         rows = []
     if not rows:
-        raise UserError(f"{file} is damaged; remove it")
+        raise UserError(f"{file} is damaged; remove it, and it is written again")
     return rows

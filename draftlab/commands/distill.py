@@ -206,12 +206,12 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         Only(
             ("data", "reweigh_steps", "prompt_tokens", "loss_on"),
             lambda c: c.prompt_file is None,
-            "the text is that of --prompt-file",
+            "leave it out: --prompt-file has the text",
         ),
         Only(
             ("seq_len",),
             lambda c: c.prompt_file is None or c.on_target,
-            "the text is that of --prompt-file",
+            "leave it out: --prompt-file has the text",
         ),
         Only(
             ("max_new_tokens",),

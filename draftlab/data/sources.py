@@ -85,7 +85,7 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
     found = list(_read(source))
     selected = [d for d in found if split is None or in_split(d.name, split)]
     if not found:
-        raise UserError(f"data {source!r} is empty")
+        raise UserError(f"data {source!r} is empty; name a source with text")
     if not selected:
         raise UserError(
             f"data {source!r}: none of its {len(found)} documents is in the {split} split, because a hash of "

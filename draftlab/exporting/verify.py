@@ -79,7 +79,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: IO[str], name: st
             if httpx.get(url, timeout=10).status_code == 200:
                 return
         time.sleep(1)
-    raise UserError(f"{name} did not start within {START_SECONDS} s")
+    raise UserError(f"{name} did not start within {START_SECONDS} s; start it by hand to see why")
 
 
 def reason(log: str) -> str:

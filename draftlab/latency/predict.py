@@ -296,7 +296,7 @@ def verdict(prediction: Prediction) -> str:
     halves = ", ".join(f"{LOSSES[name]} {value:.2f}x" for name, value in prediction.halved.items())
     return (
         f"{opening} (predicted): {gain.as_speedup()} at K = {row.k}, with {row.tokens_per_pass.value:.2f} tokens per "
-        f"target pass (break-even: {row.break_even_length:.2f}). Speed-up with a cost halved: {halves}. {REMEDIES[limit]}."
+        f"target pass (break-even: {row.break_even_length:.2f}). With a cost halved: {halves}. {REMEDIES[limit]}."
     )
 
 

@@ -98,7 +98,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     def sampled_rule(self) -> str | None:
         """Return the server rule that accepts sampled drafts, or None for greedy decoding and for draftlab's engine.
 
-        A server's script may set another variant than the server's default: the script for vLLM samples the drafts.
+        A server's script may choose another rule than the server's default: the script for vLLM samples the drafts.
         """
         if self.temperature == 0 or self.server is None:
             return None

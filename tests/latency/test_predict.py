@@ -99,9 +99,9 @@ class Metered(llama.Llama):
     meter: Meter
     law: Law
 
-    def forward(self, ids, cache, last=0):
+    def forward(self, ids, cache, last=0, tree=None):
         self.pay(ids, cache)
-        return super().forward(ids, cache, last)
+        return super().forward(ids, cache, last, tree)
 
     def pay(self, ids, cache):
         self.meter.like = self.meter.like + 1 if self.meter.last is self else 0

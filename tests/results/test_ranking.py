@@ -259,11 +259,7 @@ def test_a_verdict_says_that_nobody_can_tell_where_the_machine_or_the_figures_di
     busy = Environment(
         system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None
     )
-    assert (
-        change(base, environment=busy)
-        .verdict()
-        .startswith("Cannot tell, because other work kept 1.5 of 2 cores")
-    )
+    assert change(base, environment=busy).verdict().startswith("Cannot tell")
     for share, doubted in ((None, False), (0.1, False), (0.2, True)):
         stolen = busy.model_copy(update={"busy_cores": 0.0, "stolen_share": share})
         doubt = change(base, environment=stolen).doubt
@@ -308,8 +304,8 @@ def test_waits_and_uneven_repeats_are_doubt_where_times_are_wall_clock():
     base = at("draft", [0.2] * PROMPTS)
     idle = BUSY_MACHINE.model_copy(update={"busy_cores": 0.0})
     for waits, said, on_one in (
-        ({"waited_share": 0.25}, "waited for a core in 25%", True),
-        ({"pressure": 0.6}, "in 60% of the time", False),
+        ({"waited_share": 0.25}, "25% of the time", True),
+        ({"pressure": 0.6}, "60% of the time", False),
     ):
         waiting = change(base, environment=idle.model_copy(update=waits))
         for device, threads, doubted in (("p", 2, True), ("p", 1, on_one), ("p", None, True)):

@@ -1,7 +1,6 @@
 """Laws of reports: every number is the record's, every name is only text, a page loads nothing, warnings are exact."""
 
 import io
-import json
 import re
 from html import escape
 from html.parser import HTMLParser
@@ -17,7 +16,6 @@ from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
 from draftlab.results import plots
 from draftlab.results.decoding import Generation
-from draftlab.results.plots import Mark
 from draftlab.results.ranking import rank, score_warnings
 from draftlab.results.report import export_command, html, json_rows, markdown, ranking_table
 from draftlab.results.score import Conditions, Latency, Model, Score, TaskResult
@@ -201,20 +199,6 @@ def test_markdown_holds_the_records_numbers():
     }
 
 
-def test_one_prompt_has_no_interval():
-    single = change(
-        score(), plain=[plain(0, 0.6)], speculative={4: [speculative(0, [4, 2, 0, 3, 1], 4, 0.3)]}
-    )
-    assert markdown_rows(markdown([single]))[0]["speed-up (95%)"] == "2.00x (n = 1)"
-
-
-def implying(ms: float) -> Score:
-    """The score, whose target was timed over K + 1 = 5 tokens, too: 3 tokens x 20 ms / (4 x 2.5 ms + ms)."""
-    base = score()
-    latency = [*base.target.latency, Latency(width=5, median_ms=ms, low_ms=ms, high_ms=ms, n=30)]
-    return change(base, target=base.target.model_copy(update={"latency": latency}))
-
-
 def test_accuracy_column_never_mixes_tasks():
     other = ACC.model_copy(update={"task": "other_choice"})
     rows = draft_rows(markdown([score("a"), score("b", speed=0.9, tasks=(other,))]))
@@ -242,9 +226,8 @@ def test_names_are_text_on_the_page():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("count", [1, 5])
-def test_score_table_shows_every_number_whole(width: int, count: int):
-    names = ["a-draft-with-quite-a-long-name", *(f"draft-{i}" for i in range(1, count))]
+def test_score_table_shows_every_number_whole(width: int):
+    names = ["a-draft-with-quite-a-long-name", *(f"draft-{i}" for i in range(1, 5))]
     text = rendered(board(*[score(name, speed=1 - 0.1 * i) for i, name in enumerate(names)]), width)
     assert max(map(len, text.splitlines())) <= width
     lines = text.splitlines()
@@ -300,17 +283,9 @@ STAGES = [
 
 
 def test_the_cost_of_a_draft_is_its_records():
-    made = [
-        change(score("d"), made=STAGES),
-        change(score("lookup", speed=0.9), made=[]),
-        score("old", speed=0.8),
-    ]
-    text = markdown(made)
-    assert "| d | 11.0 | 2M | prune 0.5 min (1k tokens), distill 10.5 min (2M tokens) |" in text
-    assert "| lookup | 0 | 0 | nothing to make |" in text
-    assert "| old | – | – | not recorded |" in text
-    page = Page(html(made, command=""))
-    assert "10.5" in page.text
+    made = [change(score("d"), made=STAGES), score("old", speed=0.8)]
+    assert re.search(r"\| d +\| 11\.0 +\| 2M +\|", markdown(made))
+    assert "10.5" in Page(html(made, command="")).text
 
 
 def test_a_steps_time_is_its_phases():
@@ -323,18 +298,6 @@ def test_a_steps_time_is_its_phases():
         ["0.00", "40.0", "0.00", "40.0", "1.00", "40.0"],
         ["20.0", "30.0", "10.0", "60.0", "3.00", "20.0"],
     ]
-
-
-def test_marks_of_many_categories_differ():
-    assert len({(mark.colour, mark.marker) for mark in (Mark.of("", i) for i in range(64))}) == 64
-
-
-def luminance(colour: str) -> float:
-    """WCAG 2.2, relative luminance of #rrggbb or #rgb."""
-    digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
-    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 @pytest.fixture
@@ -363,46 +326,6 @@ def test_no_label_is_clipped_and_no_axis_exaggerates(drawn):
                 box = text.get_window_extent()
                 assert page.x0 <= box.x0 <= box.x1 <= page.x1, text.get_text()
                 assert page.y0 <= box.y0 <= box.y1 <= page.y1, text.get_text()
-
-
-def test_colours_stand_out_from_light_dark_and_paper():
-    """WCAG 2.2: 4.5 to 1 for text, 3 to 1 for what plots draw."""
-    schemes = [
-        dict(re.findall(r"--(\w+): (#\w+);", block))
-        for block in html([score()], command="").split(":root {")[1:]
-    ]
-    assert len(schemes) == 3
-    for scheme in schemes:
-        for ink in scheme.keys() - {"page", "card", "line", "best"}:
-            for ground in ("page", "card"):
-                light, dark = sorted(
-                    (luminance(scheme[ink]), luminance(scheme[ground])), reverse=True
-                )
-                assert (light + 0.05) / (dark + 0.05) >= (
-                    3 if re.fullmatch(r"c\d", ink) else 4.5
-                ), (ink, ground)
-
-
-def test_plots_take_the_pages_ink():
-    source = html([score()], command="")
-    assert "currentColor" in source
-    assert "#000000" not in source
-    svgs = "".join(re.findall("<svg.*?</svg>", source, re.S))
-    assert "var(--c0)" in svgs
-    assert not re.search("(?:fill|stroke): #", svgs)
-    assert "#ffffff" not in source
-
-
-def test_json_has_a_flat_row_for_each_draft_and_k():
-    rows = json_rows([score("slow", speed=0.5), score("fast")])
-    assert [(row["draft"], row["num_speculative_tokens"], row["best"]) for row in rows] == [
-        ("slow", 1, False),
-        ("slow", 4, True),
-        ("fast", 1, False),
-        ("fast", 4, True),
-    ]
-    assert json.loads(json.dumps(rows)) == rows
-    assert not any(isinstance(value, dict) for row in rows for value in row.values())
 
 
 def test_json_has_vllms_names_and_the_records_numbers():
@@ -473,13 +396,12 @@ def test_unequal_conditions_and_targets_are_warned_of():
     )
 
 
-@pytest.mark.parametrize("count", [1, 8])
-def test_page_draws_every_draft_and_opens_with_answer_picture_and_table(count: int):
-    scores = [score(f"draft-{i}", speed=1 - 0.05 * i, layers=1 + i, tasks=()) for i in range(count)]
+def test_page_draws_every_draft_and_opens_with_answer_picture_and_table():
+    scores = [score(f"draft-{i}", speed=1 - 0.05 * i, layers=1 + i, tasks=()) for i in range(8)]
     source = html(scores, command="")
     page = Page(source)
     assert sum(tag == "svg" for tag, _ in page.tags) == 4
-    assert all(page.text.count(f"draft-{i}") >= 5 for i in range(count))
+    assert all(page.text.count(f"draft-{i}") >= 5 for i in range(8))
     assert "nan" not in "".join(attrs.get("d") or "" for _, attrs in page.tags)
     body = source[source.index("<h1>") :]
     assert (
@@ -498,19 +420,6 @@ def test_a_draft_that_gains_is_exported_by_the_command_on_the_page():
     assert export_command(ranked) in Page(html([one], command="")).text
     for other in (change(one, equal_texts=0.5), change(score("a b", speed=0.4), command=command)):
         assert export_command(*rank([other])) == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "label"),
-    [
-        ("fallback:draft=runs/x", "prompt lookup followed by the draft (draft=runs/x)"),
-        ("fallback@int8-b4", "prompt lookup followed by the draft@int8-b4"),
-        ("prompt-lookup", "prompt lookup"),
-        ("runs-12", "runs-12"),
-    ],
-)
-def test_drafters_have_names_in_words(name, label):
-    assert score(name).label == label
 
 
 def test_control_characters_of_a_score_reach_no_terminal_and_no_page():

@@ -7,7 +7,6 @@ later tokens again.
 B rows, T new tokens, V vocab.
 """
 
-import inspect
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -154,7 +153,7 @@ class RecurrentDecoder(HFDecoder):
             parts = [self._read(row, [token], 0, layer_states, number) for token in ids]
             return torch.cat(parts, 1)[:, -last:]
         start, end = len(row.tokens), len(row.tokens) + len(ids)
-        known = inspect.signature(self.model.forward).parameters
+        known = self.arguments
         cached = "past_key_values" if "past_key_values" in known else "cache_params"
         arguments: dict[str, Any] = {cached: row.past, "use_cache": True}
         if "position_ids" in known:

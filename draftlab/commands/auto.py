@@ -37,10 +37,8 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     minutes: float = option(60.0, "Time to spend, approximately.", gt=0)
     draft: list[str] = option(
         [],
-        "Ready draft to compare, repeatable: a smaller model, a pruned draft, or anyone's EAGLE-3 head.",
-    )
-    train: bool = option(
-        False, "With --draft: train drafts of auto's own, too. Without --draft they are trained."
+        "Ready draft to measure first, repeatable: a smaller model, a pruned draft, or anyone's EAGLE-3 head. "
+        "Others are trained only if they may become faster.",
     )
     server: ServerRule | None = option(
         None,
@@ -75,11 +73,6 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     only = (
         Only(
-            ("train",),
-            lambda c: c.draft,
-            "only with --draft; without --draft, auto trains drafts anyway",
-        ),
-        Only(
             ("data",),
             lambda c: c.prompt_file is None,
             "give prompts by --data or by --prompts, not by both",
@@ -110,11 +103,6 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
                 f"--out {self.out}: leave out the comma, which separates the options of drafters"
             )
         return self
-
-    @property
-    def trains(self) -> bool:
-        """Return whether drafts are trained."""
-        return self.train or not self.draft
 
     @property
     def server_kind(self) -> Any:
@@ -162,7 +150,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
             default_text,
             target,
             config.streams,
-            trains=config.trains,
+            trains=not config.draft,
         )
     program = config.verify_with
     if program is None and config.server is not None:
@@ -179,7 +167,6 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
         prompts=prompts,
         program=program,
         ready=ready,
-        trains=config.trains,
     )
     name = f"auto-{hub.checkpoint_name(Path(config.target.partition('@')[0]))}"
     folder = config.out or workspace.load().runs / name

@@ -294,6 +294,11 @@ class HFDecoder(Decoder):
         mask = torch.zeros(seen.shape, dtype=self.model.dtype)
         return mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1).to(self.device)
 
+    @property
+    def trial(self) -> list[list[int]]:
+        """Return the rows of TRIAL with ids that the model has."""
+        return [[token % self.vocab for token in row] for row in TRIAL]
+
     @cached_property
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -311,7 +316,7 @@ class HFDecoder(Decoder):
             or getattr(self.config, "alibi", False)
         ):
             return False
-        first, second = (torch.tensor([row], device=self.device) for row in TRIAL)
+        first, second = (torch.tensor([row], device=self.device) for row in self.trial)
         cache = self.new_cache(2, 8)
         try:
             self._run(torch.cat([first[:, :3], second[:, :3]]), cache, 1)

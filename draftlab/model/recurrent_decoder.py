@@ -19,14 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder, Tree, end_of_pass
-from draftlab.model.hf_decoder import (
-    RECURRENT,
-    TRIAL,
-    HFDecoder,
-    has_layers,
-    new_past,
-    without_gradients,
-)
+from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers, new_past, without_gradients
 from draftlab.model.llama import LayerStates
 
 copied = partial(tree_map_only, Tensor, Tensor.clone)  # of a tensor, or of tensors in dicts
@@ -174,7 +167,7 @@ class RecurrentDecoder(HFDecoder):
     @torch.no_grad()
     def continues(self) -> bool:
         """Return whether one pass over several tokens after cached tokens is correct, found by a trial of one row."""
-        ids, row = list(TRIAL[0]), self._new_row()
+        ids, row = self.trial[0], self._new_row()
         self.__dict__["continues"] = True  # the trial itself reads it
         self._read(row, ids[:2], 1)
         found = self._read(row, ids[2:], 1)[0, -1]

@@ -136,6 +136,8 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     from draftlab.searching.plan import Request, make_plan, measure_machine, ready_drafts
     from draftlab.searching.prompts import find_prompts
 
+    with about("TARGET"):
+        checkpoint.check(target)
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
     default_text = next(

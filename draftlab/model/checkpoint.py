@@ -122,6 +122,7 @@ def check(directory: Path) -> None:
             config.json.
     """
     config = read_config(directory)
+    _check_code(directory, config)
     if is_quantised(config):
         check_quantised_runs(directory, config)
         return
@@ -174,6 +175,19 @@ def read_shape(directory: Path) -> Shape:
             )
     ids = read_head_ids(directory, shape.vocab)
     return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
+
+
+def _check_code(directory: Path, config: Mapping[str, object]) -> None:
+    """Raises UserError: transformers has no such architecture, and code of the checkpoint's own is not trusted."""
+    from transformers import CONFIG_MAPPING
+
+    kind = str(config.get("model_type"))
+    if kind not in CONFIG_MAPPING and not trusts_remote_code():
+        own = "add --trust-remote-code to run the checkpoint's own code"
+        remedy = own if "auto_map" in config else "update transformers"
+        raise UserError(
+            f"{directory}: transformers has no model_type {one_line(kind, 80)!r}; {remedy}"
+        )
 
 
 def _check_cache(directory: Path, model: "PreTrainedModel") -> None:

@@ -93,7 +93,9 @@ def test_what_a_step_leaves_goes_to_the_later_ones(least, more, used):
 
 def test_a_plan_names_its_steps_with_time_memory_and_disk(tmp_path):
     plan = planned("tiny", tmp_path)
-    assert [step.name for step in plan.steps] == [name for name in STEPS if name != "trimmed"]
+    assert [step.name for step in plan.steps] == [
+        name for name in STEPS if name not in ("ready", "trimmed")
+    ]
     assert plan.minutes == pytest.approx(60)
     assert set(plan.left_out) == {"trimmed"}
     assert len(plan.layers) * len(plan.widths) >= 2
@@ -169,15 +171,16 @@ def test_a_pair_that_exists_asks_for_no_text_to_train_on(family_dirs, tmp_path):
         planned(target, tmp_path, prompts=72)
 
 
-def test_a_dry_run_needs_no_weights_of_a_ready_draft(family_dirs, tmp_path):
+def test_a_dry_run_needs_no_weights_of_a_ready_draft(family_dirs, tokenizer_dir, tmp_path):
     """As in the hub's cache, where a dry run has fetched configuration and tokenizer."""
     target = family_dirs["llama"]
     head = tmp_path / "head"
+    head.mkdir()
     config = eagle.head_config(target, None, 100)
     weights = {name: torch.zeros(size) for name, size in config.sizes().items()}
     whole = Head(config=config, weights=weights, ids=torch.arange(100), embedding=None)
     eagle.write(head, whole, "native", target=target, k=2)
-    save_neox(tmp_path / "neox", family_dirs["llama"], layers=1)
+    save_neox(tmp_path / "neox", tokenizer_dir)
     names = []
     for folder in (family_dirs["qwen3"], tmp_path / "neox", head):
         ignored = shutil.ignore_patterns("*.safetensors*")

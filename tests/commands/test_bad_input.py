@@ -22,7 +22,7 @@ RUNNER = CliRunner()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, family_dirs) -> Path:
+def folder(tmp_path_factory, family_dirs, tokenizer_dir) -> Path:
     """A workspace with a draft, and with files that are wrong in one way each."""
     space = tmp_path_factory.mktemp("space")
     target = str(family_dirs["llama"])
@@ -56,10 +56,11 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     (space / "no-snapshot/config.json").write_text(json.dumps(rwkv))
     code = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "code.Model"}}
     (space / "own-code/config.json").write_text(json.dumps(config | code))
-    narrow = save_neox(space / "narrow", family_dirs["llama"], layers=4)
+    narrow = save_neox(space / "narrow", tokenizer_dir, layers=4)
     shape = eagle.head_config(narrow, None, 100)
     weights = {name: torch.zeros(size) for name, size in shape.sizes().items()}
     other = Head(config=shape, weights=weights, ids=torch.arange(100), embedding=None)
+    (space / "other-head").mkdir()
     eagle.write(space / "other-head", other, "native", target=narrow, k=2)
     shutil.copytree(family_dirs["llama"], space / "few-ids")
     resize(space / "few-ids", 200)

@@ -483,12 +483,13 @@ def open_artifact(path: Path, target: Path) -> Exportable:
     Raises:
         UserError: The draft cannot be read, or a head belongs to another target.
     """
-    kind = hub.head_kind(path)
+    kind = hub.known_head(path)
     if kind not in (None, "eagle"):
-        DRAFTERS.get(kind, "head").size_of(path, target)
+        spec = DRAFTERS.get(kind, "head")
+        spec.size_of(path, target)
         raise UserError(
-            f"{path} is a {kind} head of this target: score --drafter {kind}:heads={path} measures it, and vLLM and "
-            "SGLang serve the directory as it is"
+            f"{path} is a {kind} head of this target: score --drafter {kind}:heads={path} measures it, and "
+            f"{' and '.join(sorted(spec.served_by))} serve the directory as it is"
         )
     if kind is not None:
         return HeadArtifact(path, target, eagle.check(path, target), checkpoint.read_config(path))

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftlab.console import note
-from draftlab.drafters import RunFacts, drafter
+from draftlab.drafters import drafter
 from draftlab.drafters.eagle import HeadSpec
 from draftlab.errors import UserError
 
@@ -36,7 +36,6 @@ class BlockSpec(HeadSpec):
 
     @classmethod
     def read(cls, folder: Path, target: Path) -> "DFlashShape":
-        """Return the sizes of a head. Raises UserError: There is no such head of this target."""
         return cls.model().check(folder, target)
 
     @classmethod
@@ -46,10 +45,6 @@ class BlockSpec(HeadSpec):
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
         raise NotImplementedError
-
-    def check(self, run: RunFacts) -> None:
-        super().check(run)
-        self.read(Path(self.heads), run.target)
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
         target = self.target_of(context)

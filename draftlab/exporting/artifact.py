@@ -505,12 +505,13 @@ def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
     Raises:
         UserError: The draft cannot be read, or a head belongs to another target.
     """
-    kind = hub.head_kind(path)
+    kind = hub.known_head(path)
     if kind not in (None, "eagle"):
-        DRAFTERS.get(kind, "head").size_of(path, target)
+        spec = DRAFTERS.get(kind, "head")
+        spec.size_of(path, target)
         raise UserError(
-            f"{path} is a {kind} head, which vLLM and SGLang serve without export; measure it with draftlab score "
-            f"--drafter {kind}:heads={path}"
+            f"{path} is a {kind} head, which {' and '.join(sorted(spec.served_by))} serve without export; measure it "
+            f"with draftlab score --drafter {kind}:heads={path}"
         )
     if kind is not None:
         return HeadArtifact(

@@ -8,24 +8,41 @@ attend to the context and to each other. A mask token predicts the token at its 
 sample_from_anchor, the next token.
 """
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import Field
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.model.eagle import TargetSizes, check_target, check_tensors, draft_ids, read_tensors
+from draftlab.model.eagle import (
+    WEIGHTS,
+    TargetSizes,
+    check_target,
+    check_tensors,
+    draft_ids,
+    head_config,
+    layer_json,
+    read_tensors,
+)
 from draftlab.model.llama import rms_norm, rotary, rotary_tables, spread
 from draftlab.model.size import ApproximateSize
 from draftlab.reading import FileModel, reading
 
+if TYPE_CHECKING:
+    from transformers import Qwen3Config
+
+ARCHITECTURE = (
+    "DFlashDraftModel"  # name of z-lab's class; vLLM and SGLang have it in their registries
+)
 SLIDING = "sliding_attention"
 NOT_COMPUTED = {
     "attention_bias": (False, None),
@@ -333,9 +350,21 @@ def read_shape(
     Raises:
         UserError: The errors of check.
     """
-    sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
+    content = checkpoint.read_config(folder)
     if hub.head_kind(folder) != kind:
         raise UserError(f"{folder} is no {kind} head by its config.json")
+    return *shape_of(content, target, folder), content
+
+
+def shape_of(
+    content: Mapping[str, object], target: Path, folder: Path
+) -> tuple[DFlashShape, "Qwen3Config"]:
+    """Return the sizes and the configuration of the layers that a config.json has. folder: Name of the head in errors.
+
+    Raises:
+        UserError: The errors of check.
+    """
+    sizes = TargetSizes.of(target)
     with reading(folder / "config.json"):
         layer = _layer_config(content)
         config = _from_json(content, layer, folder)
@@ -346,10 +375,43 @@ def read_shape(
         raise UserError(
             f"{folder}: mask_token_id is {config.mask_token_id}, and the vocabulary has {config.vocab} ids"
         )
-    return config, layer, content
+    return config, layer
 
 
-def _layer_config(content: Mapping[str, Any]) -> Any:
+def new_json(
+    target: Path, layers: int, layer_ids: Sequence[int] | None, block_size: int, mask_token_id: int
+) -> dict[str, object]:
+    """Return config.json, as z-lab publishes it, of a head whose layers have the sizes of the target's layers.
+
+    Raises:
+        UserError: The target lacks a layer in `layer_ids`.
+    """
+    sizes = TargetSizes.of(target)
+    layer = head_config(target, layer_ids, sizes.vocab, qk_norm=True)
+    return layer_json(layer) | {
+        "architectures": [ARCHITECTURE],
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers,
+        "num_target_layers": sizes.layers,
+        "block_size": block_size,
+        "dflash_config": {
+            "mask_token_id": mask_token_id,
+            "target_layer_ids": [i - 1 for i in layer.layer_ids],
+        },
+    }
+
+
+def write(folder: Path, content: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
+    """Write a head. content: Its config.json, without the dtype of the weights."""
+    dtype = checkpoint.dtype_name(weights["fc.weight"].dtype)
+    whole = dict(content) | {"dtype": dtype, "torch_dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(whole, indent=2))
+    save_file(
+        {name: weight.cpu().contiguous() for name, weight in weights.items()}, folder / WEIGHTS
+    )
+
+
+def _layer_config(content: Mapping[str, Any]) -> "Qwen3Config":
     """Return the configuration of the layers as transformers' Qwen3Config; DFlash heads have layers of Qwen 3."""
     from transformers import Qwen3Config
 

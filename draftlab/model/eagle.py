@@ -377,7 +377,7 @@ def _native_json(config: HeadShape) -> dict[str, object]:
     variant = {name: True for name in VARIANTS if getattr(config, name)}
     return (
         variant
-        | _llama_json(config)
+        | layer_json(config)
         | {
             "architectures": [QWEN3_ARCHITECTURE if config.qk_norm else ARCHITECTURE],
             "draft_vocab_size": config.draft_vocab,
@@ -405,7 +405,7 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
         **{name: getattr(config, name) for name in VARIANTS},
         "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
         "tie_word_embeddings": False,
-        "transformer_layer_config": _llama_json(config),
+        "transformer_layer_config": layer_json(config),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -415,7 +415,8 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
     }
 
 
-def _llama_json(config: HeadShape) -> dict[str, object]:
+def layer_json(config: HeadShape) -> dict[str, object]:
+    """Return the layer's configuration as config.json has it."""
     # older readers want it
     theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}
     window: dict[str, object] = {}

@@ -211,6 +211,12 @@ CASES["distill", "a head, text of the target"] = lambda w: (
 )
 
 
+CASES["distill", "a DFlash head"] = lambda w: (
+    CASES["distill", "a head, text of the target"](w)
+    | {"student": "dflash:block_size=4,num_layers=1,layer_ids=1+2,anchors=0.5"}
+)
+
+
 CASES["distill", "a head, stored outputs"] = lambda w: (
     FEW
     | {

@@ -82,7 +82,7 @@ class EagleHeadSpec(HeadSpec):
         from draftlab.engine.drafters.eagle import EaglePasses
         from draftlab.model import eagle_llama
 
-        head = eagle_llama.load(folder, target_path, target)
+        head = eagle_llama.load(folder, target_path, target, target.device)
         return EaglePasses(eagle_llama.with_mode(head, mode))
 
     def head_drafter(self, context: "DrafterContext") -> "EagleDrafter":
@@ -91,7 +91,7 @@ class EagleHeadSpec(HeadSpec):
         from draftlab.model import eagle_llama
 
         target = self.target_of(context)
-        model = eagle_llama.load(Path(self.heads), context.target_path, target)
+        model = eagle_llama.load(Path(self.heads), context.target_path, target, context.device)
         return EagleDrafter(target, eagle_llama.with_mode(model, context.mode, context.int8))
 
 
@@ -132,7 +132,7 @@ class EagleSpec(EagleHeadSpec, GateSpec):
         from draftlab.model import eagle_llama
 
         target = replay.load_target()
-        head = eagle_llama.load(Path(self.heads), replay.target_path, target)
+        head = eagle_llama.load(Path(self.heads), replay.target_path, target, target.device)
         return score_chains(
             target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
         )

@@ -345,6 +345,11 @@ def _reasons(score: Score) -> Iterator[str]:
     if score.distinct_4grams < LOOPING_4GRAMS:
         share = f"{score.distinct_4grams:.0%}"
         yield f"only {share} of the output's 4-grams are distinct: repetition loops make every draft look good"
+    if (rounding := score.rounding) is not None:
+        yield (
+            f"int8 weights change the target: KL {rounding.kl:.2g} nats per token, and another most probable token at "
+            f"{1 - rounding.top1:.1%} of {rounding.tokens} tokens"
+        )
     if score.learnt_prompts:
         yield (
             f"the draft learnt from answers to {score.learnt_prompts} of the {conditions.prompts} prompts, so it gains "

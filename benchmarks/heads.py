@@ -429,7 +429,7 @@ class Training:
                 head = dflash.load(folder, self.target, target.embed, target.head)
                 views = score_blocks(target, head, texts, target.shape.vocab, greedy, STEPS)
             else:
-                chains = eagle_llama.load(folder, self.target, target)
+                chains = eagle_llama.load(folder, self.target, target, target.device)
                 views = score_chains(target, chains, texts, target.shape.vocab, greedy, STEPS)
             here, there = [], []
             for text, view in zip(texts, views, strict=True):

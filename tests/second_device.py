@@ -7,6 +7,7 @@ values, so that whole functions run, and what they compute can be compared.
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -49,7 +50,19 @@ class Elsewhere(Tensor):
 
 
 class SecondDevice(TorchDispatchMode):
-    """Where it is entered, DEVICE is there."""
+    """Where it is entered, DEVICE is there. Inference mode, which knows no such tensors, does nothing."""
+
+    def __enter__(self) -> Any:
+        self.patches = contextlib.ExitStack()
+        for name in ("__enter__", "__exit__"):
+            self.patches.enter_context(
+                mock.patch.object(torch.inference_mode, name, return_value=None)
+            )
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})

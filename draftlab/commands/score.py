@@ -171,11 +171,6 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
             "needs --tasks",
         ),
         Only(("int8",), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
-        Only(
-            ("int8",),
-            lambda c: not c.tasks or c.int8 == "draft",
-            "only --int8 draft works with --tasks, which evaluates the target without rounding",
-        ),
         *shared.CHAT_RULES,
     )
 
@@ -291,7 +286,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         import torch
 
         from draftlab.model import checkpoint
-        from draftlab.model.modes import resolve_mode
+        from draftlab.model.modes import engine_runs, resolve_mode
         from draftlab.model.tokenizer import common_vocabulary
         from draftlab.scoring.comparison import Comparison, Engine
     named = [
@@ -307,13 +302,13 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
     dtype = checkpoint.resolve_dtype(config.dtype, device)
-    mode = config.mode
-    if mode == "auto" and config.device_map:
-        mode = "eager"
-    elif mode == "auto":
-        run_by = [target, *models] if weights else []
-        only = next((spec.mode for spec in specs if spec.mode), None)
-        mode = only or resolve_mode("auto", device, dtype, run_by)
+    own = [path for path in models if engine_runs(path)]
+    hosted = config.device_map is not None or not engine_runs(target)
+    used = own or not hosted or any(spec.inputs() for spec in specs)
+    if not used and config.mode not in ("auto", "eager"):
+        raise UserError(f"--mode {config.mode}: transformers runs all models here; leave it out")
+    only = next((spec.mode for spec in specs if spec.mode and config.mode == "auto"), None)
+    mode = only or resolve_mode(config.mode if used else "eager", device, dtype, own)
     requests = _requests(config, target)
     stop = checkpoint.eos_token_ids(target)
     acceptance = Acceptance(config.rule, None)

@@ -10,6 +10,7 @@ from draftlab.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
@@ -39,16 +40,19 @@ class BlockSpec(HeadSpec):
         return cls.model().check(folder, target)
 
     @classmethod
-    def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "DFlash":
+    def load(
+        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
+    ) -> "DFlash":
         """Load a head with its target. Raises UserError: See read."""
-        return cls.model().load(folder, target_path, target.embed, target.head)
+        shared = (target.embed.to(device), target.head.to(device))
+        return cls.model().load(folder, target_path, *shared)
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
         raise NotImplementedError
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
         target = self.target_of(context)
-        head = self.load(Path(self.heads), context.target_path, target)
+        head = self.load(Path(self.heads), context.target_path, target, context.device)
         self._check_block(min(context.ks), head.config.most)
         ks = [k for k in context.ks if k <= head.config.most]
         if len(ks) < len(context.ks):
@@ -65,7 +69,7 @@ class BlockSpec(HeadSpec):
     ) -> "HeadPasses":
         from draftlab.engine.drafters.dflash import BlockPasses
 
-        return BlockPasses(cls.load(folder, target_path, target))
+        return BlockPasses(cls.load(folder, target_path, target, target.device))
 
     @classmethod
     def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
@@ -77,7 +81,7 @@ class BlockSpec(HeadSpec):
         folder = Path(self.heads)
         self._check_block(replay.most, self.read(folder, replay.target_path).most)
         target = replay.load_target()
-        head = self.load(folder, replay.target_path, target)
+        head = self.load(folder, replay.target_path, target, target.device)
         return score_blocks(
             target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
         )

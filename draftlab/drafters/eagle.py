@@ -13,6 +13,7 @@ from draftlab.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
@@ -42,8 +43,10 @@ class HeadSpec(DrafterSpec):
         raise NotImplementedError
 
     @classmethod
-    def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder") -> Any:
-        """Load a head on its target. Raises UserError: see read."""
+    def load(
+        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
+    ) -> Any:
+        """Load a head of a target on a device. Raises UserError: see read."""
         raise NotImplementedError
 
     def check(self, run: RunFacts) -> None:
@@ -86,10 +89,12 @@ class EagleHeadSpec(HeadSpec):
         return eagle.check(folder, target)
 
     @classmethod
-    def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "EagleLlama":
+    def load(
+        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
+    ) -> "EagleLlama":
         from draftlab.model import eagle_llama
 
-        return eagle_llama.load(folder, target_path, target)
+        return eagle_llama.load(folder, target_path, target, device)
 
     @classmethod
     def size_of(cls, folder: Path, target: Path) -> "Shape":
@@ -102,7 +107,7 @@ class EagleHeadSpec(HeadSpec):
         from draftlab.engine.drafters.eagle import EaglePasses
         from draftlab.model import eagle_llama
 
-        head = cls.load(folder, target_path, target)
+        head = cls.load(folder, target_path, target, target.device)
         return EaglePasses(eagle_llama.with_mode(head, mode))
 
     @classmethod
@@ -116,7 +121,7 @@ class EagleHeadSpec(HeadSpec):
         from draftlab.model import eagle_llama
 
         target = self.target_of(context)
-        model = self.load(Path(self.heads), context.target_path, target)
+        model = self.load(Path(self.heads), context.target_path, target, context.device)
         return self.drafter(target, eagle_llama.with_mode(model, context.mode, context.int8))
 
     def chains(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
@@ -124,7 +129,7 @@ class EagleHeadSpec(HeadSpec):
         from draftlab.acceptance.chain_logprobs import score_chains
 
         target = replay.load_target()
-        head = self.load(Path(self.heads), replay.target_path, target)
+        head = self.load(Path(self.heads), replay.target_path, target, target.device)
         return score_chains(
             target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
         )

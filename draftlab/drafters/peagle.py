@@ -8,6 +8,7 @@ from draftlab.drafters.eagle import EagleHeadSpec
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.engine.drafters.eagle import EagleDrafter
@@ -35,10 +36,12 @@ class PEagleSpec(EagleHeadSpec):
         return peagle.check(folder, target)
 
     @classmethod
-    def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "EagleLlama":
+    def load(
+        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
+    ) -> "EagleLlama":
         from draftlab.model import peagle
 
-        return peagle.load(folder, target_path, target)
+        return peagle.load(folder, target_path, target, device)
 
     @classmethod
     def drafter(cls, target: "Llama | HFDecoder", head: "EagleLlama") -> "EagleDrafter":

@@ -64,6 +64,11 @@ class Draft:
     parents: Parents | None = None
     rule: Rule | None = None
 
+    def to(self, device: torch.device) -> "Draft":
+        """Return the draft with its tensors on a device, as its target or a second drafter may be elsewhere."""
+        q = None if self.q is None else self.q.to(device)
+        return replace(self, ids=self.ids.to(device), q=q)
+
     def parents_of(self, row: int) -> Sequence[int]:
         """Return the parents in a row's tree; a range for a chain."""
         if self.parents is None:
@@ -107,7 +112,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
         """Sample tokens [B] from logits [B, V]. Return them and, unless greedy, their distributions [B, V]."""
-        logits = fit_vocab(logits, self.vocab)
+        logits, uniform = fit_vocab(logits, self.vocab), uniform.to(logits.device)
         if self.sampling.temperature == 0:
             return logits.argmax(-1), None
         q = distribution(logits, self.sampling)
@@ -220,7 +225,7 @@ def speculative_decode(
             count = k  # every pass has the same shape; tokens beyond a text's limit do not count
         start = clock()
         draft = (
-            drafter.propose(rows.texts, count, own, uniform[:, :count])
+            drafter.propose(rows.texts, count, own, uniform[:, :count]).to(target.device)
             if drafter and count
             else None
         )

@@ -64,13 +64,15 @@ def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> i
     return free
 
 
+def listed(needs: Mapping[str, float]) -> str:
+    """Return the parts of `needs`, bytes by purpose, of at least 5 MB."""
+    return ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6)
+
+
 def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) -> None:
     """Raises UserError: the sum of `needs`, bytes by purpose, exceeds the free memory. advice: End of the message."""
     free, total = free_bytes(device), sum(needs.values())
     if total > free:
-        parts = ", ".join(
-            f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6
-        )
         raise UserError(
-            f"not enough memory on {device}: {free / 1e9:.3g} GB are free, but this needs {parts}; use {advice}"
+            f"not enough memory on {device}: {free / 1e9:.3g} GB are free, but this needs {listed(needs)}; use {advice}"
         )

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
+from draftlab.model.devices import staged
 from draftlab.model.eagle import (
     SLIDING,
     WEIGHTS,
@@ -201,7 +202,7 @@ class DFlash:
         c, first = self.config, int(not self.config.sample_from_anchor)
         masks = last.new_full((len(last), count - 1 + first), c.mask_token_id)
         ids = torch.cat([last.unsqueeze(1), masks], 1)  # [B, T]
-        used = torch.tensor(cache.used, device=self.device).unsqueeze(1)  # [B, 1]
+        used = staged(cache.used, self.device).unsqueeze(1)  # [B, 1]
         places = self._places(used + torch.arange(ids.shape[1], device=self.device))
         end = max(cache.used) + ids.shape[1]
         kinds = list(zip(c.windows, c.causal, strict=True))  # window and causality of each layer

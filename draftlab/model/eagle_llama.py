@@ -189,7 +189,9 @@ def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
     return CudaGraphEagle(head) if mode == "graphs" else head
 
 
-def load(folder: Path, target_path: Path, target: Llama | HFDecoder) -> EagleLlama:
-    """Load a head in the dtype and on the device of its target. Raises UserError: the errors of eagle.read."""
-    head = eagle.read(folder, target_path, target.embed.dtype, target.device)
-    return EagleLlama(head, target.embed, folder)
+def load(
+    folder: Path, target_path: Path, target: Llama | HFDecoder, device: torch.device
+) -> EagleLlama:
+    """Load a head in the dtype of its target. Raises UserError: the errors of eagle.read."""
+    embedding = target.embed.to(device)
+    return EagleLlama(eagle.read(folder, target_path, embedding.dtype, device), embedding, folder)

@@ -15,6 +15,7 @@ from functools import cached_property, partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -185,12 +186,12 @@ class HFDecoder(Decoder):
     @property
     def embed(self) -> Tensor:
         """Return the embedding, [V, E]."""
-        return cast(nn.Module, self.model.get_input_embeddings()).get_parameter("weight").detach()
+        return _weight(self.model.get_input_embeddings())
 
     @property
     def head(self) -> Tensor:
         """Return the output layer, [V, E]."""
-        return cast(nn.Module, self.model.get_output_embeddings()).get_parameter("weight").detach()
+        return _weight(self.model.get_output_embeddings())
 
     @property
     def takes_rows(self) -> bool:
@@ -222,7 +223,7 @@ class HFDecoder(Decoder):
         """Return empty LayerStates of the layers in `ids` for every position of a cache, and hook these layers."""
         keep_states(self.model, [i for i in ids if i not in self._states], self._states)
         size = (len(cache.used), cache.capacity, len(ids) * self.config.hidden_size)
-        return LayerStates(ids, self.embed.new_zeros(size))
+        return LayerStates(ids, torch.zeros(size, dtype=self.model.dtype, device=self.device))
 
     @without_gradients
     def forward(
@@ -352,6 +353,12 @@ class HFDecoder(Decoder):
             return run(input_ids=ids, use_cache=False, logits_to_keep=last).logits
         layout = {"position_ids": tree.depth.unsqueeze(0), "attention_mask": tree.mask[None, None]}
         return run(input_ids=ids, use_cache=False, logits_to_keep=last, **layout).logits
+
+
+def _weight(module: Any) -> Tensor:
+    """Return a module's weight, read into memory if accelerate keeps it on disk."""
+    with align_module_device(module):
+        return module.get_parameter("weight").detach()
 
 
 def keep_states(

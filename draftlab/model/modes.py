@@ -40,6 +40,15 @@ def load(
     return hosted(checkpoint.load_model(directory, dtype, device).eval())
 
 
+def engine_runs(directory: Path) -> bool:
+    """Return whether draftlab's engine runs a checkpoint; otherwise transformers does."""
+    try:
+        llama.check_supported(directory)
+    except (OtherArchitecture, Quantised):
+        return False
+    return True
+
+
 def hosted(model: PreTrainedModel) -> HFDecoder:
     """Return a transformers model as a Decoder."""
     return RecurrentDecoder(model) if has_layers(model, RECURRENT) else HFDecoder(model)

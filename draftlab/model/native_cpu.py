@@ -194,8 +194,7 @@ class NativeLlama(Llama):
     def _matrix(self, weights: Tensor, bias: Tensor | None = None) -> _Matrix:
         scale = None
         if self.int8:
-            scale = weights.float().abs().amax(1).clamp_min(1e-12) / 127  # [out]
-            weights = (weights.float() / scale.unsqueeze(1)).round().to(torch.int8)
+            weights, scale = round_int8(weights)
         return _Matrix(
             self._pointer(weights), self._float_pointer(scale), self._float_pointer(bias)
         )
@@ -206,6 +205,12 @@ class NativeLlama(Llama):
     def _pointer(self, values: Tensor) -> int:
         self._tensors.append(values.contiguous())
         return self._tensors[-1].data_ptr()
+
+
+def round_int8(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix [out, in] in int8, and the scale of each output, float32 [out]."""
+    scale = weights.float().abs().amax(1).clamp_min(1e-12) / 127
+    return (weights.float() / scale.unsqueeze(1)).round().to(torch.int8), scale
 
 
 def check(device: torch.device, dtype: torch.dtype) -> str:

@@ -70,8 +70,9 @@ def check(folder: Path, target: Path) -> PEagleShape:
     return shape
 
 
-def load(folder: Path, target_path: Path, target: Llama | HFDecoder) -> PEagle:
-    """Load a head in the dtype and on the device of its target. Raises UserError: see check and eagle.read."""
-    shape = check(folder, target_path)
-    head = eagle.read_as(shape, folder, target.embed.dtype, target.device)
-    return PEagle(head, target.embed, folder)
+def load(
+    folder: Path, target_path: Path, target: Llama | HFDecoder, device: torch.device
+) -> PEagle:
+    """Load a head in the dtype of its target. Raises UserError: see check and eagle.read."""
+    shape, embedding = check(folder, target_path), target.embed.to(device)
+    return PEagle(eagle.read_as(shape, folder, embedding.dtype, device), embedding, folder)

@@ -362,6 +362,11 @@ def _reasons(score: Score) -> Iterator[str]:
             f"only {share} of the output's 4-grams are distinct: the target repeats itself, which makes every "
             "draft look good"
         )
+    if (rounding := score.rounding) is not None:
+        yield (
+            f"int8 weights change the target: KL {rounding.kl:.2g} nats per token, and another most probable token at "
+            f"{1 - rounding.top1:.1%} of {rounding.tokens} tokens"
+        )
     if score.learnt_prompts:
         yield (
             f"the draft was trained on answers to {score.learnt_prompts} of the {conditions.prompts} prompts, and "

@@ -497,6 +497,8 @@ def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, 
     }
     if score.other_plain:
         row |= {f"plain_output_tps_{weights}": speed for weights, speed in score.plain_tps.items()}
+    if score.rounding is not None:
+        row |= {"int8_kl": score.rounding.kl, "int8_top1": score.rounding.top1}
     for name, estimate in estimates.items():
         row[name] = estimate and estimate.value
         row |= {

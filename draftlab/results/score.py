@@ -190,6 +190,19 @@ class Conditions(FileModel):
         return f"{self.sampling.describe()}, rule {self.rule}{own}"
 
 
+class Rounding(FileModel):
+    """What int8 weights change in the target, over the prompts and the answers of plain decoding.
+
+    Args:
+        kl: Divergence of the rounded target from the target, nats per token.
+        top1: Share of tokens with the same most probable next token.
+    """
+
+    tokens: PositiveInt
+    kl: float
+    top1: float = Field(ge=0, le=1)
+
+
 DRAFTERS = {
     "prompt-lookup": "prompt lookup",
     "fallback": "prompt lookup followed by the draft",
@@ -214,6 +227,7 @@ class Score(FileModel):
     plain: list[Generation] | list[ServedGeneration]
     # generations of plain decoding with other weights, by the name of the weights
     other_plain: dict[str, list[Generation]] = Field(default={})
+    rounding: Rounding | None = None  # None: no weights of the target were int8
     # keys: K
     speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)
     counters: dict[int, Counters] = Field(default={})  # keys: K, if a server decoded

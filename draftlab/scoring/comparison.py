@@ -19,6 +19,7 @@ from draftlab.errors import OtherArchitecture, Quantised, UserError, about
 from draftlab.exporting.hf import parse_quantized_name, write_fake_quantized
 from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel
 from draftlab.model.checkpoint import max_model_len
+from draftlab.model.modes import engine_runs
 from draftlab.model.size import read_size
 from draftlab.prompts import Prompts
 from draftlab.provenance import Stage, lineage
@@ -27,6 +28,8 @@ from draftlab.results.score import SAMPLING, PromptRecord
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.lm_eval import Tasks, check_chat_template
 from draftlab.target_outputs.store import MANIFEST, distinct_4grams, read_texts
+
+DEVICES = (2, 4, 8)  # numbers of devices over which a dry run spreads a target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,13 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How passes run. device_map: Spreads the target over devices (accelerate). None for one device."""
+    """How passes run.
+
+    Args:
+        device: Device of drafts and heads, and of a target without device_map.
+        mode: Mode of the models that draftlab's engine runs.
+        device_map: Map by which accelerate spreads the target over devices.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -80,7 +89,7 @@ class Engine:
 
     @property
     def int8(self) -> bool:
-        """Return whether some weights are int8. Plain decoding is then timed at both precisions."""
+        """Return whether some weights are int8."""
         return self.target_int8 or self.draft_int8
 
 
@@ -143,6 +152,16 @@ class Comparison:
             + requests.sampling.max_tokens // 2
         )
 
+    @property
+    def hosted(self) -> bool:
+        """Return whether transformers runs the target."""
+        return self.engine.device_map is not None or not engine_runs(self.target)
+
+    @property
+    def two_precisions(self) -> bool:
+        """Return whether plain decoding is timed with int8 weights and without."""
+        return self.engine.int8 and not self.hosted
+
     def made(self, name: str) -> list[Stage] | None:
         """Return the commands that made a draft or the inputs of a drafter.
 
@@ -181,7 +200,7 @@ class Comparison:
 
     def facts(self) -> Mapping[str, object]:
         """Return the facts that a dry run shows."""
-        ways = 1 + self.engine.int8 + len(self.results) * len(self.ks)
+        ways = 1 + self.two_precisions + len(self.results) * len(self.ks)
         texts = self.requests.prompts.requests * self.requests.repeats * ways * len(self.batches)
         read = {spec.name: spec.paths(self.default_draft) for spec in self.drafters}
         return {
@@ -193,12 +212,11 @@ class Comparison:
             },
             "work": f"up to {texts} generations of {self.requests.sampling.max_tokens} tokens",
             **self._cost(texts),
+            "memory": self._memory(),
         }
 
     def _cost(self, texts: int) -> dict[str, object]:
         """Return the FLOPs and the bytes of a run, for a dry run, which assumes a target pass per token."""
-        if self.engine.device_map is not None:
-            return {}
         target, requests = read_size(self.target), self.requests
         prompt = int(median(len(p.ids) for p in requests.prompts.rows))
         passes = texts * requests.sampling.max_tokens // max(self.batches)
@@ -206,6 +224,17 @@ class Comparison:
             "flops": texts * prompt * target.flops_per_token(prompt // 2),
             "bytes": passes * target.weight_bytes(self.engine.dtype.itemsize),
         }
+
+    def _memory(self) -> str:
+        """Return the GB that models, caches and logits take, and with a device map the GB of the first device."""
+        needs = self.needs(spread=True)
+        total, own = sum(needs.values()), sum(self.needs().values())
+        text = f"{total / 1e9:.3g} GB: {devices.listed(needs)}"
+        if self.engine.device_map is None:
+            return text
+        first = [f"{(own + (total - own) / count) / 1e9:.3g}" for count in DEVICES]
+        counts = ", ".join(map(str, DEVICES))
+        return f"{text}; in equal parts the first of {counts} devices takes {', '.join(first)} GB"
 
     def check(self) -> None:
         """Check drafts, drafters, requests and engine against each other.
@@ -228,12 +257,12 @@ class Comparison:
         for path in self.draft_paths:
             self._check_parallel(path)
         engine = self.engine
-        if engine.device_map is not None and (engine.mode != "eager" or self.batches != [1]):
-            raise UserError(
-                "--device-map: transformers then runs the target, which needs --mode eager --batch 1"
-            )
         if engine.int8 and engine.mode != "native":
             raise UserError(f"--int8 needs --mode native, and this run has mode {engine.mode}")
+        if engine.target_int8 and self.hosted:
+            raise UserError(
+                "--int8: transformers runs the target without rounding; use --int8 draft"
+            )
         models = {"the target": self.target, **self.drafts}
         with about("--max-new-tokens"):
             self.check_context(
@@ -255,32 +284,36 @@ class Comparison:
 
     def check_memory(self) -> None:
         """Raise UserError if weights, caches and logits exceed the free memory, without a target on a device map."""
-        spread = {self.target} if self.engine.device_map else set()
-        sizes = {
-            path: read_size(path) for path in [self.target, *self.draft_paths] if path not in spread
-        }
+        devices.check_fits(
+            self.needs(),
+            self.engine.device,
+            "--dtype bfloat16, --device-map auto, or a smaller --batch",
+        )
+
+    def needs(self, *, spread: bool = False) -> Mapping[str, float]:
+        """Return the bytes that drafts and target need, by purpose. spread: Count a target on a device map, too."""
+        spread = spread or self.engine.device_map is None
+        models = dict.fromkeys([self.target, *self.draft_paths])
+        sizes = {path: read_size(path) for path in models if spread or path != self.target}
         longest, rows, k = self.requests.prompts.longest, max(self.batches), max(self.ks)
         width = self.engine.dtype.itemsize
         tokens = rows * (longest + self.requests.sampling.max_tokens + k)
-        needs = {f"weights of {path}": size.weight_bytes(width) for path, size in sizes.items()}
+        needs = {
+            f"weights of {hub.checkpoint_name(path)}": size.weight_bytes(width)
+            for path, size in sizes.items()
+        }
         if self.engine.int8:
             needs["int8 copies"] = sum(size.weight_bytes(1) for size in sizes.values())
         needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) for size in sizes.values())
         needs["logits"] = 2 * 4 * max(rows * (k + 1), longest) * checkpoint.vocab_size(self.target)
-        devices.check_fits(
-            needs, self.engine.device, "--dtype bfloat16, --device-map auto, or a smaller --batch"
-        )
+        return needs
 
     def _check_drafters(self) -> None:
         if not self.drafters:
             return
-        try:
-            layers = None if self.engine.device_map else llama.check_supported(self.target).layers
-        except (OtherArchitecture, Quantised):
-            layers = None
         run = RunFacts(
             target=self.target,
-            layers=layers,
+            layers=None if self.hosted else llama.check_supported(self.target).layers,
             vocab=checkpoint.vocab_size(self.target),
             mode=self.engine.mode,
             rule=self.acceptance.rule,

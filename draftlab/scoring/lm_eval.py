@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from draftlab.console import heartbeat
 from draftlab.errors import UserError, did_you_mean, one_line
 from draftlab.model import checkpoint, hub
+from draftlab.model.native_cpu import round_int8
 from draftlab.results.score import TaskResult
 from draftlab.servers.client import Server
 
@@ -47,11 +49,21 @@ class Tasks:
     scored: str | None
 
     def of_checkpoint(
-        self, directory: Path, dtype: torch.dtype, device: torch.device, *, spread: bool = False
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        spread: bool = False,
+        int8: bool = False,
     ) -> list[TaskResult]:
-        """Return every metric of every task. spread: Whether to spread the model over all devices.
+        """Return every metric of every task.
 
         A checkpoint with a trimmed head is evaluated with the complete head.
+
+        Args:
+            spread: Whether to spread the model over all devices.
+            int8: Whether to round its matrices as mode native does.
 
         Raises:
             UserError: lm-eval cannot evaluate the checkpoint.
@@ -74,6 +86,8 @@ class Tasks:
                 offload_folder=offload_folder,
                 trust_remote_code=checkpoint.trusts_remote_code(),
             )
+            if int8:
+                _round(lm.model)
             return self._results(lm)
 
     def of_server(self, server: Server, tokenizer: Path) -> list[TaskResult]:
@@ -130,6 +144,15 @@ class Tasks:
         for name, measured in found["results"].items():
             results += _task_results(name, measured, better.get(name, {}), samples.get(name, []))
         return results
+
+
+def _round(model: nn.Module) -> None:
+    """Round the matrices of a model to int8. The embedding stays as it is, even if it is the output layer."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weights, scale = round_int8(module.weight.detach())
+            rounded = (weights * scale.unsqueeze(1)).to(module.weight.dtype)
+            module.weight = nn.Parameter(rounded, requires_grad=False)
 
 
 def load_tasks(

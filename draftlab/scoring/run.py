@@ -1,10 +1,11 @@
 """Score drafts against a target in one process, and write one score.json per draft."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
 from draftlab import provenance, turns
 from draftlab.console import heartbeat, note, progress
@@ -32,7 +33,15 @@ from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
 from draftlab.registry import REJECTION
 from draftlab.results.decoding import Generation
-from draftlab.results.score import Conditions, Environment, Latency, Model, Score, TaskResult
+from draftlab.results.score import (
+    Conditions,
+    Environment,
+    Latency,
+    Model,
+    Rounding,
+    Score,
+    TaskResult,
+)
 from draftlab.scoring.comparison import Comparison, with_rounded_drafts
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, TimedArms, measure_throughput
 
@@ -96,10 +105,6 @@ class Models:
             note(f"loading {hub.checkpoint_name(directory)}")
             device_map = engine.device_map if directory == self.comparison.target else None
             model = load(directory, engine.dtype, engine.device, device_map)
-            if model.architecture is None and engine.mode != "eager":
-                raise UserError(
-                    f"transformers runs {directory}, and this works only with --mode eager"
-                )
             if self.comparison.batches != [1] and not model.takes_rows:
                 raise UserError(
                     f"{directory} cannot decode texts of different lengths in one batch; use --batch 1"
@@ -129,7 +134,7 @@ class Models:
         """Return the target at the precision that only plain decoding is timed at, or None without int8."""
         return (
             self.running(self.comparison.target, not self.engine.target_int8)
-            if self.engine.int8
+            if self.comparison.two_precisions
             else None
         )
 
@@ -155,13 +160,28 @@ class Measurement:
         before = read_core_time()
         measured = self._throughput(batch)
         environment = with_waiting(self.environment, before, read_core_time())
+        rounding = self._rounding(measured)
         target = self._model("", self.models.target, self.comparison.target, latency)
         scores = []
         for name, run in self.runs.items():
             draft = self._model(name, run.model, self.comparison.drafts.get(name), latency)
             draft = draft.model_copy(update=dict(run.facts))
-            scores.append(self._score(name, target, draft, measured, environment, batch))
+            score = self._score(name, target, draft, measured, environment, batch)
+            scores.append(score.model_copy(update={"rounding": rounding}))
         return scores
+
+    def _rounding(self, measured: TimedArms) -> Rounding | None:
+        """Compare the target with int8 weights and without, on the prompts with the answers of plain decoding."""
+        target, other = self.models.target, self.models.other_target
+        if other is None:
+            return None
+        whole, rounded = (other, target) if self.comparison.engine.target_int8 else (target, other)
+        prompts = self.comparison.requests.prompts.rows
+        texts = [
+            [*prompt.ids, *answer]
+            for prompt, answer in zip(prompts, measured.tokens[PLAIN], strict=True)
+        ]
+        return compare(whole, rounded, texts)
 
     def _latency(self, batch: int) -> dict[str, list[Latency]]:
         """Time single passes of the models in draftlab's engine, and return the latencies by name.
@@ -187,7 +207,7 @@ class Measurement:
     def _throughput(self, batch: int) -> TimedArms:
         comparison, requests = self.comparison, self.comparison.requests
         prompts = [prompt.ids for prompt in requests.prompts.rows]
-        ways = 1 + comparison.engine.int8 + sum(len(run.ks) for run in self.runs.values())
+        ways = 1 + comparison.two_precisions + sum(len(run.ks) for run in self.runs.values())
         note(
             f"{len(prompts)} prompts, decoded {requests.repeats} times in each of {ways} ways (without a draft, "
             "and with each draft and K)"
@@ -299,11 +319,31 @@ def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:
     tasks, engine = comparison.tasks, comparison.engine
     if tasks is None:
         return {}
-    spread = {comparison.target} if engine.device_map else set()
+    target = tasks.of_checkpoint(
+        comparison.target,
+        engine.dtype,
+        engine.device,
+        spread=engine.device_map is not None,
+        int8=engine.target_int8,
+    )
     return {
-        path: tasks.of_checkpoint(path, engine.dtype, engine.device, spread=path in spread)
-        for path in (comparison.target, *comparison.drafts.values())
-    }
+        path: tasks.of_checkpoint(path, engine.dtype, engine.device, int8=engine.draft_int8)
+        for path in comparison.drafts.values()
+    } | {comparison.target: target}
+
+
+def compare(whole: Decoder, rounded: Decoder, texts: Sequence[Sequence[int]]) -> Rounding:
+    """Compare the next-token distributions of a model and of its rounded copy after every token of texts."""
+    divergence, equal, count = 0.0, 0, sum(map(len, texts))
+    for text in texts:
+        ids = torch.tensor([text])
+        p, q = (
+            model.forward_uncached(ids, len(text)).float().log_softmax(-1)
+            for model in (whole, rounded)
+        )  # [1, T, V]
+        divergence += float(F.kl_div(q, p, reduction="sum", log_target=True))
+        equal += int((p.argmax(-1) == q.argmax(-1)).sum())
+    return Rounding(tokens=count, kl=divergence / count, top1=equal / count)
 
 
 def _with_turns(comparison: Comparison, models: Models) -> Comparison:
@@ -338,6 +378,7 @@ def _runs(comparison: Comparison, models: Models) -> dict[str, DrafterRun]:
         ks=comparison.ks,
         mode=comparison.engine.mode,
         clock=steady_clock(comparison.engine.device),
+        device=comparison.engine.device,
         int8=comparison.engine.draft_int8,
     )
     runs: dict[str, DrafterRun] = {}

@@ -39,7 +39,7 @@ def context(family_dirs: dict[str, Path], corpus: Path) -> DrafterContext:
     place = family_dirs["llama"]
     return DrafterContext(
         load(place), place, load, family_dirs["qwen3"], data=str(corpus), sampling=SamplingParams(max_tokens=12),
-        ks=[2], mode="eager", clock=time.process_time,
+        ks=[2], mode="eager", clock=time.process_time, device=torch.device("cpu"),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from built import PROMPTS, built, check_output, facts
 from errors import raises_option
+from second_device import DEVICE, SecondDevice
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.commands import COMMANDS
@@ -16,7 +17,8 @@ from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import match
 from draftlab.errors import UserError
-from draftlab.model.decoder import Decoder
+from draftlab.model import checkpoint, modes
+from draftlab.model.decoder import CPU, Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import measure_throughput
@@ -92,7 +94,7 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_di
     def drafters(target: Decoder, draft: Decoder) -> dict[str, Drafter]:
         work = DrafterContext(
             target, place, lambda path: draft, place, data=context.data, sampling=SamplingParams(max_tokens=12), ks=[2],
-            mode="eager", clock=time.process_time,
+            mode="eager", clock=time.process_time, device=CPU,
         )  # fmt: skip
         return {text: built(work, text).drafter for text in ASKED}
 
@@ -104,6 +106,33 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_di
                 output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 2, sampling))
                 == expected
             )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_and_heads_keep_their_device_beside_a_target_of_transformers(
+    context, family_dirs, parallel_draft, eagle_head, dflash_head, dspark_head, temperature
+):
+    """A target that accelerate spreads is read on the CPU; drafts and heads are elsewhere."""
+    place = family_dirs["llama"]
+    target = HFDecoder(checkpoint.load_model(place, torch.float32).eval())
+    asked = ["model", "fallback", f"parallel:draft={parallel_draft}", f"eagle:heads={eagle_head}"]
+    asked += [f"dflash:heads={dflash_head}", f"dspark:heads={dspark_head},least_confidence=0.01"]
+    sampling = SamplingParams(max_tokens=12, temperature=temperature)
+
+    def texts(device: torch.device) -> list[list[list[int]]]:
+        work = DrafterContext(
+            target, place, lambda path: modes.load(path, torch.float32, device), family_dirs["qwen3"],
+            data=context.data, sampling=sampling, ks=[3], mode="eager", clock=time.process_time, device=device,
+        )  # fmt: skip
+        drafters = [built(work, text).drafter for text in asked]
+        return [
+            output_tokens(speculative_decode(target, drafter, PROMPTS, 3, sampling))
+            for drafter in drafters
+        ]
+
+    expected = texts(CPU)
+    with SecondDevice():
+        assert texts(DEVICE) == expected
 
 
 def test_a_corpus_that_is_too_short_is_refused(context):

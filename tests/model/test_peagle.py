@@ -103,7 +103,7 @@ def test_speculators_computes_the_same_logits(target, tmp_path, fields):
     finally:
         kept.generate_cod_sample_indices = original
     hosted = llama.load(target, torch.float32)
-    head = peagle.load(folder, target, hosted)
+    head = peagle.load(folder, target, hosted, hosted.device)
     assert head.mask is not None
     for anchor in range(T):
         count = min(K, T - anchor)
@@ -122,7 +122,7 @@ def test_every_mode_drafts_from_the_same_distribution(target, tmp_path, mode):
     """In rows of different lengths beside each other; replay's log-probabilities are those of the draft."""
     folder = written(tmp_path / "head", target, PEAGLE | QWEN)
     model = llama.load(target, torch.float32)
-    head = eagle_llama.with_mode(peagle.load(folder, target, model), mode)
+    head = eagle_llama.with_mode(peagle.load(folder, target, model, model.device), mode)
     drafter = PEagleDrafter(model, head)
     generator = torch.Generator().manual_seed(5)
     texts = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in (16, 11, 14)]
@@ -135,7 +135,7 @@ def test_every_mode_drafts_from_the_same_distribution(target, tmp_path, mode):
     found = drafter.propose([text[:11] for text in texts], K, sampling, uniform).q
     assert found is not None
     scored = score_chains(
-        model, peagle.load(folder, target, model), [(np.array(t[:1]), np.array(t[1:11] + t[:K])) for t in texts],
+        model, peagle.load(folder, target, model, model.device), [(np.array(t[:1]), np.array(t[1:11] + t[:K])) for t in texts],
         VOCAB, sampling, K,
     )  # fmt: skip
     for row, text in enumerate(texts):

@@ -3,18 +3,26 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from builders import build
-from test_cli import SCORE, drafted, made, refused, space  # noqa: F401
+from test_cli import DISTILL, SCORE, drafted, made, refused, space  # noqa: F401
+from transformers import AutoModelForCausalLM
 from typed import call
 
 from draftlab import workspace
+from draftlab.model import checkpoint, modes
 from draftlab.model.checkpoint import read_config
+from draftlab.model.families import presets
 from draftlab.model.hub import EMBEDDED
+from draftlab.model.llama import Llama
 from draftlab.results.score import read_score, score_files
+from draftlab.scoring.run import compare
 
+REPOSITORY = Path(__file__).parents[2]
 TASK = """
 task: own
 dataset_path: json
@@ -48,8 +56,88 @@ def test_a_target_that_is_spread_over_disk_and_memory_writes_the_same(space, dra
     assert {k: spread.acceptance(k) for k in (1, 2)} == {k: here.acceptance(k) for k in (1, 2)}
     values = [[task.value for task in one.target.tasks] for one in (here, spread)]
     assert values[0] == pytest.approx(values[1], rel=1e-5)
-    result = call(f"{SCORE} --out x --device-map auto --mode native", code=1)
-    assert "--device-map" in result.stderr
+
+
+def test_a_target_that_is_on_disk_leaves_mode_and_batch_to_drafts_and_heads(space, draft):  # noqa: F811
+    """Even the embedding, which heads share, is on disk."""
+    (space / "map.json").write_text(json.dumps({"": "disk"}))
+    train = ("--student", "eagle:ttt_steps=1")
+    call(DISTILL, *train, "--out", "head")
+    asked = ("--draft", str(draft), "--drafter", "eagle:heads=head", "--drafter", "prompt-lookup")
+    asked += ("--mode", "native", "--batch", "2", "--dtype", "float32")
+    call(SCORE, *asked, "--out", "here")
+    call(SCORE, *asked, "--int8", "draft", "--device-map", "map.json", "--out", "spread")
+    for name in (draft.name, "eagle:heads=head", "prompt-lookup"):
+        here, spread = (read_score(next(Path(out).glob(f"{name}*"))) for out in ("here", "spread"))
+        assert (spread.conditions.mode, spread.equal_texts) == ("native", 1.0)
+        assert [g.tokens for g in spread.plain] == [g.tokens for g in here.plain]
+        assert not spread.other_plain
+    assert "--int8" in refused(SCORE, *asked, "--int8", "both", "--device-map", "map.json")
+    lookup = ("--drafter", "prompt-lookup", "--device-map", "map.json", "--mode", "native")
+    assert "--mode native" in refused(SCORE, *lookup)
+
+
+def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(space, draft, family_dirs):  # noqa: F811
+    """The matrices are rounded by hand, in transformers' model; the embedding and the norms are not."""
+    rounded = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
+    rounded.config.tie_word_embeddings = False
+    with torch.no_grad():
+        for name, weights in rounded.named_parameters():
+            if weights.ndim == 2 and "embed" not in name:
+                step = weights.abs().amax(1, keepdim=True) / 127
+                weights.copy_((weights / step).round() * step)
+    shutil.copytree(family_dirs["llama"], space / "rounded")
+    rounded.save_pretrained(space / "rounded")
+    (space / "rows.jsonl").write_text(json.dumps({"text": "def parse(line): return line"}))
+    (space / "own.yaml").write_text(TASK)
+    asked = ("--draft", str(draft), "--mode", "native", "--tasks", "own.yaml")
+    call(SCORE, *asked, "--int8", "target", "--out", "int8")
+    call(SCORE, *asked, "--target", str(space / "rounded"), "--out", "byhand")
+    found, by_hand = (read_score(score_files(space / out)[0]) for out in ("int8", "byhand"))
+    values = [score.target.tasks[0].value for score in (found, by_hand)]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    assert found.rounding is not None
+    assert 0 < found.rounding.kl < 0.1
+    assert found.rounding.tokens == sum(prompt.tokens for prompt in found.prompts) + 2 * 6
+    assert by_hand.rounding is None
+
+    texts = [[0, 17, 44, 101, 9], [0, 5, 250]]
+    whole = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
+    p, q = (
+        torch.cat([model(torch.tensor([ids])).logits[0] for ids in texts]).log_softmax(-1)
+        for model in (whole, rounded)
+    )
+    llama = modes.load(family_dirs["llama"], torch.float32, checkpoint.CPU)
+    assert isinstance(llama, Llama)
+    compared = compare(llama, modes.with_mode(llama, "native", int8=True), texts)
+    assert compared.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-2)
+    assert compared.top1 == float((p.argmax(-1) == q.argmax(-1)).float().mean())
+
+
+def test_llama_65b_and_the_drafts_of_its_recipe_fit_four_devices_of_80_gb(space):  # noqa: F811
+    """65,285,660,672 weights and 2.5 MB of cache per token in float16; the arithmetic is that of the dry run."""
+    recipe = yaml.safe_load((REPOSITORY / "recipes/llama-65b.yaml").read_text())
+    step = next(step["score"] for step in recipe["steps"] if "score" in step)
+    (space / "hellaswag.jsonl").write_text('{"prompt": "A man is"}\n' * 100)
+    step["draft"] = [f"{Path(name).name}" for name in step["draft"]]
+    step["target"], weights = "llama-65b", {}
+    for name in (step["target"], *step["draft"]):
+        shape = presets(REPOSITORY / "configs/widths")[name]
+        weights[name] = 2 * shape.params() / 1e9
+        shutil.copytree(EMBEDDED / "tiny", space / name)
+        (space / name / "model.safetensors").unlink()
+        config = checkpoint.llama_config(shape, context=2048, bos=0, eos=1, pad=2)
+        (space / name / "config.json").write_text(json.dumps(config))
+    (space / "score.yaml").write_text(yaml.safe_dump(step))
+    said = call("score", "--config", "score.yaml", "--dry-run").stdout
+    total, first = re.search(
+        r"memory: (\d+) GB: .* 4, 8 devices takes [\d.]+, ([\d.]+), ", said
+    ).groups()
+    caches = 0.0026 * (3 + 200 + 8)
+    assert float(total) == pytest.approx(sum(weights.values()) + caches, rel=0.01)
+    drafts = sum(weights.values()) - weights["llama-65b"]
+    assert float(first) == pytest.approx(weights["llama-65b"] / 4 + drafts, rel=0.01)
+    assert float(first) < 80
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made():

@@ -124,7 +124,7 @@ def expected(facts: Facts, step: str) -> str:
     if step in ("prune depth", "prune width", "prune masks", "design"):
         return WORKS if facts.prune == YES else facts.prune
     if step == "score compiled":
-        return WORKS if facts.runs == YES else "--mode eager"
+        return WORKS if facts.runs == YES or facts.prune != YES else "--mode native"
     if step in ("score a batch", "score a head") and facts.rows != YES:
         return facts.rows
     if step == "score a head" and facts.head != YES:

@@ -10,8 +10,9 @@ structure and the file layout of the real checkpoints (`pytest -m slow tests/zoo
 * **Source**: `draftlab prune` cuts a draft out of it, by depth, by width and with masks; `design` and `search` plan it.
 * **Target**: `distill` (also on its own text), `outputs build`, `replay`, `score` and `check` take it as the target of
   any draft with its tokenizer; `distill` and `score` also take it as the draft.
-* **Decoded by** the engine: in every mode. By transformers: `--mode eager`. Both decode several prompts at once, and
-  draft with EAGLE-3 heads; BLOOM, whose attention takes no positions, decodes one prompt at a time.
+* **Decoded by** the engine: in every mode. By transformers: eager, beside drafts in every mode. Both decode several
+  prompts at once, and draft with EAGLE-3 heads; BLOOM, whose attention takes no positions, decodes one prompt at a
+  time.
 * **As a draft** it is exported to Hugging Face directories and scripts for vLLM and SGLang, and where the table says so
   to GGUF for llama.cpp.
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import data
@@ -49,13 +50,14 @@ class DrafterContext:
         ks: list[int],
         mode: Mode,
         clock: Clock,
+        device: torch.device,
         int8: bool = False,
     ) -> None:
-        """load: Loads a checkpoint in the run's mode. draft: Default draft. int8: Whether heads are rounded to int8."""
+        """load: Loads a checkpoint in the run's mode. draft: Default draft. device: Of heads. int8: Round heads."""
         self.target, self.target_path, self.load, self.draft = target, target_path, load, draft
         self.data, self.sampling, self.ks, self.clock = data, sampling, ks, clock
         self.mode: Mode = mode
-        self.int8 = int8
+        self.device, self.int8 = device, int8
         self.vocab = checkpoint.vocab_size(target_path)
 
     def run(

@@ -78,7 +78,7 @@ class BlockPasses(HeadPasses):
         """Run a pass as Decoder.forward does. If the block is shorter than T, its last logits are repeated."""
         rows, width = ids.shape
         new = torch.arange(width, device=self.device)
-        positions = torch.tensor(cache.used, device=self.device).unsqueeze(1) + new
+        positions = staged(cache.used, self.device).unsqueeze(1) + new
         read = self.head.weights["fc.weight"].shape[1]
         self.head.read(self.head.embed.new_zeros(rows, width, read), positions, cache)
         cache.used = [used + width for used in cache.used]

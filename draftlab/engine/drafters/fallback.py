@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.engine.generate import Draft, Drafter
+from draftlab.model.devices import staged
 from draftlab.sampling import SamplingParams
 
 
@@ -51,10 +52,11 @@ class FallbackDrafter(Drafter):
             return first
         fewer = min(count, self.second_tokens or count)
         second = self.second.propose(texts, fewer, sampling, uniform[:, :fewer])
+        second = second.to(first.ids.device)
         if not any(first.counts):
             return second
         counts = [a or b for a, b in zip(first.counts, second.counts, strict=True)]
-        from_first = torch.tensor(first.counts, device=uniform.device) > 0  # [B]
+        from_first = staged(first.counts, first.ids.device) > 0  # [B]
         a, b = (F.pad(d.ids, (0, max(counts) - d.ids.shape[1])) for d in (first, second))
         ids = torch.where(from_first[:, None], a, b)
         if first.q is None and second.q is None:

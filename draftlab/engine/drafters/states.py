@@ -71,6 +71,7 @@ class StatesDrafter(Drafter, Generic[Head]):
         return starts, staged(starts, device).unsqueeze(1) + torch.arange(width, device=device)
 
     def states_at(self, positions: Tensor) -> Tensor:
-        """Return the target's states at `positions` [B, T], as [B, T, A D]."""
-        rows = torch.arange(len(positions), device=positions.device).unsqueeze(1)
-        return self.layer_states.states[rows, positions]
+        """Return the target's states at `positions` [B, T], as [B, T, A D] on the head's device."""
+        states = self.layer_states.states
+        rows = torch.arange(len(positions), device=states.device).unsqueeze(1)
+        return states[rows, positions.to(states.device)].to(self.head.device)

@@ -187,6 +187,7 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_di
             sampling=SamplingParams(max_tokens=12),
             ks=[2],
             mode="eager",
+            device=torch.device("cpu"),
             clock=time.process_time,
         )
         with pytest.raises(UserError, match="--drafter tree:widths=2 does not work"):

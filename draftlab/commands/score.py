@@ -95,7 +95,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     mode: shared.EngineMode = shared.mode()
     dtype: shared.WeightsDtype = shared.dtype()
     device: shared.Device = shared.device()
-    device_map: str | None = shared.device_map()
+    device_map: shared.DeviceMap = shared.device_map()
     int8: Literal["draft", "target", "both"] | None = option(
         None,
         "Round these weights to 8 bits; in mode native. The target alone is timed at both precisions.",

@@ -202,7 +202,10 @@ class DraftModel:
             checkpoint.eos_token_ids(self.path),
             checkpoint.eos_token_ids(self.target),
         )
-        if ends != target_ends:
+        if (beyond := max(ends, default=0)) >= self.vocab:
+            text = f"texts end at id {beyond}, and the vocabulary has 0 to {self.vocab - 1}"
+            yield error("special tokens", text, "set eos_token_id to the id that ends a text")
+        elif ends != target_ends:
             text = (
                 f"texts end at {list(ends)} in the draft and at {list(target_ends)} in the target"
             )

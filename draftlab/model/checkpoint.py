@@ -19,7 +19,6 @@ from draftlab.errors import OtherArchitecture, Quantised, UserError, one_line
 from draftlab.model import hub
 from draftlab.model.hf_files import (
     BUFFERS,
-    check_rotary,
     check_stored,
     check_unquantised,
     eos_ids,
@@ -49,7 +48,6 @@ CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 PIECE_BYTES = 1 << 25
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,6 @@ def check(directory: Path) -> None:
             config.json.
     """
     config = read_config(directory)
-    check_rotary(directory, config)
     if is_quantised(config):
         check_quantised_runs(directory, config)
         return
@@ -155,7 +152,6 @@ def read_shape(directory: Path) -> Shape:
     """
     config = read_config(directory)
     check_unquantised(directory, config)
-    check_rotary(directory, config)
     headers = read_headers(directory)
     sizes = {name: header.shape for name, header in headers.items()}
     shape = shape_of(config, sizes)
@@ -226,6 +222,12 @@ def _check_tensors(
         )
     for name, axes in expected.items():
         _check_size(directory, name, sizes[name], shape.dims(axes))
+    for key, has in (("attention_bias", shape.qkv_bias), ("mlp_bias", shape.mlp_bias)):
+        # a Qwen2 has biases whatever attention_bias is
+        if config.get(key) is (not has) and (not has or config["model_type"] == "llama"):
+            raise UserError(
+                f"{directory}: config.json has {key} {config[key]}, and the weights have {'' if has else 'no '}biases"
+            )
 
 
 def _check_size(
@@ -380,13 +382,9 @@ def load_any_files(
 
 
 def _parse_device_map(device_map: str | None) -> Any:
-    """Return accelerate's device_map, read from a .json file if one is named. Raises UserError: an unknown map."""
+    """Return accelerate's device_map, read from a .json file if one is named. Raises UserError: it cannot be read."""
     if device_map is not None and device_map.endswith(".json"):
         return read_object(Path(device_map))
-    if device_map is not None and device_map not in DEVICE_MAPS:
-        raise UserError(
-            f"--device-map {device_map!r}: want {', '.join(DEVICE_MAPS)}, or a .json file of module: device"
-        )
     return device_map
 
 

@@ -110,7 +110,12 @@ SampleMethod = Literal["greedy", "probabilistic"]  # vLLM's draft_sample_method
 Ranges = list[tuple[int, int, int]]  # first and last number of requests, and K
 ABOVE_ZERO = "above temperature 0 a drafted token stands with the target's probability of it"
 PROMPT_LOOKUP_MAX = 3  # longest n-gram to match (Saxena 2023, prompt lookup decoding)
-SCRIPT_DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
+# a JSON or YAML option with the path would break at these characters
+SCRIPT_DIRECTORY = r"""here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
+case $here in *[\"\\[:cntrl:]]*)
+    echo "move this folder: its path has a quote, a backslash or a line break" >&2
+    exit 1 ;;
+esac"""
 
 
 @dataclass(frozen=True, slots=True)

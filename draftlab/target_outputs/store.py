@@ -44,6 +44,7 @@ def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
 
 
 HELDOUT = "heldout"
+OFF_ONE = 0.02  # by which rounding to fp16 may move the sum of probabilities
 ABOVE_ZERO = 1e-3  # nats by which rounding may lift a log-probability above 0
 Logprobs = Literal["sampled", "raw", "none"]
 TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of its fields
@@ -261,6 +262,7 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
         UserError: `out` has other files, or a store with other settings.
     """
     if not (out / MANIFEST).exists():
+        (out / f".{MANIFEST}.new").unlink(missing_ok=True)  # of a build that was killed at once
         check_free(out, force=False, remedy=", or remove it")
         return manifest
     existing = read_manifest(out)
@@ -273,6 +275,8 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
             f"{out} contains other outputs: their {differing} is {_short(old[differing])}, not "
             f"{_short(new[differing])}; choose another --out, or remove it"
         )
+    for left in out.rglob(".tmp*"):  # of a build that was killed while safetensors wrote a shard
+        left.unlink()
     return existing
 
 
@@ -418,9 +422,9 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
             raise ValueError(f"{name} has values that are not finite")
         if name.endswith(("logprob", "logprobs")) and values.max(initial=0) > ABOVE_ZERO:
             raise ValueError(f"{name} has {values.max():g}, and a log-probability is at most 0")
-    if arrays["number"].min() < 0:
+    if arrays["number"].min() < 0 or len(np.unique(arrays["number"])) < n:
         raise ValueError(
-            f"number has {arrays['number'].min()}, and a prompt's number is at least 0"
+            f"number has {arrays['number'].min()} or a number twice; a prompt has one, from 0 on"
         )
     if manifest.top_logprobs:
         # sum p^(1/t) lies between 1, if a single token is certain, and V^(1 - 1/t), if all are equally probable
@@ -429,6 +433,16 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
         )
         if (np.abs(arrays["normalizers"]) > largest).any():
             raise ValueError("normalizers has values that no distribution over the vocabulary has")
+        if (np.diff(arrays["top_logprobs"].astype(np.float32)) > 0).any():
+            raise ValueError("top_logprobs do not descend")
+        if (np.diff(np.sort(arrays["top_ids"])) == 0).any():
+            raise ValueError("top_ids has an id twice in a list")
+        listed_p = np.exp(arrays["top_logprobs"].astype(np.float64)).sum(1)
+        total = listed_p + np.exp(arrays["rest_logprob"].astype(np.float64))
+        if (np.abs(total - 1) > OFF_ONE).any():
+            raise ValueError(
+                f"a list and the rest have a probability of {total[np.abs(total - 1).argmax()]:g}, not 1"
+            )
         _check_alignment(arrays)
 
 

@@ -185,6 +185,7 @@ def equal_texts(
     (folder / "P" / "config.json").write_text(json.dumps(config))
     context = DrafterContext(
         target, folder / "M", lambda path: modes.load(path, torch.float32, torch.device("cpu")), folder / "D",
+        device=torch.device("cpu"),
         data=str(folder / "text.txt"), sampling=sampling, ks=[K], mode="eager", clock=time.process_time,
     )  # fmt: skip
     for name in (*DRAFTERS, "dflash", "dspark"):

@@ -27,7 +27,7 @@ from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, dflash, parallel
 from draftlab.model.dflash import DFlashShape
-from draftlab.model.eagle import TargetSizes, check_tensors, read_tensors
+from draftlab.model.eagle import TargetSizes, read_tensors
 from draftlab.model.trimmed_head import output_head
 from draftlab.training.checkpointer import best_weights, load_or_make, select_device
 from draftlab.training.eagle import FITTED_TOKENS, costs, texts_of
@@ -312,8 +312,11 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenHead:
     if job.draft is not None:
         tensors = read_tensors(job.draft, lambda name: name.removeprefix("model."))
         sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        kind = "a DFlash head on the embedding and output layer of its target, which distill trains"
-        check_tensors(sizes, config.sizes(), {}, job.draft, kind)
+        config.check_tensors(sizes, job.draft, "a DFlash head that draftlab trains")
+        if own := sorted(sizes.keys() - config.sizes().keys()):
+            raise UserError(
+                f"{job.draft} has its own {own[0]}; draftlab trains DFlash heads that share their target's"
+            )
         student.load_state_dict(tensors)
     note(f"mask token {config.mask_token_id}")
 

@@ -135,7 +135,8 @@ def test_every_mode_drafts_from_the_same_distribution(target, tmp_path, mode):
     found = drafter.propose([text[:11] for text in texts], K, sampling, uniform).q
     assert found is not None
     scored = score_chains(
-        model, peagle.load(folder, target, model, model.device), [(np.array(t[:1]), np.array(t[1:11] + t[:K])) for t in texts],
+        model, peagle.load(folder, target, model, model.device),
+        [(np.array(t[:1]), np.array(t[1:11] + t[:K])) for t in texts],
         VOCAB, sampling, K,
     )  # fmt: skip
     for row, text in enumerate(texts):

@@ -2,16 +2,17 @@
 
 B rows, T new tokens, S slots of the cache, V vocab, A layers whose states are kept, E hidden.
 
-transformers appends T slots to every row in a pass. A table has the position of each slot in its row's text, and the
-attention mask lets a token read only slots with a position. Rolling back, and rows of different lengths, are changes of
-that table. Slots at the end that no row reads are dropped; the cache is packed when most slots are not read.
+transformers appends T slots to every row in a pass. While slot i of every row holds position i, a pass needs no mask,
+and rolling back drops slots. Otherwise a table has the position of each slot in its row's text, and the attention mask
+lets a token read only slots with a position. Rolling back, and rows of different lengths, are changes of that table.
+Slots at the end that no row reads are dropped; the cache is packed when most slots are not read.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, cast
+from functools import cached_property, partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,18 @@ TRIAL_ERROR = {
 }  # largest error of logits / largest logit; 0.05 for dtypes with fewer bits
 
 
-def without_gradients(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that runs without gradients but outside inference mode.
+Run = TypeVar("Run", bound=Callable[..., Tensor])
 
-    FSDP2 trains with the tensors into which a pass gathers weights, and they must not be inference tensors.
-    """
-    return torch.inference_mode(False)(torch.no_grad()(run))
+
+def without_gradients(run: Run) -> Run:
+    """Return a method of HFDecoder that runs without gradients, and in inference mode unless the model is trained."""
+
+    @wraps(run)
+    def wrapped(self: "HFDecoder", *args: Any, **named: Any) -> Tensor:
+        with torch.inference_mode(not self.trained), torch.no_grad():
+            return run(self, *args, **named)
+
+    return cast(Run, wrapped)
 
 
 @dataclass
@@ -49,25 +56,32 @@ class HFCache:
 
     Args:
         used: Number of valid positions of each row, [B].
-        position: Position of each slot's token in its row's text, or -1 if no token reads the slot, [B, S].
+        slots: Number of slots, S.
+        table: Position of each slot's token in its row's text, or -1 if no token reads the slot, [B, S]. None: slot i
+            of every row holds position i.
         layer_states: States of the layers that a drafter reads, stored if set.
     """
 
     past: DynamicCache
     capacity: int
     used: list[int]
-    position: Tensor
+    slots: int = 0
+    table: Tensor | None = None
     layer_states: LayerStates | None = None
+
+    @property
+    def position(self) -> Tensor:
+        """Return the position of each slot's token, [B, S], see table."""
+        ordered = torch.arange(self.slots).expand(len(self.used), -1)
+        return ordered if self.table is None else self.table
 
     def keep(self, row: int, at: int, path: Sequence[int]) -> None:
         """Replace the positions from `at` on by the positions at + i for each i in path, in that order."""
-        own = self.position[row]
-        moved = own.masked_fill(own >= at, -1)
+        self.table = self.position.clone()
+        own = self.table[row].clone()
+        self.table[row].masked_fill_(own >= at, -1)
         for to, i in enumerate(path):
-            moved = moved.masked_fill(own == at + i, at + to)
-        self.position = torch.cat(
-            [self.position[:row], moved.unsqueeze(0), self.position[row + 1 :]]
-        )
+            self.table[row].masked_fill_(own == at + i, at + to)
         if self.layer_states is not None:
             self.layer_states.keep(row, at, path)
         self.used[row] = at + len(path)
@@ -85,9 +99,8 @@ class HFCache:
             )
         used = [used for used, chosen in zip(self.used, mask.tolist(), strict=True) if chosen]
         layers = self.layer_states and self.layer_states.rows(mask)
-        return HFCache(
-            self.past, self.capacity, used, self.position[mask.to(self.position.device)], layers
-        )
+        table = None if self.table is None else self.table[mask.to(self.table.device)]
+        return HFCache(self.past, self.capacity, used, self.slots, table, layers)
 
     def drop_unread(self) -> None:
         """Drop the positions from `used` on, and the last slots if no token reads them. Pack the cache if it is sparse.
@@ -95,23 +108,29 @@ class HFCache:
         Raises:
             RuntimeError: transformers cannot crop this cache.
         """
-        self.position = self.position.masked_fill(
-            self.position >= torch.tensor(self.used).unsqueeze(1), -1
-        )
-        read = (self.position >= 0).any(0).nonzero()
-        size = int(read[-1]) + 1 if len(read) else 0
-        if (cached := int(self.past.get_seq_length())) > size:
-            self.past.crop(size - cached)  # a negative number is the number of tokens to remove
-        self.position = self.position[:, :size]
-        if size > SPARSE * max(1, *self.used):
-            self._pack()
+        size = max(self.used)
+        if self.table is not None or size != min(self.used):
+            positions = self.position
+            self.table = positions.masked_fill(
+                positions >= torch.tensor(self.used).unsqueeze(1), -1
+            )
+            read = (self.table >= 0).any(0).nonzero()
+            size = int(read[-1]) + 1 if len(read) else 0
+        if self.slots > size:
+            self.past.crop(size - self.slots)  # a negative number is the number of tokens to remove
+            self.slots = size
+        if self.table is not None:
+            self.table = self.table[:, :size]
+            if size > SPARSE * max(1, *self.used):
+                self._pack()
+            if bool((self.table == torch.arange(self.slots)).all()):
+                self.table = None
 
     def _pack(self) -> None:
         """Sort every row's slots by position, and drop slots that no token reads."""
-        width = max(self.used)
-        order = self.position.masked_fill(self.position < 0, self.capacity + 1).argsort(1)[
-            :, :width
-        ]  # [B, width]
+        positions, self.slots = self.position, max(self.used)
+        order = positions.masked_fill(positions < 0, self.capacity + 1).argsort(1)
+        order = order[:, : self.slots]
         for layer in cast(Any, self.past.layers):
             slots = order.to(layer.keys.device)[:, None, :, None]
             layer.keys = layer.keys.gather(
@@ -120,21 +139,25 @@ class HFCache:
             layer.values = layer.values.gather(
                 2, slots.expand(-1, layer.values.shape[1], -1, layer.values.shape[3])
             )
-        self.position = self.position.gather(1, order)
-
-    @property
-    def in_order(self) -> bool:
-        """Return whether slot i has position i in every row."""
-        return bool((self.position == torch.arange(self.position.shape[1])).all())
+        self.table = positions.gather(1, order)
 
 
 class HFDecoder(Decoder):
     """A transformers model as a Decoder, on one device or spread over devices by accelerate."""
 
-    def __init__(self, model: PreTrainedModel, *, one_length: bool = False) -> None:
-        """one_length: Whether all rows of a batch have the same length, so that `masked` needs no trial."""
+    def __init__(
+        self, model: PreTrainedModel, *, one_length: bool = False, trained: bool = False
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            one_length: Whether all rows of a batch have the same length, so that `masked` needs no trial.
+            trained: Whether the model is trained between passes. FSDP2 trains with the tensors into which a pass
+                gathers weights, and they must not be inference tensors.
+        """
         self.model, self.config = model, model.config.get_text_config()
-        self.one_length = one_length
+        self.one_length, self.trained = one_length, trained
+        self.arguments = frozenset(inspect.signature(model.forward).parameters)
         # GPT-2: n_positions
         name = self.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         self.context = int(self.config.to_dict().get(name) or UNLIMITED)
@@ -192,7 +215,7 @@ class HFDecoder(Decoder):
             raise UserError(
                 f"{kind} has no attention cache that can be rolled back, so it can be neither target nor draft"
             ) from None
-        return HFCache(past, capacity, [0] * rows, torch.empty(rows, 0, dtype=torch.long))
+        return HFCache(past, capacity, [0] * rows)
 
     @torch.inference_mode(False)
     def new_layer_states(self, cache: HFCache, ids: tuple[int, ...]) -> LayerStates:
@@ -219,7 +242,7 @@ class HFDecoder(Decoder):
             raise UserError(
                 f"the cache of {type(self.model).__name__} cannot be rolled back: {error}"
             ) from error
-        if tree is None and min(cache.used) == max(cache.used) and cache.in_order:
+        if tree is None and cache.table is None:
             return self._run(ids, cache, last)
         if not self.masked:
             text = (
@@ -236,16 +259,20 @@ class HFDecoder(Decoder):
         self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None, masked: bool = False
     ) -> Tensor:
         """Run a pass and record its slots' positions. masked: Whether the pass needs position ids and a custom mask."""
-        used, steps = torch.tensor(cache.used).unsqueeze(1), torch.arange(ids.shape[1])
-        layout = self._layout(cache, used, ids.shape[1], tree) if masked else {}
+        width = ids.shape[1]
+        layout = self._layout(cache, width, tree) if masked else {}
         run: Any = self.model
         logits = run(
             input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last, **layout
         ).logits
-        if cache.layer_states is not None:
-            self.store_states(cache.layer_states, torch.arange(len(ids)).unsqueeze(1), used + steps)
-        cache.position = torch.cat([cache.position, used + steps], 1)
-        cache.used = [count + ids.shape[1] for count in cache.used]
+        if cache.table is not None or cache.layer_states is not None:
+            places = torch.tensor(cache.used).unsqueeze(1) + torch.arange(width)  # [B, T]
+            if cache.table is not None:
+                cache.table = torch.cat([cache.table, places], 1)
+            if cache.layer_states is not None:
+                self.store_states(cache.layer_states, torch.arange(len(ids)).unsqueeze(1), places)
+        cache.slots += width
+        cache.used = [count + width for count in cache.used]
         return logits
 
     def store_states(self, layer_states: LayerStates, rows: Tensor, places: Tensor) -> None:
@@ -255,11 +282,9 @@ class HFDecoder(Decoder):
                 layers, self._states[layers].to(layer_states.states), (rows, slice(None), places)
             )
 
-    def _layout(
-        self, cache: HFCache, used: Tensor, width: int, tree: Tree | None
-    ) -> dict[str, Any]:
-        """Return position ids and attention mask of a pass. used: Number of cached tokens of each row, [B, 1]."""
-        tree = tree or Tree.chain(width)
+    def _layout(self, cache: HFCache, width: int, tree: Tree | None) -> dict[str, Any]:
+        """Return position ids and attention mask of a pass."""
+        tree, used = tree or Tree.chain(width), torch.tensor(cache.used).unsqueeze(1)
         at = (used + tree.depth.cpu()).expand(len(used), -1)  # [B, T]
         old = (cache.position >= 0).unsqueeze(1).expand(-1, width, -1)
         seen = torch.cat([old, tree.mask.cpu().expand(len(used), -1, -1)], 2)  # [B, T, S + T]
@@ -278,6 +303,11 @@ class HFDecoder(Decoder):
         mask = torch.zeros(seen.shape, dtype=self.model.dtype)
         return mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1).to(self.device)
 
+    @property
+    def trial(self) -> list[list[int]]:
+        """Return the rows of TRIAL with ids that the model has."""
+        return [[token % self.vocab for token in row] for row in TRIAL]
+
     @cached_property
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -287,7 +317,7 @@ class HFDecoder(Decoder):
         Models with ALiBi, without an argument position_ids, or with other kinds of attention do not.
         """
         kinds = set(getattr(self.config, "layer_types", None) or [])
-        counted = "position_ids" not in inspect.signature(self.model.forward).parameters
+        counted = "position_ids" not in self.arguments
         if (
             self.one_length
             or kinds - {FULL, SLIDING}
@@ -295,7 +325,7 @@ class HFDecoder(Decoder):
             or getattr(self.config, "alibi", False)
         ):
             return False
-        first, second = (torch.tensor([row], device=self.device) for row in TRIAL)
+        first, second = (torch.tensor([row], device=self.device) for row in self.trial)
         cache = self.new_cache(2, 8)
         try:
             self._run(torch.cat([first[:, :3], second[:, :3]]), cache, 1)

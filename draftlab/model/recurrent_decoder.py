@@ -7,7 +7,6 @@ later tokens again.
 B rows, T new tokens, V vocab.
 """
 
-import inspect
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -20,14 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder, Tree, end_of_pass
-from draftlab.model.hf_decoder import (
-    RECURRENT,
-    TRIAL,
-    HFDecoder,
-    has_layers,
-    new_past,
-    without_gradients,
-)
+from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers, new_past, without_gradients
 from draftlab.model.llama import LayerStates
 
 copied = partial(tree_map_only, Tensor, Tensor.clone)  # of a tensor, or of tensors in dicts
@@ -155,7 +147,7 @@ class RecurrentDecoder(HFDecoder):
             parts = [self._read(row, [token], 0, layer_states, number) for token in ids]
             return torch.cat(parts, 1)[:, -last:]
         start, end = len(row.tokens), len(row.tokens) + len(ids)
-        known = inspect.signature(self.model.forward).parameters
+        known = self.arguments
         cached = "past_key_values" if "past_key_values" in known else "cache_params"
         arguments: dict[str, Any] = {cached: row.past, "use_cache": True}
         if "position_ids" in known:
@@ -176,7 +168,7 @@ class RecurrentDecoder(HFDecoder):
     @torch.no_grad()
     def continues(self) -> bool:
         """Return whether one pass over several tokens after cached tokens is correct, by a trial with one row."""
-        ids, row = list(TRIAL[0]), self._new_row()
+        ids, row = self.trial[0], self._new_row()
         self.__dict__["continues"] = True  # set before the trial, which reads this property
         self._read(row, ids[:2], 1)
         found = self._read(row, ids[2:], 1)[0, -1]

@@ -89,7 +89,7 @@ def acceptance_probabilities(
     """
     was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
     sampling = SamplingParams(temperature=text.temperature)
-    decoder, targets = HFDecoder(student.eval()), text.log_p
+    decoder, targets = HFDecoder(student.eval(), trained=True), text.log_p
     if offsets is None:
         scored = score_tokens(decoder, text.texts, vocab, sampling, memory=memory)
     else:

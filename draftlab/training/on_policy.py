@@ -85,7 +85,7 @@ class StudentBatches:
         self.student.eval()
         numbers = [step * rows + row for row in own]
         written = generate_batch(
-            HFDecoder(self.student, one_length=True),
+            HFDecoder(self.student, one_length=True, trained=True),
             prompts[own].tolist(),
             sampling,
             batching,

@@ -60,14 +60,19 @@ def joint(table: Table, length: int) -> Tensor:
     return grown(())
 
 
-def emitted(p: Table, drafting, rule, length: int) -> Tensor:
-    """Exact distribution of the first tokens that one step (and plain decoding behind it) emits, [V] * length."""
+def emitted(p: Table, drafting, rule, length: int, verified=None) -> Tensor:
+    """Exact distribution of the first tokens that one step (and plain decoding behind it) emits, [V] * length.
+
+    verified: Rows of a target pass over the drafted tokens, [K + 1, V], by the tokens; by default those of p.
+    """
 
     def step(chance: Outcome) -> tuple[list[int], Tensor]:
         tokens = drafting(chance)
-        rows = torch.stack(
-            [p(tuple(tokens.ids[i] for i in tokens.path(n))) for n in range(len(tokens.ids) + 1)]
-        )
+        if verified is not None:
+            rows = verified(tokens)
+        else:
+            nodes = range(len(tokens.ids) + 1)
+            rows = torch.stack([p(tuple(tokens.ids[i] for i in tokens.path(n))) for n in nodes])
         path, rest = rule(rows, tokens, chance)
         return [tokens.ids[i] for i in path], rest
 

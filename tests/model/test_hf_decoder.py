@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from enumeration import emitted, greedy_with_softmax_q, joint, sampled
 from errors import raises_option
+from test_rejection_rules import leviathan
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -22,6 +24,7 @@ from draftlab.engine.generate import (
     output_tokens,
     speculative_decode,
 )
+from draftlab.engine.verify import Tokens, match
 from draftlab.model import checkpoint, eagle, llama
 from draftlab.model.decoder import Tree
 from draftlab.model.eagle import Head
@@ -161,7 +164,7 @@ def test_a_long_run_of_rejections_keeps_the_cache_small(kind):
     found = output_tokens(speculative_decode(target, drafter, PROMPTS, 5, sampling))
     assert found == [generated(model, prompt, 40) for prompt in PROMPTS]
     cache = made[0]  # the trial's comes later
-    assert cache.position.shape[1] <= 2 * max(cache.used) + 6
+    assert cache.slots <= 2 * max(cache.used) + 6
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "gpt2"])
@@ -265,6 +268,58 @@ def test_recurrent_layers_cannot_read_a_tree():
     cache = target.new_cache(1, 32)
     with raises_option("tree"):
         target.forward(torch.tensor([[9, 14, 3]]), cache, tree=Tree.from_parents([0, 0]))
+
+
+class Conditional:
+    """A decoder's distributions after a prompt, by passes over its cache, which is rolled back before each."""
+
+    PROMPT = (0, 2, 1, 1, 2, 0, 2, 2, 1)  # longer than the windows above
+
+    def __init__(self, kind: str) -> None:
+        self.model: Any = model_of(kind, vocab_size=3)
+        self.decoder = hosted(self.model)
+        self.cache = self.decoder.new_cache(1, 40)
+        self.decoder.forward(torch.tensor([self.PROMPT[:-1]]), self.cache)
+
+    def verified(self, tokens: Tokens) -> Tensor:
+        self.cache.used = [len(self.PROMPT) - 1]
+        chain = list(tokens.parents) == list(range(len(tokens.ids)))
+        tree = None if chain else Tree.from_parents(tokens.parents)
+        ids = torch.tensor([[self.PROMPT[-1], *tokens.ids]])
+        return self.decoder.forward(ids, self.cache, tree=tree)[0].double().softmax(-1)
+
+    def following(self, prefix: tuple[int, ...]) -> Tensor:
+        return self.verified(Tokens(ids=list(prefix), parents=range(len(prefix))))[-1]
+
+    @torch.no_grad()
+    def transformers(self, prefix: tuple[int, ...]) -> Tensor:
+        ids = torch.tensor([[*self.PROMPT, *prefix]])
+        return self.model(ids, use_cache=False).logits[0, -1].double().softmax(-1)
+
+
+CHAIN, BRANCHES = (0, 1), (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "parents"),
+    [
+        *((kind, leviathan, CHAIN) for kind in ("mixtral", "gpt_oss", "gemma3_text", "gpt2")),
+        *((kind, leviathan, CHAIN) for kind in ("qwen3_next", "falcon_h1", "mamba2")),
+        *((kind, match, BRANCHES) for kind in ("mixtral", "gpt_oss", "gemma3_text")),
+    ],
+)
+def test_at_temperature_1_every_draft_and_outcome_gives_transformers_distribution(
+    kind, rule, parents
+):
+    target, draft = Conditional(kind), Conditional("stablelm")
+    wanted = joint(target.transformers, 3)
+    drafting = sampled(draft.following, parents)
+    found = emitted(target.following, drafting, rule, 3, target.verified)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    if rule is leviathan:
+        broken = greedy_with_softmax_q(draft.following, parents)
+        wrong = emitted(target.following, broken, rule, 3, target.verified)
+        assert (wrong - wanted).abs().max() > 1e-3
 
 
 def random_head(folder: Path) -> Head:

@@ -16,6 +16,18 @@ CONTEXT, LAYERS, SHRINK = 256, 4, 8
 REACH, LEAST_WINDOW = 16, 16  # of windows: texts here are 16 times as short
 PADDING = 16  # logits beyond the tokenizer's ids, where the real one has some
 EXPERTS = 4
+SHRUNK = (  # widths of heads and of their states, and tokens that states are computed for at once
+    "head_dim",
+    "query_pre_attn_scalar",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "mamba_d_ssm",
+    "mamba_d_head",
+    "mamba_d_state",
+    "state_size",
+    "chunk_size",
+    "mamba_chunk_size",
+)
 # what config.json calls a size, where it is not what LLaMA calls it; "": it does not say
 NAMES = {
     "gpt2": {
@@ -30,6 +42,7 @@ NAMES = {
     "opt": {"kv": "", "ffn": "ffn_dim"},
     "gpt_neox": {"kv": ""},
     "falcon": {"kv": "", "ffn": ""},
+    "mamba2": {"heads": "num_heads", "kv": "n_groups", "ffn": "", "context": ""},
 }
 LLAMA = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "kv": "num_key_value_heads",
@@ -194,7 +207,7 @@ def _shrunk(key: str, value: Any, facts: Facts, sizes: Sizes) -> Any:
         return max(LEAST_WINDOW, value // REACH)
     if key in ("original_max_position_embeddings", "n_ctx"):
         return max(LEAST_WINDOW, value * CONTEXT // real.context)
-    if key in ("head_dim", "query_pre_attn_scalar"):
+    if key in SHRUNK:
         return value // SHRINK
     if key == "word_embed_proj_dim":
         return sizes.hidden
@@ -204,6 +217,6 @@ def _shrunk(key: str, value: Any, facts: Facts, sizes: Sizes) -> Any:
         return EXPERTS
     if key == "num_experts_per_tok":
         return min(2, value)
-    if key == "moe_intermediate_size":
+    if key in ("moe_intermediate_size", "shared_expert_intermediate_size"):
         return max(8, value * sizes.hidden // real.hidden // 8 * 8)
     return value

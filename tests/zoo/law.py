@@ -1,6 +1,7 @@
 """Every command on one checkpoint, in-process: each works, or refuses in one line that says what and why."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +64,10 @@ class Outcome:
 
 BRIEFLY = "--calibration-tokens 128 --seq-len 32"
 OUTPUTS = "outputs build --target M --num-sequences 4 --seq-len 32 --top-logprobs 8"
+PREDICT = "--k 1-2 --acceptance replay"
+SEARCH = (
+    "--outputs stored --prompt-file prompts.jsonl --layers 1,2 --k 2 --first-steps 1 --minutes 0.1"
+)
 ANSWERS = (
     "outputs build --use replay --target M --num-prompts 2 --prompt-tokens 16 --max-new-tokens 24"
 )
@@ -70,7 +75,7 @@ ANSWERS = (
 
 def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
     """By name what to type in a folder with a model M, a text, and a draft that is there or that earlier steps made."""
-    width = small(facts).hidden // 2
+    width = (small(facts) if pruned else small(draft_for(facts))).hidden // 2
     there = f"--draft {draft} --target M"
     found = {
         "design": f"design --source M --params {_params(small(facts)) // 2} --layers 1-3 --multiple-of 1",
@@ -98,7 +103,10 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
         "score compiled": f"{SCORE} {there} --mode native --out score-compiled",
         "distill a head": f"distill --student eagle --target M {TEACH_HEAD} --out head",
         "score a head": f"{SCORE} --target M --drafter eagle:heads=head --batch 2 --out score-head",
-        "profile": "profile M --k 2 --repeats 3 --context 16 --out profile",
+        "profile": f"profile M {draft} --k 2 --repeats 3 --context 16,48 --out profile",
+        "predict": f"predict --draft-profile profile/{draft}.yaml --target-profile profile/M.yaml {PREDICT}/{draft}",
+        "search": f"search --target M --source {'M' if pruned else draft} --widths {width} {SEARCH} --out searched",
+        "auto, planned": f"auto M --draft {draft} --minutes 600 --dry-run",
         "check": f"check {draft} --target M",
         "export hf": f"export {draft} --target M --to hf --out export-hf",
         "export gguf": f"export {draft} --target M --to gguf --out export-gguf",
@@ -130,6 +138,8 @@ def outcomes(facts: Facts, folder: Path, steps: list[str] | None = None) -> Iter
     """Build the checkpoint in folder and try every command on it, or the named ones, in order."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "text.txt").write_text(TEXT)
+    prompts = "".join(json.dumps({"prompt": PART.format(i)}) + "\n" for i in range(60))
+    (folder / "prompts.jsonl").write_text(prompts)
     settings = {"target": "M", "source": "M", "data": str(folder / "text.txt")}
     (folder / "draftlab.yaml").write_text(yaml.safe_dump(settings))
     packed = "bin" in facts.files

@@ -2,7 +2,8 @@
 
 FOLDER is the folder of benchmarks.smollm2, in which `draftlab run` has run recipes/smollm2-depth.yaml, -losses.yaml,
 -pruning.yaml, -search.yaml, -accuracy.yaml and -batch.yaml. A study that was not run is null. The last line is one JSON
-object. --figures writes the figures. FOLDER may also be a file with this JSON object, to draw its figures.
+object. --figures writes the figures. FOLDER may also be a file with this JSON object, to draw its figures. --siblings
+reads the study of recipes/smollm2-siblings.yaml alone.
 """
 
 import json
@@ -19,7 +20,9 @@ import typer
 from benchmarks import bounds, environment
 from benchmarks.accuracy_study import correlation, panel
 from draftlab.intervals import ratio
-from draftlab.latency.cost_model import read_profile
+from draftlab.latency.cost_model import CostModel, Profile, read_profile
+from draftlab.latency.steps import expected_time, plain_ms, step_costs, steps
+from draftlab.latency.workload import workload_of_replay
 from draftlab.provenance import read_record
 from draftlab.results.plots import Panel, save_figure
 from draftlab.results.score import Score, read_score
@@ -27,7 +30,7 @@ from draftlab.searching.schedule import read_search
 from draftlab.target_outputs.replay import read_replay
 
 Rows = dict[str, dict[str, Any]]
-DRAFTED = range(1, 7)
+DRAFTED, DRAFTED_BY_SIBLINGS = range(1, 7), range(1, 6)
 DRAWN = ("next_sentence acc_norm", "which_article acc", "local_gsm8k_answer bits_per_byte")
 K, LENGTH = 3, "tokens per target pass"  # the measure that is compared with accuracy
 EQUAL = ["5x576", "8x384", "12x256"]  # shapes with 16M parameters in their blocks
@@ -45,7 +48,13 @@ def main(
         Path, typer.Argument(help="Where the recipes ran, or what an earlier run printed.")
     ] = Path("runs/smollm2-study"),
     figures: Annotated[Path | None, typer.Option(help="Folder for the figures.")] = None,
+    only_siblings: Annotated[
+        bool, typer.Option("--siblings", help="Ready siblings alone.")
+    ] = False,
 ) -> None:
+    if only_siblings:
+        print(json.dumps(siblings(folder / "runs" / "siblings")))
+        return
     found = json.loads(
         folder.read_text() if folder.is_file() else json.dumps(studies(folder / "runs"))
     )
@@ -81,6 +90,55 @@ def studies(runs: Path) -> dict[str, Any]:
         "accuracy": accuracy(runs / "accuracy", {**depth, **pruning}),
         "benchmark": "smollm2_studies",
     } | environment(1)
+
+
+def siblings(folder: Path) -> dict[str, Any]:
+    """Return cuts of the target as ready siblings, by layers: stock, and distilled with several seeds.
+
+    speedup: Predicted for whole requests, the prefills of target and draft included, at the best K.
+    """
+    models = {p.name: CostModel.of(p, extrapolate=True) for p in passes_of(folder / "passes")}
+    target = models[next(name for name in models if not name.isdigit())]
+    rows: dict[str, dict[str, Any]] = defaultdict(lambda: {"distilled": []})
+    for place in sorted(folder.glob("distilled/*")):
+        record, (layers, _, seed) = read_record(place), place.name.partition("-")
+        assert record is not None
+        notes: Any = record.notes
+        row, draft = rows[layers], models[layers]
+        row["parameters"] = draft.profile.shape and draft.profile.shape.params()
+        row["stock"] = {"acceptance": notes["before"]["acceptance"]} | whole_requests(
+            folder / "replay" / layers, draft, target
+        )
+        row["distilled"].append(
+            {
+                "seed": int(seed),
+                "acceptance": notes["after"]["acceptance"],
+                "tokens": notes["tokens"],
+            }
+            | {"seconds": notes["seconds"]}
+            | whole_requests(folder / "replay" / place.name, draft, target)
+        )
+    for row in rows.values():
+        for name in ("acceptance", "speedup"):
+            values = [np.ravel(each[name])[0] for each in row["distilled"]]
+            spread = statistics.stdev(values) if len(values) > 1 else None
+            row[name] = {"mean": statistics.mean(values), "sd": spread, "n": len(values)}
+    return {"benchmark": "smollm2_siblings", "layers": rows} | environment(1)
+
+
+def whole_requests(replayed: Path, draft: CostModel, target: CostModel) -> dict[str, Any]:
+    """Return the predicted speed-up of whole requests at the best K, as [value, low, high] over the prompts."""
+    work = workload_of_replay(read_replay(replayed))
+    costs = step_costs(draft, target, work, max(DRAFTED_BY_SIBLINGS), 1)
+    prefill = target.prefill_ms(work.prompt_tokens)
+    plain = plain_ms(costs, work) + prefill
+    both = prefill + draft.prefill_ms(work.prompt_tokens)
+    times = {
+        k: expected_time(costs, work.prompt_tokens, steps(work, k)).total + both
+        for k in DRAFTED_BY_SIBLINGS
+    }
+    k = min(times, key=lambda k: float(times[k].sum()))
+    return {"k": k, "speedup": interval(np.stack([plain, times[k]], 1))}
 
 
 def drafts(folder: Path) -> Rows:
@@ -147,15 +205,18 @@ def live(folder: Path) -> Rows | None:
 
 def passes(folder: Path) -> Rows | None:
     """Return the milliseconds of passes over one token, by model, then by batch and context."""
-    profiles = [read_profile(file) for file in sorted(folder.glob("*.yaml"))]
     return {
         p.name: {
             "layers": p.shape.layers if p.shape else None,
             "kv_bytes_per_token": p.shape.kv_bytes_per_token() if p.shape else None,
             "ms": {f"{at.batch} x {at.context}": at.median_ms for at in p.forward if at.width == 1},
         }
-        for p in profiles
+        for p in passes_of(folder)
     } or None
+
+
+def passes_of(folder: Path) -> list[Profile]:
+    return [read_profile(file) for file in sorted(folder.glob("*.yaml"))]
 
 
 def searched(folder: Path) -> dict[str, Any] | None:

@@ -37,10 +37,8 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     minutes: float = option(60.0, "Time to spend, approximately.", gt=0)
     draft: list[str] = option(
         [],
-        "Ready draft to compare, repeatable: a smaller model, a pruned draft, or anyone's EAGLE-3 head.",
-    )
-    train: bool = option(
-        False, "With --draft: also train new drafts. Without --draft, auto always trains drafts."
+        "Ready draft to measure first, repeatable: a smaller model, a pruned draft, or anyone's EAGLE-3 head. "
+        "Others are trained only if they may become faster.",
     )
     server: ServerRule | None = option(
         None,
@@ -78,11 +76,6 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     only = (
         Only(
-            ("train",),
-            lambda c: c.draft,
-            "works only with --draft; without --draft, auto trains drafts anyway",
-        ),
-        Only(
             ("data",),
             lambda c: c.prompt_file is None,
             "give prompts by --data or by --prompts, not by both",
@@ -117,11 +110,6 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         return self
 
     @property
-    def trains(self) -> bool:
-        """Return whether drafts are trained."""
-        return self.train or not self.draft
-
-    @property
     def server_kind(self) -> Any:
         """Return the kind of the server that --for names."""
         return SERVERS.get(str(self.server), "--for")
@@ -153,6 +141,8 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     from draftlab.searching.plan import Request, make_plan, measure_machine, ready_drafts
     from draftlab.searching.prompts import find_prompts
 
+    with about("TARGET"):
+        checkpoint.check(target)
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
     default_text = next(
@@ -167,7 +157,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
             default_text,
             target,
             config.streams,
-            trains=config.trains,
+            trains=not config.draft,
         )
     program = config.verify_with
     if program is None and config.server is not None:
@@ -184,7 +174,6 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
         prompts=prompts,
         program=program,
         ready=ready,
-        trains=config.trains,
     )
     name = f"auto-{hub.checkpoint_name(Path(config.target.partition('@')[0]))}"
     folder = config.out or workspace.load().runs / name

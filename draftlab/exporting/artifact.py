@@ -499,8 +499,8 @@ class HeadArtifact:
         return EagleLlama(head, target.embed, self.path)
 
 
-def open_artifact(path: Path, target: Path) -> Exportable:
-    """Return a draft or head with its target.
+def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
+    """Return a draft or head with its target. weights: Whether the weights of a head must be there.
 
     Raises:
         UserError: The draft cannot be read, or a head belongs to another target.
@@ -513,7 +513,9 @@ def open_artifact(path: Path, target: Path) -> Exportable:
             f"--drafter {kind}:heads={path}"
         )
     if kind is not None:
-        return HeadArtifact(path, target, eagle.check(path, target), checkpoint.read_config(path))
+        return HeadArtifact(
+            path, target, eagle.check(path, target, weights), checkpoint.read_config(path)
+        )
     if checkpoint.read_config(path).get(parallel.PARD_TOKEN) is not None:
         return ParallelDraft(path, target)
     return DraftModel(path, target)

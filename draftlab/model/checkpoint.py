@@ -4,6 +4,7 @@ Every call reads its files anew; only the headers of tensor files are cached.
 """
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -114,22 +115,27 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def check(directory: Path) -> None:
-    """Check that a checkpoint can be loaded, from its config and the headers of its tensors.
+    """Check that a checkpoint can be loaded, from its config and the headers of those tensors that are here.
 
     Raises:
         UserError: files are broken, this machine cannot run the quantised weights, or tensors disagree with
             config.json.
     """
     config = read_config(directory)
+    _check_code(directory, config)
     if is_quantised(config):
         check_quantised_runs(directory, config)
         return
     try:
-        read_shape(directory)
+        planned_shape(directory)
     except OtherArchitecture:
         if config.get("model_type") in MODEL_TYPES:
             raise
-        weights, model = Weights(directory), meta_model(config, torch.float32)
+        model = meta_model(config, torch.float32)
+        _check_cache(directory, model)
+        if not any(directory.glob("*.safetensors")) and not other_layout(directory):
+            return
+        weights = Weights(directory)
         expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
         for name in expected.keys() & set(weights):
             _check_size(directory, name, weights.shape(name), expected[name])
@@ -170,6 +176,33 @@ def read_shape(directory: Path) -> Shape:
             )
     ids = read_head_ids(directory, shape.vocab)
     return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
+
+
+def _check_code(directory: Path, config: Mapping[str, object]) -> None:
+    """Raises UserError: transformers has no such architecture, and code of the checkpoint's own is not trusted."""
+    from transformers import CONFIG_MAPPING
+
+    kind = str(config.get("model_type"))
+    if kind not in CONFIG_MAPPING and not trusts_remote_code():
+        own = "add --trust-remote-code to run the checkpoint's own code"
+        remedy = own if "auto_map" in config else "update transformers"
+        raise UserError(
+            f"{directory}: transformers has no model_type {one_line(kind, 80)!r}; {remedy}"
+        )
+
+
+def _check_cache(directory: Path, model: "PreTrainedModel") -> None:
+    """Raises UserError: the model has neither a KV cache nor recurrent states that draftlab copies."""
+    from transformers import DynamicCache, cache_utils
+
+    recurrent = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
+    copied = any(isinstance(layer, recurrent) for layer in DynamicCache(config=model.config).layers)
+    arguments = inspect.signature(model.forward).parameters
+    if "past_key_values" not in arguments and not (copied and "cache_params" in arguments):
+        raise UserError(
+            f"{directory}: {type(model).__name__} has no KV cache, and draftlab has no snapshot of other states that "
+            "it keeps between tokens, so that drafted tokens cannot be taken back"
+        )
 
 
 def planned_shape(directory: Path) -> Shape:

@@ -336,8 +336,10 @@ def head_config(
     return head
 
 
-def check(folder: Path, target: Path) -> HeadShape:
+def check(folder: Path, target: Path, weights: bool = True) -> HeadShape:
     """Read the configuration of a head and the sizes of its tensors, but no weight.
+
+    weights: Whether tensors must be there. Without them the configuration alone is checked.
 
     Raises:
         UserError: the folder has no EAGLE-3 head, a head of another target, or a head that draftlab does not compute.
@@ -345,6 +347,9 @@ def check(folder: Path, target: Path) -> HeadShape:
     content, sizes = checkpoint.read_config(folder), TargetSizes.of(target)
     with reading(folder / "config.json"):
         config = _from_json(content, sizes, folder)
+    if not weights and not any(folder.glob("*.safetensors")):
+        _check_fits(config, sizes, str(folder), own_embedding=True)
+        return config
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
     config.check_tensors(tensors, folder, "an EAGLE-3 head of one layer")

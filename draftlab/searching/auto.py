@@ -26,6 +26,7 @@ from draftlab.searching.plan import (
     ANSWER_TOKENS,
     BATCH_SIZE,
     CUT,
+    HEADS,
     KS,
     LEAST_PROMPTS,
     LEAST_SEQUENCES,
@@ -61,12 +62,13 @@ MOST_FASTER = 4.0  # largest factor by which the target's speed of writing may d
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRun:
-    """A run of a plan. left_out: Reason by candidate that is not tried."""
+    """A run of a plan. left_out: Reason by candidate that is not tried. notes: Sentences of the verdict."""
 
     request: Request
     plan: Plan
     steps: StepRunner
     left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
@@ -93,7 +95,7 @@ class AutoRun:
             use = False
             reason = f"every candidate changed the target's output in {self.plan.machine.dtype}, so none can be served"
         self._write_report()
-        notes = verdict.unverified(self.request)
+        notes = self.notes + verdict.unverified(self.request)
         choice: dict[str, Any]
         if use:
             ks = {n: _best_k(by_name[best.name]) for n, by_name in scores.items()}
@@ -164,6 +166,8 @@ class AutoRun:
                 candidates.append(arm)
         if "prompt-lookup" in kinds:
             candidates.append(Arm(kind="prompt-lookup", drafter=PromptLookupSpec.of()))
+        if "ready" in (step.name for step in self.plan.steps):
+            kinds = self._worth_training(kinds, candidates)
         if "draft" in kinds:
             try:
                 drafts, training = self._drafts()
@@ -184,6 +188,24 @@ class AutoRun:
                     )
                     candidates.append(Arm(kind="fallback-eagle", draft=head, drafter=drafter))
         return candidates, training
+
+    def _worth_training(self, kinds: list[str], existing: list[Arm]) -> list[str]:
+        """Return the kinds to make. Score what exists, and leave out what is trained if it cannot become faster."""
+        trained = [kind for kind in kinds if kind in (*CUT, *HEADS)]
+        cheapest = self._costs.cheapest(trained)
+        relative = {
+            ready.name: min(1.0, cheapest / ready.pass_seconds(self._costs))
+            for ready in self.request.ready
+        }
+        relative = {arm.name: relative[arm.shape] for arm in existing if arm.shape}
+        ceiling = verdict.training_ceiling(existing, self._scores("ready", existing), relative)
+        other = ("ready", "score", "final", "export")
+        minutes = sum(step.minutes for step in self.plan.steps if step.name not in other)
+        if ceiling.may_gain:
+            self.notes.append(f"drafts were trained, too: {ceiling.text(minutes)}")
+            return kinds
+        self.left_out.update(dict.fromkeys(trained, ceiling.text(minutes)))
+        return [kind for kind in kinds if kind not in trained]
 
     @cached_property
     def _costs(self) -> Costs:
@@ -342,9 +364,7 @@ class AutoRun:
         if searched := score_files([self.folder / "search" / "score"]):
             answer = MAX_TOKENS / read_score(searched[0]).output_tps(0)
         seconds = (self._seconds_for(step) - self._costs.start) / len(streams)
-        afforded = (
-            int(seconds / (answer * arms(len(self.plan.candidates) + len(self.plan.ready)))) - 5
-        )
+        afforded = int(seconds / (answer * arms(len(candidates)))) - 5
         wanted = max(LEAST_PROMPTS, min(afforded, self.request.prompts.choose))
         prompts = max(together, wanted // together * together)
         out = self._run(

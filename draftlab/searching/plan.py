@@ -23,12 +23,12 @@ from draftlab.exporting import gguf
 from draftlab.exporting.artifact import DraftModel, HeadArtifact, open_artifact, refusals
 from draftlab.model import checkpoint, devices, eagle, hub
 from draftlab.model.shape import Shape, resolve
-from draftlab.model.size import ApproximateSize
+from draftlab.model.size import ApproximateSize, read_size
 from draftlab.model.tokenizer import different_tokenizers
 from draftlab.pruning.source import prunable_shape
 from draftlab.reading import FileModel
 from draftlab.registry import SERVERS
-from draftlab.searching.prompts import CHOOSE, PromptSplit
+from draftlab.searching.prompts import CHOOSE, LEAST_TRAINED, PromptSplit
 from draftlab.searching.run import default_depths, default_widths, shapes_to_try
 from draftlab.servers.kinds import Artifact
 from draftlab.training.optimizers import training_dtype
@@ -95,12 +95,18 @@ class Costs:
     def write(self, sequences: int, tokens: int, batch: int) -> float:
         """Return the seconds in which the target generates sequences of `tokens` tokens, `batch` at once."""
         passes = math.ceil(sequences / batch) * tokens
-        read = self.size.weight_bytes(self.bytes_per_weight) / (
-            1e9 * self.machine.gigabytes_per_second
-        )
-        layers = LAYER_SECONDS * self.size.layers
         computed = WRITING * batch * self._token_flops / (1e12 * self.machine.tflops)
-        return passes * (max(read, computed) + self.machine.slowdown * layers)
+        return passes * (max(self._reading(self.size), computed) + self._layers(self.size))
+
+    def pass_seconds(self, size: Shape | ApproximateSize) -> float:
+        """Return the seconds of a pass over one token."""
+        return self._reading(size) + self._layers(size)
+
+    def cheapest(self, kinds: Sequence[str]) -> float:
+        """Return the seconds of a pass over one token of the cheapest of these kinds of trained drafts."""
+        head = HEAD_SHARE / self.size.layers * self.pass_seconds(self.size)
+        draft = self.pass_seconds(guessed_draft(self.size)) if {*kinds} & {*CUT} else head
+        return min(draft, head) if {*kinds} & {*HEADS} else draft
 
     def read(self, tokens: int) -> float:
         """Return the seconds in which the target reads tokens and stores its top log-probabilities."""
@@ -128,6 +134,13 @@ class Costs:
         """Return the seconds of a score. arms: Number of ways to decode. Each has a warm-up of about five prompts."""
         answer = self.write(1, MAX_TOKENS, 1)
         return self.start + len(streams) * arms * (5 + repeats * prompts) * answer
+
+    def _reading(self, size: Shape | ApproximateSize) -> float:
+        read = size.weight_bytes(self.bytes_per_weight)
+        return read / (1e9 * self.machine.gigabytes_per_second)
+
+    def _layers(self, size: Shape | ApproximateSize) -> float:
+        return self.machine.slowdown * LAYER_SECONDS * size.layers
 
     @property
     def _token_flops(self) -> float:
@@ -191,6 +204,10 @@ SERVED = {
 CUT = ("draft", "parallel", "trimmed", "fallback")  # candidates that are cut from the target
 HEADS = ("eagle", "fallback-eagle")
 STEPS = {  # share of the time, and purpose, of each step
+    "ready": (
+        0.05,
+        "measure your drafts; others are trained only if they may become faster beyond the noise",
+    ),
     "texts": (0.03, "store the target's answers to some prompts, on which drafts are replayed"),
     "answers": (
         0.22,
@@ -230,7 +247,6 @@ class Request:
         server: None stands for draftlab's own engine.
         program: Program of the server for the verification. None if it is not installed.
         ready: The user's drafts and heads, in the order of --draft.
-        trains: Whether drafts are trained.
     """
 
     name: str
@@ -242,7 +258,6 @@ class Request:
     temperature: float
     program: Path | None
     ready: "Sequence[ReadyDraft]" = ()
-    trains: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +268,14 @@ class ReadyDraft:
     kind: str
     path: Path
     artifact: Artifact
+
+    def pass_seconds(self, costs: Costs) -> float:
+        """Return the seconds of a pass over one token, or those of the cheapest head for a head."""
+        return (
+            costs.cheapest(HEADS)
+            if self.kind == "eagle"
+            else costs.pass_seconds(read_size(self.path))
+        )
 
 
 class PlannedStep(FileModel, extra="ignore"):
@@ -415,10 +438,12 @@ def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, floa
 def _unsuitable(request: Request) -> dict[str, str]:
     """Return the candidates that this target cannot have, or that the user did not ask for, with the reason."""
     target, server = request.target, request.server
-    if not request.trains:
+    prompts = request.prompts
+    if request.ready and prompts.train is not None and prompts.train < LEAST_TRAINED:
         trained = [kind for kind in (*CUT, *HEADS) if kind in served_by(server)]
+        more = LEAST_TRAINED - prompts.train
         return dict.fromkeys(
-            trained, "--draft names drafts, so none is trained unless you add --train"
+            trained, f"no prompts to train on; --prompts with {more} more has them"
         )
     vocab = checkpoint.vocab_size(target)
     try:
@@ -455,7 +480,7 @@ def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[Read
     drafts: dict[str, ReadyDraft] = {}
     for text in names:
         path = hub.locate(text, weights)
-        artifact = open_artifact(path, target)
+        artifact = open_artifact(path, target, weights)
         if (other := artifact.difference()) is not None:
             raise UserError(different_tokenizers(path, target, other))
         kind = "parallel" if artifact.in_parallel else "draft"
@@ -494,6 +519,9 @@ def _least(
                 least[kind] = times * costs.train(shape, LEAST_STEPS)
     if "eagle" in candidates:
         least["eagle"] = costs.train_head(LEAST_STEPS)
+    if ready and {"draft", "eagle"} & {*candidates}:
+        exist = ready + ("prompt-lookup" in candidates)
+        least["ready"] = costs.score(arms(exist), LEAST_PROMPTS, request.streams)
     least["score"] = costs.score(arms(len(candidates) + ready), LEAST_PROMPTS, request.streams)
     least["final"] = costs.score(2, prompts.measure, request.streams, repeats=2)
     least["export"] = 0.0

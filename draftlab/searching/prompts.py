@@ -79,7 +79,7 @@ def find_prompts(
         text: Source of text to cut prompts from.
         default_text: Source of text for models without a chat template.
         streams: Numbers of prompts decoded at once. The size of each group is a multiple of every number.
-        trains: Whether drafts are trained, which needs further prompts.
+        trains: Whether drafts must be trained, so that a file needs further prompts.
 
     Raises:
         UserError: The file cannot be used or is too short, or there is no text.

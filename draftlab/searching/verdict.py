@@ -64,6 +64,10 @@ class Arm:
         return in_words(self.kind, self.shape)
 
 
+# largest acceptance of a token that an hour of training gave a draft of auto's kinds (benchmarks/results/smollm2.json)
+REACHED = 0.62
+
+
 class Choice(FileModel):
     """An arm (a way to draft) at its best K.
 
@@ -191,6 +195,60 @@ def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
         tokens_per_second=scores[0].output_tps(k),
         changed=any(score.output_differs for score in scores),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """The largest speed-up that a draft trained here may have, beside the fastest that exists.
+
+    name: Ready draft whose acceptance, or REACHED if that is more, gives the ceiling.
+    """
+
+    name: str
+    speedup: float
+    best: Choice
+
+    @property
+    def may_gain(self) -> bool:
+        """Return whether the ceiling is above the interval of the best."""
+        return (
+            self.speedup > self.best.speedup * self.best.at_fewest.high / self.best.at_fewest.value
+        )
+
+    def text(self, minutes: float) -> str:
+        """Return the comparison as a sentence. minutes: Time that the training takes."""
+        sentence = (
+            f"a draft as cheap as can be made, with the acceptance of {self.name} or of {REACHED} per token, would "
+            f"reach {self.speedup:.2f}x"
+        )
+        best = f"{self.best.label} has {self.best.at_fewest.as_speedup()}"
+        if not self.may_gain:
+            return f"{sentence}, and {best}"
+        hours = minutes / 60 / (1 - self.best.speedup / self.speedup)
+        return f"{sentence}, {best}, and {hours:.2g} hours of decoding would pay the training back"
+
+
+def training_ceiling(arms: Sequence[Arm], scores: Scores, relative: Mapping[str, float]) -> Ceiling:
+    """Return the ceiling of a draft that is trained.
+
+    relative: Time of its pass over the time of a pass of each ready draft, by the name of the arm, at most 1.
+    """
+    choices, ceilings = ranking(arms, scores), dict[str, float]()
+    for name, cheaper in relative.items():
+        own = [names[name] for names in scores.values()]
+        for k in set.intersection(*(set(score.speculative) for score in own)):
+            gains = [_at_ceiling(score, k, cheaper) for score in own]
+            ceilings[name] = max(ceilings.get(name, 0.0), geometric_mean(gains))
+    best = max(ceilings, key=ceilings.__getitem__)
+    label = next(choice.label for choice in choices if choice.name == best)
+    return Ceiling(name=label, speedup=ceilings[best], best=choices[0])
+
+
+def _at_ceiling(score: Score, k: int, cheaper: float) -> float:
+    """Return the speed-up with drafting `cheaper` times as long, and with the acceptance REACHED if that is more."""
+    length, share = score.tokens_per_pass(k), score.time_shares(k).get("draft", 0.0)
+    longer = max(1.0, (1 - REACHED ** (k + 1)) / (1 - REACHED) / length)
+    return score.speedup_value(k) * longer / (1 - share * (1 - cheaper))
 
 
 def would_change(

@@ -2,17 +2,22 @@
 
 import json
 import shutil
+from pathlib import Path
 from shutil import _ntuple_diskusage as usage
 
 import pytest
+import torch
 from builders import save_neox
 from errors import raises_option
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen3MoeConfig
 
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.commands.auto import auto
 from draftlab.errors import UserError
+from draftlab.model import eagle
+from draftlab.model.eagle import Head
 from draftlab.model.hub import locate
 from draftlab.model.size import read_size
 from draftlab.searching.plan import (
@@ -43,13 +48,15 @@ def prompt_file(folder, count):
     return file
 
 
-def planned(target, tmp_path, minutes=60.0, machine=FAST, server=None, streams=(1,), **given):
-    directory = locate(str(target))
-    file = None if target == "tiny" else prompt_file(tmp_path, 128)
+def planned(
+    target, tmp_path, minutes=60.0, machine=FAST, server=None, streams=(1,), ready=(), prompts=128
+):
+    directory = locate(str(target), weights=False)
+    file = None if target == "tiny" else prompt_file(tmp_path, prompts)
     request = Request(
         name=str(target), target=directory, size=read_size(directory), server=server, streams=list(streams),
-        prompts=find_prompts(file, None, "stdlib", directory, streams), temperature=0.0, program=None,
-        **given,
+        prompts=find_prompts(file, None, "stdlib", directory, streams, trains=not ready), temperature=0.0,
+        program=None, ready=ready,
     )  # fmt: skip
     return make_plan(request, machine, minutes, {})
 
@@ -87,7 +94,9 @@ def test_what_a_step_leaves_goes_to_the_later_ones(least, more, used):
 
 def test_a_plan_names_its_steps_with_time_memory_and_disk(tmp_path):
     plan = planned("tiny", tmp_path)
-    assert [step.name for step in plan.steps] == [name for name in STEPS if name != "trimmed"]
+    assert [step.name for step in plan.steps] == [
+        name for name in STEPS if name not in ("ready", "trimmed")
+    ]
     assert plan.minutes == pytest.approx(60)
     assert set(plan.left_out) == {"trimmed"}
     assert len(plan.layers) * len(plan.widths) >= 2
@@ -141,26 +150,70 @@ def test_a_target_that_cannot_be_pruned_keeps_lookup_and_heads_and_says_why(neox
     assert {step.name for step in plan.steps} == {"answers", "eagle", "score", "final", "export"}
 
 
-def test_with_ready_drafts_nothing_is_trained_unless_it_is_asked_for(family_dirs, tmp_path):
+def test_a_mixture_of_experts_is_planned_from_its_config_alone(tokenizer_dir, tmp_path):
+    folder = shutil.copytree(tokenizer_dir, tmp_path / "experts")
+    sizes = {
+        "vocab_size": 307,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "moe_intermediate_size": 48,
+    }
+    Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2).save_pretrained(folder)
+    plan = planned(folder, tmp_path)
+    assert plan.candidates == ["eagle", "prompt-lookup", "fallback-eagle"]
+    assert "active" in plan.target
+    assert "experts" in plan.left_out["draft"]
+
+
+def test_ready_drafts_are_measured_before_others_are_trained(family_dirs, tmp_path):
     target, names = family_dirs["llama"], [str(family_dirs["llama"]), str(family_dirs["llama_mha"])]
     ready = ready_drafts(names, target, weights=True)
     assert [draft.kind for draft in ready] == ["draft", "draft"]
-    plan = planned(target, tmp_path, ready=ready, trains=False)
-    assert (plan.ready, plan.candidates) == (["llama", "llama_mha"], ["prompt-lookup"])
+    plan = planned(target, tmp_path, ready=ready)
+    assert plan.ready == ["llama", "llama_mha"]
+    assert {"draft", "eagle"} <= set(plan.candidates)
+    assert [step.name for step in plan.steps][:2] == ["ready", "texts"]
+    assert "ready" not in [step.name for step in planned(target, tmp_path).steps]
+
+
+def test_a_pair_that_exists_asks_for_no_text_to_train_on(family_dirs, tmp_path):
+    target = family_dirs["llama"]
+    ready = ready_drafts([str(family_dirs["llama_mha"])], target, weights=True)
+    plan = planned(target, tmp_path, ready=ready, prompts=72)
+    assert plan.candidates == ["prompt-lookup"]
     assert {step.name for step in plan.steps} == {"score", "final", "export"}
-    trained = planned(target, tmp_path, ready=ready)
-    assert trained.ready == plan.ready
-    assert {"draft", "eagle"} <= set(trained.candidates)
-    fewer = prompt_file(tmp_path, 72)
-    assert find_prompts(fewer, None, None, target, [1], trains=False).train == 0
+    assert "24 more" in plan.left_out["draft"]
     with raises_option("--prompts", 96):
-        find_prompts(fewer, None, None, target, [1])
+        planned(target, tmp_path, prompts=72)
+
+
+def test_a_dry_run_needs_no_weights_of_a_ready_draft(family_dirs, tokenizer_dir, tmp_path):
+    """As in the hub's cache, where a dry run has fetched configuration and tokenizer."""
+    target = family_dirs["llama"]
+    head = tmp_path / "head"
+    head.mkdir()
+    config = eagle.head_config(target, None, 100)
+    weights = {name: torch.zeros(size) for name, size in config.sizes().items()}
+    whole = Head(config=config, weights=weights, ids=torch.arange(100), embedding=None)
+    eagle.write(head, whole, "native", target=target, k=2)
+    save_neox(tmp_path / "neox", tokenizer_dir)
+    names = []
+    for folder in (family_dirs["qwen3"], tmp_path / "neox", head):
+        ignored = shutil.ignore_patterns("*.safetensors*")
+        names.append(str(shutil.copytree(folder, tmp_path / "bare" / folder.name, ignore=ignored)))
+    found = ready_drafts(names, target, weights=False)
+    assert [draft.kind for draft in found] == ["draft", "draft", "eagle"]
+    plan = planned(target, tmp_path, ready=found)
+    assert plan.ready == [Path(name).name for name in names]
+    for name in names:
+        with raises_option():
+            ready_drafts([name], target, weights=True)
 
 
 def test_a_ready_draft_may_have_the_name_of_a_kind(family_dirs, tmp_path):
     named = shutil.copytree(family_dirs["llama"], tmp_path / "draft")
     ready = ready_drafts([str(named)], family_dirs["llama"], weights=True)
-    plan = planned(family_dirs["llama"], tmp_path, ready=ready, trains=False)
+    plan = planned(family_dirs["llama"], tmp_path, ready=ready, prompts=72)
     assert plan.ready == ["draft"]
     assert "draft" in plan.left_out  # the kind, which is not trained
 

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+from test_report import PROMPTS, change, score, speculative
 
 from draftlab.config.kinds import parse_drafter
 from draftlab.drafters.fallback import FallbackSpec
 from draftlab.intervals import Interval
 from draftlab.searching.plan import LABELS
-from draftlab.searching.verdict import Arm, Verdict, judged
+from draftlab.searching.verdict import REACHED, Arm, Verdict, judged, training_ceiling
 
 
 def gain(value: float, half: float = 0.05) -> Interval:
@@ -59,6 +60,32 @@ def test_a_verdict_from_scores_in_doubt_says_that_nobody_can_tell():
     doubtful = Verdict(**settings, doubt="12 of 40 steps stalled")
     assert doubtful.lines()[0].startswith("Cannot tell, because 12 of 40 steps stalled")
     assert doubtful.model_dump(mode="json")["doubt"] == "12 of 40 steps stalled"
+
+
+ACCURATE = score("wide")
+WRONG = [speculative(i, [0] * 15, 4, 0.9) for i in range(PROMPTS)]
+
+
+@pytest.mark.parametrize(
+    ("measured", "cheaper", "trains"),
+    [
+        (ACCURATE, 1.0, False),  # nothing cheaper can be made, and it accepts more than REACHED
+        (ACCURATE, 0.1, True),  # drafting is a third of its time
+        (change(ACCURATE, speculative={4: WRONG}), 1.0, True),  # nothing that it drafts is accepted
+    ],
+)
+def test_others_are_trained_if_the_ceiling_is_above_the_noise(measured, cheaper, trains):
+    arm = Arm(kind="draft", draft=Path("runs/wide"), shape="wide")
+    found = training_ceiling([arm], {1: {"wide": measured}}, {"wide": cheaper})
+    assert found.may_gain == trains
+    gain = 1 / (1 - (1 - cheaper) / 3)
+    if measured is ACCURATE:
+        assert found.speedup == pytest.approx(measured.speedup_value(4) * gain)
+    else:  # one token per pass becomes a geometric series
+        series = sum(REACHED**i for i in range(5))
+        assert found.speedup == pytest.approx(measured.speedup_value(4) * series)
+    assert measured.speedup(4).as_speedup() in found.text(60)
+    assert ("hours" in found.text(60)) == trains
 
 
 def test_candidates_have_the_names_of_their_scores():

@@ -6,19 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from builders import save_neox
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from benchmarks.tiny_target import train_tokenizer
 from draftlab import workspace
 from draftlab.cli import app
+from draftlab.model import eagle
+from draftlab.model.eagle import Head
 from draftlab.training.vocabulary import resize
 
 RUNNER = CliRunner()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, family_dirs) -> Path:
+def folder(tmp_path_factory, family_dirs, tokenizer_dir) -> Path:
     """A workspace with a draft, and with files that are wrong in one way each."""
     space = tmp_path_factory.mktemp("space")
     target = str(family_dirs["llama"])
@@ -37,6 +41,8 @@ def folder(tmp_path_factory, family_dirs) -> Path:
         "odd",
         "unread",
         "other-words",
+        "no-snapshot",
+        "own-code",
     ):
         shutil.copytree(family_dirs["llama"], space / name)
     (space / "no-weights/model.safetensors").unlink()
@@ -46,6 +52,16 @@ def folder(tmp_path_factory, family_dirs) -> Path:
     config = json.loads((space / "odd/config.json").read_text())
     (space / "odd/config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
     (space / "unread/config.json").write_text("{")
+    rwkv = {"model_type": "rwkv", "vocab_size": 307, "hidden_size": 64, "num_hidden_layers": 2}
+    (space / "no-snapshot/config.json").write_text(json.dumps(rwkv))
+    code = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "code.Model"}}
+    (space / "own-code/config.json").write_text(json.dumps(config | code))
+    narrow = save_neox(space / "narrow", tokenizer_dir, layers=4)
+    shape = eagle.head_config(narrow, None, 100)
+    weights = {name: torch.zeros(size) for name, size in shape.sizes().items()}
+    other = Head(config=shape, weights=weights, ids=torch.arange(100), embedding=None)
+    (space / "other-head").mkdir()
+    eagle.write(space / "other-head", other, "native", target=narrow, k=2)
     shutil.copytree(family_dirs["llama"], space / "few-ids")
     resize(space / "few-ids", 200)
     train_tokenizer(["other words entirely " * 50, "zzz yyy xxx " * 50], 307, space / "other-words")

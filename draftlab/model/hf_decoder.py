@@ -118,7 +118,7 @@ class HFCache:
             read = (self.table >= 0).any(0).nonzero()
             size = int(read[-1]) + 1 if len(read) else 0
         if self.slots > size:
-            self.past.crop(size - self.slots)  # tokens to remove, as a negative number
+            self.past.crop(size - self.slots)  # a negative number is the number of tokens to remove
             self.slots = size
         if self.table is not None:
             self.table = self.table[:, :size]
@@ -152,9 +152,9 @@ class HFDecoder(Decoder):
         """Wrap a model.
 
         Args:
-            one_length: All rows of a batch have the same length, so that `masked` needs no trial.
-            trained: The model is trained between passes. FSDP2 trains with the tensors into which a pass gathers
-                weights, and they must not be inference tensors.
+            one_length: Whether all rows of a batch have the same length, so that `masked` needs no trial.
+            trained: Whether the model is trained between passes. FSDP2 trains with the tensors into which a pass
+                gathers weights, and they must not be inference tensors.
         """
         self.model, self.config = model, model.config.get_text_config()
         self.one_length, self.trained = one_length, trained

@@ -206,7 +206,7 @@ HEADS = ("eagle", "fallback-eagle")
 STEPS = {  # share of the time, and purpose, of each step
     "ready": (
         0.05,
-        "measure the ready drafts; new drafts are trained only if they may become faster",
+        "measure your drafts; others are trained only if they may become faster beyond the noise",
     ),
     "texts": (0.03, "store the target's answers to some prompts, on which drafts are replayed"),
     "answers": (

@@ -11,6 +11,7 @@ from builders import save_neox
 from errors import raises_option
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen3MoeConfig
 
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.commands.auto import auto
@@ -50,7 +51,7 @@ def prompt_file(folder, count):
 def planned(
     target, tmp_path, minutes=60.0, machine=FAST, server=None, streams=(1,), ready=(), prompts=128
 ):
-    directory = locate(str(target))
+    directory = locate(str(target), weights=False)
     file = None if target == "tiny" else prompt_file(tmp_path, prompts)
     request = Request(
         name=str(target), target=directory, size=read_size(directory), server=server, streams=list(streams),
@@ -147,6 +148,21 @@ def test_a_target_that_cannot_be_pruned_keeps_lookup_and_heads_and_says_why(neox
     assert plan.candidates == ["eagle", "prompt-lookup", "fallback-eagle"]
     assert {"draft", "parallel"} <= set(plan.left_out)
     assert {step.name for step in plan.steps} == {"answers", "eagle", "score", "final", "export"}
+
+
+def test_a_mixture_of_experts_is_planned_from_its_config_alone(tokenizer_dir, tmp_path):
+    folder = shutil.copytree(tokenizer_dir, tmp_path / "experts")
+    sizes = {
+        "vocab_size": 307,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "moe_intermediate_size": 48,
+    }
+    Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2).save_pretrained(folder)
+    plan = planned(folder, tmp_path)
+    assert plan.candidates == ["eagle", "prompt-lookup", "fallback-eagle"]
+    assert "active" in plan.target
+    assert "experts" in plan.left_out["draft"]
 
 
 def test_ready_drafts_are_measured_before_others_are_trained(family_dirs, tmp_path):

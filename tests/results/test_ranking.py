@@ -323,9 +323,7 @@ def test_waits_and_uneven_repeats_are_doubt_where_times_are_wall_clock():
             for g in base.plain
         ]
         found = change(base, plain=[*base.plain, *again]).doubt
-        assert (
-            found == f"{uneven} of 8 prompts took up to 2.0 times as long when repeated"
-        ) == doubted
+        assert (f"{uneven} of 8 prompts" in str(found) and "2.0x" in str(found)) == doubted
         assert (found is None) != doubted
         counted = change(base, plain=[*base.plain, *again], environment=idle)
         assert conditioned(counted, device="p", threads=1).doubt is None

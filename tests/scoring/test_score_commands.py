@@ -64,7 +64,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
 def test_tokens_beyond_those_that_a_parallel_draft_was_trained_for_are_said_to_be_untrained(draft):
     config = read_config(draft)
     (draft / "config.json").write_text(json.dumps(config | {"pard_token": 2, "pard_offsets": 4}))
-    note = "was trained to draft 4 tokens; those beyond, up to K = 5, are untrained"
+    note = "was trained to draft 4 tokens; tokens beyond that, up to K = 5"
     asked = ("score", "--draft", str(draft), "--num-prompts", "4", "--dry-run", "--k")
     assert note in " ".join(call(*asked, "2,5").stderr.split())
     assert "untrained" not in call(*asked, "2,4").stderr

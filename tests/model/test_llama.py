@@ -113,7 +113,7 @@ def test_a_cache_longer_than_the_context_is_refused(family_dirs):
 
 def test_a_full_cache_is_an_error(family_dirs):
     model = llama.load(family_dirs["llama"], torch.float32)
-    with pytest.raises(ValueError, match="40 tokens do not fit a cache of 39"):
+    with pytest.raises(ValueError, match=r"40 .* 39"):
         model.forward(IDS, model.new_cache(2, 39))
 
 

@@ -255,7 +255,7 @@ def test_what_cannot_be_compiled_is_said(family_dirs, tmp_path, monkeypatch, cap
     with raises_option("float32", "bfloat16", "float16"):
         NativeLlama(llama.load(family_dirs["llama"], torch.float16))
     model = llama.load(family_dirs["llama"], torch.float32)
-    with pytest.raises(ValueError, match="24 tokens do not fit a cache of 20"):
+    with pytest.raises(ValueError, match=r"24 .* 20"):
         NativeLlama(model).forward(IDS, model.new_cache(2, 20))
     native_cpu.library.cache_clear()
     monkeypatch.setenv("PATH", "")

@@ -138,7 +138,7 @@ def test_a_trimmed_head_is_trained_to_draft_in_parallel_and_replay_counts_what_i
     COMMANDS["replay"](
         directory=tmp_path / "answers", draft=[str(tmp_path / "draft")], k=[3, 4], out=tmp_path / "replay"
     )  # fmt: skip
-    assert capsys.readouterr().err.count("draft was trained to draft 3 tokens, not 4") == 1
+    assert capsys.readouterr().err.count("draft was trained to draft 3 tokens") == 1
     expected = read_replay(tmp_path / "replay" / "draft").counts(3)
     models = [
         load(path, torch.float32, torch.device("cpu"))

@@ -276,5 +276,5 @@ def test_rounding_never_makes_an_impossible_token():
 
 
 def test_block_refuses_a_tree():
-    with pytest.raises(ValueError, match="a chain"):
+    with pytest.raises(ValueError, match="chains"):
         block(torch.stack(ROWS[:3]), Tokens(ids=[0, 1], parents=(0, 0)), Never())

@@ -331,7 +331,7 @@ def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
 
 @pytest.mark.parametrize("out", ['a"b', "a\\b", "a\nb"])
 def test_a_script_does_not_start_from_a_path_that_its_config_cannot_hold(out, space):
-    export("--to", "vllm", "--k", "3", "--out", out)
+    call("export draft --to vllm --k 3 --out", out)
     said = subprocess.run(["/bin/sh", f"{out}/serve.sh"], capture_output=True, text=True)
     assert said.returncode == 1
     assert said.stderr.startswith("move this folder")

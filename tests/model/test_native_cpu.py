@@ -265,4 +265,4 @@ def test_what_cannot_be_compiled_is_said(family_dirs, tmp_path, monkeypatch, cap
     (tmp_path / ".cache").write_text("a file")
     monkeypatch.setenv("HOME", str(tmp_path))
     NativeLlama(model)
-    assert "alone" in capsys.readouterr().err
+    assert ".cache/draftlab" in capsys.readouterr().err

@@ -191,7 +191,7 @@ def test_params_and_ffn_exclude_each_other():
 
 def test_a_width_that_heads_do_not_divide_is_refused_with_neighbours():
     shape = preset("tiny-16x256").model_copy(update={"hidden": 250, "heads": 4})
-    with raises_option("250", "4", "widths", "248", "252"):
+    with raises_option("250", "4", "248", "252"):
         check(shape)
 
 
@@ -210,7 +210,7 @@ def test_kv_heads_that_do_not_divide_heads_are_refused_with_neighbours():
     ("field", "value", "option"),
     [
         ("layers", 33, "--layers 33"),
-        ("heads", 64, "64 heads on 8"),
+        ("heads", 64, "64 heads with 8"),
         ("vocab", 32000, "vocab 32000"),
         ("qk_norm", True, "qk_norm True"),
     ],

@@ -9,7 +9,7 @@ import transformers as hf
 from builders import SIZES, TOKENIZER_TEXT
 from errors import raises_option
 from test_masks import both, masks_for, smaller
-from test_refit import opened, random_rotation, walk_logits
+from test_refit import IDS, opened, random_rotation, walk_logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.tiny_target import train_tokenizer
@@ -21,7 +21,6 @@ from draftlab.pruning.cut import Cut, Rotated
 from draftlab.pruning.source import check_buildable, check_prunable
 
 CPU = torch.device("cpu")
-IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 CONFIGS = {
     "smollm3": lambda: hf.SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 1, 0]),
     "granite": lambda: hf.GraniteConfig(

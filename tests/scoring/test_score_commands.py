@@ -93,7 +93,7 @@ def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(space, draft
     asked = ("--draft", str(draft), "--mode", "native", "--tasks", "own.yaml")
     call(SCORE, *asked, "--int8", "target", "--out", "int8")
     call(SCORE, *asked, "--target", str(space / "rounded"), "--out", "byhand")
-    found, by_hand = (read_score(score_files(space / out)[0]) for out in ("int8", "byhand"))
+    found, by_hand = (read_score(score_files([space / out])[0]) for out in ("int8", "byhand"))
     values = [score.target.tasks[0].value for score in (found, by_hand)]
     assert values[0] == pytest.approx(values[1], rel=1e-5)
     assert found.rounding is not None

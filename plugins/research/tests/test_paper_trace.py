@@ -83,12 +83,12 @@ def test_the_papers_own_example_is_read(tmp_path):
     ("content", "message"),
     [
         ("nothing here", r"it has no tensor\(\[\[...\]\]\)"),
-        ("tensor([[1, 2]])\ntensor([[3, 4", "its text 2 does not end"),
+        ("tensor([[1, 2]])\ntensor([[3, 4", "text 2 has no end"),
         ("tensor([[1, 2, ..., 9]])", "text 1 is abbreviated"),
         ("tensor([[1, 2]])\ntensor([[1, 2.5]])", "text 2: invalid literal"),
         ("tensor([[1, -2]])", "-2 is not a token id"),
         ("tensor([[1, 2]])", "has 1 texts for 2 prompts"),
-        ("tensor([[1, 2]])\ntensor([[400, 2]])", "text 2 has the id 400; .* 307 ids"),
+        ("tensor([[1, 2]])\ntensor([[400, 2]])", "text 2 has the id 400, .* 307 ids"),
     ],
 )
 def test_files_that_are_no_paper_trace_are_refused(tmp_path, content, message):

@@ -103,7 +103,7 @@ def test_the_best_tree_over_offsets_is_that_of_the_targets_own_texts(
     assert way.drafter.parents.count(0) == 1
     assert max(node_depths(way.drafter.parents)) <= 4  # offsets that it was trained for
     assert way.ks == [len(way.drafter.parents)]
-    assert "by rank are right 1.00, 0.00, 0.00" in capsys.readouterr().err
+    assert "in the draft: 1.00, 0.00, 0.00" in capsys.readouterr().err
 
 
 def test_no_more_tokens_are_drafted_than_there_are_heads(context, heads, monkeypatch):
@@ -158,7 +158,7 @@ def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words):
     ],
 )
 def test_what_a_target_of_transformers_cannot_do_is_refused(text):
-    with pytest.raises(UserError, match=f"--drafter {text} does not work"):
+    with pytest.raises(UserError, match=f"--drafter {text} works only"):
         parse_drafter(text).check(facts(layers=None))
 
 
@@ -190,7 +190,7 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_di
             device=torch.device("cpu"),
             clock=time.process_time,
         )
-        with pytest.raises(UserError, match="--drafter tree:widths=2 does not work"):
+        with pytest.raises(UserError, match="--drafter tree:widths=2 works only"):
             built(work, "tree:widths=2")
         sampling = SamplingParams(max_tokens=12)
         expected = output_tokens(decode(target, PROMPTS[:1], sampling))
@@ -250,5 +250,5 @@ def test_layers_are_replayed_and_what_cannot_be_replayed_is_refused(family_dirs,
         "fallback:draft=tiny",
     ):
         assert not parse_drafter(drafter).replays
-    with pytest.raises(UserError, match="--drafter layer-skip is not replayed"):
+    with pytest.raises(UserError, match="--drafter layer-skip cannot be replayed"):
         COMMANDS["replay"](**asked, drafter=["layer-skip"], out=tmp_path / "refused")

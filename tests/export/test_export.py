@@ -658,7 +658,7 @@ def test_a_script_drafts_above_temperature_0_as_more_is_accepted():
         verified = verify.compare("vLLM", texts, counts, 30 / steps[1][0, 1], "", "probabilistic")
         text = script_of("vllm", k=3, sampling=run.choose_sampling(False, verified))[1]
         assert (
-            f"# draft_sample_method = {best}, above temperature 0: tokens per target pass at 0.7: greedy 1."
+            f"# draft_sample_method = {best}, above temperature 0: tokens per target pass at temperature 0.7: greedy 1."
             in text
         )
     at_zero = verify.compare(

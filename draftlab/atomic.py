@@ -184,7 +184,7 @@ def claim_state(
     before = None
     with contextlib.suppress(UserError):
         before = assumed | read_object(record)
-    if before == assumed | this_run:
+    if before is not None and not _differing(before, assumed | this_run):
         return
     with _writing(state):
         if any(file.name != STATE_RECORD for file in state.glob("[!.]*")):
@@ -242,15 +242,17 @@ def _difference(state: Path, before: dict[str, object] | None, this_run: dict[st
             f"{state} has an unfinished run, but its {STATE_RECORD} is missing or damaged; give --force to "
             "start again"
         )
-    both = before.keys() & this_run.keys()
-    key = min(
-        (before.keys() | this_run.keys()) - {key for key in both if before[key] == this_run[key]}
-    )
+    key = _differing(before, this_run)[0]
     was, now = (one_line(repr(settings.get(key)), 100) for settings in (before, this_run))
     return (
         f"{state} has an unfinished run with {one_line(key, 60)} = {was}, but this command has {now}; use the old "
         "value to resume that run, or give --force to start again"
     )
+
+
+def _differing(before: Mapping[str, object], this_run: Mapping[str, object]) -> list[str]:
+    """Return the settings that differ. A setting of one version alone, whose value is null, decides nothing."""
+    return [key for key in sorted({*before, *this_run}) if before.get(key) != this_run.get(key)]
 
 
 def _beside(path: Path, suffix: str) -> Path:

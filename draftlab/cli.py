@@ -29,6 +29,7 @@ from draftlab.trust import printable
 
 BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
+LONGEST_ERROR = 2000  # characters
 LAUNCHED = ("distill", "prune")  # a launcher may run these in several processes
 SIZES = (
     "micro_batch_tokens",
@@ -124,7 +125,9 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
         outcome = outcome_of()
     except UserError as error:
         if is_main_process():
-            print(f"error: {printable(str(error))}", file=sys.stderr)
+            text = printable(str(error))
+            text = text if len(text) <= LONGEST_ERROR else text[:LONGEST_ERROR] + " ..."
+            print(f"error: {text}", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_USER_ERROR) from None
     except KeyboardInterrupt as stop:
         if is_main_process():

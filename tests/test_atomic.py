@@ -172,7 +172,11 @@ def test_an_older_versions_state_lacks_a_setting_only_at_its_default(tmp_path):
     (state / "work").write_text("half")
     (state / atomic.STATE_RECORD).write_text('{"vocab": null, "gone": null}')
     with pytest.raises(UserError):
-        atomic.claim_state(state, {"lr": 1.0, "vocab": None}, defaults={"lr": 1.0})
+        atomic.claim_state(state, {"lr": 2.0}, defaults={"lr": 1.0})
+    atomic.claim_state(state, {"lr": 1.0}, defaults={"lr": 1.0})
+    (state / atomic.STATE_RECORD).write_text('{"gone": 5}')
+    with raises_option("gone = 5"):
+        atomic.claim_state(state, {"lr": 1.0}, defaults={"lr": 1.0})
     (state / atomic.STATE_RECORD).write_text("{}")
     atomic.claim_state(state, {"lr": 1.0, "vocab": None}, defaults={"lr": 1.0, "vocab": None})
     with pytest.raises(UserError):

@@ -183,7 +183,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         advanced=True,
     )
     device: shared.Device = shared.device()
-    device_map: str | None = shared.device_map()
+    device_map: shared.DeviceMap = shared.device_map()
     memory: float = shared.memory()
     seed: int = shared.seed()
 

@@ -1,5 +1,6 @@
 """The commands that check a finished draft and export it to a server."""
 
+import shlex
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -335,7 +336,7 @@ def export(exported: "Exported", output: Output) -> Outcome:
         path=output.out,
         show=[text for text in show if text],
         data={"path": str(output.out), **exported.notes},
-        next=f"{starts} {script}" if script else None,
+        next=f"{starts} {shlex.quote(str(script))}" if script else None,
     )
 
 

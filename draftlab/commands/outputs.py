@@ -359,7 +359,7 @@ def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Out
         show=[*show, str(output.out)],
         data={"out": str(output.out), "replays": data},
         rows=rows,
-        next=f"draftlab predict --acceptance {output.out} --draft-profile DRAFT --target-profile TARGET",
+        next=f"draftlab predict --acceptance {output.out / min(rows)} --draft-profile DRAFT --target-profile TARGET",
     )
 
 

@@ -101,7 +101,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     mode: shared.EngineMode = shared.mode()
     dtype: shared.WeightsDtype = shared.dtype()
     device: shared.Device = shared.device()
-    device_map: str | None = shared.device_map()
+    device_map: shared.DeviceMap = shared.device_map()
     int8: Literal["draft", "target", "both"] | None = option(
         None,
         "Weights to round to 8 bits, in mode native. Plain decoding is then timed at both precisions.",

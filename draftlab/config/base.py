@@ -25,7 +25,7 @@ from draftlab.errors import UsageError, UserError, did_you_mean, one_line, plain
 from draftlab.model.shape import parse_numbers
 from draftlab.provenance import RECORD_FILE, read_record
 from draftlab.reading import read_yaml
-from draftlab.trust import without_secrets
+from draftlab.trust import printable, without_secrets
 
 OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
     "Output",
@@ -157,6 +157,10 @@ class Config(BaseModel):
         if unknown := sorted(set(settings) - set(cls.model_fields)):
             name = one_line(unknown[0], 80)
             raise UserError(f"{where}unknown key {name!r}{did_you_mean(name, cls.model_fields)}")
+        try:
+            json.dumps(settings, default=str, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{where}{printable(error.object[:200])}: not UTF-8") from None
         try:
             return cls(**settings)
         except ValidationError as error:

@@ -92,7 +92,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         advanced=True,
     )
     device: shared.Device = shared.device()
-    device_map: str | None = shared.device_map()
+    device_map: shared.DeviceMap = shared.device_map()
     seed: int = shared.seed()
 
     only = (

@@ -19,6 +19,7 @@ LossOn = Literal["assistant", "all"]
 Optimizer = Literal["adamw", "muon"]
 TrainingDtype = Literal["auto", "float32", "bfloat16"]
 SAMPLING = "Sampling"
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda")
 DEVICE = re.compile(r"auto|(cpu|cuda|xpu|mps|npu|hpu|meta)(:\d+)?")
 
 
@@ -48,6 +49,16 @@ def _known_device(name: str) -> str:
     return name
 
 
+def _known_device_map(name: str | None) -> str | None:
+    if (
+        name is not None
+        and name not in DEVICE_MAPS
+        and not (name.endswith(".json") and Path(name).is_file())
+    ):
+        raise ValueError(f"want {', '.join(DEVICE_MAPS)}, or a .json file of module: device")
+    return name
+
+
 def _count(value: str | None) -> str | None:
     if value is not None:
         parsed(parse_count, value)
@@ -67,6 +78,7 @@ def names(spec: str) -> set[str]:
 
 
 Device = Annotated[str, AfterValidator(_known_device)]
+DeviceMap = Annotated[str | None, AfterValidator(_known_device_map)]
 Count = Annotated[str | None, AfterValidator(_count)]  # parameters, written 1.3b
 LossName = Annotated[str, AfterValidator(_loss)]
 

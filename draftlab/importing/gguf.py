@@ -27,6 +27,7 @@ from draftlab.exporting.gguf_tokenizer import (
     PreTokenizer,
     set_pre_tokenizer,
 )
+from draftlab.model.hf_files import check_config
 from draftlab.reading import reading
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings this module completes
@@ -119,6 +120,13 @@ def read_header(file: Path) -> GGUFHeader:
             for name, key in SPECIAL.items()
             if key in settings
         }
+    blocks = {t.name.split(".")[1] for t in reader.tensors if t.name.startswith("blk.")}
+    count = settings.get(f"{settings.get('general.architecture')}.block_count")
+    if count != len(blocks):
+        raise UserError(f"{file} has {len(blocks)} blocks, and its block_count is {count}")
+    end = max((int(t.data_offset + t.n_bytes) for t in reader.tensors), default=0)
+    if file.stat().st_size >= end + 2 * reader.alignment:
+        raise UserError(f"{file} goes on behind its last tensor, at byte {end:,}; is it two files?")
     if settings.get("split.count", 0) > 1:
         raise UserError(
             f"{file} is one of {settings['split.count']} parts of a model; join the parts with llama-gguf-split "
@@ -164,6 +172,7 @@ def load_config(header: GGUFHeader) -> Any:
         )
     for name, number in special_ids(header).items():
         setattr(config, name, number)
+    check_config(config.to_dict(), header.file)
     vars(config).pop("_model_name_or_path", None)
     return config
 
@@ -267,7 +276,8 @@ def _completed(config: Any, header: GGUFHeader) -> Any:
     if header.setting("rope.dimension_count") not in (None, config.head_dim):
         raise UserError(f"{header.file} has partial rotary embeddings, which are not supported")
     config.rope_parameters = _rope(header, config)
-    config.rms_norm_eps = header.setting("attention.layer_norm_rms_epsilon") or config.rms_norm_eps
+    eps = header.setting("attention.layer_norm_rms_epsilon")
+    config.rms_norm_eps = config.rms_norm_eps if eps is None else eps
     return config
 
 
@@ -283,7 +293,8 @@ def _as(config: Any, kind: str) -> Any:
 
 
 def _rope(header: GGUFHeader, config: Any) -> dict[str, Any]:
-    theta = float(header.setting("rope.freq_base") or 10000.0)
+    theta = header.setting("rope.freq_base")
+    theta = 10000.0 if theta is None else float(theta)
     kind, base = header.setting("rope.scaling.type"), {"rope_theta": theta}
     if header.rope_factors is not None:
         return base | _llama3_scaling(header, theta)

@@ -20,7 +20,6 @@ from draftlab.model import hub
 from draftlab.model.hf_files import (
     BUFFERS,
     MODEL_TYPES,
-    check_rotary,
     check_unquantised,
     eos_ids,
     is_quantised,
@@ -46,7 +45,6 @@ CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 PIECE_BYTES = 1 << 25
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,6 @@ def read_shape(directory: Path) -> Shape:
     """
     config = read_config(directory)
     check_unquantised(directory, config)
-    check_rotary(directory, config)
     headers = read_headers(directory)
     shape = _fitting_shape(
         directory, config, {name: header.shape for name, header in headers.items()}
@@ -230,6 +227,12 @@ def _fitting_shape(
         )
     for name, axes in expected.items():
         _check_size(directory, name, sizes[name], shape.dims(axes))
+    for key, has in (("attention_bias", shape.qkv_bias), ("mlp_bias", shape.mlp_bias)):
+        # a Qwen2 has biases whatever attention_bias is
+        if config.get(key) is (not has) and (not has or config["model_type"] == "llama"):
+            raise UserError(
+                f"{directory}: config.json has {key} {config[key]}, but the weights have {'' if has else 'no '}biases"
+            )
     return shape
 
 
@@ -395,14 +398,9 @@ def load_any_files(
 
 
 def _parse_device_map(device_map: str | None) -> Any:
-    """Return accelerate's device_map, read from a .json file if one is named. Raises UserError: an unknown map."""
+    """Return accelerate's device_map, read from a .json file if one is named. Raises UserError: it cannot be read."""
     if device_map is not None and device_map.endswith(".json"):
         return read_object(Path(device_map))
-    if device_map is not None and device_map not in DEVICE_MAPS:
-        raise UserError(
-            f"--device-map {device_map!r}: give {', '.join(DEVICE_MAPS)}, or a .json file with a device for each "
-            "module"
-        )
     return device_map
 
 

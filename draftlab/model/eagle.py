@@ -383,6 +383,8 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
     Raises:
         UserError: two draft ids have the same target id, an id is out of range, or t2d and d2t contradict each other.
     """
+    if offsets.is_floating_point():
+        raise UserError(f"{folder}: d2t is stored as {offsets.dtype}; want whole numbers")
     ids = torch.arange(len(offsets)) + offsets.long()
     if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise UserError(

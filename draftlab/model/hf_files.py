@@ -10,7 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter, model_validator
+from typing_extensions import Self
 
 from draftlab.errors import Quantised, UserError, one_line
 from draftlab.reading import read_json, read_object, reading
@@ -102,21 +103,77 @@ def refuse_other_layout(path: Path) -> None:
         raise UserError(f"{path} is {layout.advice()}")
 
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Dtype = Annotated[str, Field(pattern=r"^(torch\.)?(auto|float(64|32|16)|bfloat16|float8_\w+)$")]
+Length = Annotated[int, Field(ge=1, le=UNLIMITED, strict=True)]
+
+
+class _Rotary(BaseModel):
+    """Settings of rotary embeddings, at the top of config.json in old checkpoints."""
+
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Positive | None = None
+
+    @model_validator(mode="after")
+    def _ascends(self) -> Self:
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            a, b = getattr(self, low), getattr(self, high)
+            if None not in (a, b) and a >= b:
+                raise ValueError(f"{low} is {a}, and {high} is {b}; want more")
+        return self
+
+
+class _Config(_Rotary):
+    """Settings of config.json that no size of a tensor contradicts. Other settings are not checked."""
+
+    max_position_embeddings: Length | None = None
+    sliding_window: Length | None = None
+    rms_norm_eps: Positive | None = None
+    dtype: Dtype | dict[str, Any] | None = None
+    torch_dtype: Dtype | None = None
+
+
 def read_config(directory: Path) -> dict[str, object]:
-    """Return the content of config.json. Raises UserError: the file cannot be read, or is not an object."""
-    config = read_object(directory / CONFIG)
-    return {name: _number(value) for name, value in config.items()}
+    """Return the content of config.json.
+
+    Raises:
+        UserError: the file cannot be read, is not an object, or has a setting with which no model computes.
+    """
+    config: dict[str, object] = _number(read_object(directory / CONFIG))
+    check_config(config, directory / CONFIG)
+    return config
+
+
+def check_config(config: Mapping[str, Any], file: Path) -> None:
+    """Raises UserError: a setting of config.json, or of its text_config, is one with which no model computes."""
+    with reading(file):
+        for part in (config, config.get("text_config")):
+            if not isinstance(part, dict):
+                continue
+            _Config.model_validate(part)
+            for name in ("rope_parameters", "rope_scaling"):
+                rope = part.get(name)
+                # Gemma 3 has settings for each kind of layer
+                for settings in (rope, *rope.values()) if isinstance(rope, dict) else ():
+                    if isinstance(settings, dict):
+                        _Rotary.model_validate(settings)
 
 
 def _number(value: Any) -> Any:
     """Return a value of config.json with floats for transformers' {"__float__": ...}, such as infinities."""
     if isinstance(value, list):
         return [_number(item) for item in value]
-    return (
-        float(value["__float__"])
-        if isinstance(value, dict) and value.keys() == {"__float__"}
-        else value
-    )
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {name: _number(item) for name, item in value.items()}
 
 
 def text_config(directory: Path) -> dict[str, object]:
@@ -126,20 +183,6 @@ def text_config(directory: Path) -> dict[str, object]:
     return part if isinstance(part, dict) else config
 
 
-def check_rotary(directory: Path, config: Mapping[str, object]) -> None:
-    """Raises UserError: config.json has a rotary setting that is no positive number."""
-    parts: list[Mapping[str, object]] = [config]
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = config.get(name)
-        if isinstance(rope, dict):  # Gemma 3 has separate settings for each kind of layer
-            parts += [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    for part in parts:
-        for name in ("rope_theta", "factor"):
-            value = part.get(name)
-            if isinstance(value, int | float) and not 0 < value < math.inf:
-                raise UserError(
-                    f"{directory / CONFIG}: {name} is {value}, but must be a positive number"
-                )
 
 
 def check_causal(directory: Path) -> None:
@@ -215,8 +258,8 @@ def eos_ids(directory: Path) -> set[int]:
     ids: set[int] = set()
     for file in (directory / CONFIG, directory / GENERATION):
         value = read_object(file).get("eos_token_id") if file.is_file() else None
-        several = value if isinstance(value, list) else [] if value is None else [value]
         with reading(f"{file}: eos_token_id"):
+            several = value if isinstance(value, list) else [] if value is None else [value]
             ids.update(TypeAdapter(list[int]).validate_python(several, strict=True))
     return {i for i in ids if i >= 0}  # old checkpoints write -1 for none
 

@@ -4,6 +4,7 @@ The export is verified in the server if the server is installed.
 """
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -321,7 +322,9 @@ def unverified(request: Request) -> list[str]:
 
 def _typed(export: Path) -> str:
     script = export / "assist.py"
-    return f"python {script} 'a prompt'" if script.exists() else f"sh {export / 'serve.sh'}"
+    if script.exists():
+        return f"python {shlex.quote(str(script))} 'a prompt'"
+    return f"sh {shlex.quote(str(export / 'serve.sh'))}"
 
 
 def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command: str) -> str:

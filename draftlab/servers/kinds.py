@@ -113,7 +113,12 @@ ABOVE_ZERO = (
     "above temperature 0 a drafted token is accepted with the target's probability of the token"
 )
 PROMPT_LOOKUP_MAX = 3  # longest n-gram to match (Saxena 2023, prompt lookup decoding)
-SCRIPT_DIRECTORY = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
+# a JSON or YAML option with the path would break at these characters
+SCRIPT_DIRECTORY = r"""here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
+case $here in *[\"\\[:cntrl:]]*)
+    echo "move this folder: its path has a quote, a backslash or a line break" >&2
+    exit 1 ;;
+esac"""
 
 
 @dataclass(frozen=True, slots=True)

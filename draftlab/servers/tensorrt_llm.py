@@ -42,7 +42,7 @@ class TensorRTLLM(ServerKind):
             "speculative_config:",
             f"  decoding_type: {DECODING_TYPES.get(launch.kind, 'Draft_Target')}",
             f"  max_draft_len: {launch.k}",
-            "  speculative_model: $here",
+            '  speculative_model: "$here"',
         ]
         if launch.layer_ids:
             # TensorRT-LLM counts the layer whose output is read

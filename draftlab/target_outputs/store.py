@@ -44,6 +44,7 @@ def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
 
 
 HELDOUT = "heldout"
+OFF_ONE = 0.02  # by which rounding to fp16 may move the sum of probabilities
 ABOVE_ZERO = 1e-3  # nats by which rounding may lift a log-probability above 0
 Logprobs = Literal["sampled", "raw", "none"]
 TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of its fields
@@ -264,6 +265,7 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
         UserError: `out` has other files, or a store with other settings.
     """
     if not (out / MANIFEST).exists():
+        (out / f".{MANIFEST}.new").unlink(missing_ok=True)  # of a build that was killed at once
         check_free(out, force=False, remedy=", or remove it")
         return manifest
     existing = read_manifest(out)
@@ -276,6 +278,8 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
             f"{out} has other outputs, with {differing} = {_short(old[differing])} instead of "
             f"{_short(new[differing])}; choose another --out, or remove that directory"
         )
+    for left in out.rglob(".tmp*"):  # of a build that was killed while safetensors wrote a shard
+        left.unlink()
     return existing
 
 
@@ -423,9 +427,9 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
             raise ValueError(
                 f"the array {name} has the log-probability {values.max():g}, which is above 0"
             )
-    if arrays["number"].min() < 0:
+    if arrays["number"].min() < 0 or len(np.unique(arrays["number"])) < n:
         raise ValueError(
-            f"the array number has {arrays['number'].min()}, but the number of a prompt is 0 or more"
+            f"the array number has {arrays['number'].min()}, or a number twice; each prompt has one, from 0 on"
         )
     if manifest.top_logprobs:
         # sum p^(1/t) lies between 1 (one token is certain) and V^(1 - 1/t) (all tokens are equally probable)
@@ -435,6 +439,17 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
         if (np.abs(arrays["normalizers"]) > largest).any():
             raise ValueError(
                 "the array normalizers has values that no distribution over this vocabulary can give"
+            )
+        if (np.diff(arrays["top_logprobs"].astype(np.float32)) > 0).any():
+            raise ValueError("the array top_logprobs does not descend")
+        if (np.diff(np.sort(arrays["top_ids"])) == 0).any():
+            raise ValueError("the array top_ids has an id twice for one token")
+        total = np.exp(arrays["top_logprobs"].astype(np.float64)).sum(1)
+        total += np.exp(arrays["rest_logprob"].astype(np.float64))
+        if (np.abs(total - 1) > OFF_ONE).any():
+            worst = total[np.abs(total - 1).argmax()]
+            raise ValueError(
+                f"the probabilities of top_logprobs and rest_logprob add up to {worst:g}, not 1"
             )
         _check_alignment(arrays)
 

@@ -2,15 +2,17 @@
 
 Every command runs once without a fault. Then it runs with a fault at a point that the seed draws, and again until it
 ends: it must end in the same files, leave no hidden file, and print one line about the error. Commands with a damaged
-input must do their work or refuse it in one line. The tests of servers, names, stalls and decoding come with them. Each
-result is a line of RESULTS/results-SEED.jsonl, and a stopped campaign continues; remove RESULTS after a change of the
-code. One table and one line of JSON come last.
+input must do their work or refuse it in one line. The tests of servers and names and the check of losslessness come
+with them. A round has each kind of fault once for each command; rounds follow until the time is over. Each result is a
+line of RESULTS/results-SEED.jsonl, and a stopped campaign continues; remove RESULTS after a change of the code. One
+table and one line of JSON come last.
 """
 
 import argparse
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,9 +22,10 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,22 +36,12 @@ from faults import CRASHED, Fault, Running, digest, left_overs, names, run
 import draftlab
 
 ROOT = Path(__file__).parents[2]
-TEXT = sorted((ROOT / "draftlab").glob("[a-w]*/*.py"))[:60]  # enough for some to be held out
-CHARACTERS = 1300  # of each text: enough for the 48 prompts of search
-SHORT = [
-    "--steps",
-    "4",
-    "--batch-size",
-    "2",
-    "--seq-len",
-    "32",
-    "--eval-steps",
-    "2",
-    "--save-steps",
-    "2",
-]
-SMALL = ["--calibration-tokens", "256", "--seq-len", "64"]
-TIMED = ["--repeats", "3", "--mode", "eager"]
+TEXTS, CHARACTERS = 90, 1300  # enough for 48 prompts of held-out text
+TRAINED = "--data text --steps 4 --batch-size 2 --seq-len 32"
+SHORT = f"{TRAINED} --eval-steps 2 --save-steps 2"
+SMALL = "--data text --calibration-tokens 256"
+TIMED = "--repeats 3 --mode eager"
+PROMPTS = "--data text --prompt-tokens 8"
 LIMITS = (0, 1, 100, 5000)  # bytes of a file before writing fails
 LAZY = (
     "accelerate",
@@ -59,79 +52,50 @@ LAZY = (
 MOST_TRIES = 4
 HANG = 120.0  # seconds
 UNFELT = "without effect"  # the command ended before its fault, or no file grew beyond the limit
-TESTS = (
-    "servers", "test_trust.py", "scoring/test_stalls.py", "engine", "commands/test_cli.py",
-    "model/test_bad_checkpoints.py",
-)  # fmt: skip
-MEASURED = (
-    "profile",
-    "score",
-    "search",
-)  # outputs depend on times: the names of files are compared
+TESTS = ["chaos/lossless.py", "servers", "test_trust.py", "scoring/test_stalls.py"]
+MEASURED = ("profile", "score", "search")  # times decide outputs: the names of files are compared
 WITHOUT_OUT = ("run", "init")
 PRINTING = {"check", "design", "env", "outputs info", "predict", "report"}
 UNTRIED = {  # commands that write
     "auto": "its steps are commands that are tried, in a directory that a killed run takes up again (tests/auto)"
 }
 # name -> command with the outputs that it reads; --out is added
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "prune": ("prune", "--source", "model", "--layers", "2", "--data", "text", *SMALL),
-    "distill": ("distill", "--draft", "made/prune", "--target", "model", "--data", "text", *SHORT),
-    "distill-ce": ("distill", "--loss", "ce", "--draft", "made/prune", "--data", "text", *SHORT),
-    "outputs": (
-        "outputs build", "--target", "model", "--data", "text", "--num-sequences", "300", "--seq-len", "24",
-        "--top-logprobs", "4",
-    ),
-    "texts": (
-        "outputs build", "--use", "replay", "--target", "model", "--data", "text", "--num-prompts", "40",
-        "--prompt-tokens", "8", "--max-new-tokens", "8",
-    ),
+COMMANDS: dict[str, str] = {
+    "prune": f"prune --source model --layers 2 --seq-len 64 {SMALL}",
+    "distill": f"distill --draft made/prune --target model {SHORT}",
+    "distill-ce": f"distill --loss ce --draft made/prune {SHORT}",
+    "outputs": "outputs build --target model --data text --num-sequences 300 --seq-len 24 --top-logprobs 4",
+    "texts": f"outputs build --use replay --target model --num-prompts 40 --max-new-tokens 8 {PROMPTS}",
     "distill-outputs": (
-        "distill", "--draft", "made/prune", "--outputs", "made/outputs", "--steps", "4", "--batch-size", "2",
-        "--save-steps", "2",
+        "distill --draft made/prune --outputs made/outputs --steps 4 --batch-size 2 --save-steps 2"
     ),
-    "replay": ("replay", "made/texts", "--draft", "made/prune"),
-    "export": ("export", "made/prune", "--target", "model"),
-    "gguf": ("export", "made/prune", "--target", "model", "--to", "gguf", "--outtype", "f32"),
-    "import": ("import", "made/gguf/prune-f32.gguf"),
-    "prune-masks": (
-        "prune", "--method", "masks", "--source", "model", "--layers", "2", "--data", "text", *SMALL[:2],
-        *SHORT[:6],
-    ),
-    "eagle": ("distill", "--student", "eagle", "--target", "model", "--data", "text", *SHORT),
-    "log": (
-        "outputs build", "--from", "files/log.jsonl", "--target", "model", "--seq-len", "16", "--top-logprobs", "2",
-    ),
-    "run": ("run", "files/recipe.yaml"),
-    "init": ("init", "--gguf", "made/gguf/prune-f32.gguf", "--data", "text"),
-    "profile": ("profile", "larger", "--k", "1", "--context", "16,64", *TIMED),
+    "replay": "replay made/texts --draft made/prune",
+    "export": "export made/prune --target model",
+    "gguf": "export made/prune --target model --to gguf --outtype f32",
+    "import": "import made/gguf/prune-f32.gguf",
+    "prune-masks": f"prune --method masks --source model --layers 2 --calibration-tokens 256 {TRAINED}",
+    "eagle": f"distill --student eagle --target model {SHORT}",
+    "log": "outputs build --from files/log.jsonl --target model --seq-len 16 --top-logprobs 2",
+    "run": "run files/recipe.yaml",
+    "init": "init --gguf made/gguf/prune-f32.gguf --data text",
+    "profile": f"profile larger --k 1 --context 16,64 {TIMED}",
     "score": (
-        "score", "--target", "model", "--draft", "made/prune", "--drafter", "prompt-lookup", "--data", "text", "--k",
-        "2", "--num-prompts", "3", "--prompt-tokens", "8", "--max-new-tokens", "8", *TIMED,
+        "score --target model --draft made/prune --drafter prompt-lookup --k 2 --num-prompts 3 --max-new-tokens 8 "
+        f"{PROMPTS} {TIMED}"
     ),
     "search": (
-        "search", "--target", "larger", "--source", "larger", "--data", "text", "--k", "1-2", "--layers", "1,2",
-        "--widths", "64", "--minutes", "0.01", "--first-steps", "1",
+        "search --target larger --source larger --data text --k 1-2 --layers 1,2 --widths 64 --minutes 0.01 "
+        "--first-steps 1"
     ),
-}  # fmt: skip
-
-
+}
 # commands that write nothing, for damaged inputs
-READING: dict[str, tuple[str, ...]] = {
-    "check": ("check", "--draft", "made/prune", "--target", "model"),
-    "report": ("report", "made/score"),
-    "info": ("outputs info", "made/outputs", "--verify", "--target", "model"),
-    "config": ("prune", "--config", "made/prune/draftlab.json", "--dry-run"),
-    "head": ("replay", "made/texts", "--draft", "made/eagle", "--target", "model"),
-    "prompts": (
-        "outputs build",
-        "--use",
-        "replay",
-        "--target",
-        "model",
-        "--prompt-file",
-        "files/prompts.jsonl",
-    ),
+READING = {
+    "check": "check --draft made/prune --target model",
+    "report": "report made/score",
+    "info": "outputs info made/outputs --verify --target model",
+    "config": "prune --config made/prune/draftlab.json --dry-run",
+    "head": "replay made/texts --draft made/eagle --target model",
+    "prompts": "outputs build --use replay --target model --prompt-file files/prompts.jsonl",
 }
 KINDS = {
     ".json": "json",
@@ -168,11 +132,7 @@ class Campaign:
             apart = multiprocessing.get_context("spawn").Process(target=make_models, args=(folder,))
             apart.start()  # a process apart: this process forks commands and must have no threads
             apart.join()
-            (folder / "text").mkdir()
-            for file in TEXT:
-                (folder / "text" / f"{file.parent.name}-{file.stem}.txt").write_text(
-                    file.read_text()[:CHARACTERS]
-                )
+            write_text(folder / "text")
             write_files(folder)
         for name in names:
             self._whole(name)
@@ -181,9 +141,7 @@ class Campaign:
         out, facts = self.folder / "made" / name, self.folder / f"{name}.json"
         if not (out.exists() and facts.exists()):
             shutil.rmtree(out, ignore_errors=True)
-            with (
-                self.room() as room
-            ):  # faulty runs have such a folder, too: cards show the command line
+            with self.room() as room:  # as faulty runs do: cards show the command line
                 running = Running(self.arguments(name), room)
                 ended = running.wait()
                 if ended.code:
@@ -203,12 +161,8 @@ class Campaign:
         return {re.sub(r"\b\d+x\d+\b", "SHAPE", file): keys for file, keys in names(out).items()}
 
     def arguments(self, name: str) -> list[str]:
-        first, *options = (COMMANDS | READING)[name]
-        return [
-            *first.split(),
-            *options,
-            *(() if name in (*WITHOUT_OUT, *READING) else ("--out", "out")),
-        ]
+        out = () if name in (*WITHOUT_OUT, *READING) else ("--out", "out")
+        return [*(COMMANDS | READING)[name].split(), *out]
 
     def output(self, name: str, room: Path) -> Path:
         """Return the output of a command; init writes into the working directory."""
@@ -286,11 +240,8 @@ class Campaign:
 
     def inputs(self, name: str) -> list[Path]:
         """Return the files that a command may read."""
-        places = [
-            self.folder / word
-            for word in (COMMANDS | READING)[name][1:]
-            if (self.folder / word).exists()
-        ]
+        words = (COMMANDS | READING)[name].split()
+        places = [self.folder / word for word in words if (self.folder / word).exists()]
         files = [
             file
             for place in places
@@ -322,6 +273,13 @@ def make_models(folder: Path) -> None:
     expand(folder / "model", folder / "larger", shape)
 
 
+def write_text(folder: Path) -> None:
+    """Write the beginnings of modules of Python's library, which do not change with the house."""
+    folder.mkdir()
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))[:TEXTS]:
+        (folder / f"{file.stem}.txt").write_text(file.read_text("utf-8")[:CHARACTERS])
+
+
 def write_files(folder: Path) -> None:
     """Write a server's log and a recipe of two steps."""
     entry = {"prompt_ids": [5, 6], "ids": [7, 9], "top_ids": [[7, 8], [3, 9]]}
@@ -342,10 +300,18 @@ def write_files(folder: Path) -> None:
     (folder / "files" / "recipe.yaml").write_text(json.dumps(recipe))
 
 
-def judged(campaign: Campaign, name: str, kind: str, n: int, limit: int, seed: int = 0) -> Result:
-    """Try one fault or one damaged input. n: Thousandths of the time for kinds kill, term and pair, else its number."""
+Job = tuple[str, str, int, int]  # command, kind, n, limit
+
+
+def judged(campaign: Campaign, seed: int, name: str, kind: str, n: int, limit: int) -> Result:
+    """Try one fault, damaged input or file of tests.
+
+    n: Thousandths of the command's time for kinds kill, term and pair, else the number of the change or damage.
+    """
     after = n * campaign.millis.get(name, 0) // 1000
     try:
+        if kind == "test":
+            return tested(name)
         if kind == "pair":
             verdict = campaign.pair(name, after)
         elif kind == "damage":
@@ -359,22 +325,19 @@ def judged(campaign: Campaign, name: str, kind: str, n: int, limit: int, seed: i
     return Result(name, kind, n, limit, verdict)
 
 
-Job = tuple[str, str, int, int]  # command, kind, n, limit
-
-
-def plan(campaign: Campaign, count: int, seed: int) -> list[Job]:
-    """Draw for every command `count` crashes, torn writes, full disks, kills and damaged inputs, and one pair."""
-    rng, jobs = random.Random(seed), list[Job]()
-    for name in campaign.wholes:
-        for kind in ("crash", "torn", "full", "kill", "term"):
-            most = 1000 if kind in ("kill", "term") else max(2, campaign.changes[name])
-            limits = LIMITS if kind in ("torn", "full") else (0,)
-            jobs += [(name, kind, rng.randint(1, most), rng.choice(limits)) for _ in range(count)]
-        jobs.append((name, "pair", rng.randint(1, 1000), 0))
+def plan(campaign: Campaign, seed: int) -> Iterator[list[Job]]:
+    """Yield rounds without end: for each command a crash, torn write, full disk, kill, term, rival and two damages."""
     tried = [name for name in (*campaign.wholes, *READING) if campaign.inputs(name)]
-    jobs += [(name, "damage", number, 0) for name in tried for number in range(4 * count)]
-    rng.shuffle(jobs)
-    return list(dict.fromkeys(jobs))
+    for number in itertools.count():
+        rng, jobs = random.Random(f"{seed}:{number}"), list[Job]()
+        for name in campaign.wholes:
+            for kind in ("crash", "torn", "full", "kill", "term", "pair"):
+                most = max(2, campaign.changes[name]) if kind in ("crash", "torn", "full") else 1000
+                limit = rng.choice(LIMITS) if kind in ("torn", "full") else 0
+                jobs.append((name, kind, rng.randint(1, most), limit))
+        jobs += [(name, "damage", 2 * number + i, 0) for name in tried for i in range(2)]
+        rng.shuffle(jobs)
+        yield list(dict.fromkeys(jobs))
 
 
 def tested(files: str) -> Result:
@@ -388,26 +351,22 @@ def tested(files: str) -> Result:
     )
 
 
-def go(jobs: dict[Job, Callable[[], Result]], file: Path, minutes: float) -> list[Result]:
+def go(
+    rounds: Iterable[list[Job]], judge: Callable[..., Result], file: Path, minutes: float
+) -> list[Result]:
     """Run the jobs that have no result in the file, and append each result to it, until the time is over."""
-    end = time.monotonic() + 60 * minutes
-    results = (
-        [Result(**json.loads(line)) for line in file.read_text().splitlines()]
-        if file.exists()
-        else []
-    )
+    end, results = time.monotonic() + 60 * minutes, list[Result]()
+    if file.exists():
+        results = [Result(**json.loads(line)) for line in file.read_text().splitlines()]
     done = {(r.command, r.kind, r.n, r.limit) for r in results}
-    left = [job for key, job in jobs.items() if key not in done]
-    for number, job in enumerate(left):
+    for job in itertools.chain.from_iterable(rounds):
         if time.monotonic() > end:
-            print(
-                f"{len(left) - number} of {len(jobs)} are left; the same command continues",
-                file=sys.stderr,
-            )
-            break
-        results.append(job())
-        with file.open("a") as stream:
-            stream.write(json.dumps(asdict(results[-1])) + "\n")
+            return results
+        if job not in done:
+            done.add(job)
+            results.append(judge(*job))
+            with file.open("a") as stream:
+                stream.write(json.dumps(asdict(results[-1])) + "\n")
     return results
 
 
@@ -467,7 +426,6 @@ def main() -> int:
         description="Break commands at random points, and compare their outputs."
     )
     parser.add_argument("--results", type=Path, default=Path("runs/chaos"))
-    parser.add_argument("--count", type=int, default=4, help="faults of each kind for each command")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--minutes",
@@ -477,27 +435,27 @@ def main() -> int:
     )
     parser.add_argument("--commands", default=",".join(COMMANDS))
     chosen = parser.parse_args()
+    started = time.monotonic()
     os.environ["HF_HUB_OFFLINE"] = "1"
     preload()
     folder = chosen.results.absolute()
     campaign = Campaign(folder, chosen.commands.split(","))
-    jobs = {(files, "test", 0, 0): partial(tested, files) for files in TESTS}
-    jobs |= {
-        job: partial(judged, campaign, *job, chosen.seed)
-        for job in plan(campaign, chosen.count, chosen.seed)
-    }
-    results = go(jobs, folder / f"results-{chosen.seed}.jsonl", chosen.minutes)
-    print(table(results))
-    failed = sum(result.failures for result in results)
-    print(
-        json.dumps(
-            {
-                "tried": sum(result.tried for result in results),
-                "failed": failed,
-                "seed": chosen.seed,
-            }
-        )
+    rounds = itertools.chain(
+        [[(files, "test", 0, 0) for files in TESTS]], plan(campaign, chosen.seed)
     )
+    minutes = chosen.minutes - (time.monotonic() - started) / 60
+    results = go(
+        rounds,
+        partial(judged, campaign, chosen.seed),
+        folder / f"results-{chosen.seed}.jsonl",
+        minutes,
+    )
+    print(table(results))
+    tried, failed = (
+        sum(result.tried for result in results),
+        sum(result.failures for result in results),
+    )
+    print(json.dumps({"tried": tried, "failed": failed, "seed": chosen.seed}))
     return 1 if failed else 0
 
 

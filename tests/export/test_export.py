@@ -350,6 +350,14 @@ def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
         assert words[words.index("--model") + 1] == "t.gguf"
 
 
+@pytest.mark.parametrize("out", ['a"b', "a\\b", "a\nb"])
+def test_a_script_does_not_start_from_a_path_that_its_config_cannot_hold(out, space):
+    export("--to", "vllm", "--k", "3", "--out", out)
+    said = subprocess.run(["/bin/sh", f"{out}/serve.sh"], capture_output=True, text=True)
+    assert said.returncode == 1
+    assert said.stderr.startswith("move this folder")
+
+
 def test_k_by_batch_size_of_a_prediction_is_in_the_servers_own_setting(space):
     """Its other K, as for other drafts, is refused."""
     row = {"draft_sha256": provenance.fingerprint(Path("draft"))}

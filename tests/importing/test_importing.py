@@ -375,6 +375,11 @@ def test_bin_files_that_are_wrong_are_refused(spoil, bins, tmp_path):
         lambda file: _named(file, "llama.rope.scaling.type", "longrope"),
         lambda file: _named(file, "split.count", 2),
         lambda file: _named(file, "llama.block_count", 6),
+        lambda file: _named(file, "llama.block_count", 10**9),
+        lambda file: _named(file, "llama.context_length", 0),
+        lambda file: _named(file, "llama.rope.freq_base", 0.0),
+        lambda file: _named(file, "llama.attention.layer_norm_rms_epsilon", -1.0),
+        lambda file: file.write_bytes(2 * file.read_bytes()),
     ],
 )
 def test_gguf_files_that_are_wrong_are_refused(spoil, family_dirs, tmp_path):
@@ -486,12 +491,12 @@ def _config(directory: Path, **changes: int) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def _named(file: Path, name: str, value: str | int) -> None:
+def _named(file: Path, name: str, value: str | float) -> None:
     _change(file, file.with_suffix(".new"), name, value)
     file.with_suffix(".new").rename(file)
 
 
-def _change(file: Path, out: Path, name: str, value: str | int) -> None:
+def _change(file: Path, out: Path, name: str, value: str | float) -> None:
     """A copy of a GGUF file with one setting added or exchanged, by the gguf package."""
     reader = library.GGUFReader(file)
     fields = {f.name: f for f in reader.fields.values()}
@@ -505,9 +510,8 @@ def _change(file: Path, out: Path, name: str, value: str | int) -> None:
         sub = field.types[1] if len(field.types) > 1 else None
         writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub)
     if name != "general.architecture":
-        kind = (
-            library.GGUFValueType.STRING if isinstance(value, str) else library.GGUFValueType.UINT32
-        )
+        kinds = library.GGUFValueType
+        kind = {str: kinds.STRING, int: kinds.UINT32, float: kinds.FLOAT32}[type(value)]
         writer.add_key_value(name, value, kind)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)

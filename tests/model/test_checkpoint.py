@@ -208,14 +208,25 @@ def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(
 
 
 @pytest.mark.parametrize(
-    "rope", [{"rope_type": "yarn", "factor": 0.0}, {"rope_type": "default", "rope_theta": -1.0}]
+    ("settings", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 0.0}}, "factor"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "theta"),
+        ({"rope_parameters": {"rope_theta": {"__float__": "Infinity"}}}, "theta"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1.0}}, "beta_fast"),
+        ({"rope_scaling": {"low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"sliding_window": -1}, "sliding_window"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"dtype": "int4"}, "dtype"),
+        ({"text_config": {"rms_norm_eps": 0.0}}, "rms_norm_eps"),
+    ],
 )
-def test_rotary_settings_are_positive_numbers(rope, family_dirs, tmp_path):
-    """The pass would go on with logits that are finite and wrong."""
+def test_settings_with_which_no_model_computes_are_refused(settings, named, family_dirs, tmp_path):
+    """The pass would go on with logits that are finite and wrong, or the server would not start."""
     place = spoil(family_dirs["llama"], tmp_path, lambda tensors: None)
-    configured(place, rope_parameters={"rope_theta": 1e4} | rope)
+    configured(place, **settings)
     for read in (checkpoint.check, checkpoint.read_shape):
-        with raises_option(place / "config.json", list(rope)[1].removeprefix("rope_")):
+        with raises_option(place, named):
             read(place)
 
 
@@ -348,8 +359,6 @@ def test_a_model_that_is_spread_computes_the_same(family_dirs, tmp_path, places)
     wanted = checkpoint.load_model(place, torch.float32)(ids).logits
     torch.testing.assert_close(spread(ids).logits, wanted)
     assert any(p.is_meta for p in spread.parameters()) == (places == "disk")
-    with raises_option("--device-map"):
-        checkpoint.load_model(place, torch.float32, device_map="automatic")
 
 
 @pytest.mark.slow

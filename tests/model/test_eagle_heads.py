@@ -128,6 +128,11 @@ def test_a_head_over_all_ids_needs_no_d2t(target, tmp_path):
     assert eagle.read(tmp_path, target, torch.float32).ids.tolist() == list(range(307))
 
 
+def test_offsets_of_ids_are_whole_numbers():
+    with raises_option("d2t", "float32"):
+        eagle.draft_ids(torch.zeros(9), None, 307, Path("head"))
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

@@ -132,7 +132,14 @@ def test_a_killed_build_resumes_to_the_same_bytes(family_dirs, text, made, tmp_p
         build_store(target, text, tmp_path / "b")
     with pytest.raises(UserError):
         StoredBatches(tmp_path / "b", 2)
+    (tmp_path / "b/heldout/.tmp1a2B3c").write_bytes(
+        b"half"
+    )  # safetensors' name for a file that it writes
     build_store(target, text, tmp_path / "b")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/.manifest.json.new").write_text("{")
+    build_store(target, text, tmp_path / "c")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "c")
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     with raises_option("seed"):
         build_store(target, text, tmp_path / "a", seed=1)
@@ -186,6 +193,26 @@ def impossible_normalizers(shard: dict[str, np.ndarray]) -> None:
     shard["normalizers"][0, 0] = 1e30
 
 
+def unsorted(shard: dict[str, np.ndarray]) -> None:
+    row = np.flatnonzero((shard["top_ids"] != shard["ids"][:, None]).all(1))[0]
+    shard["top_logprobs"][row] = shard["top_logprobs"][row, ::-1]
+    shard["token_logprob"][row] = -20
+
+
+def an_id_twice(shard: dict[str, np.ndarray]) -> None:
+    shard["top_ids"][:, 0] = shard["top_ids"][:, 1] = shard["ids"]
+    shard["top_logprobs"][:, 0] = shard["top_logprobs"][:, 1]
+    shard["token_logprob"][:] = 2 * shard["top_logprobs"][:, 0]
+
+
+def a_sum_above_one(shard: dict[str, np.ndarray]) -> None:
+    shard["rest_logprob"][0] = 0
+
+
+def a_number_twice(shard: dict[str, np.ndarray]) -> None:
+    shard["number"][0] = shard["number"][1]
+
+
 def a_missing_array(shard: dict[str, np.ndarray]) -> None:
     del shard["token_logprob"]
 
@@ -201,6 +228,10 @@ def a_missing_array(shard: dict[str, np.ndarray]) -> None:
         (a_missing_array, "token_logprob"),
         (a_negative_number, "number"),
         (impossible_normalizers, "normalizers"),
+        (unsorted, "top_logprobs"),
+        (an_id_twice, "top_ids"),
+        (a_sum_above_one, "not 1"),
+        (a_number_twice, "number"),
     ],
 )
 def test_arrays_that_no_target_has_given_are_refused_with_the_right_checksum(

@@ -107,6 +107,16 @@ def test_a_draft_models_tree_is_the_papers_of_every_row(models):
         assert paths(draft, row) == plain_tree(log_q, TOPK, DEPTH, NODES)
 
 
+def test_a_smaller_tree_is_the_beginning_of_a_larger_one(models):
+    """Else the samples of a row with little room would depend on the room of the other rows."""
+    large = proposed(drafter_of(models, "draft"), models["target"], PROMPTS, NODES)
+    for count in range(1, NODES):
+        small = proposed(drafter_of(models, "draft"), models["target"], PROMPTS, count)
+        assert torch.equal(small.ids, large.ids[:, :count])
+        for row in range(3):
+            assert small.parents_of(row) == large.parents_of(row)[:count]
+
+
 def test_a_heads_tree_is_the_papers_of_every_row(models):
     """By chains of the head, which other tests hold to a plain one."""
     texts = [prompt[:7] for prompt in (PROMPTS[0], PROMPTS[1])]

@@ -32,6 +32,7 @@ from draftlab.engine.verify import distribution, match
 from draftlab.model import llama
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.cascade import CascadeDrafter
+from draftlab_research.drafting.dynamic_tree import DynamicTreeDrafter
 from draftlab_research.drafting.eagle_tree import EagleTreeDrafter
 from draftlab_research.drafting.layer_skip import skip_layers
 from draftlab_research.drafting.medusa import MedusaDrafter
@@ -74,6 +75,7 @@ DRAFTERS = [
     "tree top",
     "tree sampled",
     "tree distinct",
+    "dynamic",
 ]
 
 
@@ -96,6 +98,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
         "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
         "tree distinct": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
+        "dynamic": lambda: DynamicTreeDrafter(TreeDrafter(noisy, VOCAB, (0,), "top"), 2, 3),
     }[name]()
 
 

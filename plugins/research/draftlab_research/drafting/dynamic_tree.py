@@ -72,13 +72,15 @@ class DynamicTreeDrafter(Drafter):
 
 
 def _most_valuable(tokens: Tensor, values: Tensor, parents: Tensor, count: int) -> Draft:
-    """Return a draft of the `count` candidates of highest value, out of tokens [B, M].
+    """Return a draft of the `count` candidates of highest value, out of tokens [B, M], the highest first.
+
+    A row with room for fewer tokens verifies the first of them, which are the tree of that size.
 
     parents: Number of each candidate's parent, counted from 1. 0 is the last token of the text.
     """
     # stable, so that parents stay before children of equal value
     order = values.sort(dim=1, descending=True, stable=True).indices
-    chosen = order[:, :count].sort(1).values
+    chosen = order[:, :count]
     place = parents.new_zeros(len(parents), parents.shape[1] + 1)
     numbers = torch.arange(1, chosen.shape[1] + 1, device=chosen.device).expand_as(chosen)
     place.scatter_(1, chosen + 1, numbers)

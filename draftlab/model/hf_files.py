@@ -183,8 +183,6 @@ def text_config(directory: Path) -> dict[str, object]:
     return part if isinstance(part, dict) else config
 
 
-
-
 def check_causal(directory: Path) -> None:
     """Raises UserError: config.json names an encoder or an encoder-decoder model."""
     config = read_config(directory)

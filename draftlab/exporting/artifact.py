@@ -208,7 +208,7 @@ class DraftModel:
         )
         if (beyond := max(ends, default=0)) >= self.vocab:
             text = (
-                f"the end-of-text id is {beyond}, but the vocabulary has only 0 to {self.vocab - 1}"
+                f"end-of-text id {beyond} is not in the vocabulary, which has 0 to {self.vocab - 1}"
             )
             yield error("special tokens", text, "set eos_token_id to the id that ends a text")
         elif ends != target_ends:

@@ -429,7 +429,7 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
             )
     if arrays["number"].min() < 0 or len(np.unique(arrays["number"])) < n:
         raise ValueError(
-            f"the array number has {arrays['number'].min()} or a number twice, but each prompt has its own, from 0 on"
+            f"the array number has {arrays['number'].min()}, or a number twice; each prompt has one, from 0 on"
         )
     if manifest.top_logprobs:
         # sum p^(1/t) lies between 1 (one token is certain) and V^(1 - 1/t) (all tokens are equally probable)
@@ -443,12 +443,13 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
         if (np.diff(arrays["top_logprobs"].astype(np.float32)) > 0).any():
             raise ValueError("the array top_logprobs does not descend")
         if (np.diff(np.sort(arrays["top_ids"])) == 0).any():
-            raise ValueError("the array top_ids has an id twice in a list")
-        listed_p = np.exp(arrays["top_logprobs"].astype(np.float64)).sum(1)
-        total = listed_p + np.exp(arrays["rest_logprob"].astype(np.float64))
+            raise ValueError("the array top_ids has an id twice for one token")
+        total = np.exp(arrays["top_logprobs"].astype(np.float64)).sum(1)
+        total += np.exp(arrays["rest_logprob"].astype(np.float64))
         if (np.abs(total - 1) > OFF_ONE).any():
+            worst = total[np.abs(total - 1).argmax()]
             raise ValueError(
-                f"a list and the rest have the probability {total[np.abs(total - 1).argmax()]:g}, not 1"
+                f"the probabilities of top_logprobs and rest_logprob add up to {worst:g}, not 1"
             )
         _check_alignment(arrays)
 

@@ -50,9 +50,9 @@ LAZY = (
     "transformers.models.llama.modeling_llama",
 )
 MOST_TRIES = 4
-HANG = 120.0  # seconds
+HANG = 300.0  # seconds
 UNFELT = "without effect"  # the command ended before its fault, or no file grew beyond the limit
-TESTS = ["chaos/lossless.py", "servers", "test_trust.py", "scoring/test_stalls.py"]
+TESTS = ["servers", "test_trust.py", "scoring/test_stalls.py"]
 MEASURED = ("profile", "score", "search")  # times decide outputs: the names of files are compared
 WITHOUT_OUT = ("run", "init")
 PRINTING = {"check", "design", "env", "outputs info", "predict", "report"}
@@ -321,7 +321,7 @@ def judged(campaign: Campaign, seed: int, name: str, kind: str, n: int, limit: i
                 name, Fault(kind, after if kind in ("kill", "term") else n, limit)
             )
     except TimeoutError as error:
-        verdict = f"hangs: {error}"
+        verdict = f"hangs: {' '.join(str(error).split())}"
     return Result(name, kind, n, limit, verdict)
 
 

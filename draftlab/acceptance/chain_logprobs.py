@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens along the chains of an EAGLE-3 head: pass a drafts token a + 1 of all chains.
+"""Log-probabilities of given tokens along the chains of an EAGLE-3 or P-EAGLE head: pass a drafts token a + 1 of all.
 
 n scored tokens of a text, K drafted tokens, T positions of the head, D hidden, V vocab. At position i the head reads
 the target's states of token i and the embedding of token i + 1 (engine/drafters/eagle.py). The chain that begins at
@@ -71,7 +71,7 @@ def _score(
         return result
     states = head.combine(target_states(target, head.layer_ids, whole[:places]))
     size = (
-        1,
+        head.shape.layers,
         1,
         head.shape.kv_heads,
         places * k,
@@ -81,6 +81,9 @@ def _score(
     for age, metadata in enumerate(_passes(head, places, min(k, places - first))):
         # only chains that do not count read the tokens that roll wraps around
         following = whole.roll(-1 - age)[:places]
+        if age and head.mask is not None:  # a P-EAGLE head does not read what it drafts
+            following = torch.full_like(following, head.mask[0])
+            states = head.mask[1].expand_as(states)
         logits, states = head.decode_states(
             following[None], states, cache, metadata, places - first
         )

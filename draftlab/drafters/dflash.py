@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftlab.console import note
-from draftlab.drafters import RunFacts, drafter
+from draftlab.drafters import drafter
 from draftlab.drafters.eagle import HeadSpec
 from draftlab.errors import UserError
 
@@ -36,20 +36,14 @@ class BlockSpec(HeadSpec):
 
     @classmethod
     def read(cls, folder: Path, target: Path) -> "DFlashShape":
-        """Return the sizes of a head. Raises UserError: There is no such head of this target."""
         return cls.model().check(folder, target)
 
     @classmethod
     def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "DFlash":
-        """Load a head with its target. Raises UserError: See read."""
         return cls.model().load(folder, target_path, target.embed, target.head)
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
         raise NotImplementedError
-
-    def check(self, run: RunFacts) -> None:
-        super().check(run)
-        self.read(Path(self.heads), run.target)
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
         target = self.target_of(context)

@@ -1,7 +1,7 @@
 """An EAGLE-3 head, which drafts chains from the target's states."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from draftlab.engine.drafters.states import HeadPasses
     from draftlab.latency.steps import Passes
     from draftlab.model import Mode
+    from draftlab.model.eagle import HeadShape
+    from draftlab.model.eagle_llama import EagleLlama
     from draftlab.model.hf_decoder import HFDecoder
     from draftlab.model.llama import Llama
     from draftlab.model.shape import Shape
@@ -33,6 +35,20 @@ class HeadSpec(DrafterSpec):
     remedy: ClassVar[str] = ""  # end of the error message if the directory has no head
 
     heads: str
+
+    @classmethod
+    def read(cls, folder: Path, target: Path) -> Any:
+        """Return the sizes of a head. Raises UserError: there is no such head of this target."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder") -> Any:
+        """Load a head on its target. Raises UserError: see read."""
+        raise NotImplementedError
+
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        self.read(Path(self.heads), run.target)
 
     def inputs(self) -> list[Input]:
         return [Input(self.heads, self._check_heads), *super().inputs()]
@@ -63,17 +79,21 @@ class EagleHeadSpec(HeadSpec):
     format = "EAGLE-3"
     remedy = "; distill --student eagle trains one"
 
-    def check(self, run: RunFacts) -> None:
-        super().check(run)
+    @classmethod
+    def read(cls, folder: Path, target: Path) -> "HeadShape":
         from draftlab.model import eagle
 
-        eagle.check(Path(self.heads), run.target)
+        return eagle.check(folder, target)
+
+    @classmethod
+    def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "EagleLlama":
+        from draftlab.model import eagle_llama
+
+        return eagle_llama.load(folder, target_path, target)
 
     @classmethod
     def size_of(cls, folder: Path, target: Path) -> "Shape":
-        from draftlab.model import eagle
-
-        return eagle.check(folder, target).shape
+        return cls.read(folder, target).shape
 
     @classmethod
     def passes_of(
@@ -82,17 +102,32 @@ class EagleHeadSpec(HeadSpec):
         from draftlab.engine.drafters.eagle import EaglePasses
         from draftlab.model import eagle_llama
 
-        head = eagle_llama.load(folder, target_path, target)
+        head = cls.load(folder, target_path, target)
         return EaglePasses(eagle_llama.with_mode(head, mode))
 
-    def head_drafter(self, context: "DrafterContext") -> "EagleDrafter":
-        """Load the head, and return the drafter of its chains."""
+    @classmethod
+    def drafter(cls, target: "Llama | HFDecoder", head: "EagleLlama") -> "EagleDrafter":
         from draftlab.engine.drafters.eagle import EagleDrafter
+
+        return EagleDrafter(target, head)
+
+    def head_drafter(self, context: "DrafterContext") -> "EagleDrafter":
+        """Load the head, and return its drafter."""
         from draftlab.model import eagle_llama
 
         target = self.target_of(context)
-        model = eagle_llama.load(Path(self.heads), context.target_path, target)
-        return EagleDrafter(target, eagle_llama.with_mode(model, context.mode, context.int8))
+        model = self.load(Path(self.heads), context.target_path, target)
+        return self.drafter(target, eagle_llama.with_mode(model, context.mode, context.int8))
+
+    def chains(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        """Return the head's log-probabilities of the tokens of a replay, see acceptance."""
+        from draftlab.acceptance.chain_logprobs import score_chains
+
+        target = replay.load_target()
+        head = self.load(Path(self.heads), replay.target_path, target)
+        return score_chains(
+            target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
+        )
 
 
 @drafter("eagle", served_by=("vllm", "sglang", "llama.cpp"))
@@ -101,6 +136,7 @@ class EagleSpec(EagleHeadSpec, GateSpec):
 
     by_age = True
     cache_lag = 1  # the head reads the state of the prompt's last token together with the first token after the prompt
+    acceptance = EagleHeadSpec.chains
     prompt_lookup_max: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -126,13 +162,3 @@ class EagleSpec(EagleHeadSpec, GateSpec):
     @property
     def replays(self) -> bool:
         return self.prompt_lookup_max is None
-
-    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
-        from draftlab.acceptance.chain_logprobs import score_chains
-        from draftlab.model import eagle_llama
-
-        target = replay.load_target()
-        head = eagle_llama.load(Path(self.heads), replay.target_path, target)
-        return score_chains(
-            target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
-        )

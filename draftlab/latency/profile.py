@@ -77,7 +77,7 @@ def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subje
         return Subject(name=name, place=place, size=place)
     if name in whole:
         return Subject(name=name, place=place, size=read_size(place))
-    reason, kind = "its target is not named", str(hub.head_kind(place))
+    reason, kind = "its target is not named", str(hub.known_head(place))
     head = DRAFTERS.get(kind, name)
     for target, path in whole.items():
         try:

@@ -43,6 +43,8 @@ NOT_COMPUTED = {
     "attention_sink_bias": (False, None),
     "attention_value_scale": (None,),
     "use_aux_hidden_state": (True, None),
+    "conv_kernel_size": (None,),
+    "selector_rank": (None,),
 }  # fields of config.json, and the values that draftlab supports
 
 
@@ -65,7 +67,6 @@ class DFlashShape(HeadSizes):
 
     @property
     def most(self) -> int:
-        """Return the largest number of tokens that a block drafts."""
         return self.block_size - (not self.sample_from_anchor)
 
     @property
@@ -304,8 +305,7 @@ def read_shape(
     from transformers import Qwen3Config
 
     sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
-    if hub.head_kind(folder) != kind:
-        raise UserError(f"config.json of {folder} does not describe a {kind} head")
+    hub.check_head(folder, kind)
     with reading(folder / "config.json"):
         layer = layer_config(Qwen3Config, content)  # DFlash heads have layers of Qwen 3
         config = _from_json(content, layer, folder)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from draftlab.errors import UserError, one_line
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, hub
 from draftlab.model.checkpoint import check_finite, check_weight
 from draftlab.model.shape import Shape
 from draftlab.reading import FileModel, reading
@@ -36,7 +36,8 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 # the architecture's name in vLLM for a layer with norms of queries and keys
 QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # fields of EAGLE-3.1
-SLIDING = "sliding_attention"
+MOST_DRAFTED = 32
+SLIDING, FULL = "sliding_attention", "full_attention"
 OPTIONAL_PARTS = (
     "norm_before_residual",
     *VARIANTS,
@@ -116,6 +117,11 @@ class HeadSizes(FileModel):
     draft_vocab: int = Field(ge=1)
     layer_ids: tuple[int, ...] = Field(min_length=1)
 
+    @property
+    def most(self) -> int:
+        """Return the largest number of tokens that the head drafts."""
+        return MOST_DRAFTED
+
     def shape_of(self, layers: int, qk_norm: bool) -> Shape:
         """Return the shape of the head's layers, with the target's vocabulary."""
         sizes = {
@@ -169,6 +175,8 @@ class HeadSizes(FileModel):
 class HeadShape(HeadSizes):
     """Sizes of an EAGLE-3 head.
 
+    kind: Name of its drafter. many_layers: Whether a head of this kind may have several layers.
+
     Args:
         rope: rope_parameters of transformers.
         norm_before_fc: One RMSNorm over the joined states that fc reads.
@@ -177,6 +185,9 @@ class HeadShape(HeadSizes):
         sliding_window: Number of latest tokens that attention reads.
         qk_norm: RMSNorms of queries and keys, as in Qwen3.
     """
+
+    kind: ClassVar[str] = "eagle"
+    many_layers: ClassVar[bool] = False
 
     rope: dict[str, Any]
     target_hidden: int = Field(ge=1)
@@ -248,10 +259,15 @@ class HeadShape(HeadSizes):
     def layer_json(self) -> dict[str, Any]:
         """Return the sizes of the layer as transformers names them."""
         return {name: getattr(self, field) for field, name in LAYER_FIELDS.items()} | {
-            "num_hidden_layers": 1,
+            "num_hidden_layers": self.shape.layers,
             "rope_parameters": dict(self.rope),
             "tie_word_embeddings": False,
         }
+
+    @classmethod
+    def own_fields(cls, content: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        """Return the fields that a subclass adds. content: config.json. layers: Number of layers in it."""
+        return {}
 
     def llama_config(self) -> "LlamaConfig":
         """Return the layer's configuration as transformers has it."""
@@ -342,12 +358,21 @@ def check(folder: Path, target: Path) -> HeadShape:
     Raises:
         UserError: the folder has no EAGLE-3 head, a head of another target, or a head that draftlab does not compute.
     """
+    return check_as(HeadShape, folder, target)
+
+
+Shaped = TypeVar("Shaped", bound=HeadShape)
+
+
+def check_as(shape: type[Shaped], folder: Path, target: Path) -> Shaped:
+    """Check a head of the shape's kind. Raises UserError: see check."""
     content, sizes = checkpoint.read_config(folder), TargetSizes.of(target)
+    hub.check_head(folder, shape.kind)
     with reading(folder / "config.json"):
-        config = _from_json(content, sizes, folder)
+        config = _from_json(shape, content, sizes, folder)
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
-    config.check_tensors(tensors, folder, "an EAGLE-3 head of one layer")
+    config.check_tensors(tensors, folder, f"an {shape.kind} head that draftlab computes")
     return config
 
 
@@ -355,7 +380,11 @@ def read(
     folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU
 ) -> Head:
     """Read a head in any layout. Raises UserError: see check; or a value is not finite, or is no valid id."""
-    config = check(folder, target)
+    return read_as(check(folder, target), folder, dtype, device)
+
+
+def read_as(config: HeadShape, folder: Path, dtype: torch.dtype, device: torch.device) -> Head:
+    """Read the weights of a head that was checked. Raises UserError: a value is not finite, or is no valid id."""
     tensors = read_tensors(folder, _plain)
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
     ids = draft_ids(offsets, tensors.get("t2d"), config.vocab, folder)
@@ -509,32 +538,37 @@ def _llama_json(config: HeadShape) -> dict[str, object]:
     )
 
 
-def _from_json(content: Mapping[str, Any], target: TargetSizes, folder: Path) -> HeadShape:
-    """Return the sizes in config.json. Raises UserError: another kind of model, or a setting that is not computed."""
+def _from_json(
+    shape: type[Shaped], content: Mapping[str, Any], target: TargetSizes, folder: Path
+) -> Shaped:
+    """Return the sizes in config.json. Raises UserError: a setting that is not computed."""
     from transformers import LlamaConfig
 
-    kind = content.get("speculators_model_type", "eagle3")
     layer = content.get("transformer_layer_config", content)
-    if kind != "eagle3" or "draft_vocab_size" not in content or not isinstance(layer, dict):
-        raise UserError(
-            f"{folder} is not an EAGLE-3 head: its config.json describes another model, or has no draft_vocab_size"
-        )
+    if "draft_vocab_size" not in content or not isinstance(layer, dict):
+        raise UserError(f"{folder}: config.json has no draft_vocab_size, or no layer")
     eagle = content.get("eagle_config") or {}
     odd = [
         f"{name} {layer[name]!r}"
         for name, only in _ONLY.items()
         if layer.get(name, only[0]) not in (*only, None)
     ]
-    slides = layer.get("layer_types") == [SLIDING]
+    layers, layer_types = layer.get("num_hidden_layers", 1), layer.get("layer_types") or [FULL]
+    if layers != 1 and not shape.many_layers:
+        odd.append(f"num_hidden_layers {layers!r}")
+    if set(layer_types) not in ({SLIDING}, {FULL}):
+        odd.append(f"layer_types {layer_types!r}")
+    slides = layer_types[0] == SLIDING
     if slides and not layer.get("sliding_window"):
         odd.append(f"{SLIDING} and no sliding_window")
     if odd:
         raise UserError(
-            f"{folder} is an EAGLE-3 head with {one_line(odd[0], 80)}, which draftlab does not support"
+            f"{folder} is an {shape.kind} head with {one_line(odd[0], 80)}, which draftlab does not support"
         )
     llama = layer_config(LlamaConfig, content)
     ids_of_outputs = eagle.get("eagle_aux_hidden_state_layer_ids") or []  # as SGLang counts layers
-    return HeadShape(
+    return shape(
+        **shape.own_fields(content, layers),
         **sizes_of(llama),
         rope=dict(llama.rope_parameters),
         draft_vocab=content["draft_vocab_size"] or llama.vocab_size,
@@ -555,13 +589,11 @@ def _from_json(content: Mapping[str, Any], target: TargetSizes, folder: Path) ->
 
 _ONLY: dict[str, tuple[object, ...]] = {
     "model_type": ("llama", "qwen3"),
-    "num_hidden_layers": (1,),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "bias": (False,),
     "use_aux_norm": (False,),
-    "layer_types": (["full_attention"], [SLIDING], []),
 }
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads that run like decoders: a Llama of one layer with its own KV cache.
+"""EAGLE-3 and P-EAGLE heads that run like decoders, with a KV cache of their own.
 
 B rows, T new tokens, D hidden, A layers of the target that are read, E hidden of the target, W draft vocab.
 """
@@ -26,7 +26,10 @@ from draftlab.model.native_cpu import WIDE, NativeLlama
 
 
 class EagleLlama(Llama):
-    """A head as a Llama of one layer whose q, k and v read [2 D]. step() runs a pass; forward() raises TypeError."""
+    """A head as a Llama whose first q, k and v read [2 D]. step() runs a pass; forward() raises TypeError."""
+
+    # token and state [D] at the positions that a P-EAGLE head drafts after its first token
+    mask: tuple[int, Tensor] | None = None
 
     def __init__(self, head: Head, embedding: Tensor, directory: Path) -> None:
         """embedding: The target's embedding, [V, D], for a head without its own.
@@ -121,7 +124,14 @@ class EagleLlama(Llama):
         joined = torch.cat([embedded, normed], -1)
         with pinned_backends(self.device):
             x = residual + self._attention(block, joined, cache.keys[0], cache.values[0], metadata)
-        x = x + self._mlp(block, self._normed(x, block.post_norm))
+            x = x + self._mlp(block, self._normed(x, block.post_norm))
+            for layer, block in enumerate(self.blocks[1:], 1):
+                normed, kept = (
+                    self._normed(x, block.input_norm),
+                    (cache.keys[layer], cache.values[layer]),
+                )
+                x = x + self._attention(block, normed, *kept, metadata)
+                x = x + self._mlp(block, self._normed(x, block.post_norm))
         normed = rms_norm(x if self.norm_output else x[:, -last:], self.norm, self.eps)
         logits = self.expand_logits(F.linear(normed[:, -last:], self.head))
         return logits, normed if self.norm_output else x

@@ -33,6 +33,12 @@ PLAIN = [
     "vocab.txt",
 ]  # configuration and tokenizer
 TIMEOUT_SECONDS = 3
+HEADS = ("eagle", "peagle", "dflash", "dspark")  # kinds of heads that draftlab computes
+MASK_FIELDS = {
+    "mask_token_id",
+    "pard_token",
+    "ptd_token_id",
+}  # id of the mask token, as vLLM reads it
 IMPORTED = "draftlab import NAME converts .bin files and adapters of this name, or a GGUF file that you download"
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
 ROW_FILES = (".json", ".jsonl", ".parquet")
@@ -121,17 +127,48 @@ def checkpoint_name(directory: Path) -> str:
 
 
 def head_kind(name: str | Path) -> str | None:
-    """Return "eagle" or "dflash" if config.json is of such a head, which may be broken; else None."""
+    """Return the kind of a head whose config.json is in a directory, or None for a whole model.
+
+    The kind is a drafter of draftlab, or a kind that draftlab does not compute. The head may be broken.
+    """
     try:
         content = read_object(Path(name) / "config.json")
     except UserError:
         return None
-    named = content.get("speculators_model_type")
-    if named == "dspark" or "markov_rank" in content:
+    if named := content.get("speculators_model_type"):
+        return "eagle" if named == "eagle3" else str(named)
+    if "markov_rank" in content:
         return "dspark"
-    if named == "dflash" or "dflash_config" in content:
+    if "dflash_config" in content:
         return "dflash"
-    return "eagle" if "draft_vocab_size" in content or "speculators_model_type" in content else None
+    if "draft_vocab_size" in content:
+        return "peagle" if MASK_FIELDS & content.keys() else "eagle"
+    architectures = content.get("architectures")
+    names = [content.get("model_type"), *(architectures if isinstance(architectures, list) else [])]
+    return (
+        "mtp" if any(re.search("mtp|nextn", str(each), re.IGNORECASE) for each in names) else None
+    )
+
+
+def known_head(name: str | Path) -> str | None:
+    """Return the drafter of a head, or None for a whole model. Raises UserError: draftlab does not compute the kind."""
+    kind = head_kind(name)
+    if kind == "mtp":
+        raise UserError(
+            f"{name} is an MTP head, a layer of its target's own kind, which draftlab does not compute; vLLM serves it "
+            "(method mtp), and score --server with --speculative-server measures it there"
+        )
+    if kind not in (None, *HEADS):
+        raise UserError(f"{name} is a {kind} head; draftlab computes {', '.join(HEADS)}")
+    return kind
+
+
+def check_head(name: str | Path, kind: str) -> None:
+    """Raises UserError: the directory has no head of this kind."""
+    found = known_head(name)
+    if found != kind:
+        instead = f"it is a {found} head: --drafter {found}:heads={name}" if found else "it is none"
+        raise UserError(f"{name} is no {kind} head; by its config.json {instead}")
 
 
 def check_data(mixture: str) -> str:
@@ -302,7 +339,7 @@ def check_whole(name: str, weights: bool) -> None:
 
 
 def _refuse_head(name: str) -> None:
-    if kind := head_kind(name):
+    if kind := known_head(name):
         raise UserError(
             f"{name} has heads on a target, and is not a complete model; use draftlab score --drafter "
             f"{kind}:heads={name}"

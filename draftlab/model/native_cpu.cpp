@@ -463,7 +463,7 @@ struct Model {
     const float *norm, *cos, *sin;  // tables [context, C], the sine's sign as in llama.py
     Matrix head;
     const Layer* layer;
-    const float* hidden_norm;  // of an EAGLE-3 head, whose q, k and v read [2 D]; else null
+    const float* hidden_norm;  // of an EAGLE-3 head, whose first q, k and v read [2 D]; else null
     int norm_before_residual;
     int window;  // latest tokens that attention reads, or 0: all
     int whole_qk_norm;  // q_norm and k_norm are over all heads at once
@@ -632,13 +632,15 @@ void run(const Model& m, const Pass& p) {
         Attention<typename Meeting<KV, KV>::type> memory(furthest, C);
         for (int l = 0; l < m.layers; l++) {
             const Layer& layer = m.layer[l];
+            const bool joined = m.hidden_norm && l == 0;  // reads embeddings and states
+            const int read = joined ? 2 * D : D;
             keep(l);
 #pragma omp for schedule(static)
             for (int n = 0; n < N; n++) {
                 float *a = &x[size_t(n) * D], *b = &h[size_t(n) * read];
-                norm(m.hidden_norm ? b : a, layer.input_norm, D, m.eps, b);
-                if (m.hidden_norm) norm(a, m.hidden_norm, D, m.eps, b + D);
-                if (m.norm_before_residual) std::copy(b + D, b + 2 * D, a);
+                norm(joined ? b : a, layer.input_norm, D, m.eps, b);
+                if (joined) norm(a, m.hidden_norm, D, m.eps, b + D);
+                if (joined && m.norm_before_residual) std::copy(b + D, b + 2 * D, a);
             }
             linear<W>(layer.qkv, h.data(), N, read, qkv.data(), QKV, rounded);
             if (m.whole_qk_norm) {

@@ -220,7 +220,7 @@ def replay(
 def drafter_of(draft: Path) -> DrafterSpec:
     """Return the drafter spec for a checkpoint: an EAGLE-3 head, a parallel draft or an ordinary draft model."""
     name = hub.checkpoint_name(draft)
-    if head := hub.head_kind(draft):
+    if head := hub.known_head(draft):
         return DRAFTERS.get(head, name).model_validate({"text": name, "heads": str(draft)})
     kind = "model" if pard_token(draft) is None else "parallel"
     return DRAFTERS.get(kind, name).model_validate({"text": name, "draft": str(draft)})

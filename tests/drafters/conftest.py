@@ -10,6 +10,8 @@ import pytest
 import torch
 from test_dflash import NATIVE, written
 from test_dspark import DSPARK
+from test_peagle import PEAGLE
+from test_peagle import written as written_peagle
 
 from draftlab.commands import COMMANDS
 from draftlab.engine.drafters.context import DrafterContext
@@ -61,6 +63,12 @@ def dflash_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathF
 def dspark_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random DSpark head."""
     return written(tmp_path_factory.mktemp("dspark") / "head", family_dirs["llama"], DSPARK, dspark)
+
+
+@pytest.fixture(scope="module")
+def peagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random P-EAGLE head."""
+    return written_peagle(tmp_path_factory.mktemp("peagle") / "head", family_dirs["llama"], PEAGLE)
 
 
 @pytest.fixture(scope="module")

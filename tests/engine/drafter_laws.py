@@ -16,6 +16,7 @@ from draftlab.engine.drafters.dflash import DFlashDrafter
 from draftlab.engine.drafters.dspark import DSparkDrafter
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.ngram import NgramModel
+from draftlab.engine.drafters.peagle import PEagleDrafter
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import draw
 from draftlab.model import llama
@@ -25,6 +26,7 @@ from draftlab.model.dspark import DSpark, DSparkShape
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_files import write_head_ids
+from draftlab.model.peagle import PEagle, PEagleShape
 from draftlab.sampling import SamplingParams
 
 VOCAB = 307
@@ -60,13 +62,25 @@ def ngram_model(target: llama.Llama) -> NgramModel:
     return NgramModel(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
 
 
+EAGLE: dict[str, Any] = {
+    "hidden": 64, "heads": 8, "kv_heads": 4, "head_dim": 12, "ffn": 88, "eps": 1e-6, "context": 256,
+    "rope": {"rope_type": "default", "rope_theta": 10000.0}, "vocab": VOCAB, "draft_vocab": 102, "target_hidden": 64,
+    "layer_ids": (1, 2, 3), "norm_before_residual": False,
+}  # fmt: skip
+
+
 def eagle_drafter(target: llama.Llama) -> EagleDrafter:
-    """With a head of random weights, whose output layer is the target's, over a third of the ids."""
-    config = HeadShape(
-        hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, eps=1e-6, context=256,
-        rope={"rope_type": "default", "rope_theta": 10000.0}, vocab=VOCAB, draft_vocab=102, target_hidden=64,
-        layer_ids=(1, 2, 3), norm_before_residual=False,
-    )  # fmt: skip
+    return EagleDrafter(target, random_head(target, HeadShape(**EAGLE)))
+
+
+def peagle_drafter(target: llama.Llama) -> PEagleDrafter:
+    """With a head of two layers."""
+    config = PEagleShape(**EAGLE, layers=2, mask_token_id=2)
+    return PEagleDrafter(target, random_head(target, config, PEagle))
+
+
+def random_head(target: llama.Llama, config: HeadShape, kind: Any = EagleLlama) -> Any:
+    """A head of random weights, whose output layer is the target's, over a third of the ids."""
     generator = torch.Generator().manual_seed(4)
     weights = {
         name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
@@ -74,7 +88,7 @@ def eagle_drafter(target: llama.Llama) -> EagleDrafter:
     ids = torch.arange(0, 3 * 102, 3)
     weights["lm_head.weight"], weights["norm.weight"] = target.head[ids], torch.ones(64)
     head = Head(config=config, weights=weights, ids=ids, embedding=None)
-    return EagleDrafter(target, EagleLlama(head, target.embed, Path("head")))
+    return kind(head, target.embed, Path("head"))
 
 
 def dflash_drafter(target: llama.Llama) -> DFlashDrafter:

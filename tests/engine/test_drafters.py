@@ -15,6 +15,7 @@ from drafter_laws import (
     dspark_drafter,
     eagle_drafter,
     ngram_model,
+    peagle_drafter,
     save_models,
 )
 from torch import Tensor
@@ -46,6 +47,7 @@ DRAFTERS = [
     "lookup-eagle",
     "parallel",
     "eagle",
+    "peagle",
     "dflash",
     "dspark",
     "confident dspark",
@@ -69,6 +71,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         ),
         "parallel": lambda: ParallelDrafter(models["parallel"], VOCAB),
         "eagle": lambda: eagle_drafter(models["target"]),
+        "peagle": lambda: peagle_drafter(models["target"]),
         "dflash": lambda: dflash_drafter(models["target"]),
         "dspark": lambda: dspark_drafter(models["target"], "rnn"),
         "confident dspark": lambda: dspark_drafter(models["target"], least_confidence=0.3),
@@ -86,7 +89,9 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
     check_rows(models["target"], drafter(name, models, ngrams))
 
 
-@pytest.mark.parametrize("name", ["model", "ngram", "eagle", "parallel", "dflash", "dspark"])
+@pytest.mark.parametrize(
+    "name", ["model", "ngram", "eagle", "peagle", "parallel", "dflash", "dspark"]
+)
 def test_q_is_what_was_sampled(models, ngrams, name):
     check_q(models["target"], drafter(name, models, ngrams))
 

@@ -74,11 +74,8 @@ class EaglePasses(HeadPasses):
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of the weights that a pass reads."""
-        block = self.head.blocks[0]
-        return sum(
-            w.nbytes
-            for w in (self.head.fc, block.qkv, block.o, block.gate_up, block.down, self.head.head)
-        )
+        blocks = [w for b in self.head.blocks for w in (b.qkv, b.o, b.gate_up, b.down)]
+        return sum(weight.nbytes for weight in (self.head.fc, *blocks, self.head.head))
 
     def of_own_states(self) -> "EaglePasses":
         return EaglePasses(self.head, own=True)

@@ -1,0 +1,54 @@
+"""A P-EAGLE head: an EAGLE-3 head that drafts all tokens in one pass."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftlab.drafters import drafter
+from draftlab.drafters.eagle import EagleHeadSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.engine.drafters.eagle import EagleDrafter
+    from draftlab.latency.steps import Passes
+    from draftlab.model.eagle import HeadShape
+    from draftlab.model.eagle_llama import EagleLlama
+    from draftlab.model.hf_decoder import HFDecoder
+    from draftlab.model.llama import Llama
+
+
+@drafter("peagle", served_by=("vllm",))
+class PEagleSpec(EagleHeadSpec):
+    """heads: a P-EAGLE head in the layout of speculators, or in SpecForge's with a mask_token_id."""
+
+    format = "P-EAGLE"
+    remedy = ""
+    by_age = True
+    cache_lag = 1  # as of an EAGLE-3 head
+    acceptance = EagleHeadSpec.chains
+
+    @classmethod
+    def read(cls, folder: Path, target: Path) -> "HeadShape":
+        from draftlab.model import peagle
+
+        return peagle.check(folder, target)
+
+    @classmethod
+    def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder") -> "EagleLlama":
+        from draftlab.model import peagle
+
+        return peagle.load(folder, target_path, target)
+
+    @classmethod
+    def drafter(cls, target: "Llama | HFDecoder", head: "EagleLlama") -> "EagleDrafter":
+        from draftlab.engine.drafters.peagle import PEagleDrafter
+
+        return PEagleDrafter(target, head)
+
+    def build(self, context: "DrafterContext") -> "DrafterRun":
+        return context.run(self.head_drafter(context), facts=self.facts())
+
+    @classmethod
+    def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
+        return passes.step(k, unread=accepted + 1, at_once=True)

@@ -1,0 +1,50 @@
+"""P-EAGLE (2602.01469): a head drafts all tokens in one pass, which reads the target's new states and mask tokens.
+
+B rows, T positions, K drafted tokens, D hidden, V vocab. Positions are those of EAGLE-3 (eagle.py in this folder); the
+masks follow the last one. Each drafted token has its own q, which does not depend on the other drafted tokens, so the
+rules for chains hold.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftlab.engine.drafters.eagle import EagleDrafter
+from draftlab.engine.generate import Draft, Sampler
+from draftlab.model.devices import staged
+from draftlab.sampling import SamplingParams
+
+
+class PEagleDrafter(EagleDrafter):
+    """Drafts K tokens with one pass of the head, whose mask must be set."""
+
+    def propose(
+        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
+        assert self.head.mask is not None  # model/peagle.py sets it
+        token, state = self.head.mask
+        ends = [len(text) - 1 for text in texts]
+        starts, places = self.new_positions(texts)
+        width = places.shape[1] + count - 1
+        rows = [
+            (text[at + 1 :] + [token] * width)[:width]
+            for text, at in zip(texts, starts, strict=True)
+        ]
+        ids = staged(rows, self.head.device)
+        states = F.pad(self.head.combine(self.states_at(places)), (0, 0, 0, count - 1))
+        masked = ids.new_tensor(starts).unsqueeze(1) + torch.arange(width, device=ids.device)
+        masked = masked >= ids.new_tensor(ends).unsqueeze(1)
+        states = torch.where(masked.unsqueeze(-1), state, states)  # [B, T + K - 1, D]
+        self.cache.used = starts
+        # each text's last position among the fed positions
+        at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]
+        logits, _ = self.head.step(ids, states, self.cache, last=width - min(at))
+        self.cache.used, self.read = list(ends), list(ends)
+        chosen = (
+            staged(at, ids.device).unsqueeze(1) - min(at) + torch.arange(count, device=ids.device)
+        )
+        logits = logits.gather(1, chosen.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+        tokens, q = Sampler(sampling.unlimited(), self.vocab)(logits, uniform[:, :count])
+        return Draft(ids=tokens, q=q, counts=[count] * len(texts))

@@ -1,0 +1,77 @@
+"""P-EAGLE heads (2602.01469): an EAGLE-3 head, perhaps of several layers, that drafts all tokens in one pass.
+
+A layers of the target that are read, E hidden of the target. The pass reads the target's states, and then mask tokens
+with one learnt state in place of the target's. Each mask token reads the text and the mask tokens before it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from draftlab.errors import UserError
+from draftlab.model import eagle
+from draftlab.model.eagle import Head, HeadShape
+from draftlab.model.eagle_llama import EagleLlama
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.hub import MASK_FIELDS
+from draftlab.model.llama import Llama
+from draftlab.model.shape import Shape
+
+
+class PEagleShape(HeadShape):
+    """Sizes of a head. mask_token_id: Id of the mask tokens."""
+
+    kind: ClassVar[str] = "peagle"
+    many_layers: ClassVar[bool] = True
+
+    layers: int = Field(ge=1)
+    mask_token_id: int = Field(ge=0)
+
+    @classmethod
+    def own_fields(cls, content: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        masks = {content[name] for name in MASK_FIELDS & content.keys()}
+        if len(masks) > 1:
+            raise ValueError(f"{', '.join(sorted(MASK_FIELDS))} differ; want one id")
+        return {"layers": layers, "mask_token_id": masks.pop() if masks else None}
+
+    @property
+    def shape(self) -> Shape:
+        return self.shape_of(self.layers, self.qk_norm)
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        states = self.target_hidden * len(self.layer_ids)
+        return super().sizes() | {"mask_hidden": (1, 1, states)}
+
+
+class PEagle(EagleLlama):
+    """A head with the token and the state of its masks."""
+
+    def __init__(self, head: Head, embedding: Tensor, directory: Path) -> None:
+        super().__init__(head, embedding, directory)
+        assert isinstance(head.config, PEagleShape)
+        state = self.combine(head.weights["mask_hidden"].flatten())
+        self.mask = head.config.mask_token_id, state
+
+
+def check(folder: Path, target: Path) -> PEagleShape:
+    """Read the configuration of a head and the sizes of its tensors, but no weight.
+
+    Raises:
+        UserError: the folder has no P-EAGLE head, a head of another target, or a head that draftlab does not compute.
+    """
+    shape = eagle.check_as(PEagleShape, folder, target)
+    if shape.mask_token_id >= shape.vocab:
+        raise UserError(
+            f"{folder}: mask_token_id is {shape.mask_token_id}, and the vocabulary has {shape.vocab} ids"
+        )
+    return shape
+
+
+def load(folder: Path, target_path: Path, target: Llama | HFDecoder) -> PEagle:
+    """Load a head in the dtype and on the device of its target. Raises UserError: see check and eagle.read."""
+    shape = check(folder, target_path)
+    head = eagle.read_as(shape, folder, target.embed.dtype, target.device)
+    return PEagle(head, target.embed, folder)

@@ -214,7 +214,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     from draftlab.exporting.artifact import check_files, open_checkable
     from draftlab.exporting.trials import trial_prompts
     from draftlab.model import checkpoint
-    from draftlab.scoring.serving_check import PROMPTS, ServedDraft
+    from draftlab.scoring.serving_check import PROMPT_TOKENS, PROMPTS, ServedDraft
     from draftlab.servers.client import Server
     from draftlab.servers.kinds import error
 
@@ -248,7 +248,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
             served = ServedDraft(
                 artifact=artifact,
                 server=running,
-                prompts=trial_prompts(target, data, prompt_file, PROMPTS),
+                prompts=trial_prompts(target, data, prompt_file, PROMPTS, PROMPT_TOKENS),
                 temperature=config.temperature,
                 device=device,
             )

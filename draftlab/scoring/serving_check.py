@@ -14,7 +14,6 @@ import torch
 
 from draftlab.acceptance import expected
 from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
-from draftlab.config.base import MAX_K
 from draftlab.data.text import chat_ids
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
@@ -24,6 +23,7 @@ from draftlab.exporting.verify import TargetTexts
 from draftlab.intervals import Interval, ratio
 from draftlab.model import checkpoint, modes
 from draftlab.model.decoder import Decoder
+from draftlab.model.eagle import MOST_DRAFTED
 from draftlab.model.sentencepiece import PROBES
 from draftlab.results.decoding import Counters, ServedGeneration
 from draftlab.sampling import SamplingParams
@@ -32,7 +32,8 @@ from draftlab.servers.client import Server
 from draftlab.servers.kinds import Finding, SampleMethod, error, ok, warning
 from draftlab.target_outputs.targets import ROUNDED_BELOW, TOLERANCE, check_server_tokenizer
 
-PROMPTS, TOKENS = 16, 64  # requests, and tokens of each answer
+PROMPTS, PROMPT_TOKENS = 16, 48  # requests, and tokens of a prompt from a data source
+TOKENS = 48  # tokens of each answer
 SAME = 1e-3  # mean difference of log-probabilities in float32, in nats
 SAME_TOKENS = 0.97  # share of greedy tokens that the target here would write, with 16-bit arithmetic in the server
 
@@ -58,11 +59,28 @@ class ServedDraft:
     def target(self) -> Path:
         return self.artifact.target
 
+    @property
+    def fitting(self) -> list[list[int]]:
+        """Return the prompts that leave room for an answer. Raises UserError: there are none."""
+        limits = (
+            self.artifact.context,
+            checkpoint.max_model_len(self.target),
+            self.server.max_length,
+        )
+        most = min(limit for limit in limits if limit is not None)
+        prompts = [prompt for prompt in self.prompts if len(prompt) <= most - TOKENS - MOST_DRAFTED]
+        if not prompts:
+            raise UserError(
+                f"server, target and draft take {most} tokens, and no prompt leaves room for an answer of {TOKENS}; "
+                "name shorter prompts with --prompt-file"
+            )
+        return prompts
+
     def findings(self) -> Iterator[Finding]:
         """Yield a finding for each layer of serving, from the tokenizer to the rule of acceptance.
 
         Raises:
-            UserError: The server refuses a request, or answered other clients at the same time.
+            UserError: The server refuses a request, or answered other clients at the same time; or no prompt fits.
         """
         yield ok("server", self.server.describe())
         try:
@@ -73,7 +91,7 @@ class ServedDraft:
         yield ok("tokenizer", "the server gives a probe text the same ids")
         yield self._chat_template()
         yield from self._context()
-        asked = self._ask()
+        asked = self._ask(self.fitting)
         if asked is None:
             fix = "start the server with the draft; draftlab export writes the command"
             yield error("acceptance", "the server drafted nothing for these prompts", fix)
@@ -110,10 +128,10 @@ class ServedDraft:
         elif served is not None:
             yield ok("context", f"the server takes {served:,} tokens, the draft has {own:,}")
 
-    def _ask(self) -> Asked | None:
-        """Send all prompts, one after the other. The result is None if the server drafts nothing."""
+    def _ask(self, prompts: list[list[int]]) -> Asked | None:
+        """Send prompts one after the other. The result is None if the server drafts nothing."""
         answers, texts, runs = ServerAnswers(before=read_metrics(self.server)), [], []
-        for number, prompt in enumerate(self.prompts):
+        for number, prompt in enumerate(prompts):
             sampling = SamplingParams(max_tokens=TOKENS, temperature=self.temperature, seed=number)
             ids, seconds = answers.ask(self.server, prompt, sampling, time.perf_counter)
             texts.append(ids)
@@ -124,10 +142,10 @@ class ServedDraft:
             return None
         check_alone(runs, counters, self.server.http.url)
         asked = TargetTexts(
-            prompts=self.prompts,
+            prompts=prompts,
             completions=texts,
             tokens=list(map(len, texts)),
-            k=min(counters.k, MAX_K),
+            k=counters.k,
             temperature=self.temperature,
         )
         return Asked(asked, counters)

@@ -245,6 +245,12 @@ def _(w: World) -> Settings:
     return {"draft": str(w.draft), "target": str(w.source), "data": str(w.text)}
 
 
+@case("check", "a server")
+def _(w: World) -> Settings:
+    asked = {"data": str(w.text), "server": w.drafting_server, "temperature": 0.5}
+    return {"draft": str(w.draft), "target": str(w.source)} | asked
+
+
 @case("check", "conversations")
 def _(w: World) -> Settings:
     return {"draft": str(w.draft)} | chat(w)

@@ -15,6 +15,7 @@ from test_dflash import NATIVE, written
 
 from draftlab.commands import COMMANDS
 from draftlab.model import checkpoint
+from draftlab.servers.kinds import Finding
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -56,15 +57,25 @@ def served(target: Path, draft: Path | None, **changes: Any) -> SmallVLLM:
     return SmallVLLM(**whole | changes)
 
 
-def levels(answering: SmallVLLM, target: Path, draft: Path, **more: Any) -> Mapping[str, str]:
-    """The level of each layer of serving, by its name."""
+def compared(answering: SmallVLLM, target: Path, draft: Path, **more: Any) -> list[Finding]:
+    """The findings on the layers of serving."""
+    prompts = draft.parent / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "def part_{i}(line):"}}\n' for i in range(6)))
     with running(answering) as url:
-        checked = COMMANDS["check"](
-            draft=str(draft), target=str(target), data="stdlib", server=url, servers="vllm", **more
-        )
-    names = [finding.about for finding in checked.findings]
-    after = checked.findings[names.index("server") :]
-    return {finding.about: finding.level for finding in after}
+        found = COMMANDS["check"](
+            draft=str(draft),
+            target=str(target),
+            prompt_file=prompts,
+            server=url,
+            servers="vllm",
+            **more,
+        ).findings
+    return found[[finding.about for finding in found].index("server") :]
+
+
+def levels(answering: SmallVLLM, target: Path, draft: Path) -> Mapping[str, str]:
+    """The level of each layer of serving, by its name."""
+    return {finding.about: finding.level for finding in compared(answering, target, draft)}
 
 
 def test_nothing_differs_from_a_server_of_the_same_draft(target, draft):
@@ -113,11 +124,8 @@ def test_other_requests_at_the_same_time_end_the_comparison(target, draft):
 
 def test_the_rule_that_fits_is_named_above_temperature_0(target, draft):
     """The loopback server drafts greedily."""
-    with running(served(target, draft)) as url:
-        checked = COMMANDS["check"](
-            draft=str(draft), target=str(target), data="stdlib", server=url, temperature=0.5
-        )
-    rule = next(finding for finding in checked.findings if finding.about == "rule")
+    found = compared(served(target, draft), target, draft, temperature=0.5)
+    rule = next(finding for finding in found if finding.about == "rule")
     assert "nearest to a greedy draft" in rule.text
 
 

@@ -46,13 +46,13 @@ def noisy(model: Any, noise: float) -> Any:
     return model.eval()
 
 
-def served(target: Path, draft: Path | None, **changes: Any) -> SmallVLLM:
+def served(target: Path, place: Path | None, **changes: Any) -> SmallVLLM:
     def load(path: Path) -> Any:
         return checkpoint.load_model(path, torch.float32).eval()
 
     whole: dict[str, Any] = {
         "model": load(target), "tokenizer": checkpoint.load_tokenizer(target), "stops": frozenset(),
-        "draft": None if draft is None else load(draft), "longest": 256,
+        "draft": None if place is None else load(place), "longest": 256,
     }  # fmt: skip
     return SmallVLLM(**whole | changes)
 

@@ -98,18 +98,27 @@ class Observed:
 
 
 def vllm_page(
-    path: str, body: Any, tokenizer: PreTrainedTokenizerBase, grown: dict[str, float]
+    path: str,
+    body: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    grown: dict[str, float],
+    longest: int = 128,
 ) -> tuple[int, Any] | None:
     """Answer all but completions as vLLM does. grown: Its speculative counters."""
     if path == "/metrics":
         series = (f"vllm:spec_decode_{name} {value}\n" for name, value in grown.items())
         return 200, "".join(series)
     if path == "/v1/models":
-        return 200, {"data": [{"id": "small", "owned_by": "vllm", "max_model_len": 128}]}
+        return 200, {"data": [{"id": "small", "owned_by": "vllm", "max_model_len": longest}]}
     if path == "/version":
         return 200, {"version": "0.32.0"}
     if path == "/tokenize":
         return 200, {"tokens": tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+    if path == "/v1/chat/completions":
+        ids = tokenizer.apply_chat_template(
+            body["messages"], add_generation_prompt=True, return_dict=False
+        )
+        return 200, {"prompt_token_ids": ids, "usage": {"prompt_tokens": len(ids)}}
     return None
 
 
@@ -126,9 +135,10 @@ class SmallVLLM:
     draft: PreTrainedModel | None = None
     k: int = 3
     grown: dict[str, float] = field(default_factory=dict)
+    longest: int = 128
 
     def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        if page := vllm_page(path, body, self.tokenizer, self.grown):
+        if page := vllm_page(path, body, self.tokenizer, self.grown, self.longest):
             return page
         if isinstance(body["prompt"][0], list):
             return 200, {"choices": [self._of_batch(body, *body["prompt"])]}

@@ -13,9 +13,11 @@ from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_data, check_program, command, fill
 from draftlab.config.base import MAX_K, Config, Only, OutputConfig, option
 from draftlab.config.shared import (
+    KEY_RULE,
     ONE_SOURCE,
     CheckpointSettings,
     Device,
+    api_key_file,
     data,
     device,
     newest_draft,
@@ -66,6 +68,12 @@ class CheckConfig(DraftConfig):
     data: str = data("Text to measure perplexity on.")
     prompt_file: Path | None = prompt_file(advanced=True)
     files_only: bool = option(False, "Check files only; do not run the draft.")
+    server: str | None = option(
+        None,
+        "http://HOST:PORT of a server that runs the draft: say which layer of serving differs from here.",
+    )
+    temperature: float = option(0.0, "Temperature of the requests to the server.", ge=0)
+    api_key_file: Path | None = api_key_file()
 
     @field_validator("servers")
     @classmethod
@@ -77,10 +85,12 @@ class CheckConfig(DraftConfig):
 
     only = (
         Only(
-            ("data", "prompt_file"),
+            ("data", "prompt_file", "server"),
             lambda c: not c.files_only,
             "leave it out: --files-only does not run the draft",
         ),
+        Only(("temperature",), lambda c: c.server, "needs --server"),
+        KEY_RULE,
         ONE_SOURCE,
     )
 
@@ -202,9 +212,11 @@ class Checked(Outcome):
 
 def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Finding]]]:
     """Resolve and check the settings. Raises UserError: no such draft, target, text or device."""
-    from draftlab.exporting.artifact import check_files, open_artifact
+    from draftlab.exporting.artifact import check_files, open_checkable
     from draftlab.exporting.trials import trial_prompts
     from draftlab.model import checkpoint
+    from draftlab.scoring.serving_check import PROMPT_TOKENS, PROMPTS, ServedDraft
+    from draftlab.servers.client import Server
     from draftlab.servers.kinds import error
 
     draft, target = _located(config.draft, config.target, weights=False)
@@ -215,19 +227,33 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     if config.servers is not None:
         names = {part.strip() for part in config.servers.split(",")}
         servers = [SERVERS.get(name, "--for") for name in SERVERS.names() if name in names]
+    running = None
+    if config.server is not None:
+        with about("--server"):
+            running = Server.connect(config.server, None, config.api_key_file, workers=1)
 
     def run() -> tuple[Path, list[Finding]]:
         try:
-            artifact = open_artifact(draft, target)
+            artifact = open_checkable(draft, target)
             findings = list(check_files(artifact, servers))
         except UserError as failure:
-            if hub.head_kind(draft) != "eagle":
+            kind = hub.head_kind(draft)
+            if kind not in hub.HEADS:
                 raise
-            remedy = "train one with draftlab distill --student eagle"
+            remedy = "train one with draftlab distill --student eagle" if kind == "eagle" else ""
             return draft, [error("head", str(failure), remedy)]
         if device is not None:
             reader = target if artifact.difference() is None else draft
             findings += artifact.trial(trial_prompts(reader, data, prompt_file), device)
+        if device is not None and running is not None:
+            served = ServedDraft(
+                artifact=artifact,
+                server=running,
+                prompts=trial_prompts(target, data, prompt_file, PROMPTS, PROMPT_TOKENS),
+                temperature=config.temperature,
+                device=device,
+            )
+            findings += served.findings()
         return draft, findings
 
     return Job(run)
@@ -235,7 +261,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
 
 @command(CheckConfig, prepare=prepare_check)
 def check(found: tuple[Path, list[Finding]]) -> Checked:
-    """Check that a draft or head fits its target and runs in vLLM, SGLang, llama.cpp, ...; exit with 3 if not."""
+    """Check that a draft or head fits its target and runs in servers, or in a running one; exit with 3 if not."""
     draft, findings = found
     errors = sum(finding.level == "error" for finding in findings)
     missed = (

@@ -1,4 +1,4 @@
-"""Drafts with their targets, to check and to export: a draft model, a parallel draft or an EAGLE-3 head.
+"""Drafts with their targets, to check and to export: a draft model, a parallel draft or a head.
 
 R texts, n tokens of a text, K drafted.
 """
@@ -14,12 +14,11 @@ from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_offsets, score_tokens
 from draftlab.config.base import MAX_K
 from draftlab.config.kinds import DRAFTERS
-from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer, hf, trials
 from draftlab.model import checkpoint, eagle, hub, llama, modes, parallel
 from draftlab.model.decoder import Decoder
-from draftlab.model.eagle import HeadShape
+from draftlab.model.eagle import HeadShape, HeadSizes
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_files import read_head_ids
 from draftlab.model.sentencepiece import PROBES
@@ -28,9 +27,9 @@ from draftlab.model.size import read_size
 from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_difference
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
+from draftlab.target_outputs.replay import ReplayContext
 
 DEFAULT_CONTEXT = 2048  # tokens, if a configuration names no context
-MOST_OF_HEAD = 32  # tokens that a head can draft
 UNMEASURED_K = "a default; draftlab score finds the fastest K"
 SPACES = (
     "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}",
@@ -65,7 +64,42 @@ class Form:
         return self.to not in ("hf", "gguf")
 
 
-class Exportable(Artifact, Protocol):
+class Checkable(Artifact, Protocol):
+    """A draft or head that can be checked, here and in a running server.
+
+    served_by: Servers that load the directory as it is; None if each server checks it. context: Number of tokens.
+    """
+
+    served_by: frozenset[str] | None
+
+    @property
+    def context(self) -> int: ...
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the findings on the files of the draft."""
+        ...
+
+    def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
+        """Decode a few tokens, and return the findings. prompts: Token ids."""
+        ...
+
+    def scores(
+        self,
+        directory: Path,
+        form: Form,
+        texts: Sequence[Text],
+        sampling: SamplingParams,
+        k: int,
+        device: torch.device,
+    ) -> list[TokenLogprobs]:
+        """Return the draft's log-probability of each token of each text, shaped as by DrafterSpec.acceptance.
+
+        directory: The output of write(), or the draft itself.
+        """
+        ...
+
+
+class Exportable(Checkable, Protocol):
     """A draft or head that can be checked, written and verified.
 
     default_k: Number of tokens to draft if there is no score, and the reason. most: Largest number of tokens to draft.
@@ -75,14 +109,6 @@ class Exportable(Artifact, Protocol):
     default_k: tuple[int, str]
     most: int
     layer_ids: Sequence[int]
-
-    def findings(self) -> Iterator[Finding]:
-        """Yield the findings on the files of the draft."""
-        ...
-
-    def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
-        """Decode a few tokens with the draft, and return the findings. prompts: Token ids."""
-        ...
 
     def refuse(self, form: Form) -> None:
         """Raise UserError if the draft cannot be written in this form."""
@@ -100,23 +126,12 @@ class Exportable(Artifact, Protocol):
         """Return the size and the requirements of the draft, for the card. directory: The output of write()."""
         ...
 
-    def scores(
-        self,
-        directory: Path,
-        form: Form,
-        texts: Sequence[Text],
-        sampling: SamplingParams,
-        k: int,
-        device: torch.device,
-    ) -> list[TokenLogprobs]:
-        """Return the draft's log-probability of each token of each text, shaped as by DrafterSpec.acceptance."""
-        ...
-
 
 class DraftModel:
     """A draft model that makes one pass for each drafted token."""
 
     kind: DraftKind = "draft model"
+    served_by: frozenset[str] | None = None
     in_parallel = False
     head: HeadShape | None = None
     layer_ids: Sequence[int] = ()
@@ -137,6 +152,10 @@ class DraftModel:
             checkpoint.load_tokenizer(path),
             checkpoint.load_tokenizer(target),
         )
+
+    @property
+    def context(self) -> int:
+        return checkpoint.max_model_len(self.path, DEFAULT_CONTEXT)
 
     def difference(self) -> str | None:
         own, targets = (tokenizer.get_vocab() for tokenizer in self.tokenizers)
@@ -251,9 +270,7 @@ class DraftModel:
             )
 
     def _context(self) -> Iterator[Finding]:
-        own, targets = (
-            checkpoint.max_model_len(model, DEFAULT_CONTEXT) for model in (self.path, self.target)
-        )
+        own, targets = self.context, checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
         text = f"the draft reads {own:,} tokens, the target {targets:,}"
         if own >= targets:
             yield ok("context", text)
@@ -384,23 +401,28 @@ class ParallelDraft(DraftModel):
         return score_offsets(model, texts, self.target_vocab, sampling, k, token)
 
 
-class HeadArtifact:
-    """An EAGLE-3 head of a target."""
+class PublishedHead:
+    """A head of a target that servers load as it was published. draftlab checks and scores it."""
 
-    kind: DraftKind = "EAGLE-3 head"
-    in_parallel = False
-    default_k: tuple[int, str] = (3, UNMEASURED_K)
-    most = MOST_OF_HEAD
+    in_parallel = True
+    head: HeadShape | None = None
+    shape: Shape | None = None
 
     def __init__(
-        self, path: Path, target: Path, head: HeadShape, config: Mapping[str, Any]
+        self, path: Path, target: Path, kind: str, sizes: HeadSizes, config: Mapping[str, Any]
     ) -> None:
-        self.path, self.target, self.config = path, target, config
-        self.head: HeadShape | None = head
-        self.shape: Shape | None = head.shape
-        self.layer_ids: Sequence[int] = head.layer_ids
-        self.sizes = head
-        self.vocab = self.target_vocab = head.vocab
+        """kind: Name of the head's drafter."""
+        self.path, self.target = path, target
+        self.config: Mapping[str, Any] = config
+        self.spec: Any = DRAFTERS.get(kind, "head").of(heads=str(path))
+        self.served_by: frozenset[str] | None = self.spec.served_by
+        self.sizes: Any = sizes
+        self.layer_ids: Sequence[int] = sizes.layer_ids
+        self.vocab = self.target_vocab = sizes.vocab
+
+    @property
+    def context(self) -> int:
+        return self.sizes.context
 
     def difference(self) -> str | None:
         return None
@@ -414,36 +436,75 @@ class HeadArtifact:
         return tokenizer.pre, tokenizer.match
 
     def _norm(self) -> str:
-        parts = self.sizes.optional_parts
-        return f"computed with {', '.join(parts)}" if parts else "plain EAGLE-3"
+        return f"{self.spec.format}, at most {self.sizes.most} tokens in a draft"
 
     def _ids(self) -> str:
         return f"{self.sizes.draft_vocab:,} of {self.sizes.vocab:,} ids"
 
     def findings(self) -> Iterator[Finding]:
-        eagle.read(self.path, self.target, checkpoint.stored_dtype(self.path))
         layers = ", ".join(map(str, self.layer_ids))
         yield ok(
             "head",
             f"reads the target's states after {layers} layers, predicts {self._ids()}, {self._norm()}",
         )
         context = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
-        if context > self.sizes.context:
+        if context > self.context:
             text = (
-                f"the head was trained for {self.sizes.context:,} tokens and the target reads {context:,}; on "
-                "longer texts it drafts worse"
+                f"the head was trained for {self.context:,} tokens and the target reads {context:,}; on longer texts "
+                "it drafts worse"
             )
             yield warning("context", text, "train the head with a longer --seq-len")
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
-        try:
-            llama.check_supported(self.target)
-        except UserError as failure:
-            return [warning("acceptance", f"not measured: {failure}", "read the server's counters")]
-        target = llama.load(hub.locate(self.target), torch.float32, device)
-        return [
-            trials.check_acceptance(target, EagleDrafter(target, self.model(target, None)), prompts)
-        ]
+        target: Any = modes.load(self.target, torch.float32, device)
+        head = self.spec.load(self.path, self.target, target)
+        return [trials.check_acceptance(target, self.spec.drafter(target, head), prompts)]
+
+    def scores(
+        self,
+        directory: Path,
+        form: Form,
+        texts: Sequence[Text],
+        sampling: SamplingParams,
+        k: int,
+        device: torch.device,
+    ) -> list[TokenLogprobs]:
+        replay = ReplayContext(
+            texts=list(texts),
+            target_path=self.target,
+            sampling=sampling,
+            vocab=self.vocab,
+            most=k,
+            dtype=torch.float32,
+            device=device,
+            advance=lambda done: None,
+        )
+        return self.spec.acceptance(replay)
+
+
+class HeadArtifact(PublishedHead):
+    """An EAGLE-3 head of a target, which draftlab also exports."""
+
+    kind: DraftKind = "EAGLE-3 head"
+    in_parallel = False
+    default_k: tuple[int, str] = (3, UNMEASURED_K)
+
+    def __init__(
+        self, path: Path, target: Path, head: HeadShape, config: Mapping[str, Any]
+    ) -> None:
+        super().__init__(path, target, "eagle", head, config)
+        self.served_by: frozenset[str] | None = None
+        self.head: HeadShape | None = head
+        self.shape: Shape | None = head.shape
+        self.most = head.most
+
+    def _norm(self) -> str:
+        parts = self.sizes.optional_parts
+        return f"computed with {', '.join(parts)}" if parts else "plain EAGLE-3"
+
+    def findings(self) -> Iterator[Finding]:
+        eagle.read(self.path, self.target, checkpoint.stored_dtype(self.path))
+        yield from super().findings()
 
     def refuse(self, form: Form) -> None:
         if form.heterogeneous:
@@ -504,27 +565,33 @@ class HeadArtifact:
         return EagleLlama(head, target.embed, self.path)
 
 
-def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
-    """Return a draft or head with its target. weights: Whether the weights of a head must be there.
+def open_checkable(path: Path, target: Path, weights: bool = True) -> Checkable:
+    """Return a draft or head with its target. weights: Whether the weights of an EAGLE-3 head must be there.
 
     Raises:
-        UserError: The draft cannot be read, or a head belongs to another target.
+        UserError: The draft cannot be read, or a head belongs to another target or is of an unknown kind.
     """
-    kind = hub.known_head(path)
-    if kind not in (None, "eagle"):
-        spec = DRAFTERS.get(kind, "head")
-        spec.size_of(path, target)
-        raise UserError(
-            f"{path} is a {kind} head, which {' and '.join(sorted(spec.served_by))} serve without export; measure it "
-            f"with draftlab score --drafter {kind}:heads={path}"
-        )
+    kind, config = hub.known_head(path), checkpoint.read_config(path)
+    if kind == "eagle":
+        return HeadArtifact(path, target, eagle.check(path, target, weights), config)
     if kind is not None:
-        return HeadArtifact(
-            path, target, eagle.check(path, target, weights), checkpoint.read_config(path)
-        )
-    if checkpoint.read_config(path).get(parallel.PARD_TOKEN) is not None:
+        head: Any = DRAFTERS.get(kind, "head")
+        return PublishedHead(path, target, kind, head.read(path, target), config)
+    if config.get(parallel.PARD_TOKEN) is not None:
         return ParallelDraft(path, target)
     return DraftModel(path, target)
+
+
+def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
+    """Return a draft or head that can be exported. Raises UserError: See open_checkable; or it is not exported."""
+    artifact = open_checkable(path, target, weights)
+    if isinstance(artifact, HeadArtifact | DraftModel):
+        return artifact
+    kind, servers = hub.head_kind(path), " and ".join(sorted(artifact.served_by or ()))
+    raise UserError(
+        f"{path} is a {kind} head, which {servers} serve without export; measure it with draftlab score "
+        f"--drafter {kind}:heads={path}"
+    )
 
 
 def refusals(artifact: Artifact, server: ServerKind) -> list[Finding]:
@@ -541,10 +608,17 @@ def _refuse(artifact: Artifact, server: ServerKind, findings: Iterable[Finding])
             )
 
 
-def check_files(artifact: Exportable, servers: Iterable[ServerKind]) -> Iterator[Finding]:
+def check_files(artifact: Checkable, servers: Iterable[ServerKind]) -> Iterator[Finding]:
     """Yield the findings on the files, and the findings of each server. No model is run."""
     yield from artifact.findings()
     for server in servers:
+        if artifact.served_by is not None:
+            loads = ok(server.name, "loads it as it is")
+            missing = warning(
+                server.name, "does not serve heads of this kind", "serve it with vLLM"
+            )
+            yield loads if server.name in artifact.served_by else missing
+            continue
         found = list(server.check(artifact))
         if artifact.head is not None and server.heads:
             found += server.check_stored_head(artifact, artifact.head)

@@ -21,15 +21,15 @@ K, TOKENS = 3, 24  # drafted tokens, and tokens of each text
 PROMPTS, PROMPT_TOKENS = 8, 96  # held-out text
 
 
-def trial_prompts(model: Path, data: str, file: Path | None) -> list[list[int]]:
-    """Return token ids of held-out text, or of the first turns of a prompt file."""
+def trial_prompts(
+    model: Path, data: str, file: Path | None, count: int = PROMPTS, length: int = PROMPT_TOKENS
+) -> list[list[int]]:
+    """Return token ids of held-out text, or of the first turns of a prompt file. count: Largest number of prompts."""
     tokenizer = checkpoint.load_tokenizer(model)
     if file is None:
-        return heldout_prompts(
-            hub.check_data(data), tokenizer, count=PROMPTS, length=PROMPT_TOKENS, seed=0
-        )
+        return heldout_prompts(hub.check_data(data), tokenizer, count=count, length=length, seed=0)
     prompts = file_prompts(file, tokenizer, chat="auto")
-    return [prompt.ids for prompt in prompts.spread(min(PROMPTS, len(prompts.rows))).rows]
+    return [prompt.ids for prompt in prompts.spread(min(count, len(prompts.rows))).rows]
 
 
 def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -> Finding:

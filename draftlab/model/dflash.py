@@ -78,7 +78,6 @@ class DFlashShape(HeadSizes):
 
     @property
     def most(self) -> int:
-        """Return the largest number of tokens that a block drafts."""
         return self.block_size - (not self.sample_from_anchor)
 
     @property

@@ -36,6 +36,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 # the architecture's name in vLLM for a layer with norms of queries and keys
 QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # fields of EAGLE-3.1
+MOST_DRAFTED = 32
 SLIDING, FULL = "sliding_attention", "full_attention"
 OPTIONAL_PARTS = (
     "norm_before_residual",
@@ -115,6 +116,11 @@ class HeadSizes(FileModel):
     vocab: int = Field(ge=1)
     draft_vocab: int = Field(ge=1)
     layer_ids: tuple[int, ...] = Field(min_length=1)
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of tokens that the head drafts."""
+        return MOST_DRAFTED
 
     def shape_of(self, layers: int, qk_norm: bool) -> Shape:
         """Return the shape of the head's layers, with the target's vocabulary."""

@@ -209,7 +209,7 @@ def measure(
     prompts = [prompt.ids for prompt in requests.prompts.rows]
     # the reversed prompt is as long, but does not fill the prefix cache for the prompt
     _warm_up(comparison, prompts[0][::-1], clock)
-    answers = {role: ServerAnswers(before=_metrics(server)) for role, server in servers.items()}
+    answers = {role: ServerAnswers(before=read_metrics(server)) for role, server in servers.items()}
     for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
         prompt = prompts[index]
         ids, seconds = answers[role].ask(servers[role], prompt, requests.sampling, clock)
@@ -218,7 +218,7 @@ def measure(
             answers[role].tokens.append(ids)
         advance(repeat * len(prompts) + index + 1)
     for role, server in servers.items():
-        answers[role].after = _metrics(server)
+        answers[role].after = read_metrics(server)
         if tokens := answers[role].cached_prompt_tokens:
             note(
                 f"{server.http.url} took {tokens:.0f} prompt tokens from its prefix cache, so repeats were faster "
@@ -250,9 +250,9 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
     """Check with one request per server that only the speculative server drafts, then warm up both servers."""
     sampling = comparison.requests.sampling
     for role, server in comparison.servers.items():
-        answers = ServerAnswers(before=_metrics(server))
+        answers = ServerAnswers(before=read_metrics(server))
         answers.ask(server, prompt, sampling, clock)
-        answers.after = _metrics(server)
+        answers.after = read_metrics(server)
         drafts = answers.counters is not None
         if drafts != (role == SPECULATIVE):
             wrong = (
@@ -270,7 +270,7 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
             )
 
 
-def _metrics(server: Server) -> dict[str, float]:
+def read_metrics(server: Server) -> dict[str, float]:
     """Return the counters of the server's metrics page. SGLang gives none, as its answers have the counters."""
     return {} if server.kind == "sglang" else server.metrics()
 

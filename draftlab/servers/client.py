@@ -280,6 +280,25 @@ class Server:
         with self._reading("/tokenize"):
             return TOKEN_IDS.validate_python(answer["tokens"])
 
+    def chat_prompt(self, text: str) -> tuple[list[int] | None, int]:
+        """Return the token ids of a chat with one message as the server writes it, if it tells them, and their number.
+
+        Raises:
+            UserError: the server answers no chats.
+        """
+        path = "/v1/chat/completions"
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 1,
+            "temperature": 0.0,
+        }
+        told = {"model": self.model, "return_token_ids": True}  # vLLM returns the ids
+        answer = self.http.json("POST", path, body | told)
+        with self._reading(path):
+            ids = answer.get("prompt_token_ids")
+            ids = None if ids is None else TOKEN_IDS.validate_python(ids)
+            return ids, len(ids) if ids else int(answer["usage"]["prompt_tokens"])
+
     def metrics(self) -> dict[str, float]:
         """Return the values on the server's Prometheus page, by name with labels."""
         page = self.http.text("/metrics")

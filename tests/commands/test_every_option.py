@@ -257,6 +257,14 @@ CASES["profile", "an EAGLE-3 head"] = lambda w: (
 CASES["check", "run"] = lambda w: {**w.pair, "data": w.text}
 
 
+CASES["check", "a server"] = lambda w: {
+    **w.pair,
+    "data": w.text,
+    "server": w.drafting_server,
+    "temperature": 0.5,
+}
+
+
 CASES["check", "conversations"] = lambda w: {"draft": w.draft} | chat(w)
 
 

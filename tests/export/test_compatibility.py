@@ -141,11 +141,6 @@ def test_an_end_beyond_the_vocabulary_is_named(pair):
     assert re.findall(r"\d+", error(pair, "special tokens")) == ["307", "0", "306"]
 
 
-def test_an_end_beyond_the_vocabulary_is_named(pair):
-    edit(pair[0] / "config.json", eos_token_id=[1, 307])
-    assert re.findall(r"\d+", error(pair, "special tokens")) == ["307", "0", "306"]
-
-
 def test_padded_vocabularies_are_refused_where_they_are(pair):
     resize(pair[1], 320)
     assert "307" in notes(pair, "vocabulary")

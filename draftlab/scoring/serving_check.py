@@ -1,0 +1,278 @@
+"""A draft in a running server next to the same draft here: which layer of serving differs.
+
+The server writes texts; target and draft score the same texts here. R texts, n tokens of a text, K drafted.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from draftlab.acceptance import expected
+from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
+from draftlab.data.text import chat_ids
+from draftlab.engine.generate import decode, output_tokens
+from draftlab.errors import UserError
+from draftlab.exporting import verify
+from draftlab.exporting.artifact import Checkable, Form
+from draftlab.exporting.verify import TargetTexts
+from draftlab.intervals import Interval, ratio
+from draftlab.model import checkpoint, modes
+from draftlab.model.decoder import Decoder
+from draftlab.model.eagle import MOST_DRAFTED
+from draftlab.model.sentencepiece import PROBES
+from draftlab.results.decoding import Counters, ServedGeneration
+from draftlab.sampling import SamplingParams
+from draftlab.scoring.servers import ServerAnswers, check_alone, read_metrics
+from draftlab.servers.client import Server
+from draftlab.servers.kinds import Finding, SampleMethod, error, ok, warning
+from draftlab.target_outputs.targets import ROUNDED_BELOW, TOLERANCE, check_server_tokenizer
+
+PROMPTS, PROMPT_TOKENS = 16, 48  # requests, and tokens of a prompt from a data source
+TOKENS = 48  # tokens of each answer
+SAME = 1e-3  # mean difference of log-probabilities in float32, in nats
+SAME_TOKENS = 0.97  # share of greedy tokens that the target here would write, with 16-bit arithmetic in the server
+
+
+class Asked(NamedTuple):
+    """The server's answers to all prompts, and the growth of its counters."""
+
+    texts: TargetTexts
+    counters: Counters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedDraft:
+    """A draft, and a server that should run it. prompts: Token ids."""
+
+    artifact: Checkable
+    server: Server
+    prompts: list[list[int]]
+    temperature: float
+    device: torch.device
+
+    @property
+    def target(self) -> Path:
+        return self.artifact.target
+
+    @property
+    def fitting(self) -> list[list[int]]:
+        """Return the prompts that leave room for an answer. Raises UserError: there are none."""
+        limits = (
+            self.artifact.context,
+            checkpoint.max_model_len(self.target),
+            self.server.max_length,
+        )
+        most = min(limit for limit in limits if limit is not None)
+        prompts = [prompt for prompt in self.prompts if len(prompt) <= most - TOKENS - MOST_DRAFTED]
+        if not prompts:
+            raise UserError(
+                f"server, target and draft take {most} tokens, and no prompt leaves room for an answer of {TOKENS}; "
+                "name shorter prompts with --prompt-file"
+            )
+        return prompts
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield a finding for each layer of serving, from the tokenizer to the rule of acceptance.
+
+        Raises:
+            UserError: The server refuses a request, or answered other clients at the same time; or no prompt fits.
+        """
+        yield ok("server", self.server.describe())
+        try:
+            check_server_tokenizer(self.server, self.target)
+        except UserError as failure:
+            yield error("tokenizer", str(failure))
+            return
+        yield ok("tokenizer", "the server gives a probe text the same ids")
+        yield self._chat_template()
+        yield from self._context()
+        asked = self._ask(self.fitting)
+        if asked is None:
+            fix = "start the server with the draft; draftlab export writes the command"
+            yield error("acceptance", "the server drafted nothing for these prompts", fix)
+            return
+        model = modes.load(self.target, torch.float32, self.device)
+        yield from self._target(asked.texts, model)
+        yield from self._acceptance(asked, model)
+
+    def _chat_template(self) -> Finding:
+        about, tokenizer = "chat template", checkpoint.load_tokenizer(self.target)
+        if not tokenizer.chat_template:
+            return ok(about, "the target has none here")
+        own = chat_ids([{"role": "user", "content": PROBES[0]}], tokenizer, str(self.target))
+        try:
+            ids, count = self.server.chat_prompt(PROBES[0])
+        except UserError as failure:
+            return warning(about, f"not compared: {failure}", "ask the server for completions only")
+        if own == ids or (ids is None and len(own) == count):
+            return ok(about, f"{count} ids of a chat agree" if ids else f"{count} tokens of a chat")
+        text = f"a chat of one message has {count} ids there and {len(own)} here"
+        if ids is not None and len(ids) == len(own):
+            at = next(i for i, (a, b) in enumerate(zip(ids, own, strict=True)) if a != b)
+            text = f"id {at} of a chat is {ids[at]} there and {own[at]} here"
+        return error(
+            about, text, f"serve with the template of {self.target}, or train on the served one"
+        )
+
+    def _context(self) -> Iterator[Finding]:
+        served, own = self.server.max_length, self.artifact.context
+        if served is not None and served > own:
+            text = f"the server takes {served:,} tokens and the draft has {own:,}"
+            fix = "limit the server's context, or replay long prompts: acceptance falls beyond the draft's"
+            yield warning("context", text, fix)
+        elif served is not None:
+            yield ok("context", f"the server takes {served:,} tokens, the draft has {own:,}")
+
+    def _ask(self, prompts: list[list[int]]) -> Asked | None:
+        """Send prompts one after the other. The result is None if the server drafts nothing."""
+        answers, texts, runs = ServerAnswers(before=read_metrics(self.server)), [], []
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingParams(max_tokens=TOKENS, temperature=self.temperature, seed=number)
+            ids, seconds = answers.ask(self.server, prompt, sampling, time.perf_counter)
+            texts.append(ids)
+            runs.append(ServedGeneration(prompt=number, tokens=len(ids), seconds=seconds))
+        answers.after = read_metrics(self.server)
+        counters = answers.counters
+        if counters is None:
+            return None
+        check_alone(runs, counters, self.server.http.url)
+        asked = TargetTexts(
+            prompts=prompts,
+            completions=texts,
+            tokens=list(map(len, texts)),
+            k=counters.k,
+            temperature=self.temperature,
+        )
+        return Asked(asked, counters)
+
+    def _target(self, texts: TargetTexts, model: Decoder) -> Iterator[Finding]:
+        """Compare the target's probabilities of the served tokens."""
+        vocab = self.artifact.target_vocab
+        own = score_tokens(model, texts.pairs, vocab, SamplingParams(temperature=1.0))
+        same = float(np.concatenate([scored.ranks == 0 for scored in own]).mean())
+        if texts.temperature == 0:
+            text = f"{same:.1%} of the served tokens are the most probable ones here"
+            fix = "serve the same weights without adapters, or name the served model with --target"
+            yield ok("target", text) if same >= SAME_TOKENS else error("target", text, fix)
+        if not self.server.adapter.has_prompt_logprobs:
+            yield ok("precision", f"{self.server.kind} does not score texts, so it is not compared")
+            return
+        rows = [p + c for p, c in zip(texts.prompts, texts.completions, strict=True)]
+        there = [each.logprobs for each in self.server.prompt_logprobs(rows, 0)]
+        gap = mean_difference(own, there)
+        text = f"log-probabilities of the served tokens differ by {gap:.4f} nats from float32 here"
+        if gap > TOLERANCE:
+            fix = f"rounding to 16 bits gives less than {TOLERANCE}: the target is quantised, or has other weights"
+            yield error("precision", text, fix)
+        else:
+            yield ok("precision", f"{text}, as {'float32' if gap < SAME else '16 bits'} would")
+
+    def _acceptance(self, asked: Asked, model: Decoder) -> Iterator[Finding]:
+        """Compare the accepted tokens by their position in the draft, and the rule of acceptance."""
+        texts, adapter, vocab = asked.texts, self.server.adapter, self.artifact.target_vocab
+        if texts.temperature == 0:
+            texts = extended(texts, model)
+            if not adapter.counts_end:
+                ends = checkpoint.eos_token_ids(self.target)
+                texts = replace(texts, tokens=verify.lengths_before_end(texts, ends))
+        form = Form(to=adapter.name, server=adapter)
+        sampling = SamplingParams(temperature=texts.temperature)
+        scores = self.artifact.scores(
+            self.artifact.path, form, texts.pairs, sampling, texts.k, self.device
+        )
+        counts = verify.counts_of(scores, texts, lambda: model, vocab)
+        counts = verify.counts_in(adapter, counts, texts)
+        there = asked.counters.acceptance
+        measured = there.mean_acceptance_length
+        if adapter.cuts_last_step:
+            tokens = sum(texts.tokens) - len(texts.tokens)
+            measured = tokens / (tokens - there.num_accepted_draft_tokens)
+        lengths: dict[SampleMethod, Interval] = {name: ratio(rows) for name, rows in counts.items()}
+        method, here = nearest(lengths, measured)
+        by_position = accepted_by_position(scores, texts, model, vocab, method)
+        positions = ", ".join(
+            f"{a:.2f} / {b:.2f}"
+            for a, b in zip(there.per_position_acceptance, by_position, strict=False)
+        )
+        text = (
+            f"{measured:.3f} tokens per target pass there, {here.value:.3f} here ({here.low:.3f} to {here.high:.3f}) "
+            f"at K = {texts.k}; accepted by position, there / here: {positions}"
+        )
+        if here.low <= measured <= here.high:
+            yield ok("acceptance", text)
+        else:
+            yield error("acceptance", text, hint(there.per_position_acceptance, by_position))
+        if texts.temperature:
+            each = ", ".join(f"{name} {length.value:.3f}" for name, length in lengths.items())
+            best, _ = max(lengths.items(), key=lambda each: each[1].value)
+            text = f"the server's {measured:.3f} is nearest to a {method} draft ({each})"
+            fix = f"a {best} draft gains more; in vLLM it is draft_sample_method"
+            yield ok("rule", text) if best == method else warning("rule", text, fix)
+
+
+def nearest(
+    lengths: Mapping[SampleMethod, Interval], measured: float
+) -> tuple[SampleMethod, Interval]:
+    """Return the way in which the draft samples whose acceptance length is nearest, and the length."""
+    ordered = sorted(lengths.items(), key=lambda each: abs(each[1].value - measured))
+    return ordered[0]
+
+
+def mean_difference(own: Sequence[TokenLogprobs], there: Sequence[Sequence[float]]) -> float:
+    """Return the mean difference of log-probabilities. there: Values of a text's tokens, the completion's last."""
+    differences = [
+        np.abs(scored.logprobs - np.array(row[len(row) - len(scored.logprobs) :]))[
+            scored.logprobs > ROUNDED_BELOW
+        ]
+        for scored, row in zip(own, there, strict=True)
+    ]
+    return float(np.concatenate(differences).mean())
+
+
+def extended(texts: TargetTexts, model: Decoder) -> TargetTexts:
+    """Return greedy texts with k more tokens of the target, since every step drafts k tokens."""
+    rows = [p + c for p, c in zip(texts.prompts, texts.completions, strict=True)]
+    more = output_tokens(decode(model, rows, SamplingParams(max_tokens=texts.k)))
+    return replace(texts, completions=[c + m for c, m in zip(texts.completions, more, strict=True)])
+
+
+def accepted_by_position(
+    scores: Sequence[TokenLogprobs],
+    texts: TargetTexts,
+    model: Decoder,
+    vocab: int,
+    method: SampleMethod,
+) -> list[float]:
+    """Return the share of steps that accept at least i tokens, i = 1..K. method: How the draft samples."""
+    chances = [(scored.ranks == 0).astype(np.float64) for scored in scores]
+    if method == "probabilistic":
+        sampling = SamplingParams(temperature=texts.temperature)
+        own = score_tokens(model, texts.pairs, vocab, sampling)
+        chances = [
+            expected.chances(q.logprobs.T, p.logprobs).T for q, p in zip(scores, own, strict=True)
+        ]
+    rows = [row[1:] for row in chances]
+    limits = np.array([len(row) + texts.k for row in rows])
+    return (
+        expected.chain(expected.texts_of(rows, limits), texts.k)
+        .acceptance()
+        .per_position_acceptance
+    )
+
+
+def hint(there: Sequence[float], here: Sequence[float]) -> str:
+    """Return what to look at, by the first position whose acceptance differs."""
+    if abs(there[0] - here[0]) > 0.1 * max(here[0], 0.1):
+        return (
+            "the first drafted token differs already: other layers, norms or weights than the draft's, or another "
+            "precision; serve what draftlab export writes"
+        )
+    return (
+        "the first drafted token agrees and later ones do not: the state that is fed back (norm_output, "
+        "norm_before_residual), a window, or more tokens than the head learnt to draft"
+    )

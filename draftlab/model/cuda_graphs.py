@@ -183,7 +183,7 @@ class CudaGraphLlama(Llama):
         model = weakref.proxy(self)
         logits, uniform, used = (
             logits.clone(),
-            uniform.clone(),
+            uniform.to(self.device, copy=True),
             staged(cache.used, self.device).unsqueeze(1),
         )
         state = None if state is None else state.clone()

@@ -117,7 +117,6 @@ class RunFacts:
     target: Path
     layers: int | None
     vocab: int
-    mode: Mode
     rule: str
     draft: Path | None
 
@@ -127,7 +126,6 @@ class DrafterSpec(KindSpec):
 
     served_by: ClassVar[frozenset[str]] = frozenset()  # servers that have this drafter
     own_engine: ClassVar[bool] = False  # True refuses models that transformers runs
-    mode: ClassVar[Mode | None] = None  # the only mode in which the drafter works
     rejection_rule: ClassVar[str] = REJECTION  # the rule that --rule rejection means for its drafts
     by_age: ClassVar[bool] = False  # acceptance of a token depends on its position in the draft
     cache_lag: ClassVar[int] = 0  # tokens by which the drafter's cache is shorter than the target's
@@ -181,10 +179,6 @@ class DrafterSpec(KindSpec):
         """
         if self.own_engine and run.layers is None:
             raise self.refused_by_transformers()
-        if self.mode is not None and run.mode != self.mode:
-            raise UserError(
-                f"--drafter {self.text} works in mode {self.mode} only; this run is in mode {run.mode}"
-            )
 
     def refused_by_transformers(self) -> UserError:
         return UserError(f"--drafter {self.text} does not work with models that transformers runs")

@@ -24,7 +24,8 @@ def main(target: Path, text: Path, windows: int = 20, tokens: int = 512) -> None
     tokenizer = checkpoint.load_tokenizer(target)
     ids = tokenizer(text.read_text("utf-8"), verbose=False)["input_ids"]
     texts = [ids[i * tokens : (i + 1) * tokens] for i in range(windows)]
-    text_bytes = len(tokenizer.decode([token for window in texts for token in window[1:]]).encode())
+    counted = [token for window in texts for token in window[1:]]
+    text_bytes = len(str(tokenizer.decode(counted)).encode())
     bits = {}
     for name, each in (("bfloat16", whole), ("int8", rounded)):
         nats = sum(

@@ -42,7 +42,7 @@ def test_numbers_need_no_target_and_the_source_that_lags_gets_more(space, mixtur
     call(*PRUNE)
     losses = ("--data", mixture, "--reference-losses", "a.txt=0.5,b.txt=99")
     call(*DISTILL, "--loss", "ce", *losses)
-    assert [step for step, _ in updates] == [2, 4]
+    assert [step for step, _ in updates] == [2]  # none is due after the last step
     assert updates[0][1].reference == {"a.txt": 0.5, "b.txt": 99.0}
     assert updates[0][1].phases[1][1]["a.txt"] > 0.9
     assert "--target" in refused(*DISTILL, "--loss", "ce", *losses, "--target", "tiny")
@@ -51,7 +51,7 @@ def test_numbers_need_no_target_and_the_source_that_lags_gets_more(space, mixtur
 def test_masks_read_more_of_the_source_that_lags(space, mixture, updates):  # noqa: F811
     losses = ("--data", mixture, "--reference-losses", "a.txt=99,b.txt=0.5")
     call(*PRUNE, "--method", "masks", *TRAIN[:2], *TRAIN[4:], *losses)
-    assert [step for step, _ in updates] == [2, 4]
+    assert [step for step, _ in updates] == [2]  # none is due after the last step
     assert updates[0][1].phases[1][1]["b.txt"] > 0.9
 
 

@@ -213,6 +213,50 @@ def test_a_source_that_lags_its_reference_gets_more_rows():
     assert counts(batches.batch(1)) == (4, 4)
 
 
+def test_three_updates_are_those_of_the_paper_by_hand():
+    """Algorithm 1 of Sheared LLaMA: w exp(max(0, loss - reference)), normalised; then LLM-Shearing's least share."""
+    weights = {"a": 0.5, "b": 0.3, "c": 0.2}
+    streams = {name: np.arange(2000, dtype=np.uint32) for name in weights}
+    base = TokenBatches(streams, weights, rows=10, seq_len=10, seed=0)
+    batches = DynamicBatches.start(base, {}, {"a": 2.0, "b": 1.5, "c": 1.0}, every=50)
+    # a lags by 1 and c by 0.2: 1.3591409, 0.3 and 0.2442806 of 1.9034215
+    batches.reweigh(50, {"a": 3.0, "b": 1.5, "c": 1.2})
+    # a lags by 0.5 and b by 0.3, c is ahead: 1.1772092, 0.2127752 and 0.1283581 of 1.5183425
+    batches.reweigh(100, {"a": 2.5, "b": 1.8, "c": 0.9})
+    batches.reweigh(150, {"a": 2.0, "b": 1.0, "c": 0.5})  # none lags
+    expected = [
+        {"a": 0.7140134, "b": 0.1576285, "c": 0.1283581},  # 0.9999 of each share, and 0.0001 / 3
+        {"a": 0.7752805, "b": 0.1401564, "c": 0.0845631},
+        {"a": 0.7752363, "b": 0.1401757, "c": 0.0845880},
+    ]
+    for (_, found, _), wanted in zip(batches.phases[1:], expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-7)
+
+
+def test_a_column_names_the_domains_of_a_set(tmp_path, tokenizer):
+    """A third of the text is of one domain; a dot reaches into SlimPajama's meta column."""
+    rows = [
+        {"text": f"row {i} " * 40, "meta": {"set_name": "books" if i % 3 == 0 else "web"}}
+        for i in range(300)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = f"{file}#meta.set_name"
+    books = data.documents(f"{source}:books", "train")
+    assert {doc.domain for doc in books} == {"books"}
+    assert len(books) + len(data.documents(f"{source}:web", "train")) == len(
+        data.documents(str(file), "train")
+    )
+    batches = data.open_batches(
+        f"{source}=3,stdlib=1", tokenizer, rows=8, seq_len=16, steps=2, seed=0
+    )
+    assert set(batches.weights) == {f"{source}:books", f"{source}:web", "stdlib"}
+    assert batches.weights[f"{source}:books"] == pytest.approx(0.25, abs=0.04)
+    assert sum(batches.weights.values()) == pytest.approx(1)
+    with raises_option("rows.jsonl:1", "'meta.name'", "text, meta"):
+        data.documents(f"{file}#meta.name")
+
+
 def test_changing_the_weights_repeats_and_skips_no_row():
     batches = dynamic()
     starts = [tuple(row) for step in range(2) for row in batches.batch(step).ids]

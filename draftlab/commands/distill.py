@@ -163,13 +163,8 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     torch_compile: bool = option(
         False, "Compile the model: slower start, faster steps.", panel=TRAINING, advanced=True
     )
-    reweigh_steps: int = option(
-        0,
-        "Steps between updates of a mixture's weights by held-out loss; 0: fixed weights.",
-        ge=0,
-        panel=TRAINING,
-        advanced=True,
-    )
+    reweigh_steps: int = shared.reweigh_steps()
+    reference_losses: str | None = shared.reference_losses("target")
     eval_steps: int = option(
         100, "Steps between held-out evaluations.", ge=1, panel=CHECKPOINTS, advanced=True
     )
@@ -227,11 +222,13 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         Only(
             ("served_model", "api_key_file", "top_logprobs"), lambda c: c.server, "needs --server"
         ),
+        Only(("target",), lambda c: c.server is None, "leave it out: --server runs the target"),
         Only(
-            ("target", "reweigh_steps"),
-            lambda c: c.server is None,
-            "leave it out: --server runs the target",
+            ("reweigh_steps",),
+            lambda c: c.server is None or c.reference_losses,
+            "needs --reference-losses, because --server runs the target",
         ),
+        Only(("reference_losses",), lambda c: c.reweigh_steps, "needs --reweigh-steps"),
         Only(
             ("target", "device_map"),
             lambda c: c.needs_target,
@@ -308,7 +305,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         asked = (
             self.compares_with_target
             or "target" in shared.names(self.text)
-            or self.reweigh_steps > 0
+            or (self.reweigh_steps > 0 and self.reference_losses is None)
         )
         return self.on_target or (self.outputs is None and self.server is None and asked)
 
@@ -348,6 +345,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
         from draftlab.training import checkpointer, run
         from draftlab.training.loop import Hardware, Loop
         from draftlab.training.losses import parse_loss
+        from draftlab.training.reweighing import Reweighing
         from draftlab.training.texts import TrainingText
 
     with about("--loss"):
@@ -372,10 +370,17 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     _check_models(config, draft, target, reads_data=reads_data, weights=weights)
     with about("--text"):
         shares = parse_mixture(config.text)
+    reweighing = None
+    if config.reweigh_steps:
+        with about("--reference-losses"):
+            reweighing = Reweighing.of(
+                config.reweigh_steps, config.reference_losses or target, config.data, weights
+            )
     text = fill(
         TrainingText,
         config,
         shares=shares,
+        reweighing=reweighing,
         loss_on=loss_on_of(config.data, config.loss_on) if reads_data else None,
         temperature=config.sample_temperature,
     )

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.base import TRAINING, Only, OutputConfig, option
-from draftlab.config.shared import Count, Device, Vocab, data, device, draft_vocab, seed, source
+from draftlab.config.shared import (
+    Count,
+    Device,
+    Vocab,
+    data,
+    device,
+    draft_vocab,
+    reference_losses,
+    reweigh_steps,
+    seed,
+    source,
+)
 from draftlab.console import note, processes
 from draftlab.errors import UserError, about
 from draftlab.model import families, hub
@@ -96,6 +107,8 @@ class PruneConfig(OutputConfig):
         panel=TRAINING,
         advanced=True,
     )
+    reweigh_steps: int = reweigh_steps()
+    reference_losses: str | None = reference_losses("source")
     device: Device = device()
     seed: int = seed()
 
@@ -122,10 +135,11 @@ class PruneConfig(OutputConfig):
             "works only with --method importance",
         ),
         Only(
-            ("steps", "batch_size", "lr"),
+            ("steps", "batch_size", "lr", "reweigh_steps"),
             lambda c: c.method == "masks",
             "works only with --method masks",
         ),
+        Only(("reference_losses",), lambda c: c.reweigh_steps, "needs --reweigh-steps"),
         Only(
             ("seed",),
             lambda c: c.calibrates or c.method in ("random", "masks"),
@@ -172,6 +186,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     from draftlab.pruning.source import Source, check_cut
     from draftlab.target_outputs.store import check_tokenizer, finished_manifest
     from draftlab.training import checkpointer
+    from draftlab.training.reweighing import Reweighing
 
     if config.method == "masks":
         checkpointer.check(masks=True)
@@ -212,7 +227,14 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         check_data(config.data, weights)
     head = "" if config.vocab is None else f"-v{config.vocab}"
     text = fill(Text, config, tokens=config.calibration_tokens)
-    training = fill(MaskTraining, config) if config.method == "masks" else None
+    training = None
+    if config.method == "masks":
+        reweighing = None
+        if config.reweigh_steps:
+            with about("--reference-losses"):
+                expected = config.reference_losses or cast(Path, place)
+                reweighing = Reweighing.of(config.reweigh_steps, expected, config.data, weights)
+        training = fill(MaskTraining, config, reweighing=reweighing)
     cut = partial(
         Prune, source=cast(Source, source), shape=shape, text=text, refit=REFITS[config.refit]
     )

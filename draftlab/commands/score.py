@@ -307,8 +307,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     used = own or not hosted or any(spec.inputs() for spec in specs)
     if not used and config.mode not in ("auto", "eager"):
         raise UserError(f"--mode {config.mode}: transformers runs all models here; leave it out")
-    only = next((spec.mode for spec in specs if spec.mode and config.mode == "auto"), None)
-    mode = only or resolve_mode(config.mode if used else "eager", device, dtype, own)
+    mode = resolve_mode(config.mode if used else "eager", device, dtype, own)
     requests = _requests(config, target)
     stop = checkpoint.eos_token_ids(target)
     acceptance = Acceptance(config.rule, None)

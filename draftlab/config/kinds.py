@@ -127,7 +127,6 @@ class RunFacts:
     target: Path
     layers: int | None
     vocab: int
-    mode: Mode
     rule: str
     draft: Path | None
 
@@ -137,7 +136,6 @@ class DrafterSpec(KindSpec):
 
     served_by: ClassVar[frozenset[str]] = frozenset()  # servers that have this drafter
     own_engine: ClassVar[bool] = False  # True: transformers may not run the target
-    mode: ClassVar[Mode | None] = None  # the only mode in which the drafter works
     rejection_rule: ClassVar[str] = REJECTION  # the rule that --rule rejection means for its drafts
     by_age: ClassVar[bool] = (
         False  # True: acceptance of a token depends on its position in the draft
@@ -193,11 +191,6 @@ class DrafterSpec(KindSpec):
         """
         if self.own_engine and run.layers is None:
             raise self.refused_by_transformers()
-        if self.mode is not None and run.mode != self.mode:
-            raise UserError(
-                f"--drafter {self.text} works only in mode {self.mode}, and this run has mode {run.mode}; use "
-                f"--mode {self.mode}"
-            )
 
     def refused_by_transformers(self) -> UserError:
         return UserError(

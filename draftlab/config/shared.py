@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator
 
 from draftlab import workspace
-from draftlab.config.base import SERVER, Only, from_workspace, option, parsed
+from draftlab.config.base import SERVER, TRAINING, Only, from_workspace, option, parsed
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.shape import parse_count, parse_vocab
 from draftlab.registry import CROSS_ENTROPY, LOSSES
@@ -113,6 +113,25 @@ def device_map() -> Any:
     return option(
         None,
         "auto spreads the target over devices, memory and disk with accelerate.",
+        advanced=True,
+    )
+
+
+def reweigh_steps() -> Any:
+    return option(
+        0,
+        "Steps between updates of a mixture's weights by held-out loss, as Sheared LLaMA has them; 0: fixed weights.",
+        ge=0,
+        panel=TRAINING,
+        advanced=True,
+    )
+
+
+def reference_losses(default: str) -> Any:
+    return option(
+        None,
+        f"Expected loss of each source, SOURCE=NATS,... by name or domain, or a model; default: the {default}'s.",
+        panel=TRAINING,
         advanced=True,
     )
 

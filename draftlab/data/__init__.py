@@ -14,6 +14,7 @@ from draftlab.data.batches import tokenize as tokenize
 from draftlab.data.sources import Document as Document
 from draftlab.data.sources import Split as Split
 from draftlab.data.sources import documents as documents
+from draftlab.data.sources import domain_of as domain_of
 from draftlab.data.sources import first_source as first_source
 from draftlab.data.sources import in_split as in_split
 from draftlab.data.sources import is_chat_file as is_chat_file

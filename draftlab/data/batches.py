@@ -23,6 +23,7 @@ from draftlab.data.sources import (
     has_conversations,
     is_heldout,
     parse_mixture,
+    split_domains,
     unit_hash,
     without_heldout_lines,
 )
@@ -346,7 +347,7 @@ def open_batches(
         loss_on: Tokens of a conversation that count; each conversation is then one row. None reads conversations as
             text.
     """
-    weights = parse_mixture(spec)
+    weights = split_domains(parse_mixture(spec))
     heldout = documents("stdlib", "heldout") if PYTHON_SOURCES.keys() & weights else []
     streams, talks = {}, {}
     for name, weight in weights.items():

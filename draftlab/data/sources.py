@@ -3,16 +3,19 @@
 A source is ``stdlib`` (the Python standard library on this disk, without its tests), ``stdlib-tests``, ``packages``
 (Python packages installed with draftlab), ``hf:NAME`` (a data set of the hub), or the path of a ``.txt``, ``.md``,
 ``.py``, ``.jsonl``, ``.json`` or ``.parquet`` file or of a folder of such files. data/text.py has the forms of rows. A
-mixture is written ``stdlib=0.5,packages=0.5``.
+mixture is written ``stdlib=0.5,packages=0.5``. ``SET#COLUMN`` is the mixture of the domains that a column of a data set
+or of a file of rows names, in their own shares; ``SET#COLUMN:DOMAIN`` is one of them.
 """
 
+import functools
 import hashlib
 import re
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,6 +26,7 @@ from draftlab.model.hub import ROW_FILES
 from draftlab.reading import reading
 
 Split = Literal["train", "heldout"]
+Parse = Callable[[Any, str], TextRow]  # from a row and its place to its text
 HELDOUT_SHARE = 0.08  # share of the documents that is held out, by a hash of their names
 HUB_ROWS = 50_000  # rows streamed from a hub data set; calibration and distillation need no more
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -36,11 +40,15 @@ NOT_STDLIB = {
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with a name that is the same on all machines. A conversation's text joins the contents of its messages."""
+    """A text with a name that is the same on all machines. A conversation's text joins the contents of its messages.
+
+    domain: Value of the source's column of domains; "" without one.
+    """
 
     name: str
     text: str
     messages: tuple[Message, ...] = ()
+    domain: str = ""
 
 
 def is_heldout(name: str) -> bool:
@@ -74,6 +82,27 @@ def parse_mixture(spec: str) -> dict[str, float]:
             )
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
+
+
+def split_domains(weights: dict[str, float]) -> dict[str, float]:
+    """Return a mixture with the domains of SET#COLUMN in place of the set, by their shares of its training text."""
+    split: dict[str, float] = {}
+    for source, weight in weights.items():
+        _, column, domain = hub.split_column(source)
+        if column is None or domain:
+            split[source] = weight
+            continue
+        sizes: dict[str, int] = {}
+        for doc in documents(source, "train"):
+            sizes[doc.domain] = sizes.get(doc.domain, 0) + len(doc.text.encode())
+        total = sum(sizes.values())
+        split |= {f"{source}:{name}": weight * size / total for name, size in sizes.items()}
+    return split
+
+
+def domain_of(source: str) -> str:
+    """Return the domain of SET#COLUMN:DOMAIN, or the name of another source."""
+    return hub.split_column(source)[2] or source
 
 
 def documents(source: str, split: Split | None = None) -> list[Document]:
@@ -130,6 +159,13 @@ def has_conversations(source: str) -> bool:
 
 
 def _read(source: str) -> Iterator[Document]:
+    name, column, domain = hub.split_column(source)
+    if column is not None:
+        parse = partial(_row_with_domain, column)
+        on_hub = name.startswith("hf:")
+        every = _hub_domains(name, column) if on_hub else _row_file(Path(name), parse)
+        yield from (doc for doc in every if domain in ("", doc.domain))
+        return
     if source in PYTHON_SOURCES:
         yield from PYTHON_SOURCES[source]()
         return
@@ -196,22 +232,39 @@ def _text_file(path: Path) -> Iterator[Document]:
         yield Document(f"{path.name}:{index}", separator.join(part))
 
 
-def _row_file(path: Path) -> Iterator[Document]:
-    return (_document(line_name(path, number), row) for number, row in rows_of(path, row_of))
+@functools.lru_cache(maxsize=1)
+def _hub_domains(name: str, column: str) -> list[Document]:
+    """Return the documents of a hub data set with their domains; each domain asks for them."""
+    parse = partial(_row_with_domain, column)
+    return list(_hub_dataset(name.removeprefix("hf:"), parse))
 
 
-def _hub_dataset(name: str) -> Iterator[Document]:
+def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
+    """Return a row with its domain as the category. column: Name, with a dot before each key inside a column."""
+    domain = value
+    for key in column.split("."):
+        domain = domain.get(key) if isinstance(domain, dict) else None
+    if domain is None:
+        raise UserError(f"{where}: no column {column!r} in {', '.join(map(str, value))}")
+    return replace(row_of(value, where), category=str(domain))
+
+
+def _row_file(path: Path, parse: Parse = row_of) -> Iterator[Document]:
+    return (_document(line_name(path, number), row) for number, row in rows_of(path, parse))
+
+
+def _hub_dataset(name: str, parse: Parse = row_of) -> Iterator[Document]:
     from datasets import load_dataset
 
     hub.check_data(f"hf:{name}")  # otherwise the client retries for half a minute
     with reading(f"data set {name!r} could not be loaded"):
         values = load_dataset(name, split="train", streaming=True)
-    rows = checked_rows(name, enumerate(values.take(HUB_ROWS)), row_of)
+    rows = checked_rows(name, enumerate(values.take(HUB_ROWS)), parse)
     return (_document(f"{name}:{number}", row) for number, row in rows)
 
 
 def _document(name: str, row: TextRow) -> Document:
-    return Document(name, row.text, row.messages)
+    return Document(name, row.text, row.messages, row.category)
 
 
 def unit_hash(text: str) -> float:

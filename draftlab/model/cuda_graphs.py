@@ -162,7 +162,12 @@ class CudaGraphLlama(Llama):
         rows, count = uniform.shape
         end = _end(cache, count - 1)
         key = (cache.keys.data_ptr(), rows, count, end, choose)
-        inputs = logits, staged(cache.used, self.device).unsqueeze(1), uniform, state
+        inputs = (
+            logits,
+            staged(cache.used, self.device).unsqueeze(1),
+            uniform.to(self.device),
+            state,
+        )
         if key not in self._chains:
             run = self._static_chain(cache, choose, end)
             self._chains[key] = _Graph.of(run, inputs, self.device)

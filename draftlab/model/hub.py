@@ -201,9 +201,23 @@ def source_names(mixture: str) -> list[str]:
     return [part.strip().partition("=")[0] for part in mixture.split(",")]
 
 
+def split_column(source: str) -> tuple[str, str | None, str]:
+    """Return set, column and domain of SET#COLUMN or SET#COLUMN:DOMAIN. The column is None for other sources."""
+    name, _, rest = source.partition("#")
+    if not rest or not (name.startswith("hf:") or Path(name).suffix in ROW_FILES):
+        return source, None, ""
+    column, _, domain = rest.partition(":")
+    return name, column, domain
+
+
+def is_on_disk(source: str) -> bool:
+    """Return whether a source is a file or folder."""
+    return Path(split_column(source)[0]).exists()
+
+
 def check_local_text(source: str) -> None:
     """Raises UserError: there is no such file or folder, or the file has no suffix of text."""
-    path = Path(source)
+    path = Path(split_column(source)[0])
     if not path.exists():
         hint = did_you_mean(source, BUILT_IN_TEXT)
         raise UserError(

@@ -57,14 +57,12 @@ class LayerStates:
 class Cache:
     """Keys and values, [layers, B, K, capacity, C] each; the first ``used`` positions of each row are valid, [B].
 
-    hidden_states: Input of the output head at each position, [B, capacity, D], stored if set; keep does not reorder
-    it. layer_states: States of the layers that a drafter reads, stored if set.
+    layer_states: States of the layers that a drafter reads, stored if set.
     """
 
     keys: Tensor
     values: Tensor
     used: list[int] = field(default_factory=list)
-    hidden_states: Tensor | None = None
     layer_states: LayerStates | None = None
 
     def __post_init__(self) -> None:
@@ -87,9 +85,8 @@ class Cache:
     def rows(self, mask: Tensor) -> "Cache":
         """Return a cache of the rows in a mask, bool [B]."""
         used = [used for used, keep in zip(self.used, mask.tolist(), strict=True) if keep]
-        states = None if self.hidden_states is None else self.hidden_states[mask]
         layers = self.layer_states and self.layer_states.rows(mask)
-        return Cache(self.keys[:, mask], self.values[:, mask], used, states, layers)
+        return Cache(self.keys[:, mask], self.values[:, mask], used, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +196,7 @@ class Llama(Decoder):
         width = ids.shape[1]
         end_of_pass(cache, width)
         metadata = self._metadata(cache, width, tree)
-        logits = self.decode(
-            ids, cache.keys, cache.values, metadata, last, cache.hidden_states, cache.layer_states
-        )
+        logits = self.decode(ids, cache.keys, cache.values, metadata, last, cache.layer_states)
         cache.used = [used + width for used in cache.used]
         return logits
 
@@ -212,10 +207,9 @@ class Llama(Decoder):
         values: Tensor,
         metadata: AttentionMetadata,
         last: int,
-        hidden_states: Tensor | None = None,
         layer_states: LayerStates | None = None,
     ) -> Tensor:
-        """Run a pass and return the logits of the last tokens, [B, last, V]. hidden_states, layer_states: See Cache."""
+        """Run a pass and return the logits of the last tokens, [B, last, V]. layer_states: See Cache."""
         x = F.embedding(ids, self.embed)  # [B, T, D]
         with pinned_backends(self.device):
             for layer, block in enumerate(self.blocks):
@@ -228,10 +222,8 @@ class Llama(Decoder):
                 x = x + self._normed(added, block.mlp_norm)
         if layer_states is not None:
             layer_states.store(len(self.blocks), x, metadata.slots)
-        x = rms_norm(x[:, -last:] if hidden_states is None else x, self.norm, self.eps)
-        if hidden_states is not None:
-            hidden_states[metadata.slots[0], metadata.slots[2]] = x
-        return self.expand_logits(F.linear(x[:, -last:], self.head))
+        x = rms_norm(x[:, -last:], self.norm, self.eps)
+        return self.expand_logits(F.linear(x, self.head))
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else rms_norm(x, weight, self.eps)

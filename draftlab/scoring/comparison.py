@@ -315,7 +315,6 @@ class Comparison:
             target=self.target,
             layers=None if self.hosted else llama.check_supported(self.target).layers,
             vocab=checkpoint.vocab_size(self.target),
-            mode=self.engine.mode,
             rule=self.acceptance.rule,
             draft=self.default_draft,
         )

@@ -30,7 +30,7 @@ from draftlab.training.on_policy import StudentBatches
 from draftlab.training.optimizers import training_dtype
 from draftlab.training.run import Distillation
 from draftlab.training.teachers import ServedTeacher, StoredTeacher
-from draftlab.training.texts import HELDOUT_ROWS, Author, in_turns, reweighing, target_text
+from draftlab.training.texts import HELDOUT_ROWS, Author, in_turns, target_text
 from draftlab.training.trainer import TrainingSetup
 
 
@@ -73,7 +73,7 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     """
     assert job.draft is not None  # starts_from_draft
     reads_data = job.outputs is None and job.answers is None
-    if reads_data and all(Path(name).exists() for name in parse_mixture(job.text.data)):
+    if reads_data and all(map(hub.is_on_disk, parse_mixture(job.text.data))):
         job.text.open(checkpoint.load_tokenizer(job.draft), job.loop)
     student, teacher = read_size(job.draft), read_size(job.target) if job.target else None
     seq_len = job.text.seq_len
@@ -179,8 +179,9 @@ def _text_setup(
     note(f"reading {job.text.data}")
     data, heldout = job.text.open(tokenizer, job.loop)
     author = None if job.target is None else Author.of(job.target, job.hardware, job.loop, draft)
-    if author is not None and job.text.reweigh_steps:
-        data = reweighing(job.text, data, author, tokenizer)
+    if job.text.reweighing is not None:
+        dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
+        data = job.text.reweighing.start(data, tokenizer, dtype, job.hardware, job.text.loss_on)
     setup = TrainingSetup(
         teacher=served,
         batches=_mixed(job, data, student, draft, author, state),

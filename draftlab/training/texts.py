@@ -11,23 +11,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
-from draftlab.console import note, progress
-from draftlab.data import Batch, DynamicBatches, HeldOut, TokenBatches, open_batches, open_heldout
+from draftlab.console import progress
+from draftlab.data import HeldOut, TokenBatches, open_batches, open_heldout
 from draftlab.engine.batch_generate import Batching, Completion, generate_batch, load_generator
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint
 from draftlab.model.decoder import Decoder
 from draftlab.model.tokenizer import known_ids
 from draftlab.sampling import SamplingParams
 from draftlab.training.checkpointer import load_or_make
 from draftlab.training.loop import Batches, Hardware, Loop
-from draftlab.training.losses import parse_loss
-from draftlab.training.objectives import DistillStep
 from draftlab.training.on_policy import GeneratedRows, MixedBatches
 from draftlab.training.optimizers import training_dtype
+from draftlab.training.reweighing import Reweighing
 
 HELDOUT_ROWS = 64
 
@@ -42,7 +41,7 @@ class TrainingText:
         loss_on: Tokens of conversations that count. None for data without conversations.
         prompt_tokens: Length of the starts that a model continues.
         temperature: Temperature of generated text.
-        reweigh_steps: Steps between updates of a mixture's weights by held-out loss. 0 keeps fixed weights.
+        reweighing: How the weights of a mixture follow its losses. None keeps fixed weights.
     """
 
     data: str
@@ -51,7 +50,7 @@ class TrainingText:
     loss_on: LossOn | None = None
     prompt_tokens: int = 32
     temperature: float = 1.0
-    reweigh_steps: int = 0
+    reweighing: Reweighing | None = None
 
     @property
     def generated(self) -> bool:
@@ -170,38 +169,3 @@ def continued(
 
     arrays = load_or_make(state, name, make)
     return GeneratedRows(arrays["ids"], arrays["lengths"], prompts.shape[1], rows)
-
-
-def reweighing(
-    text: TrainingText, batches: TokenBatches, author: Author, tokenizer: PreTrainedTokenizerBase
-) -> DynamicBatches:
-    """Return batches whose weights follow the student's held-out loss on each source, relative to the target's.
-
-    This is the dynamic batch loading of Xia et al. 2023 (Sheared LLaMA, 2310.06694).
-
-    Raises:
-        UserError: A source has no held-out window.
-    """
-    note(f"loading {hub.checkpoint_name(author.target)} to compute its loss on each data source")
-    rows, hardware = min(8, batches.rows), author.hardware
-    reference = checkpoint.load_model(
-        author.target, author.dtype, hardware.resolved, hardware.device_map
-    ).eval()
-    heldout = {
-        name: open_heldout(
-            name, tokenizer, rows=rows, seq_len=batches.seq_len, most_rows=16, loss_on=text.loss_on
-        ).batches
-        for name in batches.weights
-    }
-    losses = {name: _cross_entropy(reference, b) for name, b in heldout.items()}
-    return DynamicBatches.start(batches, heldout, losses, text.reweigh_steps)
-
-
-@torch.inference_mode()
-def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
-    step, device = DistillStep(model, parse_loss("ce"), 1.0), model.device
-    sums = [
-        step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None)
-        for b in batches
-    ]
-    return float(sum(s[0, 1] for s in sums) / sum(b.predictions for b in batches))

@@ -28,11 +28,5 @@ def check_output(context: DrafterContext, runs: Mapping[str, DrafterRun]) -> Non
 
 def facts(**changed: Any) -> RunFacts:
     """Return a run of a target of five layers and 307 ids."""
-    known: dict[str, Any] = {
-        "layers": 5,
-        "vocab": 307,
-        "mode": "eager",
-        "rule": "rejection",
-        "draft": None,
-    }
+    known: dict[str, Any] = {"layers": 5, "vocab": 307, "rule": "rejection", "draft": None}
     return RunFacts(**known | {"target": Path("target")} | changed)

@@ -98,7 +98,8 @@ def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(space, draft
     assert values[0] == pytest.approx(values[1], rel=1e-5)
     assert found.rounding is not None
     assert 0 < found.rounding.kl < 0.1
-    assert found.rounding.tokens == sum(prompt.tokens for prompt in found.prompts) + 2 * 6
+    written = sum(generation.tokens for generation in found.plain)
+    assert found.rounding.tokens == sum(prompt.tokens for prompt in found.prompts) + written
     assert by_hand.rounding is None
 
     texts = [[0, 17, 44, 101, 9], [0, 5, 250]]
@@ -110,7 +111,9 @@ def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(space, draft
     llama = modes.load(family_dirs["llama"], torch.float32, checkpoint.CPU)
     assert isinstance(llama, Llama)
     compared = compare(llama, modes.with_mode(llama, "native", int8=True), texts)
-    assert compared.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-2)
+    assert compared.kl == pytest.approx(
+        float((p.exp() * (p - q)).sum(-1).mean()), rel=0.02, abs=1e-6
+    )
     assert compared.top1 == float((p.argmax(-1) == q.argmax(-1)).float().mean())
 
 

@@ -20,9 +20,10 @@ from draftlab.pruning.masks.masked_model import Folded, masked
 from draftlab.pruning.run import Prune, PrunedDraft, Selection, Text
 from draftlab.pruning.source import Source
 from draftlab.training.checkpointer import best_weights
-from draftlab.training.loop import Loop
+from draftlab.training.loop import Hardware, Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.optimizers import training_dtype
+from draftlab.training.reweighing import Reweighing
 from draftlab.training.run import claimed_state, fit
 from draftlab.training.trainer import TrainingSetup
 
@@ -36,13 +37,17 @@ SAVE_STEPS = 100  # most steps between checkpoints to resume from
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskTraining:
-    """Settings of mask training. lr: Peak learning rate of the weights. None freezes the weights."""
+    """Settings of mask training.
+
+    lr: Peak learning rate of the weights. None freezes the weights. reweighing: None keeps a mixture's weights.
+    """
 
     steps: int
     batch_size: int
     loss: str = "fkl"
     lr: float | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    reweighing: Reweighing | None = None
 
     def loop(self, seed: int) -> Loop:
         """Return the trainer's settings."""
@@ -108,13 +113,14 @@ def _select(
 def _setup(source: Source, text: Text, training: MaskTraining) -> TrainingSetup:
     tokenizer = checkpoint.load_tokenizer(source.directory)
     teacher, loss = None, parse_loss(training.loss)
-    if loss.needs_teacher:
-        teacher = checkpoint.load_model(
-            source.directory, checkpoint.DTYPES[training_dtype(training.dtype)]
-        )
+    dtype = checkpoint.DTYPES[training_dtype(training.dtype)]
     sizes: dict[str, Any] = {"rows": training.batch_size, "seq_len": text.seq_len}
     batches = open_batches(text.data, tokenizer, steps=training.steps, seed=text.seed, **sizes)
     heldout = open_heldout(text.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
+    if training.reweighing is not None:
+        batches = training.reweighing.start(batches, tokenizer, dtype, Hardware())
+    if loss.needs_teacher:
+        teacher = checkpoint.load_model(source.directory, dtype)
     return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=loss)
 
 

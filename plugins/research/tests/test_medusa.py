@@ -22,6 +22,7 @@ from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
+from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 from draftlab.training.teachers import LocalTeacher
 from draftlab_research import medusa_training
@@ -182,9 +183,33 @@ def test_broken_heads_are_refused(trained, family_dirs, tmp_path, file, content,
         medusa.read(tmp_path, family_dirs["llama"])
 
 
-def test_modes_without_hidden_states_are_refused(target):
-    with pytest.raises(UserError, match="mode eager"):
-        MedusaDrafter(CudaGraphLlama(target), random_heads())
+@pytest.mark.parametrize("parents", [None, (0, 0, 0, 1, 1, 2, 4)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_heads_draft_the_same_in_every_mode(target, parents, temperature):
+    """Chains and trees read the state that the mode's pass stored after the last layer."""
+    sampling, found = SamplingParams(max_tokens=16, temperature=temperature), []
+    for model in (target, NativeLlama(target), CudaGraphLlama(target)):
+        drafter = recording(MedusaDrafter, model, random_heads(), parents)
+        texts = output_tokens(
+            speculative_decode(model, drafter, PROMPTS, 3 if parents is None else 7, sampling)
+        )
+        found.append((texts, [draft.ids.tolist() for _, draft in drafter.seen]))
+    assert found[0][1][0]
+    assert found[0] == found[1] == found[2]
+    if temperature == 0:
+        assert found[0][0] == output_tokens(decode(target, PROMPTS, sampling))
+
+
+def test_a_level_of_a_tree_has_the_most_probable_tokens_of_its_head(target):
+    parents = (0, 0, 1, 1, 2, 2)
+    drafter = recording(MedusaDrafter, target, random_heads(), parents)
+    chain = recording(MedusaDrafter, target, random_heads())
+    for one, k in ((drafter, 6), (chain, 2)):
+        output_tokens(speculative_decode(target, one, PROMPTS[:1], k, SamplingParams(max_tokens=8)))
+    tree, first = drafter.seen[0][1].ids[0].tolist(), chain.seen[0][1].ids[0].tolist()
+    assert (tree[0], tree[2]) == tuple(first)
+    assert tree[2:4] == tree[4:6]
+    assert len(set(tree[:2])) == len(set(tree[2:4])) == 2
 
 
 @pytest.fixture

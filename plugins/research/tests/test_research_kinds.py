@@ -162,9 +162,13 @@ def test_what_a_target_of_transformers_cannot_do_is_refused(text):
         parse_drafter(text).check(facts(layers=None))
 
 
-def test_heads_that_read_hidden_states_need_mode_eager():
-    with pytest.raises(UserError, match="mode eager"):
-        parse_drafter("medusa:heads=x").check(facts(mode="native"))
+def test_a_tree_of_heads_has_a_level_for_each_head_at_most(context, heads):
+    way = built(context, f"{heads},widths=2x2")
+    assert (way.ks, way.drafter.parents) == ([6], (0, 0, 1, 1, 2, 2))
+    with pytest.raises(UserError, match="at most 2 levels"):
+        built(context, f"{heads},widths=2x2x1")
+    with pytest.raises(UserError, match="siblings: only with widths"):
+        parse_drafter(f"{heads},siblings=top")
 
 
 def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_dirs):

@@ -18,9 +18,10 @@ from draftlab.engine.generate import Draft, Drafter
 from draftlab.engine.verify import distribution, draw
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import check_weight
-from draftlab.model.llama import Cache, Llama
+from draftlab.model.llama import Cache, Llama, rms_norm
 from draftlab.reading import FileModel, read_model, reading
 from draftlab.sampling import SamplingParams
+from draftlab_research.drafting.tree import Siblings, draft_levels, node_depths
 from draftlab_research.medusa import MANIFEST, TRAINED_BY
 
 WEIGHTS = "heads.safetensors"
@@ -35,38 +36,46 @@ class Manifest(FileModel):
 
 
 class MedusaDrafter(Drafter):
-    """Drafts one token per head in one matrix product. No drafted token depends on the drafted tokens before it.
+    """Drafts the tokens of all heads in one matrix product: a chain, or a tree with the same distribution in a level.
 
-    The heads' distributions therefore hold for any earlier tokens, and the rule for chains applies.
+    No drafted token depends on the drafted tokens before it. The heads' distributions therefore hold after any earlier
+    tokens, and the rules for chains and trees apply.
     """
 
-    def __init__(self, target: Llama, heads: Tensor) -> None:
-        """Make a drafter. heads: W of each head, [N, D, D].
-
-        Raises:
-            UserError: The target's passes keep no hidden states.
-        """
-        if type(target) is not Llama:
-            raise UserError(
-                "Medusa heads read the target's hidden states, which only mode eager keeps; use --mode eager"
-            )
+    def __init__(
+        self,
+        target: Llama,
+        heads: Tensor,
+        parents: tuple[int, ...] | None = None,
+        siblings: Siblings = "sampled",
+    ) -> None:
+        """heads: W of each head, [N, D, D]. parents, siblings: See TreeDrafter; None drafts a chain."""
         self.target, self.heads = target, heads.to(target.embed)
-        self.reset(1, 1)
+        self.parents = parents
+        self.siblings: Siblings = siblings
 
     def reset(self, rows: int, capacity: int) -> None:
-        self.states = self.target.embed.new_zeros(rows, capacity, self.target.shape.hidden)
+        """Do nothing: the states are the target's."""
 
     def attach(self, cache: Cache) -> None:
-        cache.hidden_states = self.states
+        self.states = self.target.new_layer_states(cache, (self.target.shape.layers,))
+        cache.layer_states = self.states
 
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         # the last token was not fed yet: the target predicted it from the token before
         at = [len(text) - 2 for text in texts]
-        # [B, K, D]
-        hidden = apply_heads(self.states[torch.arange(len(at)), at], self.heads[:count])
+        read = self.states.states[torch.arange(len(at)), at].to(self.heads)
+        state = rms_norm(
+            read, self.target.norm, self.target.eps
+        )  # what the target's head reads, [B, D]
+        parents = None if self.parents is None else self.parents[:count]
+        used = count if parents is None else max(node_depths(parents))
+        hidden = apply_heads(state, self.heads[:used])  # [B, levels, D]
         logits = self.target.expand_logits(F.linear(hidden, self.target.head))
+        if parents is not None:
+            return draft_levels(logits, parents, self.siblings, sampling, uniform)
         counts = [logits.shape[1]] * len(texts)
         if sampling.temperature == 0:
             return Draft(ids=logits.argmax(-1), q=None, counts=counts)

@@ -5,15 +5,13 @@ B rows, V vocab.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from draftlab.engine.drafters.parallel import mask_token, offset_logits
 from draftlab.engine.generate import Draft, fit_vocab
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
-from draftlab_research.drafting.tree import Siblings, TreeDrafter
-from draftlab_research.rules import recursive
+from draftlab_research.drafting.tree import Siblings, TreeDrafter, draft_levels
 
 
 class ParallelTreeDrafter(TreeDrafter):
@@ -31,19 +29,4 @@ class ParallelTreeDrafter(TreeDrafter):
     ) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
         logits = fit_vocab(offset_logits(self, self.token, texts, max(levels)), self.vocab)
-        ids: list[Tensor] = []
-        q: list[Tensor] = []
-        for token, level in enumerate(levels):
-            elder = [ids[i] for i in range(token) if parents[i] == parents[token]]
-            child, drawn_from = self._child(
-                logits[:, level - 1], elder, sampling, uniform[:, token]
-            )
-            ids.append(child)
-            q += [] if drawn_from is None else [drawn_from]
-        return Draft(
-            ids=torch.stack(ids, 1),
-            q=torch.stack(q, 1) if q else None,
-            counts=[count] * len(texts),
-            parents=parents,
-            rule=recursive,
-        )
+        return draft_levels(logits, parents, self.siblings, sampling, uniform)

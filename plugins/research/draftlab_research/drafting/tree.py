@@ -16,6 +16,7 @@ from torch import Tensor
 from draftlab.engine.generate import Draft, ModelDrafter, fit_vocab
 from draftlab.engine.verify import distribution, draw
 from draftlab.model.decoder import Decoder, Parents, Tree
+from draftlab.model.devices import staged
 from draftlab.sampling import SamplingParams
 from draftlab_research.rules import recursive
 
@@ -37,7 +38,8 @@ class TreeDrafter(ModelDrafter):
         self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings
     ) -> None:
         """Raises ValueError: parents are not sorted by level."""
-        self.parents, self.siblings = tuple(parents), siblings
+        self.parents = tuple(parents)
+        self.siblings: Siblings = siblings
         self.levels = node_depths(parents)
         if self.levels != sorted(self.levels):
             raise ValueError(f"parents must be sorted by level: {parents}")
@@ -57,8 +59,8 @@ class TreeDrafter(ModelDrafter):
                 logits = self.read(texts, ids, parents[: len(ids)])
             for token in [i for i, own in enumerate(levels) if own == level]:
                 elder = [ids[i] for i in range(token) if parents[i] == parents[token]]
-                child, drawn_from = self._child(
-                    logits[:, parents[token]], elder, sampling, uniform[:, token]
+                child, drawn_from = draw_child(
+                    logits[:, parents[token]], elder, self.siblings, sampling, uniform[:, token]
                 )
                 ids.append(child)
                 q += [] if drawn_from is None else [drawn_from]
@@ -74,7 +76,7 @@ class TreeDrafter(ModelDrafter):
 
     def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
         """Return the logits after the text and after each drafted token, [B, nodes, V]."""
-        last = torch.tensor([text[-1] for text in texts], device=self.model.device)
+        last = staged([text[-1] for text in texts], self.model.device)
         fed = torch.stack([last, *ids], 1)
         if self.own_vocab is not None:
             fed = fed.clamp(max=self.own_vocab - 1)
@@ -82,20 +84,51 @@ class TreeDrafter(ModelDrafter):
         tree = Tree.from_parents(parents, self.model.device)
         return fit_vocab(self.model.forward(fed, self.cache, tree=tree), self.vocab)
 
-    def _child(
-        self, logits: Tensor, elder: list[Tensor], sampling: SamplingParams, uniform: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the next child after its elder siblings, [B], and the distribution of the draw, [B, V]."""
-        if sampling.temperature == 0 or self.siblings == "top":
-            return logits.topk(len(elder) + 1).indices[:, -1], None
-        q = distribution(logits, sampling)
-        if self.siblings == "distinct":
-            for sibling in elder:
-                q = q.scatter(1, sibling.unsqueeze(1), 0)
-            total = q.sum(1, keepdim=True)
-            # if no token is left to draw, any distribution will do
-            q = torch.where(total > 0, q / total, 1 / q.shape[1])
-        return draw(q, uniform), q
+
+def draw_child(
+    logits: Tensor,
+    elder: list[Tensor],
+    siblings: Siblings,
+    sampling: SamplingParams,
+    uniform: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the next child after its elder siblings, [B], and the distribution of the draw, [B, V]."""
+    if sampling.temperature == 0 or siblings == "top":
+        return logits.topk(len(elder) + 1).indices[:, -1], None
+    q = distribution(logits, sampling)
+    if siblings == "distinct":
+        for sibling in elder:
+            q = q.scatter(1, sibling.unsqueeze(1), 0)
+        total = q.sum(1, keepdim=True)
+        # if no token is left to draw, any distribution is right
+        q = torch.where(total > 0, q / total, 1 / q.shape[1])
+    return draw(q, uniform.to(q.device)), q
+
+
+def draft_levels(
+    logits: Tensor,
+    parents: Sequence[int],
+    siblings: Siblings,
+    sampling: SamplingParams,
+    uniform: Tensor,
+) -> Draft:
+    """Draft a tree in which all tokens of a level have the same distribution. logits: By level, [B, levels, V]."""
+    ids: list[Tensor] = []
+    q: list[Tensor] = []
+    for token, level in enumerate(node_depths(parents)):
+        elder = [ids[i] for i in range(token) if parents[i] == parents[token]]
+        child, drawn_from = draw_child(
+            logits[:, level - 1], elder, siblings, sampling, uniform[:, token]
+        )
+        ids.append(child)
+        q += [] if drawn_from is None else [drawn_from]
+    return Draft(
+        ids=torch.stack(ids, 1),
+        q=torch.stack(q, 1) if q else None,
+        counts=[len(ids)] * len(logits),
+        parents=tuple(parents),
+        rule=recursive,
+    )
 
 
 def full_tree(widths: Sequence[int]) -> tuple[int, ...]:

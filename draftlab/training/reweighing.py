@@ -1,0 +1,127 @@
+"""Dynamic batch loading of Sheared LLaMA (2310.06694): sources that lag their expected loss get more rows."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftlab.config.shared import LossOn
+from draftlab.console import note
+from draftlab.data import Batch, DynamicBatches, TokenBatches, domain_of, open_heldout
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, hub
+from draftlab.training.loop import Hardware
+from draftlab.training.losses import parse_loss
+from draftlab.training.objectives import DistillStep
+
+ROWS, BATCH = 16, 8  # held-out windows of each source, and windows in a pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reweighing:
+    """The sources' weights follow the student's held-out losses.
+
+    Args:
+        every: Steps between updates of the weights.
+        reference: Expected loss of each source in nats per token, by name or domain; or a checkpoint, whose held-out
+            losses are expected.
+    """
+
+    every: int
+    reference: Mapping[str, float] | Path
+
+    @classmethod
+    def of(cls, every: int, reference: str | Path | None, data: str, weights: bool) -> "Reweighing":
+        """Return the reweighing of a mixture. reference: SOURCE=LOSS,... or the name or directory of a checkpoint.
+
+        Raises:
+            UserError: See parse_reference.
+        """
+        assert reference is not None  # commands name a default
+        if isinstance(reference, str):
+            return cls(every=every, reference=parse_reference(reference, data, weights))
+        return cls(every=every, reference=reference)
+
+    def start(
+        self,
+        batches: TokenBatches,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: torch.dtype,
+        hardware: Hardware,
+        loss_on: LossOn | None = None,
+    ) -> DynamicBatches:
+        """Return batches of the same sources whose weights change. dtype, hardware: For a checkpoint's losses.
+
+        Raises:
+            UserError: There is only one source, a source has no held-out window, or the expected losses are not those
+                of the sources.
+        """
+        if len(batches.weights) < 2:
+            raise UserError("--reweigh-steps: the data is a single source; name a mixture")
+        reference = self.reference
+        if not isinstance(reference, Path):
+            check_names(reference, batches.weights)
+        heldout = {
+            name: open_heldout(
+                name,
+                tokenizer,
+                rows=min(BATCH, batches.rows),
+                seq_len=batches.seq_len,
+                most_rows=ROWS,
+                loss_on=loss_on,
+            ).batches
+            for name in batches.weights
+        }
+        if isinstance(reference, Path):
+            note(f"loading {hub.checkpoint_name(reference)} for its loss on each source")
+            model = checkpoint.load_model(
+                reference, dtype, hardware.resolved, hardware.device_map
+            ).eval()
+            losses = {name: _cross_entropy(model, rows) for name, rows in heldout.items()}
+        else:
+            losses = {name: reference[domain_of(name)] for name in batches.weights}
+        return DynamicBatches.start(batches, heldout, losses, self.every)
+
+
+def parse_reference(text: str, data: str, weights: bool) -> Mapping[str, float] | Path:
+    """Parse --reference-losses, SOURCE=LOSS,... or a checkpoint.
+
+    Raises:
+        UserError: A loss is not a positive number, or the sources are not those of `data`; or there is no checkpoint.
+    """
+    if "=" not in text:
+        return hub.locate_model(text, weights)
+    losses: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().rpartition("=")
+        try:
+            losses[name] = float(value)
+        except ValueError:
+            losses[name] = 0.0
+        if not name or not 0 < losses[name] < float("inf"):
+            raise UserError(f"want SOURCE=LOSS with nats per token above 0, got {part.strip()!r}")
+    sources = hub.source_names(data)
+    if all(hub.split_column(name)[1] is None for name in sources):
+        check_names(losses, sources)
+    return losses
+
+
+def check_names(losses: Mapping[str, float], sources: Iterable[str]) -> None:
+    """Raises UserError: some source has no expected loss, or a loss has no source."""
+    domains = [domain_of(name) for name in sources]
+    if set(losses) != set(domains):
+        raise UserError(
+            f"--reference-losses has {', '.join(losses)}; want a loss for each of {', '.join(domains)}"
+        )
+
+
+@torch.inference_mode()
+def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
+    step, device = DistillStep(model, parse_loss("ce"), 1.0), model.device
+    sums = [
+        step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None)
+        for b in batches
+    ]
+    return float(sum(s[0, 1] for s in sums) / sum(b.predictions for b in batches))

@@ -82,6 +82,13 @@ def _complaint(item: dict[str, Any]) -> str:
 PACKAGE = "draftlab.drafters"
 
 
+def _modules(*package: str) -> dict[str, str]:
+    """Return the modules of a package of draftlab by the name of their kind."""
+    found = pkgutil.iter_modules([str(Path(__file__).parent.parent.joinpath(*package))])
+    names = [module.name for module in found]
+    return {name.replace("_", "-"): ".".join(("draftlab", *package, name)) for name in names}
+
+
 def split_at(separator: str) -> BeforeValidator:
     """Return a validator that splits text into a list, and passes a list unchanged."""
     return BeforeValidator(
@@ -244,14 +251,7 @@ class DrafterSpec(KindSpec):
 
 
 DrafterKind = TypeVar("DrafterKind", bound=type[DrafterSpec])
-DRAFTERS: Registry[type[DrafterSpec]] = Registry(
-    PACKAGE,
-    "drafter",
-    {
-        module.name.replace("_", "-"): f"{PACKAGE}.{module.name}"
-        for module in pkgutil.iter_modules([str(Path(__file__).parent.parent / "drafters")])
-    },
-)
+DRAFTERS: Registry[type[DrafterSpec]] = Registry(PACKAGE, "drafter", _modules("drafters"))
 
 
 def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKind], DrafterKind]:
@@ -322,9 +322,7 @@ class StudentSpec(KindSpec):
 
 StudentKind = TypeVar("StudentKind", bound=type[StudentSpec])
 STUDENTS: Registry[type[StudentSpec]] = Registry(
-    "draftlab.students",
-    "student",
-    {name: f"draftlab.training.students.{name}" for name in ("draft", "parallel", "eagle")},
+    "draftlab.students", "student", _modules("training", "students")
 )
 
 

@@ -8,14 +8,16 @@ attend to the context and to each other. A mask token predicts the token at its 
 sample_from_anchor, the next token.
 """
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,10 +25,13 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.eagle import (
     SLIDING,
+    WEIGHTS,
     HeadSizes,
     TargetSizes,
     draft_ids,
+    head_config,
     layer_config,
+    layer_json,
     layer_sizes,
     read_tensors,
     sizes_of,
@@ -35,6 +40,7 @@ from draftlab.model.llama import rms_norm, rotary, rotary_tables, spread
 from draftlab.model.size import ApproximateSize
 from draftlab.reading import reading
 
+ARCHITECTURE = "DFlashDraftModel"  # z-lab's class, which vLLM and SGLang know
 NOT_COMPUTED = {
     "attention_bias": (False, None),
     "hidden_act": ("silu", None),
@@ -301,11 +307,23 @@ def read_shape(
     Raises:
         UserError: The errors of check.
     """
-    from transformers import Qwen3Config
-
-    sizes, content = TargetSizes.of(target), checkpoint.read_config(folder)
+    content = checkpoint.read_config(folder)
     if hub.head_kind(folder) != kind:
         raise UserError(f"config.json of {folder} does not describe a {kind} head")
+    return *parse_shape(content, target, folder), content
+
+
+def parse_shape(
+    content: Mapping[str, object], target: Path, folder: Path
+) -> tuple[DFlashShape, Any]:
+    """Return the sizes and the configuration of the layers in a config.json. folder: Name of the head in errors.
+
+    Raises:
+        UserError: The errors of check.
+    """
+    from transformers import Qwen3Config
+
+    sizes = TargetSizes.of(target)
     with reading(folder / "config.json"):
         layer = layer_config(Qwen3Config, content)  # DFlash heads have layers of Qwen 3
         config = _from_json(content, layer, folder)
@@ -314,7 +332,40 @@ def read_shape(
         raise UserError(
             f"{folder}: mask_token_id is {config.mask_token_id}, but the vocabulary has only {config.vocab} ids"
         )
-    return config, layer, content
+    return config, layer
+
+
+def new_json(
+    target: Path, layers: int, layer_ids: Sequence[int] | None, block_size: int, mask_token_id: int
+) -> dict[str, object]:
+    """Return config.json, as z-lab publishes it, of a head whose layers have the sizes of the target's layers.
+
+    Raises:
+        UserError: The target lacks a layer in `layer_ids`.
+    """
+    sizes = TargetSizes.of(target)
+    layer = head_config(target, layer_ids, sizes.vocab, qk_norm=True)
+    return layer_json(layer) | {
+        "architectures": [ARCHITECTURE],
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers,
+        "num_target_layers": sizes.layers,
+        "block_size": block_size,
+        "dflash_config": {
+            "mask_token_id": mask_token_id,
+            "target_layer_ids": [i - 1 for i in layer.layer_ids],
+        },
+    }
+
+
+def write(folder: Path, content: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
+    """Write a head. content: Its config.json, without the dtype of the weights."""
+    dtype = checkpoint.dtype_name(weights["fc.weight"].dtype)
+    whole = dict(content) | {"dtype": dtype, "torch_dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(whole, indent=2))
+    save_file(
+        {name: weight.cpu().contiguous() for name, weight in weights.items()}, folder / WEIGHTS
+    )
 
 
 def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashShape:

@@ -456,7 +456,7 @@ def _native_json(config: HeadShape) -> dict[str, object]:
     variant = {name: True for name in VARIANTS if getattr(config, name)}
     return (
         variant
-        | _llama_json(config)
+        | layer_json(config)
         | {
             "architectures": [QWEN3_ARCHITECTURE if config.qk_norm else ARCHITECTURE],
             # SGLang counts the layer whose output is read, vLLM and llama.cpp the layers before it
@@ -476,7 +476,7 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
         "speculators_version": "0.9.0",
         **{name: getattr(config, name) for name in VARIANTS},
         "tie_word_embeddings": False,
-        "transformer_layer_config": _llama_json(config),
+        "transformer_layer_config": layer_json(config),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -486,7 +486,8 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
     }
 
 
-def _llama_json(config: HeadShape) -> dict[str, object]:
+def layer_json(config: HeadShape) -> dict[str, object]:
+    """Return the layer's configuration as config.json has it."""
     # older versions of servers need it
     theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}
     window: dict[str, object] = {}

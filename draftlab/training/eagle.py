@@ -1,7 +1,7 @@
 """Train an EAGLE-3 head in the common training loop. The frozen target computes its states in each step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -150,16 +150,28 @@ def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
 def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
     """Return facts on the head and the cost of its training, for a dry run, without reading weights."""
     assert job.target is not None  # a head reads the target's states
-    dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
-    head, size = head_of(spec, job), read_size(job.target)
-    weights, rows, seq_len = head.params(), job.loop.batch_size, job.text.seq_len
+    head = head_of(spec, job)
+    described = f"{head.draft_vocab:,} draft ids"
+    return costs(job, described, head.layer_ids, head.params(), spec.ttt_steps)
+
+
+def costs(
+    job: Distillation, described: str, layer_ids: Sequence[int], weights: int, passes: float
+) -> Mapping[str, object]:
+    """Describe the text, a head and the costs of its training.
+
+    weights: Parameters of the head. passes: Passes of the head per token of the text.
+    """
+    assert job.target is not None  # a head reads the target's states
+    dtype, size = checkpoint.DTYPES[training_dtype(job.loop.dtype)], read_size(job.target)
+    rows, seq_len = job.loop.batch_size, job.text.seq_len
     tokens = job.loop.steps * rows * seq_len
-    per_token = size.flops_per_token(seq_len // 2) + 6 * weights * spec.ttt_steps
-    states = rows * seq_len * head.target_hidden * (len(head.layer_ids) + size.layers)
+    per_token = size.flops_per_token(seq_len // 2) + 6 * weights * passes
+    states = rows * seq_len * size.hidden * (len(layer_ids) + size.layers)
     memory = size.weight_bytes(dtype.itemsize) + BYTES * weights + states * dtype.itemsize
     text = {} if job.answers is None else {"text": job.answers.describe()}
     return text | {
-        "head": f"layers {', '.join(map(str, head.layer_ids))} of {size.describe()}; {head.draft_vocab:,} draft ids, "
+        "head": f"layers {', '.join(map(str, layer_ids))} of {size.describe()}; {described}, "
         f"{format_count(weights)} parameters",
         "tokens": f"{tokens:,}",
         "flops": tokens * per_token,
@@ -179,7 +191,7 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
     assert target is not None  # a head reads the target's states
     head, device = head_of(spec, job), select_device(job.hardware.device)
     begun = None if job.draft is None else eagle.read(job.draft, target, torch.float32)
-    batches, heldout = _texts(job, target, state)
+    batches, heldout = texts_of(job, target, state)
     ids, coverage = _draft_ids(head, begun, batches, job.loop.steps, target, state)
     note(f"the {len(ids):,} draft ids cover {coverage:.2%} of the training tokens")
     dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
@@ -207,8 +219,8 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
     )
 
 
-def _texts(job: Distillation, target: Path, state: Path) -> tuple[Batches, HeldOut]:
-    """Return training text and held-out text: stored outputs, data, or the target's continuations of data."""
+def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, HeldOut]:
+    """Return training and held-out text of a head: stored outputs, data, or the target's continuations of data."""
     text, loop = job.text, job.loop
     if job.outputs is not None:
         return open_texts(job.outputs, target, text.seq_len, loop)

@@ -304,21 +304,27 @@ class EagleTeacher:
         self,
         model: PreTrainedModel,
         layer_ids: tuple[int, ...],
-        ids: Tensor,
+        ids: Tensor | None,
         temperature: float,
         device: torch.device,
     ) -> None:
-        """Add the hooks. ids: Id of each draft id in the target's vocabulary, [W]. temperature: The loss's temperature.
+        """Add the hooks. temperature: The loss's temperature.
+
+        ids: Id of each draft id in the target's vocabulary, [W]. None if the head predicts all ids.
 
         Raises:
             UserError: The model's layers are not found.
         """
         self.model = model.eval().requires_grad_(False)
-        self.ids, self.temperature, self.device = ids.to(device), temperature, device
-        self.vocab = len(ids)
+        self.temperature, self.device = temperature, device
         self.whole = LocalTeacher(model, logits_of(model), device)
         self.takes_packed = self.whole.takes_packed
-        self.draft_head = self.head_rows() if self.whole.head.plain else None
+        self.all_ids = ids is None
+        self.ids = torch.arange(self.whole.vocab) if ids is None else ids
+        self.ids, self.vocab = self.ids.to(device), len(self.ids)
+        self.draft_head = None
+        if self.whole.head.plain and not self.all_ids:
+            self.draft_head = self.head_rows()
         embedding = cast(nn.Module, model.get_input_embeddings()).get_parameter("weight")
         self.embedding = embedding.detach().to(device)
         self.states: dict[int, Tensor] = {}
@@ -333,6 +339,8 @@ class EagleTeacher:
     def distributions(self, batch: Batch) -> TargetPass:
         """Return the target's distributions at the positions in the mask, and its states at all positions."""
         whole = self.whole.distributions(batch)
+        if self.all_ids:
+            return TargetPass(whole, self._joined())
         if whole.head is None:
             hidden, totals = whole.hidden[:, self.ids], [self._log_total(whole.hidden)]
         else:

@@ -24,6 +24,14 @@ from draftlab.training.losses import Loss
 from draftlab.training.teachers import OutputHead, logits_of
 
 
+class Depths(Protocol):
+    """A rule for how many tokens a student predicts from each position."""
+
+    def drawn(self, batch: Batch, number: int) -> Batch:
+        """Return the batch with random depths. The run's seed and `number` decide the draw."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offsets:
     """The offsets that a parallel draft learns, 1 to count. token: Id of the mask token. share, floor: See drawn."""
@@ -64,7 +72,7 @@ class Offsets:
         """
         rng = np.random.default_rng((self.seed, number + (1 << 32)))
         counted = batch.mask > 0
-        ahead = _run_lengths(counted)
+        ahead = run_lengths(counted)
         # random rank of each position within its row
         order = np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
         positions = counted.sum(1, keepdims=True)
@@ -75,7 +83,7 @@ class Offsets:
         return replace(batch, depths=depths)
 
 
-def _run_lengths(counted: np.ndarray) -> np.ndarray:
+def run_lengths(counted: np.ndarray) -> np.ndarray:
     """Return the length of the run of counted positions that begins at each position, [B, T]."""
     width = counted.shape[1]
     # index of the next position that does not count

@@ -28,6 +28,7 @@ from draftlab.training.loop import Batches, Loop
 from draftlab.training.losses import Loss
 from draftlab.training.objectives import (
     Constraint,
+    Depths,
     DistillStep,
     Objective,
     Offsets,
@@ -54,8 +55,8 @@ class TrainingSetup:
     """Teacher, text, loss and evaluation of a student.
 
     teacher: None learns from the text alone. temperature: Temperature of both distributions in the divergence. offsets:
-    Offsets that a parallel draft learns. objective: Replaces DistillStep for a student that is no language model by
-    itself.
+    Offsets that a parallel draft learns. depths: Rule for the depths of each batch; by default the offsets. objective:
+    Replaces DistillStep for a student that is no language model by itself.
     """
 
     teacher: TeacherModel
@@ -65,6 +66,7 @@ class TrainingSetup:
     temperature: float = 1.0
     length: "TargetTextEvaluator | None" = None
     offsets: Offsets | None = None
+    depths: Depths | None = None
     objective: Objective | None = None
 
 
@@ -286,7 +288,8 @@ class Trainer:
         draw: Number that, with the seed, decides which offsets a parallel draft predicts.
         """
         batch = batch.packed() if self.packs else batch
-        return batch if self.setup.offsets is None else self.setup.offsets.drawn(batch, draw)
+        depths = self.setup.depths or self.setup.offsets
+        return batch if depths is None else depths.drawn(batch, draw)
 
     def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:
         """Return the sums of DistillStep over all parts, [6]. tokens: Predictions of the step in all processes."""

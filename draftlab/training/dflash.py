@@ -1,0 +1,344 @@
+"""Train a DFlash head in the common training loop, on many blocks of each text in one pass.
+
+B rows, T positions, A blocks of a row, M tokens of a block, K drafted tokens, N predictions, D hidden, H query heads in
+G groups, C head_dim, L layers read. A block begins at an anchor, a random token of the text. It reads the target's
+states of the tokens before its anchor, and its own tokens: the anchor and mask tokens.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
+
+from draftlab.console import note, progress
+from draftlab.data import Batch
+from draftlab.errors import UserError
+from draftlab.model import checkpoint, dflash, parallel
+from draftlab.model.dflash import DFlashShape
+from draftlab.model.eagle import TargetSizes, check_tensors, read_tensors
+from draftlab.model.trimmed_head import output_head
+from draftlab.training.checkpointer import best_weights, load_or_make, select_device
+from draftlab.training.eagle import FITTED_TOKENS, costs, texts_of
+from draftlab.training.eagle_head import EagleTeacher, TargetPass
+from draftlab.training.eagle_start import sample
+from draftlab.training.fused_loss import chosen, fused_loss
+from draftlab.training.losses import Loss, parse_loss
+from draftlab.training.objectives import Objective, run_lengths
+from draftlab.training.optimizers import training_dtype
+from draftlab.training.run import Distillation
+from draftlab.training.students.dflash import DFlashStudent
+from draftlab.training.trainer import TrainingSetup
+
+
+class Layer(Qwen3DecoderLayer):
+    """A layer of Qwen 3, whose attention also reads the context of the target's states."""
+
+    def forward(
+        self, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor
+    ) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the output of blocks x [B, A M, D], from context [B, T, D] and a mask [B, 1, A M, T + A M].
+
+        rotary: Cosines and sines of the context's positions, then of the blocks', [B, T + A M, C] each.
+        """
+        attention: Any = self.self_attn
+
+        def heads(projection: nn.Module, x: Tensor) -> Tensor:
+            return projection(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+
+        own = self.input_layernorm(x)
+        both = torch.cat([context, own], 1)
+        q = attention.q_norm(heads(attention.q_proj, own))  # [B, H, A M, C]
+        k = attention.k_norm(heads(attention.k_proj, both))  # [B, G, T + A M, C]
+        cos, sin = (table.unsqueeze(1) for table in rotary)
+        k = k * cos + rotate_half(k) * sin
+        cos, sin = (table[:, :, context.shape[1] :] for table in (cos, sin))
+        q = q * cos + rotate_half(q) * sin
+        groups = attention.num_key_value_groups
+        k, v = (part.repeat_interleave(groups, 1) for part in (k, heads(attention.v_proj, both)))
+        out = F.scaled_dot_product_attention(q, k, v.to(q), mask)
+        x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class BlockHead(nn.Module):
+    """The student. Its parameters have the names of z-lab. The target's embedding and output layer are frozen.
+
+    scale: Root mean square of each state, [L D], by which the target's states are divided in training.
+    """
+
+    scale: Tensor
+
+    def __init__(
+        self, config: DFlashShape, layer: Any, embedding: Tensor, output: nn.Module
+    ) -> None:
+        """layer: Configuration of the layers. embedding, output: Embedding [V, D] and output layer of the target."""
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.layer_ids) * config.hidden, config.hidden, bias=False)
+        self.hidden_norm, self.norm = (Qwen3RMSNorm(config.hidden, config.eps) for _ in range(2))
+        self.layers = nn.ModuleList([Layer(layer, i) for i in range(config.layers)])
+        self.rotary = Qwen3RotaryEmbedding(layer)
+        self.frozen = [embedding, output]  # a list, so that torch does not register parameters
+        self.scale = nn.Buffer(torch.ones(self.fc.in_features), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    def get_decoder(self) -> nn.Module:
+        return self
+
+    def get_output_embeddings(self) -> nn.Module:
+        return cast(nn.Module, self.frozen[1])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights of the same head for states that are not divided by `scale`."""
+        tensors = self.state_dict()
+        return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
+
+    def forward(
+        self, ids: Tensor, states: Tensor, anchors: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
+        """Return the input of the output layer for the drafted tokens of each block, [B, A, K, D].
+
+        Args:
+            ids: Token ids, [B, T].
+            states: States of the target, [B, T, L D].
+            anchors: Place of each block's first token in its row, [B, A].
+            positions: Same as in Batch.
+        """
+        c, count = self.config, anchors.shape[1]
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        inside = torch.arange(c.block_size, device=ids.device)
+        at = (positions.gather(1, anchors).unsqueeze(-1) + inside).flatten(1)  # [B, A M]
+        tokens = anchors.new_full((len(ids), count, c.block_size), c.mask_token_id)
+        tokens[..., 0] = ids.gather(1, anchors)
+        context = self.hidden_norm(self.fc(states / self.scale))
+        x = F.embedding(tokens.flatten(1), cast(Tensor, self.frozen[0])).to(context)
+        rotary = self.rotary(context, torch.cat([positions, at], 1))
+        kinds = list(zip(c.windows, c.causal, strict=True))
+        masks = {kind: self._mask(*kind, anchors, positions, at) for kind in set(kinds)}
+        for layer, kind in zip(self.layers, kinds, strict=True):
+            x = layer(x, context, rotary, masks[kind])
+        return self.norm(x).unflatten(1, (count, -1))[:, :, -c.most :]
+
+    def _mask(
+        self, window: int | None, causal: bool, anchors: Tensor, positions: Tensor, at: Tensor
+    ) -> Tensor:
+        """Return whether each token of a block reads each state, then each token of a block, [B, 1, A M, T + A M].
+
+        positions: Positions of the text in its sequences, [B, T]. at: Positions of the blocks' tokens, [B, A M].
+        """
+        size = self.config.block_size
+        block = torch.arange(at.shape[1], device=at.device) // size
+        place = anchors.repeat_interleave(size, 1)  # [B, A M]
+        sequence = (positions == 0).cumsum(1)
+        text = sequence.gather(1, place).unsqueeze(2) == sequence.unsqueeze(1)
+        text = text & (torch.arange(positions.shape[1], device=at.device) < place.unsqueeze(2))
+        own = (block.unsqueeze(1) == block).expand(len(at), -1, -1)
+        own = own.tril() if causal else own
+        mask = torch.cat([text, own], 2)
+        if window is not None:
+            read = torch.cat([positions, at], 1).unsqueeze(1)
+            mask = mask & (read > at.unsqueeze(2) - window)
+        return mask.unsqueeze(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """Random blocks of each batch. share: Share of the predicted positions that begin a block. most: K of a block."""
+
+    share: float
+    most: int
+    seed: int
+
+    def drawn(self, batch: Batch, number: int) -> Batch:
+        """Return the batch with the number of tokens that count after each anchor, at most K, as depths."""
+        rng = np.random.default_rng((self.seed, number + (1 << 32)))
+        counted = batch.mask > 0
+        order = np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
+        chosen = order < np.ceil(self.share * counted.sum(1, keepdims=True))
+        ahead = np.minimum(run_lengths(counted), self.most)
+        return replace(batch, depths=np.where(chosen & counted, ahead, 0))
+
+
+class BlockObjective(Objective):
+    """The student and its loss: drafted token k of a block weighs exp(-(k - 1) / gamma), scaled to a mean of 1."""
+
+    takes_packed = True
+
+    def __init__(self, student: BlockHead, loss: Loss, temperature: float, gamma: float) -> None:
+        super().__init__()
+        self.student, self.loss, self.temperature = student, loss, temperature
+        decay = torch.exp(-torch.arange(student.config.most) / gamma)
+        self.decay = nn.Buffer(decay / decay.mean(), persistent=False)
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        teacher: TargetPass,
+        positions: Tensor | None,
+        depths: Tensor,
+    ) -> Tensor:
+        """Return the sums of DistillStep over the predictions, [1, 6]; without gradients unweighted by age, [K, 6].
+
+        Args:
+            ids: Token ids, [B, T + 1].
+            mask: Weights of the next tokens, [B, T].
+            positions: Same as in Batch.
+            depths: Tokens to predict after each anchor, [B, T]; 0 for other tokens.
+        """
+        most = max(1, int((depths > 0).sum(1).max()))
+        # places without a block fill up rows that have fewer
+        anchors = (depths > 0).long().argsort(dim=1, descending=True, stable=True)[:, :most]
+        hidden = self.student(ids[:, :-1], teacher.states, anchors, positions)
+        age = torch.arange(hidden.shape[2], device=ids.device)
+        wanted = age < depths.gather(1, anchors).unsqueeze(-1)  # [B, A, K]
+        row = torch.arange(len(ids), device=ids.device).view(-1, 1, 1) * mask.shape[1]
+        predicted = (row + anchors.unsqueeze(-1) + age)[wanted]  # [N]
+        order = predicted.argsort(stable=True)
+        hidden, predicted, ages = (
+            hidden[wanted][order],
+            predicted[order],
+            age.expand_as(wanted)[wanted][order],
+        )
+        if torch.is_grad_enabled():
+            return self._sums(hidden, predicted, ids, mask, teacher, self.decay[ages]).unsqueeze(0)
+        parts = [ages == k for k in age]
+        return torch.stack(
+            [self._sums(hidden[part], predicted[part], ids, mask, teacher) for part in parts]
+        )
+
+    def _sums(
+        self,
+        hidden: Tensor,
+        predicted: Tensor,
+        ids: Tensor,
+        mask: Tensor,
+        teacher: TargetPass,
+        decay: Tensor | float = 1.0,
+    ) -> Tensor:
+        """Return the sums over predictions. predicted: Flat place of the token before each of them, [N]."""
+        weights = mask.flatten()[predicted] * decay
+        target = chosen(teacher.distributions, mask.flatten().nonzero().squeeze(1), predicted)
+        head = self.student.get_output_embeddings().get_parameter("weight")
+        loss, labels = self.loss.at(self.progress), ids[:, 1:].flatten()[predicted]
+        sums = fused_loss(hidden, head, labels, weights, target, loss, self.temperature)
+        return torch.stack([*(value.detach() for value in sums), sums.objective])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenHead:
+    """A head in training. content: Its config.json."""
+
+    module: BlockHead
+    setup: TrainingSetup
+    target: Path
+    content: Mapping[str, object]
+
+    def write(self, work: Path, state: Path) -> dict[str, object]:
+        """Write the head of the best evaluation in z-lab's layout."""
+        self.module.load_state_dict(best_weights(state, "student"))
+        dtype = checkpoint.stored_dtype(self.target)
+        weights = {name: weight.to(dtype) for name, weight in self.module.weights().items()}
+        dflash.write(work, self.content, weights)
+        return {}
+
+
+def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], DFlashShape, Any]:
+    """Return the config.json of the head to train, its sizes, and the configuration of its layers.
+
+    Raises:
+        UserError: The head does not fit the target, or has an output layer of its own.
+    """
+    target = job.target
+    assert target is not None  # a head reads the target's states
+    if job.draft is not None:
+        config, layer, content = dflash.read_shape(job.draft, target, "dflash")
+        if config.draft_vocab < config.vocab:
+            raise UserError(
+                f"--draft {job.draft} predicts {config.draft_vocab} ids; the student dflash predicts all ids"
+            )
+        return dict(content), config, layer
+    sizes = TargetSizes.of(target)
+    layers = spec.num_layers or min(5, max(1, sizes.layers // 6))
+    token = (
+        parallel.unused_id(target, sizes.vocab)
+        if spec.mask_token_id is None
+        else spec.mask_token_id
+    )
+    content = dflash.new_json(target, layers, spec.layer_ids, spec.block_size, token)
+    return content, *dflash.shape_of(content, target, Path(f"--student {spec.text}"))
+
+
+def facts(spec: DFlashStudent, job: Distillation) -> Mapping[str, object]:
+    """Describe the head and the costs of its training, without reading weights."""
+    _, config, _ = head_of(spec, job)
+    weights = sum(math.prod(size) for size in config.sizes().values())
+    described = f"blocks of {config.block_size} tokens, {config.layers} layers"
+    passes = spec.anchors * config.block_size
+    return costs(job, described, config.layer_ids, weights, passes)
+
+
+def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenHead:
+    """Return a head on the frozen target, with its text.
+
+    Raises:
+        UserError: The target or the text cannot be used.
+    """
+    target = job.target
+    assert target is not None  # a head reads the target's states
+    content, config, layer = head_of(spec, job)
+    batches, heldout = texts_of(job, target, state)
+    device, dtype = (
+        select_device(job.hardware.device),
+        checkpoint.DTYPES[training_dtype(job.loop.dtype)],
+    )
+    model = checkpoint.load_model(target, dtype, device, job.hardware.device_map)
+    teacher = EagleTeacher(model, config.layer_ids, None, job.temperature, device)
+    torch.manual_seed(job.loop.seed)
+    student = BlockHead(config, layer, teacher.embedding, output_head(model)).to(device)
+    if job.draft is not None:
+        tensors = read_tensors(job.draft, lambda name: name.removeprefix("model."))
+        sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        kind = "a DFlash head on the embedding and output layer of its target, which distill trains"
+        check_tensors(sizes, config.sizes(), {}, job.draft, kind)
+        student.load_state_dict(tensors)
+    note(f"mask token {config.mask_token_id}")
+
+    def measure() -> dict[str, np.ndarray]:
+        count = min(
+            job.loop.steps, math.ceil(FITTED_TOKENS / (job.loop.batch_size * job.text.seq_len))
+        )
+        with progress("sizes of states", count) as advance:
+            sampled = sample(teacher, (batches.batch(step) for step in range(count)), advance)
+        return {"scale": sampled.states.pow(2).mean(0).sqrt().clamp_min(config.eps).cpu().numpy()}
+
+    student.scale.copy_(torch.from_numpy(load_or_make(state, "start.pt", measure)["scale"]))
+    if job.draft is not None:
+        student.fc.weight.data.mul_(student.scale)
+    loss, gamma = parse_loss(job.loss), spec.gamma or config.block_size / 2
+    setup = TrainingSetup(
+        teacher=teacher,
+        batches=batches,
+        heldout=heldout,
+        loss=loss,
+        temperature=job.temperature,
+        depths=Anchors(spec.anchors, config.most, job.loop.seed),
+        objective=BlockObjective(student, loss, job.temperature, gamma),
+    )
+    return OpenHead(module=student, setup=setup, target=target, content=content)

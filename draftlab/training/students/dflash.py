@@ -1,0 +1,62 @@
+"""A DFlash head (2602.06036): layers that draft a block of tokens in one pass, from the states of the frozen target."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from draftlab.config.kinds import StudentSpec, student
+from draftlab.errors import UserError
+from draftlab.training.students.eagle import EagleStudent, Layers
+
+if TYPE_CHECKING:
+    from draftlab.training.run import Distillation, OpenStudent
+
+
+@student("dflash")
+class DFlashStudent(StudentSpec):
+    """block_size: tokens of a block, of which the first is the text's last token and the others are drafted.
+
+    num_layers: layers of the head; by default a sixth of the target's, from 1 to 5. layer_ids: layers of the target
+    whose states the head reads, as 2+12+21; by default 2, n / 2 and n - 3 of n layers. mask_token_id: by default an id
+    that no text has. anchors: share of the predicted positions, drawn anew in each step, at which a block begins.
+    gamma: a drafted token k has the weight exp(-(k - 1) / gamma) in the loss; by default half the block size.
+    """
+
+    unused = EagleStudent.unused | {"vocab"}
+    lr_share = 0.5  # share of the rate of pruned drafts, as for EAGLE-3 heads
+    block_size: int = Field(8, ge=2, le=32)
+    num_layers: int | None = Field(None, ge=1)
+    layer_ids: Layers = None
+    mask_token_id: int | None = Field(None, ge=0)
+    anchors: float = Field(0.125, gt=0, le=1)
+    gamma: float | None = Field(None, gt=0)
+
+    @property
+    def made(self) -> set[str]:
+        """Return the options that are set and decide the shape of the head."""
+        return self.model_fields_set - {"text", "anchors", "gamma"}
+
+    def check(self, job: "Distillation") -> None:
+        if "draft" in job.text.shares:
+            raise UserError(
+                "--text: the text of a DFlash head is the target's own; want data and target"
+            )
+        if job.draft is not None and self.made:
+            raise UserError(
+                f"--draft {job.draft} has a shape of its own; leave out {', '.join(sorted(self.made))}"
+            )
+        from draftlab.training.dflash import head_of
+
+        head_of(self, job)
+
+    def facts(self, job: "Distillation") -> Mapping[str, object]:
+        from draftlab.training import dflash
+
+        return dflash.facts(self, job)
+
+    def open(self, job: "Distillation", state: Path) -> "OpenStudent":
+        from draftlab.training import dflash
+
+        return dflash.open_head(self, job, state)

@@ -1,0 +1,247 @@
+"""DFlash heads learn in the blocks that they will draft: the logits of decoding, and a killed run resumes."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from builders import training_killed_at
+from errors import raises_option
+from safetensors.torch import load_file, save_file
+from test_dflash import loaded
+from torch import Tensor, nn
+
+from draftlab.commands import COMMANDS
+from draftlab.data import Batch
+from draftlab.model import checkpoint, dflash
+from draftlab.training.dflash import Anchors, BlockHead, BlockObjective
+from draftlab.training.eagle_head import TargetPass
+from draftlab.training.fused_loss import Dense
+from draftlab.training.losses import parse_loss
+
+T, M, A, FP32 = 24, 5, 4, 1e-5
+SLIDES = {
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(family_dirs) -> Path:
+    return family_dirs["llama"]
+
+
+@pytest.fixture(scope="module")
+def text() -> tuple[Tensor, Tensor]:
+    """ids [2, T + 1], and states [2, T, L D] of the target."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 300, (2, T + 1), generator=generator)
+    return ids, 3 * torch.randn(2, T, 3 * 64, generator=generator)
+
+
+def random_student(target: Path, changes: dict[str, Any]) -> tuple[BlockHead, dict[str, Any]]:
+    content: dict[str, Any] = dflash.new_json(target, 2, (1, 2, 4), M, 2)
+    content["dflash_config"] |= changes.pop("own", {})
+    content |= changes
+    config, layer = dflash.shape_of(content, target, Path("head"))
+    weights = checkpoint.Weights(target)
+    output = nn.Linear(64, config.vocab, bias=False)
+    output.weight = nn.Parameter(weights["lm_head.weight"], requires_grad=False)
+    torch.manual_seed(1)
+    student = BlockHead(config, layer, weights["model.embed_tokens.weight"], output)
+    for parameter in student.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    student.scale.uniform_(0.5, 2)
+    return student, content
+
+
+def drafted(head: dflash.DFlash, ids: Tensor, states: Tensor, anchor: int) -> Tensor:
+    """The logits of the block after an anchor of a text, [K, V], as the drafter computes them."""
+    cache = head.new_cache(1, T)
+    head.read(states[None, :anchor], torch.arange(anchor).unsqueeze(0), cache)
+    cache.used = [anchor]
+    return head.block_logits(ids[None, anchor], head.config.most, cache)[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, SLIDES, {"own": {"sample_from_anchor": True}}, SLIDES | {"own": {"causal": False}}],
+    ids=["plain", "causal window", "anchor", "window"],
+)
+def test_blocks_in_training_have_the_logits_of_decoding(target, text, tmp_path, changes):
+    student, content = random_student(target, dict(changes))
+    dflash.write(tmp_path, content, student.weights())
+    head, (ids, states) = loaded(tmp_path, target), text
+    anchors = torch.tensor([[1, 4, 9, 20], [3, 0, 15, 22]])
+    with torch.no_grad():
+        logits = student.get_output_embeddings()(student(ids[:, :-1], states, anchors))
+    for row, places in enumerate(anchors.tolist()):
+        for number, anchor in enumerate(places):
+            torch.testing.assert_close(
+                logits[row, number],
+                drafted(head, ids[row], states[row], anchor),
+                atol=1e-4,
+                rtol=1e-4,
+            )
+
+
+def test_each_prediction_has_the_loss_and_gradient_that_its_place_in_the_block_gives(target, text):
+    """Two texts in one row learn as they do apart."""
+    student, _ = random_student(target, {})
+    ids, states = text
+    gamma, k = 3.0, student.config.most
+    mask = torch.ones(2, T)
+    mask[:, :3] = 0
+    mask[1, 17:] = 0
+    logits = torch.randn(2, T, student.config.vocab, generator=torch.Generator().manual_seed(5))
+    batch = Anchors(0.3, k, seed=2).drawn(Batch(ids.numpy(), mask.numpy()), 7)
+    depths = torch.from_numpy(cast(np.ndarray, batch.depths))
+    assert (depths > 0).sum(1).tolist() == [7, 5]  # ceil(0.3 * 21) and ceil(0.3 * 14)
+    objective = BlockObjective(student, parse_loss("fkl"), 1.0, gamma)
+    weight = torch.exp(-torch.arange(k) / gamma)
+    weight = weight / weight.mean()
+    total, count, acceptance = torch.zeros(()), 0, torch.zeros(k)
+    for row, anchor in (depths > 0).nonzero().tolist():
+        hidden = student(ids[row : row + 1, :-1], states[row : row + 1], torch.tensor([[anchor]]))
+        log_q = student.get_output_embeddings()(hidden)[0, 0].log_softmax(-1)
+        for age in range(k):
+            if not mask[row, anchor : anchor + age + 1].all() or anchor + age >= T:
+                break
+            p = logits[row, anchor + age].softmax(-1)
+            total = total + weight[age] * (p * (p.log() - log_q[age])).sum()
+            acceptance[age] += torch.minimum(p, log_q[age].exp()).sum().detach()
+            count += 1
+    assert count == batch.predictions
+    total.backward()
+    wanted = {name: cast(Tensor, p.grad).clone() for name, p in student.named_parameters()}
+
+    def check(
+        ids: Tensor, mask: Tensor, states: Tensor, logits: Tensor, *rest: Tensor | None
+    ) -> None:
+        student.zero_grad()
+        teacher = TargetPass(Dense(logits[mask > 0], None), states)
+        sums = objective(ids, mask, teacher, *rest)
+        sums[0, 5].backward()
+        torch.testing.assert_close(sums[0, 5].detach(), total.detach(), atol=1e-3, rtol=FP32)
+        for name, parameter in student.named_parameters():
+            torch.testing.assert_close(parameter.grad, wanted[name], atol=1e-4, rtol=1e-4)
+        with torch.no_grad():
+            found = objective(ids, mask, teacher, *rest)[:, 2]
+        torch.testing.assert_close(found, acceptance, atol=FP32, rtol=1e-4)
+
+    check(ids, mask, states, logits, None, depths)
+    one = {"states": states, "logits": logits}
+    flat = {name: tensor.flatten(0, 1).unsqueeze(0) for name, tensor in one.items()}
+    # each text's last token only is predicted, by the place before it
+    joined = torch.cat([ids[0], ids[1]]).unsqueeze(0)
+    places = torch.cat([torch.arange(T + 1), torch.arange(T)]).unsqueeze(0)
+    gap = torch.zeros(1, 1)
+    whole = {
+        name: torch.cat([tensor[:, :T], tensor[:, :1], tensor[:, T:]], 1)
+        for name, tensor in flat.items()
+    }
+    check(
+        joined, torch.cat([mask[:1], gap, mask[1:]], 1), whole["states"], whole["logits"], places,
+        torch.cat([depths[:1], gap.long(), depths[1:]], 1),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory, target) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(
+        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))
+    )
+    return {
+        "target": str(target), "data": str(file), "steps": 6, "batch_size": 2, "lr": 2e-3, "seq_len": 32,
+        "student": "dflash:block_size=4,num_layers=1,anchors=0.5", "training_dtype": "float32", "eval_steps": 2,
+        "save_steps": 2,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(words, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("dflash") / "head"
+    COMMANDS["distill"](**words, out=out)
+    return out
+
+
+def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_path):
+    with training_killed_at(4):
+        COMMANDS["distill"](**words, out=tmp_path / "head")
+    COMMANDS["distill"](**words, out=tmp_path / "head")
+    found, wanted = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "head", trained)
+    )
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+
+
+def acceptance(head: Path, words: dict[str, Any], out: Path) -> float:
+    """Tokens per target pass of a head on greedy text of the target."""
+    scored = COMMANDS["score"](
+        target=words["target"], drafter=[f"dflash:heads={head}"], data=words["data"], k="2", num_prompts=8,
+        prompt_tokens=16, max_new_tokens=32, repeats=1, out=out, force=True,
+    )  # fmt: skip
+    assert cast(Any, scored).scores[0].identical
+    return cast(Any, scored.data)["scores"][0]["tokens_per_target_pass"]
+
+
+def test_a_trained_head_is_accepted_more_often_than_one_whose_states_are_lost(words, tmp_path):
+    """The control has the same training and no fc, so that it drafts without the target's states."""
+    out = tmp_path / "head"
+    found = cast(Any, COMMANDS["distill"](**words | {"steps": 60, "eval_steps": 60}, out=out).data)
+    before, after = found["before"], found["after"]
+    assert after["loss"] < 0.92 * before["loss"]
+    assert all(a > b for a, b in zip(after["offsets"], before["offsets"], strict=True))
+    weights = load_file(out / "model.safetensors")
+    lost = tmp_path / "lost"
+    lost.mkdir()
+    (lost / "config.json").write_bytes((out / "config.json").read_bytes())
+    save_file(weights | {"fc.weight": -weights["fc.weight"]}, lost / "model.safetensors")
+    assert acceptance(out, words, tmp_path / "s") > acceptance(lost, words, tmp_path / "s")
+
+
+def test_training_goes_on_with_a_head_as_it_was_written(trained, words, tmp_path):
+    given = words | {"student": "dflash:anchors=0.5", "draft": str(trained)}
+    ended = json.loads((trained / "draftlab.json").read_text())["notes"]["after"]
+    found = cast(Any, COMMANDS["distill"](**given, out=tmp_path / "on").data)
+    assert found["before"]["offsets"] == pytest.approx(ended["offsets"], rel=1e-4)
+    assert found["before"]["loss"] == pytest.approx(ended["loss"], rel=1e-4)
+
+
+def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
+    COMMANDS["outputs build"](
+        target=words["target"], data=words["data"], use="replay", num_prompts=12, prompt_tokens=8,
+        max_new_tokens=20, temperature=1.0, out=tmp_path / "store",
+    )  # fmt: skip
+    given = {name: value for name, value in words.items() if name != "data"}
+    COMMANDS["distill"](**given, outputs=tmp_path / "store", out=tmp_path / "head")
+    replayed = COMMANDS["replay"](
+        directory=tmp_path / "store", draft=[str(tmp_path / "head")], target=words["target"], k="3",
+        out=tmp_path / "replay",
+    )  # fmt: skip
+    assert replayed.data
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"student": "dflash:layer_ids=1+9"}, "1, 9"),
+        ({"student": "dflash:mask_token_id=999"}, "mask_token_id"),
+        ({"student": "dflash:block_size=1"}, "block_size"),
+        ({"vocab": 50}, "--vocab"),
+        ({"text": "draft", "prompt_tokens": 8}, "--text"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_weights_are_read(
+    words, tmp_path, given, named
+):
+    with raises_option(named):
+        COMMANDS["distill"](**words | given, dry_run=True, out=tmp_path / "head")
+
+
+def test_a_shape_and_a_head_to_go_on_with_exclude_each_other(trained, words, tmp_path):
+    with raises_option("--draft"):
+        COMMANDS["distill"](**words, draft=str(trained), dry_run=True, out=tmp_path / "head")

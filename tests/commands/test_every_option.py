@@ -210,6 +210,12 @@ def _(w: World) -> Settings:
     return few | {"target": str(w.source), "outputs": Path("told")}
 
 
+@case("distill", "a DFlash head")
+def _(w: World) -> Settings:
+    student = {"student": "dflash:block_size=4,num_layers=1,layer_ids=1+2,anchors=0.5"}
+    return CASES["distill", "a head, text of the target"](w) | student
+
+
 @case("distill", "a head to train on")
 def _(w: World) -> Settings:
     return CASES["distill", "a head, stored outputs"](w) | {

@@ -1,6 +1,5 @@
 """DFlash heads learn in the blocks that they will draft: the logits of decoding, and a killed run resumes."""
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -178,37 +177,31 @@ def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_pa
     assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
-def acceptance(head: Path, words: dict[str, Any], out: Path) -> float:
-    """Tokens per target pass of a head on greedy text of the target."""
-    scored = COMMANDS["score"](
-        target=words["target"], drafter=[f"dflash:heads={head}"], data=words["data"], k="2", num_prompts=8,
-        prompt_tokens=16, max_new_tokens=32, repeats=1, out=out, force=True,
-    )  # fmt: skip
-    assert cast(Any, scored).scores[0].identical
-    return cast(Any, scored.data)["scores"][0]["tokens_per_target_pass"]
+def acceptance(head: Path, words: dict[str, Any], out: Path) -> tuple[float, ...]:
+    """Held-out acceptance by place in the block."""
+    given = words | {"student": "dflash:anchors=0.5", "draft": str(head), "steps": 1}
+    return cast(Any, COMMANDS["distill"](**given, out=out, force=True).data)["before"]["offsets"]
 
 
-def test_a_trained_head_is_accepted_more_often_than_one_whose_states_are_lost(words, tmp_path):
-    """The control has the same training and no fc, so that it drafts without the target's states."""
-    out = tmp_path / "head"
-    found = cast(Any, COMMANDS["distill"](**words | {"steps": 60, "eval_steps": 60}, out=out).data)
+def test_a_trained_head_is_accepted_more_often_than_one_that_misreads_the_states(words, tmp_path):
+    out, lost = tmp_path / "head", tmp_path / "lost"
+    given = words | {"steps": 30, "eval_steps": 30, "lr": 5e-3}
+    found = cast(Any, COMMANDS["distill"](**given, out=out).data)
     before, after = found["before"], found["after"]
-    assert after["loss"] < 0.92 * before["loss"]
-    assert all(a > b for a, b in zip(after["offsets"], before["offsets"], strict=True))
+    assert after["loss"] < 0.6 * before["loss"]
+    assert min(after["offsets"]) > max(before["offsets"]) + 0.05
     weights = load_file(out / "model.safetensors")
-    lost = tmp_path / "lost"
     lost.mkdir()
     (lost / "config.json").write_bytes((out / "config.json").read_bytes())
     save_file(weights | {"fc.weight": -weights["fc.weight"]}, lost / "model.safetensors")
-    assert acceptance(out, words, tmp_path / "s") > acceptance(lost, words, tmp_path / "s")
-
-
-def test_training_goes_on_with_a_head_as_it_was_written(trained, words, tmp_path):
-    given = words | {"student": "dflash:anchors=0.5", "draft": str(trained)}
-    ended = json.loads((trained / "draftlab.json").read_text())["notes"]["after"]
-    found = cast(Any, COMMANDS["distill"](**given, out=tmp_path / "on").data)
-    assert found["before"]["offsets"] == pytest.approx(ended["offsets"], rel=1e-4)
-    assert found["before"]["loss"] == pytest.approx(ended["loss"], rel=1e-4)
+    good, bad = (acceptance(head, words, tmp_path / "on") for head in (out, lost))
+    assert good == pytest.approx(after["offsets"], rel=1e-4)
+    assert min(good) > max(bad) + 0.05
+    scored = COMMANDS["score"](
+        target=words["target"], drafter=[f"dflash:heads={out}"], data=words["data"], k="2", num_prompts=4,
+        prompt_tokens=16, max_new_tokens=24, repeats=1, out=tmp_path / "score",
+    )  # fmt: skip
+    assert all(score.identical for score in cast(Any, scored).scores)
 
 
 def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):

@@ -57,7 +57,9 @@ def main(
     ),
     steps: Annotated[int, typer.Option(help="Training steps of 8 rows.")] = 80,
     seq_len: Annotated[int, typer.Option(help="Tokens of a row.")] = 128,
-    seeds: Annotated[int, typer.Option(help="Seeds of the compared rates.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(help="Seeds of the compared rates; 0 compares no training.")
+    ] = 3,
     vllm: Annotated[Path | None, typer.Option(help="vllm's program, to serve a head.")] = None,
 ) -> None:
     torch.set_num_threads(1)
@@ -76,7 +78,7 @@ def main(
 
     logits, gap = part("logits", run.logits), part("gap", run.gaps)
     trained = {}
-    for side, default in (("draftlab", 2e-3), ("speculators", 1e-3)):
+    for side, default in (("draftlab", 2e-3), ("speculators", 1e-3)) if seeds else ():
         swept = {lr: arm(side, lr, 0)["acceptance"][0] for lr in RATES}
         best = max(swept, key=swept.__getitem__)
         rows = {lr: [arm(side, lr, seed) for seed in range(seeds)] for lr in {best, default}}

@@ -360,10 +360,10 @@ class Training:
         ).long()
         rows = {}
         for name, (folder, model) in self.heads().items():
+            exact = self._there(model, ids, torch.float32)
             for dtype in (torch.float32, torch.bfloat16):
                 there = self._there(model.to(dtype), ids, dtype)
                 here = self._here(folder, ids, dtype)
-                exact = there if dtype == torch.float32 else exact  # noqa: F821
                 rows[f"{name} {checkpoint.dtype_name(dtype)}"] = {
                     "largest_difference": float((here - there).abs().max()),
                     "equal_argmax": float((here.argmax(-1) == there.argmax(-1)).float().mean()),

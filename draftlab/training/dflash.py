@@ -42,34 +42,31 @@ from draftlab.training.students.dflash import DFlashStudent
 from draftlab.training.trainer import TrainingSetup
 
 
-class Layer(Qwen3DecoderLayer):
-    """A layer of Qwen 3, whose attention also reads the context of the target's states."""
+def run_layer(
+    layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor
+) -> Tensor:
+    """Return a layer's output for blocks x [B, A M, D], whose attention also reads the context [B, T, D].
 
-    def forward(
-        self, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor
-    ) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the output of blocks x [B, A M, D], from context [B, T, D] and a mask [B, 1, A M, T + A M].
+    layer: A Qwen3DecoderLayer. rotary: Cosines and sines of the context's positions, then of the blocks', [B, T + A M,
+    C] each. mask: [B, 1, A M, T + A M].
+    """
+    attention, own = layer.self_attn, layer.input_layernorm(x)
+    both = torch.cat([context, own], 1)
 
-        rotary: Cosines and sines of the context's positions, then of the blocks', [B, T + A M, C] each.
-        """
-        attention: Any = self.self_attn
+    def heads(projection: nn.Module, x: Tensor) -> Tensor:
+        return projection(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
 
-        def heads(projection: nn.Module, x: Tensor) -> Tensor:
-            return projection(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-
-        own = self.input_layernorm(x)
-        both = torch.cat([context, own], 1)
-        q = attention.q_norm(heads(attention.q_proj, own))  # [B, H, A M, C]
-        k = attention.k_norm(heads(attention.k_proj, both))  # [B, G, T + A M, C]
-        cos, sin = (table.unsqueeze(1) for table in rotary)
-        k = k * cos + rotate_half(k) * sin
-        cos, sin = (table[:, :, context.shape[1] :] for table in (cos, sin))
-        q = q * cos + rotate_half(q) * sin
-        groups = attention.num_key_value_groups
-        k, v = (part.repeat_interleave(groups, 1) for part in (k, heads(attention.v_proj, both)))
-        out = F.scaled_dot_product_attention(q, k, v.to(q), mask)
-        x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+    q = attention.q_norm(heads(attention.q_proj, own))  # [B, H, A M, C]
+    k = attention.k_norm(heads(attention.k_proj, both))  # [B, G, T + A M, C]
+    cos, sin = (table.unsqueeze(1) for table in rotary)
+    k = k * cos + rotate_half(k) * sin
+    cos, sin = (table[:, :, context.shape[1] :] for table in (cos, sin))
+    q = q * cos + rotate_half(q) * sin
+    groups = attention.num_key_value_groups
+    k, v = (part.repeat_interleave(groups, 1) for part in (k, heads(attention.v_proj, both)))
+    out = F.scaled_dot_product_attention(q, k, v.to(q), mask)
+    x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
+    return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
 class BlockHead(nn.Module):
@@ -88,7 +85,7 @@ class BlockHead(nn.Module):
         self.config = config
         self.fc = nn.Linear(len(config.layer_ids) * config.hidden, config.hidden, bias=False)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(config.hidden, config.eps) for _ in range(2))
-        self.layers = nn.ModuleList([Layer(layer, i) for i in range(config.layers)])
+        self.layers = nn.ModuleList([Qwen3DecoderLayer(layer, i) for i in range(config.layers)])
         self.rotary = Qwen3RotaryEmbedding(layer)
         self.frozen = [embedding, output]  # a list, so that torch does not register parameters
         self.scale = nn.Buffer(torch.ones(self.fc.in_features), persistent=False)
@@ -132,7 +129,7 @@ class BlockHead(nn.Module):
         kinds = list(zip(c.windows, c.causal, strict=True))
         masks = {kind: self._mask(*kind, anchors, positions, at) for kind in set(kinds)}
         for layer, kind in zip(self.layers, kinds, strict=True):
-            x = layer(x, context, rotary, masks[kind])
+            x = run_layer(layer, x, context, rotary, masks[kind])
         return self.norm(x).unflatten(1, (count, -1))[:, :, -c.most :]
 
     def _mask(

@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -283,6 +284,7 @@ class Training:
             count += batch.predictions
         return (sums / count).tolist()
 
+    @cached_property
     def heads(self) -> dict[str, tuple[Path, Any]]:
         """Return heads by name, as a directory that draftlab reads and a model of speculators.
 
@@ -359,7 +361,7 @@ class Training:
             texts_of(self.job(0), self.target, self.folder)[1].ids[:1, : self.seq_len + 1]
         ).long()
         rows = {}
-        for name, (folder, model) in self.heads().items():
+        for name, (folder, model) in self.heads.items():
             exact = self._there(model, ids, torch.float32)
             for dtype in (torch.float32, torch.bfloat16):
                 there = self._there(model.to(dtype), ids, dtype)
@@ -424,7 +426,7 @@ class Training:
             )
         ]
         rows = {}
-        for name, (folder, model) in self.heads().items():
+        for name, (folder, model) in self.heads.items():
             if hub.head_kind(folder) == "dflash":
                 head = dflash.load(folder, self.target, target.embed, target.head)
                 views = score_blocks(target, head, texts, target.shape.vocab, greedy, STEPS)

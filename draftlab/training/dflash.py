@@ -27,7 +27,7 @@ from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, dflash, parallel
 from draftlab.model.dflash import DFlashShape
-from draftlab.model.eagle import TargetSizes, check_tensors, read_tensors
+from draftlab.model.eagle import TargetSizes, read_tensors
 from draftlab.model.trimmed_head import output_head
 from draftlab.training.checkpointer import best_weights, load_or_make, select_device
 from draftlab.training.eagle import FITTED_TOKENS, costs, texts_of
@@ -279,7 +279,7 @@ def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], 
         else spec.mask_token_id
     )
     content = dflash.new_json(target, layers, spec.layer_ids, spec.block_size, token)
-    return content, *dflash.shape_of(content, target, Path(f"--student {spec.text}"))
+    return content, *dflash.parse_shape(content, target, Path(f"--student {spec.text}"))
 
 
 def facts(spec: DFlashStudent, job: Distillation) -> Mapping[str, object]:
@@ -311,9 +311,12 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenHead:
     student = BlockHead(config, layer, teacher.embedding, output_head(model)).to(device)
     if job.draft is not None:
         tensors = read_tensors(job.draft, lambda name: name.removeprefix("model."))
-        sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        kind = "a DFlash head on the embedding and output layer of its target, which distill trains"
-        check_tensors(sizes, config.sizes(), {}, job.draft, kind)
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        config.check_tensors(found, job.draft, "a DFlash head")
+        if own := sorted(tensors.keys() - config.sizes().keys()):
+            raise UserError(
+                f"--draft {job.draft} has {own[0]}; distill trains heads that share the target's"
+            )
         student.load_state_dict(tensors)
     note(f"mask token {config.mask_token_id}")
 

@@ -103,6 +103,7 @@ def main(
     settings = {
         "target": TARGET,
         "data": DATA,
+        "few_steps": FEW,
         "steps": steps,
         "rows": ROWS,
         "seq_len": seq_len,
@@ -429,7 +430,10 @@ class Training:
         for name, (folder, model) in self.heads.items():
             if hub.head_kind(folder) == "dflash":
                 head = dflash.load(folder, self.target, target.embed, target.head)
-                views = score_blocks(target, head, texts, target.shape.vocab, greedy, STEPS)
+                # the tokens of a block read each other, so both libraries need blocks of one width
+                views = score_blocks(
+                    target, head, texts, target.shape.vocab, greedy, head.config.most
+                )
             else:
                 chains = eagle_llama.load(folder, self.target, target)
                 views = score_chains(target, chains, texts, target.shape.vocab, greedy, STEPS)
@@ -437,7 +441,7 @@ class Training:
             for text, view in zip(texts, views, strict=True):
                 drafted = self._drafted(model, text)
                 counted = drafted >= 0
-                here.append(np.exp(view.logprobs)[counted])
+                here.append(np.exp(view.logprobs[:, :STEPS])[counted])
                 there.append((drafted == text[1][:, None])[counted])
             ours, theirs = (float(np.concatenate(side).mean()) for side in (here, there))
             count = sum(map(len, here))

@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -102,6 +103,7 @@ def main(
     settings = {
         "target": TARGET,
         "data": DATA,
+        "few_steps": FEW,
         "steps": steps,
         "rows": ROWS,
         "seq_len": seq_len,
@@ -283,6 +285,7 @@ class Training:
             count += batch.predictions
         return (sums / count).tolist()
 
+    @cached_property
     def heads(self) -> dict[str, tuple[Path, Any]]:
         """Return heads by name, as a directory that draftlab reads and a model of speculators.
 
@@ -359,7 +362,7 @@ class Training:
             texts_of(self.job(0), self.target, self.folder)[1].ids[:1, : self.seq_len + 1]
         ).long()
         rows = {}
-        for name, (folder, model) in self.heads().items():
+        for name, (folder, model) in self.heads.items():
             exact = self._there(model, ids, torch.float32)
             for dtype in (torch.float32, torch.bfloat16):
                 there = self._there(model.to(dtype), ids, dtype)
@@ -424,10 +427,13 @@ class Training:
             )
         ]
         rows = {}
-        for name, (folder, model) in self.heads().items():
+        for name, (folder, model) in self.heads.items():
             if hub.head_kind(folder) == "dflash":
                 head = dflash.load(folder, self.target, target.embed, target.head)
-                views = score_blocks(target, head, texts, target.shape.vocab, greedy, STEPS)
+                # the tokens of a block read each other, so both libraries need blocks of one width
+                views = score_blocks(
+                    target, head, texts, target.shape.vocab, greedy, head.config.most
+                )
             else:
                 chains = eagle_llama.load(folder, self.target, target, target.device)
                 views = score_chains(target, chains, texts, target.shape.vocab, greedy, STEPS)
@@ -435,7 +441,7 @@ class Training:
             for text, view in zip(texts, views, strict=True):
                 drafted = self._drafted(model, text)
                 counted = drafted >= 0
-                here.append(np.exp(view.logprobs)[counted])
+                here.append(np.exp(view.logprobs[:, :STEPS])[counted])
                 there.append((drafted == text[1][:, None])[counted])
             ours, theirs = (float(np.concatenate(side).mean()) for side in (here, there))
             count = sum(map(len, here))

@@ -315,10 +315,10 @@ def read_shape(
     """
     content = checkpoint.read_config(folder)
     hub.check_head(folder, kind)
-    return *shape_of(content, target, folder), content
+    return *parse_shape(content, target, folder), content
 
 
-def shape_of(
+def parse_shape(
     content: Mapping[str, object], target: Path, folder: Path
 ) -> tuple[DFlashShape, "Qwen3Config"]:
     """Return the sizes and the configuration of the layers that a config.json has. folder: Name of the head in errors.

@@ -279,7 +279,7 @@ def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], 
         else spec.mask_token_id
     )
     content = dflash.new_json(target, layers, spec.layer_ids, spec.block_size, token)
-    return content, *dflash.shape_of(content, target, Path(f"--student {spec.text}"))
+    return content, *dflash.parse_shape(content, target, Path(f"--student {spec.text}"))
 
 
 def facts(spec: DFlashStudent, job: Distillation) -> Mapping[str, object]:
@@ -311,11 +311,11 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenHead:
     student = BlockHead(config, layer, teacher.embedding, output_head(model)).to(device)
     if job.draft is not None:
         tensors = read_tensors(job.draft, lambda name: name.removeprefix("model."))
-        sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        config.check_tensors(sizes, job.draft, "a DFlash head that draftlab trains")
-        if own := sorted(sizes.keys() - config.sizes().keys()):
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        config.check_tensors(found, job.draft, "a DFlash head")
+        if own := sorted(tensors.keys() - config.sizes().keys()):
             raise UserError(
-                f"{job.draft} has its own {own[0]}; draftlab trains DFlash heads that share their target's"
+                f"--draft {job.draft} has {own[0]}; distill trains heads that share the target's"
             )
         student.load_state_dict(tensors)
     note(f"mask token {config.mask_token_id}")

@@ -43,7 +43,7 @@ def random_student(target: Path, changes: dict[str, Any]) -> tuple[BlockHead, di
     content: dict[str, Any] = dflash.new_json(target, 2, (1, 2, 4), M, 2)
     content["dflash_config"] |= changes.pop("own", {})
     content |= changes
-    config, layer = dflash.shape_of(content, target, Path("head"))
+    config, layer = dflash.parse_shape(content, target, Path("head"))
     weights = checkpoint.Weights(target)
     output = nn.Linear(64, config.vocab, bias=False)
     output.weight = nn.Parameter(weights["lm_head.weight"], requires_grad=False)

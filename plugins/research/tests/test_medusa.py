@@ -187,14 +187,13 @@ def test_broken_heads_are_refused(trained, family_dirs, tmp_path, file, content,
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_heads_draft_the_same_in_every_mode(target, parents, temperature):
     """Chains and trees read the state that the mode's pass stored after the last layer."""
-    sampling, found = SamplingParams(max_tokens=16, temperature=temperature), []
+    sampling, found = SamplingParams(max_tokens=32, temperature=temperature), []
     for model in (target, NativeLlama(target), CudaGraphLlama(target)):
         drafter = recording(MedusaDrafter, model, random_heads(), parents)
-        texts = output_tokens(
-            speculative_decode(model, drafter, PROMPTS, 3 if parents is None else 7, sampling)
-        )
-        found.append((texts, [draft.ids.tolist() for _, draft in drafter.seen]))
-    assert found[0][1][0]
+        steps = speculative_decode(model, drafter, PROMPTS, len(parents or "123"), sampling)
+        texts = output_tokens(steps)
+        # later drafts are as long as the room in the texts, or as a graph
+        found.append((texts, [draft.ids.tolist() for _, draft in drafter.seen[:2]]))
     assert found[0] == found[1] == found[2]
     if temperature == 0:
         assert found[0][0] == output_tokens(decode(target, PROMPTS, sampling))
@@ -240,7 +239,7 @@ def test_medusa_heads_are_vllms(heads, family_dirs, target, tmp_path):
     drafter = MedusaDrafter(target, medusa.read(heads, family_dirs["llama"]))
     step = next(iter(speculative_decode(target, drafter, ids, HEADS, SamplingParams(max_tokens=2))))
     text, uniform = [[*ids[0], *step.tokens]], torch.zeros(1, HEADS)
-    state = drafter.states[0, 4]
+    state = llama.rms_norm(drafter.states.states[0, 4], target.norm, target.eps)
     theirs = []
     for i in range(HEADS):
         block = state + silu(linear(state, tensors[f"blocks.{i}.layers.0.weight"]))

@@ -31,6 +31,7 @@ from draftlab.engine.generate import (
 from draftlab.engine.verify import distribution, match
 from draftlab.model import llama
 from draftlab.sampling import SamplingParams
+from draftlab_research.drafting import tree
 from draftlab_research.drafting.cascade import CascadeDrafter
 from draftlab_research.drafting.dynamic_tree import DynamicTreeDrafter
 from draftlab_research.drafting.eagle_tree import EagleTreeDrafter
@@ -41,6 +42,7 @@ from draftlab_research.drafting.stops import ConfidenceStopDrafter, confidence_b
 from draftlab_research.drafting.tree import (
     TreeDrafter,
     best_tree,
+    draw_child,
     fastest_tree,
     full_tree,
     independent,
@@ -200,17 +202,17 @@ def test_what_trees_emit_has_the_targets_distribution(siblings):
     assert pair_statistic(TARGET, TreeDrafter(Bigrams(DRAFT), 3, (0, 0, 1, 2), siblings)) < CRITICAL
 
 
-def test_chi_square_rejects_a_tree_whose_q_is_not_what_it_sampled():
-    class Claims(TreeDrafter):
-        """The most probable tokens, said to be sampled."""
+def test_chi_square_rejects_a_tree_whose_q_is_not_what_it_sampled(monkeypatch):
+    def claims(logits, elder, siblings, sampling, uniform):
+        """Return the most probable token, said to be sampled."""
+        ids, _ = draw_child(logits, elder, siblings, sampling, uniform)
+        return ids, distribution(logits, sampling)
 
-        def _child(self, logits, elder, sampling, uniform):
-            ids, _ = super()._child(logits, elder, sampling, uniform)
-            return ids, distribution(logits, sampling)
-
-    assert pair_statistic(TARGET, Claims(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top")) > CRITICAL
+    monkeypatch.setattr(tree, "draw_child", claims)
+    assert pair_statistic(TARGET, TreeDrafter(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top")) > CRITICAL
     assert (
-        pair_statistic(TARGET, Claims(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top"), match) < CRITICAL
+        pair_statistic(TARGET, TreeDrafter(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top"), match)
+        < CRITICAL
     )  # looks at no q
 
 

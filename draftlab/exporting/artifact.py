@@ -457,7 +457,7 @@ class PublishedHead:
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
         target: Any = modes.load(self.target, torch.float32, device)
-        head = self.spec.load(self.path, self.target, target)
+        head = self.spec.load(self.path, self.target, target, device)
         return [trials.check_acceptance(target, self.spec.drafter(target, head), prompts)]
 
     def scores(

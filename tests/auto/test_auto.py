@@ -58,7 +58,9 @@ def test_a_target_that_cannot_be_pruned_gets_a_verdict_on_lookup(space, tokenize
     assert "--streams" in call(f"{typed} --streams 1,2", code=1).output
 
 
-def test_ready_drafts_are_measured_and_nothing_is_trained(space, tokenizer_dir):
+def test_ready_drafts_without_prompts_to_train_on_are_measured(space, tokenizer_dir):
+    prompts = Path("prompts.jsonl")
+    prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:72]))
     save_target(space / "target", tokenizer_dir)
     save_target(space / "sibling", tokenizer_dir, layers=1)
     call("auto target --draft sibling --minutes 1 --out out --prompts prompts.jsonl --threads 1")

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from errors import raises_option
-from test_cli import PRUNE, call, refused, space, text  # noqa: F401
+from test_cli import PRUNE, made, refused, space  # noqa: F401
 from transformers import AutoModelForCausalLM
+from typed import call
 
 from draftlab.data import DynamicBatches, open_batches, open_heldout
 from draftlab.model.checkpoint import load_tokenizer
@@ -12,7 +13,7 @@ from draftlab.training.loop import Hardware
 from draftlab.training.reweighing import Reweighing, parse_reference
 
 TRAIN = ("--batch-size", "4", "--seq-len", "16", "--steps", "4", "--reweigh-steps", "2")
-DISTILL = ("distill", *TRAIN, "--training-dtype", "float32")
+DISTILL = f"distill {' '.join(TRAIN)} --training-dtype float32"
 
 
 @pytest.fixture
@@ -39,18 +40,18 @@ def updates(monkeypatch) -> list[tuple[int, DynamicBatches]]:
 
 
 def test_numbers_need_no_target_and_the_source_that_lags_gets_more(space, mixture, updates):  # noqa: F811
-    call(*PRUNE)
+    call(PRUNE)
     losses = ("--data", mixture, "--reference-losses", "a.txt=0.5,b.txt=99")
-    call(*DISTILL, "--loss", "ce", *losses)
+    call(DISTILL, "--loss", "ce", *losses)
     assert [step for step, _ in updates] == [2]  # none is due after the last step
     assert updates[0][1].reference == {"a.txt": 0.5, "b.txt": 99.0}
     assert updates[0][1].phases[1][1]["a.txt"] > 0.9
-    assert "--target" in refused(*DISTILL, "--loss", "ce", *losses, "--target", "tiny")
+    assert "--target" in refused(DISTILL, "--loss", "ce", *losses, "--target", "tiny")
 
 
 def test_masks_read_more_of_the_source_that_lags(space, mixture, updates):  # noqa: F811
     losses = ("--data", mixture, "--reference-losses", "a.txt=99,b.txt=0.5")
-    call(*PRUNE, "--method", "masks", *TRAIN[:2], *TRAIN[4:], *losses)
+    call(PRUNE, "--method", "masks", *TRAIN[:2], *TRAIN[4:], *losses)
     assert [step for step, _ in updates] == [2]  # none is due after the last step
     assert updates[0][1].phases[1][1]["b.txt"] > 0.9
 

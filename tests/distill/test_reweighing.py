@@ -75,7 +75,7 @@ def test_a_model_expects_its_own_held_out_losses(space, mixture, family_dirs):  
 )
 def test_losses_that_are_not_those_of_the_sources_are_refused(mixture, losses):
     assert "--reference-losses" in refused(
-        *DISTILL, "--loss", "ce", "--draft", "tiny", "--data", mixture, "--reference-losses", losses
+        DISTILL, "--loss", "ce", "--draft", "tiny", "--data", mixture, "--reference-losses", losses
     )
 
 

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens in the blocks that a DFlash or DSpark head drafts, many blocks in one pass.
 
 n scored tokens of a text, K drafted tokens, A anchors, S positions, V vocab. The block after an anchor, a token of the
-text, reads the target's states of the tokens before the anchor. A step reaches a token of its block only if the drafted
-tokens before it are those of the text, which a DSpark head is given therefore.
+text, reads the target's states of the tokens before the anchor. A step reaches a token of its block only if all
+drafted tokens before it are those of the text. A DSpark head is therefore given the text's tokens.
 """
 
 from collections.abc import Callable, Sequence

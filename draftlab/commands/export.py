@@ -70,7 +70,7 @@ class CheckConfig(DraftConfig):
     files_only: bool = option(False, "Check files only; do not run the draft.")
     server: str | None = option(
         None,
-        "http://HOST:PORT of a server that runs the draft: say which layer of serving differs from here.",
+        "http://HOST:PORT of a server that runs the draft; check names what differs from the same draft here.",
     )
     temperature: float = option(0.0, "Temperature of the requests to the server.", ge=0)
     api_key_file: Path | None = api_key_file()

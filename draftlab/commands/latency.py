@@ -243,7 +243,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
 
 @command(ProfileConfig, prepare=prepare_profile, dry_run=True)
 def profile(measured: "Measured", output: Output) -> Profiled:
-    """Measure the latency of passes by tokens fed, batch size and context; with --law fit a latency law over shapes."""
+    """Measure the latency of passes by tokens fed, batch size and context; --law also fits a law over shapes."""
     from draftlab.commands.latency_tables import profile_table
 
     profiles, directory, law = measured

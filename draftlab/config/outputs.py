@@ -173,7 +173,7 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     drafter: list[Drafter] = option(
         typed=list[str],
         factory=list,
-        help="Other drafter that can be replayed, NAME or NAME:KEY=VALUE,...; repeat for several.",
+        help="Drafter that is no draft model, as NAME or NAME:KEY=VALUE,...; repeat for several.",
     )
     target: str = shared.target()
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")

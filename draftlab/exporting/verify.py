@@ -240,8 +240,9 @@ def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tupl
     """Return tokens and steps of speculative decoding of one text. The prefill gives the first token.
 
     hits: Whether the draft's most probable token is the text's token, [n]; or [n, K], where column j is for a step that
-    began j tokens earlier. Tokens after the n-th do not count. At any temperature servers accept exactly these tokens,
-    because a rejected token is replaced by a different token.
+    began j tokens earlier. Tokens after the n-th do not count. At any temperature of the target, a
+    server accepts a token of a greedy draft exactly if it is the text's token, because a rejected token is replaced by
+    a different token.
     """
     rows = np.asarray(hits)
     by_age, at, steps = (

@@ -63,7 +63,7 @@ class Budget:
         return math.gcd(shape.heads, shape.kv_heads) % self.tensor_parallel == 0
 
     def steps(self) -> list[int]:
-        """Return the multiples of the ffn to try; the first multiple that meets the budget wins."""
+        """Return the numbers of which the ffn may be a multiple, in order; the first that meets the budget is used."""
         finer = [step for step in FALLBACKS if step < self.multiple_of]
         return [math.lcm(step, self.tensor_parallel) for step in (self.multiple_of, *finer)]
 

@@ -1,7 +1,8 @@
 """P-EAGLE heads (2602.01469): an EAGLE-3 head, perhaps of several layers, that drafts all tokens in one pass.
 
-A layers of the target that are read, E hidden of the target. The pass reads the target's states, and then mask tokens
-with one learnt state in place of the target's. Each mask token reads the text and the mask tokens before it.
+A: number of the target's layers that are read; E: hidden size of the target. The pass reads the target's states, and
+then mask tokens with one learnt state in place of the target's. Each mask token reads the text and the mask tokens
+before it.
 """
 
 from collections.abc import Mapping

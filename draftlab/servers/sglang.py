@@ -64,7 +64,7 @@ class SGLang(ServerKind):
             yield error(
                 self.name,
                 "does not read speculators' layout",
-                f"{export} writes SpecForge's layout, which it reads",
+                f"{export} writes SpecForge's layout, which SGLang reads",
             )
         elif layers != [i - 1 for i in head.layer_ids]:
             text = (

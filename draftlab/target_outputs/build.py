@@ -81,7 +81,7 @@ class _Line(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLog:
-    """Lines of a server's log with text, and a prompt of at most seq_len tokens.
+    """The lines of a server's log that have text and whose prompt has at most seq_len tokens.
 
     Every position of a line lists at least top_logprobs tokens.
     """

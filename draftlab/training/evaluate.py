@@ -85,7 +85,7 @@ def acceptance_probabilities(
 ) -> list[np.ndarray]:
     """Return for each text the acceptance probability of each token after the first, which the prefill emits.
 
-    offsets: Offsets of a parallel draft, which has a probability for each offset, [n, K].
+    offsets: Offsets of a parallel draft. The result for a text is then [n, K], with one column for each offset.
     """
     was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
     sampling = SamplingParams(temperature=text.temperature)

@@ -243,7 +243,8 @@ def test_training_lowers_the_loss_at_every_step_and_least_squares_starts_below_r
     before = (family_dirs["llama"] / "model.safetensors").read_bytes()
     outcome = COMMANDS["distill"](**words | {"steps": 40, "eval_steps": 40}, out=tmp_path / "head")
     found = cast(Any, outcome.data)
-    assert found["after"]["loss"] < 0.92 * found["before"]["loss"]
+    # 0.91 to 0.93 from process to process, and 1 without training
+    assert found["after"]["loss"] < 0.95 * found["before"]["loss"]
     assert (
         json.loads((trained / "draftlab.json").read_text())["notes"]["before"]["loss"]
         < found["after"]["loss"]

@@ -1,7 +1,7 @@
 """Every family of tests/zoo as the target of the measuring engine: python -m benchmarks.any_target
 
-Each family is built small, with random weights in its own structure and file layout. SmolLM2 at --smollm2, if it is
-there, compares draftlab's own engine with the path that runs other families. The last line is one JSON object, which
+Each family is built small, with random weights in its own structure and file layout. SmolLM2, named by --smollm2,
+compares draftlab's own engine with the path that runs other families. The last line is one JSON object, which
 benchmarks/results/any_target.json keeps:
 
 served: Share of models x COMMANDS that work. refused: The others with the reason that their message gives.
@@ -56,14 +56,15 @@ DRAFTERS = [
 DRAFTERS += ["fallback:draft=D", "eagle:heads=head"]
 BATCHES, K, LENGTH = (1, 4), 3, 24
 ROUNDS, TIMED = 9, 48  # rounds of timing, and their new tokens
-SMOLLM2 = Path("/tmp/smol/m2")
 
 
 def main(
     models: Annotated[
         list[str] | None, typer.Option(help="Names of tests/zoo/models.yaml.")
     ] = None,
-    smollm2: Annotated[Path, typer.Option(help="SmolLM2-135M-Instruct, imported.")] = SMOLLM2,
+    smollm2: Annotated[
+        Path | None, typer.Option(help="SmolLM2-135M-Instruct, imported. Default: left out.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="File to write.")] = RESULT,
 ) -> None:
     torch.set_num_threads(1)
@@ -76,7 +77,7 @@ def main(
             rows[name] = row(name, Path(folder))
         typer.echo(f"{name}: {json.dumps(rows[name])}", err=True)
     found = summary(rows) | {"models": rows}
-    if smollm2.is_dir():
+    if smollm2 is not None:
         found["smollm2"] = paths(smollm2)
     result = {"benchmark": "any_target"} | found | environment(1)
     out.write_text(json.dumps(result, indent=1) + "\n")

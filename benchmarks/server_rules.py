@@ -173,9 +173,10 @@ def counted(draft: Path, target: Path, texts: TargetTexts) -> verify.Counts:
     form = Form(to="vllm", server=SERVERS.get("vllm", "--vllm"))
     sampling = SamplingParams(temperature=texts.temperature)
     scores = artifact.scores(draft, form, texts.pairs, sampling, texts.k, device)
-    return verify.counts_of(
+    chances = verify.chances_of(
         scores, texts, lambda: modes.load(target, torch.float32, device), artifact.target_vocab
     )
+    return verify.counts_of(chances, texts)
 
 
 if __name__ == "__main__":

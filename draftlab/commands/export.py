@@ -242,10 +242,11 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
                 raise
             remedy = "train one with draftlab distill --student eagle" if kind == "eagle" else ""
             return draft, [error("head", str(failure), remedy)]
-        if device is not None:
-            reader = target if artifact.difference() is None else draft
-            findings += artifact.trial(trial_prompts(reader, data, prompt_file), device)
-        if device is not None and running is not None:
+        if device is None:
+            return draft, findings
+        reader = target if artifact.difference() is None else draft
+        findings += artifact.trial(trial_prompts(reader, data, prompt_file), device)
+        if running is not None:
             served = ServedDraft(
                 artifact=artifact,
                 server=running,
@@ -263,6 +264,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
 def check(found: tuple[Path, list[Finding]]) -> Checked:
     """Check that a draft or head fits its target and runs in servers, or in a running one; exit with 3 if not."""
     draft, findings = found
+    exported = hub.head_kind(draft) in (None, "eagle")  # servers load other heads as they are
     errors = sum(finding.level == "error" for finding in findings)
     missed = (
         f"{hub.checkpoint_name(draft)} cannot be served yet: fix the {errors} error{'s' * (errors > 1)} in "
@@ -274,7 +276,7 @@ def check(found: tuple[Path, list[Finding]]) -> Checked:
         data={"findings": list(map(asdict, findings)), "fits": not errors},
         missed=[missed] if errors else [],
         findings=findings,
-        next=None if errors else f"draftlab export {draft} --to vllm",
+        next=None if errors or not exported else f"draftlab export {draft} --to vllm",
     )
 
 

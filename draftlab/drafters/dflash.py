@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from draftlab.engine.generate import Drafter
     from draftlab.latency.steps import Passes
     from draftlab.model import Mode
-    from draftlab.model.dflash import DFlash, DFlashShape
+    from draftlab.model.dflash import DFlash
     from draftlab.model.hf_decoder import HFDecoder
     from draftlab.model.llama import Llama
     from draftlab.model.size import ApproximateSize
@@ -29,15 +29,6 @@ class BlockSpec(HeadSpec):
     """A head that drafts a block of tokens in one pass."""
 
     by_age = True
-
-    @staticmethod
-    def model() -> Any:
-        """Return the module of this kind of head, with check(folder, target) and load(folder, target, embed, head)."""
-        raise NotImplementedError
-
-    @classmethod
-    def read(cls, folder: Path, target: Path) -> "DFlashShape":
-        return cls.model().check(folder, target)
 
     @classmethod
     def load(

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from draftlab.engine.drafters.states import HeadPasses
     from draftlab.latency.steps import Passes
     from draftlab.model import Mode
-    from draftlab.model.eagle import HeadShape
     from draftlab.model.eagle_llama import EagleLlama
     from draftlab.model.hf_decoder import HFDecoder
     from draftlab.model.llama import Llama
@@ -37,10 +36,15 @@ class HeadSpec(DrafterSpec):
 
     heads: str
 
+    @staticmethod
+    def model() -> Any:
+        """Return the module of this kind of head, which has check(folder, target) and load."""
+        raise NotImplementedError
+
     @classmethod
     def read(cls, folder: Path, target: Path) -> Any:
         """Return the sizes of a head. Raises UserError: there is no such head of this target."""
-        raise NotImplementedError
+        return cls.model().check(folder, target)
 
     @classmethod
     def load(
@@ -82,19 +86,17 @@ class EagleHeadSpec(HeadSpec):
     format = "EAGLE-3"
     remedy = "; distill --student eagle trains one"
 
-    @classmethod
-    def read(cls, folder: Path, target: Path) -> "HeadShape":
-        from draftlab.model import eagle
+    @staticmethod
+    def model() -> Any:
+        from draftlab.model import eagle_llama
 
-        return eagle.check(folder, target)
+        return eagle_llama
 
     @classmethod
     def load(
         cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
     ) -> "EagleLlama":
-        from draftlab.model import eagle_llama
-
-        return eagle_llama.load(folder, target_path, target, device)
+        return cls.model().load(folder, target_path, target, device)
 
     @classmethod
     def size_of(cls, folder: Path, target: Path) -> "Shape":

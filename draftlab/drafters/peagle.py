@@ -1,19 +1,16 @@
 """A P-EAGLE head: an EAGLE-3 head that drafts all tokens in one pass."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftlab.drafters import drafter
 from draftlab.drafters.eagle import EagleHeadSpec
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.engine.drafters.eagle import EagleDrafter
     from draftlab.latency.steps import Passes
-    from draftlab.model.eagle import HeadShape
     from draftlab.model.eagle_llama import EagleLlama
     from draftlab.model.hf_decoder import HFDecoder
     from draftlab.model.llama import Llama
@@ -29,19 +26,11 @@ class PEagleSpec(EagleHeadSpec):
     cache_lag = 1  # as of an EAGLE-3 head
     acceptance = EagleHeadSpec.chains
 
-    @classmethod
-    def read(cls, folder: Path, target: Path) -> "HeadShape":
+    @staticmethod
+    def model() -> Any:
         from draftlab.model import peagle
 
-        return peagle.check(folder, target)
-
-    @classmethod
-    def load(
-        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
-    ) -> "EagleLlama":
-        from draftlab.model import peagle
-
-        return peagle.load(folder, target_path, target, device)
+        return peagle
 
     @classmethod
     def drafter(cls, target: "Llama | HFDecoder", head: "EagleLlama") -> "EagleDrafter":

@@ -438,15 +438,13 @@ class PublishedHead:
     def _norm(self) -> str:
         return f"{self.spec.format}, at most {self.sizes.most} tokens in a draft"
 
-    def _ids(self) -> str:
-        return f"{self.sizes.draft_vocab:,} of {self.sizes.vocab:,} ids"
-
     def findings(self) -> Iterator[Finding]:
         layers = ", ".join(map(str, self.layer_ids))
-        yield ok(
-            "head",
-            f"reads the target's states after {layers} layers, predicts {self._ids()}, {self._norm()}",
+        text = (
+            f"reads the target's states after {layers} layers, predicts {self.sizes.draft_vocab:,} of "
+            f"{self.sizes.vocab:,} ids, {self._norm()}"
         )
+        yield ok("head", text)
         context = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
         if context > self.context:
             text = (

@@ -166,7 +166,8 @@ def _verify(
     def count(texts: verify.TargetTexts) -> verify.Counts:
         own = SamplingParams(temperature=texts.temperature)
         scores = artifact.scores(directory, form, texts.pairs, own, k, verifier.device)
-        return verify.counts_of(scores, texts, load_target, artifact.target_vocab)
+        chances = verify.chances_of(scores, texts, load_target, artifact.target_vocab)
+        return verify.counts_of(chances, texts)
 
     note(f"drafting over {len(rows)} texts in {verifier.program.name} and in draftlab")
     with tempfile.TemporaryDirectory(dir=written.parent) as folder:

@@ -126,6 +126,8 @@ class TargetTexts:
 
 
 Counts = Mapping[SampleMethod, np.ndarray]  # draftlab's tokens and steps of each text, [R, 2]
+# probability that each token of each text is accepted, [n] or [n, K] each
+Chances = Mapping[SampleMethod, Sequence[np.ndarray]]
 Count = Callable[[TargetTexts], Counts]
 
 
@@ -201,26 +203,37 @@ def generate_texts(
     return TargetTexts(prompts=prompts, completions=completions, tokens=lengths, k=k)
 
 
-def counts_of(
+def chances_of(
     scores: Sequence[TokenLogprobs],
     texts: TargetTexts,
     load_target: Callable[[], Decoder],
     vocab: int,
-) -> Counts:
-    """Count the steps of a draft over texts at their temperature, from its scores of the tokens.
+) -> Chances:
+    """Return the probability that each token of the texts is accepted, from a draft's scores of the tokens.
 
-    A greedy draft has an exact number of steps (greedy_steps). A draft that samples has an expected number of steps
-    (acceptance/expected). vocab: Number of logits that the target samples from.
+    A greedy draft has 0 or 1. Above temperature 0 the target scores the texts, too, for a draft that samples. vocab:
+    Number of logits that the target samples from.
     """
-    greedy = count_steps([scored.ranks == 0 for scored in scores], texts)
+    greedy = [scored.ranks == 0 for scored in scores]
     if texts.temperature == 0:
         return {"greedy": greedy}
     sampling = SamplingParams(temperature=texts.temperature)
     own = score_tokens(load_target(), texts.pairs, vocab, sampling)
-    chances = [
-        expected.chances(q.logprobs.T, p.logprobs).T for q, p in zip(scores, own, strict=True)
-    ]
-    return {"greedy": greedy, "probabilistic": expected_steps(chances, texts)}
+    pairs = zip(scores, own, strict=True)
+    sampled = [expected.chances(q.logprobs.T, p.logprobs).T for q, p in pairs]
+    return {"greedy": greedy, "probabilistic": sampled}
+
+
+def counts_of(chances: Chances, texts: TargetTexts) -> Counts:
+    """Count the steps of a draft over texts at their temperature.
+
+    A greedy draft has an exact number of steps (greedy_steps). A draft that samples has an expected number of steps
+    (acceptance/expected).
+    """
+    counts: dict[SampleMethod, np.ndarray] = {"greedy": count_steps(chances["greedy"], texts)}
+    if "probabilistic" in chances:
+        counts["probabilistic"] = expected_steps(chances["probabilistic"], texts)
+    return counts
 
 
 def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndarray:
@@ -256,7 +269,7 @@ def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tupl
     return at - 1, steps
 
 
-def count_steps(hits: list[np.ndarray], texts: TargetTexts) -> np.ndarray:
+def count_steps(hits: Sequence[np.ndarray], texts: TargetTexts) -> np.ndarray:
     """Return tokens and steps of each text, [R, 2]."""
     rows = zip(hits, texts.tokens, strict=True)
     return np.array([greedy_steps(row, texts.k, tokens) for row, tokens in rows], dtype=np.float64)
@@ -273,7 +286,8 @@ def verify(
 ) -> Verification:
     """Start the server with target and draft, read its counters, and compare them with draftlab's.
 
-    count: See counts_of. ends: The target's end-of-text tokens. method: Sampling of the draft above temperature 0.
+    count: Counts draftlab's steps, see counts_of. ends: The target's end-of-text tokens. method: Sampling of the draft
+    above temperature 0.
 
     Raises:
         UserError: The server does not start, or its acceptance differs from draftlab's.

@@ -20,6 +20,9 @@ from draftlab.model.decoder import (
     pinned_backends,
 )
 from draftlab.model.eagle import Head
+from draftlab.model.eagle import (
+    check as check,  # with load, what a drafter asks of the module of a head
+)
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Cache, Llama, rms_norm, rotary
 from draftlab.model.native_cpu import WIDE, NativeLlama

@@ -185,8 +185,8 @@ class ServedDraft:
         scores = self.artifact.scores(
             self.artifact.path, form, texts.pairs, sampling, texts.k, self.device
         )
-        counts = verify.counts_of(scores, texts, lambda: model, vocab)
-        counts = verify.counts_in(adapter, counts, texts)
+        chances = verify.chances_of(scores, texts, lambda: model, vocab)
+        counts = verify.counts_in(adapter, verify.counts_of(chances, texts), texts)
         there = asked.counters.acceptance
         measured = there.mean_acceptance_length
         if adapter.cuts_last_step:
@@ -194,7 +194,7 @@ class ServedDraft:
             measured = tokens / (tokens - there.num_accepted_draft_tokens)
         lengths: dict[SampleMethod, Interval] = {name: ratio(rows) for name, rows in counts.items()}
         method, here = nearest(lengths, measured)
-        by_position = accepted_by_position(scores, texts, model, vocab, method)
+        by_position = accepted_by_position(chances[method], texts.k)
         positions = ", ".join(
             f"{a:.2f} / {b:.2f}"
             for a, b in zip(there.per_position_acceptance, by_position, strict=False)
@@ -241,28 +241,12 @@ def extended(texts: TargetTexts, model: Decoder) -> TargetTexts:
     return replace(texts, completions=[c + m for c, m in zip(texts.completions, more, strict=True)])
 
 
-def accepted_by_position(
-    scores: Sequence[TokenLogprobs],
-    texts: TargetTexts,
-    model: Decoder,
-    vocab: int,
-    method: SampleMethod,
-) -> list[float]:
-    """Return the share of steps that accept at least i tokens, i = 1..K. method: How the draft samples."""
-    chances = [(scored.ranks == 0).astype(np.float64) for scored in scores]
-    if method == "probabilistic":
-        sampling = SamplingParams(temperature=texts.temperature)
-        own = score_tokens(model, texts.pairs, vocab, sampling)
-        chances = [
-            expected.chances(q.logprobs.T, p.logprobs).T for q, p in zip(scores, own, strict=True)
-        ]
-    rows = [row[1:] for row in chances]
-    limits = np.array([len(row) + texts.k for row in rows])
-    return (
-        expected.chain(expected.texts_of(rows, limits), texts.k)
-        .acceptance()
-        .per_position_acceptance
-    )
+def accepted_by_position(chances: Sequence[np.ndarray], k: int) -> list[float]:
+    """Return the share of steps that accept at least i tokens, i = 1..K. chances: See verify.chances_of."""
+    rows = [row[1:].astype(np.float64) for row in chances]
+    limits = np.array([len(row) + k for row in rows])
+    counts = expected.chain(expected.texts_of(rows, limits), k)
+    return counts.acceptance().per_position_acceptance
 
 
 def hint(there: Sequence[float], here: Sequence[float]) -> str:

@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from draftlab.console import note, progress
+from draftlab.console import note
 from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, dflash, parallel
@@ -30,12 +30,12 @@ from draftlab.model.dflash import DFlashShape
 from draftlab.model.eagle import TargetSizes, read_tensors
 from draftlab.model.trimmed_head import output_head
 from draftlab.training.checkpointer import best_weights, load_or_make, select_device
-from draftlab.training.eagle import FITTED_TOKENS, costs, texts_of
-from draftlab.training.eagle_head import EagleTeacher, TargetPass
+from draftlab.training.eagle import costs, texts_of
+from draftlab.training.eagle_head import EagleTeacher, StatesStudent, TargetPass
 from draftlab.training.eagle_start import sample
 from draftlab.training.fused_loss import chosen, fused_loss
 from draftlab.training.losses import Loss, parse_loss
-from draftlab.training.objectives import Objective, run_lengths
+from draftlab.training.objectives import Objective, random_ranks, run_lengths
 from draftlab.training.optimizers import training_dtype
 from draftlab.training.run import Distillation
 from draftlab.training.students.dflash import DFlashStudent
@@ -69,13 +69,8 @@ def run_layer(
     return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
-class BlockHead(nn.Module):
-    """The student. Its parameters have the names of z-lab. The target's embedding and output layer are frozen.
-
-    scale: Root mean square of each state, [L D], by which the target's states are divided in training.
-    """
-
-    scale: Tensor
+class BlockHead(StatesStudent):
+    """The student. Its parameters have the names of z-lab. The target's embedding and output layer are frozen."""
 
     def __init__(
         self, config: DFlashShape, layer: Any, embedding: Tensor, output: nn.Module
@@ -90,20 +85,8 @@ class BlockHead(nn.Module):
         self.frozen = [embedding, output]  # a list, so that torch does not register parameters
         self.scale = nn.Buffer(torch.ones(self.fc.in_features), persistent=False)
 
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    def get_decoder(self) -> nn.Module:
-        return self
-
     def get_output_embeddings(self) -> nn.Module:
         return cast(nn.Module, self.frozen[1])
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights of the same head for states that are not divided by `scale`."""
-        tensors = self.state_dict()
-        return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
 
     def forward(
         self, ids: Tensor, states: Tensor, anchors: Tensor, positions: Tensor | None = None
@@ -164,9 +147,8 @@ class Anchors:
 
     def drawn(self, batch: Batch, number: int) -> Batch:
         """Return the batch with the number of tokens that count after each anchor, at most K, as depths."""
-        rng = np.random.default_rng((self.seed, number + (1 << 32)))
         counted = batch.mask > 0
-        order = np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
+        order = random_ranks(counted, self.seed, number)
         chosen = order < np.ceil(self.share * counted.sum(1, keepdims=True))
         ahead = np.minimum(run_lengths(counted), self.most)
         return replace(batch, depths=np.where(chosen & counted, ahead, 0))
@@ -239,7 +221,7 @@ class BlockObjective(Objective):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenHead:
+class OpenBlockHead:
     """A head in training. content: Its config.json."""
 
     module: BlockHead
@@ -291,7 +273,7 @@ def facts(spec: DFlashStudent, job: Distillation) -> Mapping[str, object]:
     return costs(job, described, config.layer_ids, weights, passes)
 
 
-def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenHead:
+def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockHead:
     """Return a head on the frozen target, with its text.
 
     Raises:
@@ -321,11 +303,7 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenHead:
     note(f"mask token {config.mask_token_id}")
 
     def measure() -> dict[str, np.ndarray]:
-        count = min(
-            job.loop.steps, math.ceil(FITTED_TOKENS / (job.loop.batch_size * job.text.seq_len))
-        )
-        with progress("sizes of states", count) as advance:
-            sampled = sample(teacher, (batches.batch(step) for step in range(count)), advance)
+        sampled = sample(teacher, batches, job.loop, job.text.seq_len, "sizes of states")
         return {"scale": sampled.states.pow(2).mean(0).sqrt().clamp_min(config.eps).cpu().numpy()}
 
     student.scale.copy_(torch.from_numpy(load_or_make(state, "start.pt", measure)["scale"]))
@@ -341,4 +319,4 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenHead:
         depths=Anchors(spec.anchors, config.most, job.loop.seed),
         objective=BlockObjective(student, loss, job.temperature, gamma),
     )
-    return OpenHead(module=student, setup=setup, target=target, content=content)
+    return OpenBlockHead(module=student, setup=setup, target=target, content=content)

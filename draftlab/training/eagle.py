@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.console import note, progress
+from draftlab.console import note
 from draftlab.data import Batch, HeldOut
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, eagle
@@ -104,7 +104,6 @@ def _sequences(directory: Path, seq_len: int) -> list[TargetOutput]:
     return [output for output in read_texts(directory) if len(output.prompt) < seq_len]
 
 
-FITTED_TOKENS = 16_384  # tokens of text for the least squares that give a head's initial weights
 BYTES = 16  # bytes per trained weight: fp32, its gradient and two moments
 
 
@@ -285,9 +284,7 @@ def start_head(
     student.to(teacher.device)
 
     def find() -> dict[str, np.ndarray]:
-        count = min(loop.steps, math.ceil(FITTED_TOKENS / (loop.batch_size * seq_len)))
-        with progress(what, count) as advance:
-            sampled = sample(teacher, (batches.batch(step) for step in range(count)), advance)
+        sampled = sample(teacher, batches, loop, seq_len, what)
         if begun is not None:
             start_again(student, sampled)
         else:

@@ -138,14 +138,31 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class EagleHead(nn.Module):
-    """The student. Its parameters have the names of speculators. The target's embedding is frozen.
+class StatesStudent(nn.Module):
+    """A head in training, whose fc reads the target's states.
 
-    scale: Root mean square of each feature of the target's states, [A E], by which training divides them, because some
-    are a thousand times as large as others.
+    scale: Root mean square of each feature of the states, [A E], by which training divides them, because some are a
+    thousand times as large as others.
     """
 
+    fc: nn.Linear
     scale: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    def get_decoder(self) -> nn.Module:
+        return self
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights of an equal head that reads states without dividing them by `scale`."""
+        tensors = self.state_dict()
+        return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
+
+
+class EagleHead(StatesStudent):
+    """The student. Its parameters have the names of speculators. The target's embedding is frozen."""
 
     def __init__(self, config: HeadShape, embedding: Tensor) -> None:
         """embedding: Embedding of the target, [V, E]."""
@@ -174,20 +191,8 @@ class EagleHead(nn.Module):
         """Return the norms before fc: one for all states, one for the states of each layer, or none."""
         return [self.input_norm] if self.input_norm is not None else list(self.fc_norm or ())
 
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    def get_decoder(self) -> nn.Module:
-        return self
-
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights of an equal head that reads states without dividing them by `scale`."""
-        tensors = self.state_dict()
-        return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
 
     def forward(
         self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None

@@ -13,19 +13,20 @@ Norms before fc start with weights that give fc inputs of mean square 1. With no
 has the sizes of the target's states: fc and attention write states of these sizes, and hidden_norm divides by them.
 """
 
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from draftlab.console import Advance
-from draftlab.data import Batch
+from draftlab.console import progress
 from draftlab.model.devices import exact
 from draftlab.model.llama import rms_norm
 from draftlab.training.eagle_head import EagleHead, EagleTeacher, Layer
+from draftlab.training.loop import Batches, Loop
 
+FITTED_TOKENS = 16_384  # tokens of text for the least squares that give a head's initial weights
 RIDGE = 1e-2  # ridge penalty as a share of a feature's mean square
 # attention score of a position with itself; its scores with other positions are about N(0, 1)
 OWN = 12.0
@@ -48,20 +49,26 @@ class Sample:
 
 
 @torch.no_grad()
-def sample(teacher: EagleTeacher, batches: Iterable[Batch], advance: Advance) -> Sample:
-    """Run the target on batches. Return the pairs of neighbouring positions, without outliers."""
+def sample(teacher: EagleTeacher, batches: Batches, loop: Loop, seq_len: int, what: str) -> Sample:
+    """Run the target on the first batches. Return the pairs of neighbouring positions, without outliers.
+
+    what: Name of the work, for its progress.
+    """
+    count = min(loop.steps, math.ceil(FITTED_TOKENS / (loop.batch_size * seq_len)))
     parts: list[list[Tensor]] = []
-    for number, batch in enumerate(batches):
-        advance(number, "batches")
-        ids = torch.from_numpy(batch.ids[:, : int(batch.lengths.max()) + 1]).to(teacher.device)
-        states, read = teacher.states_of(ids)
-        lengths = torch.from_numpy(batch.lengths).to(ids.device)
-        inside = torch.arange(ids.shape[1] - 1, device=ids.device) + 1 < lengths.unsqueeze(1)
-        size = states[:, :-1].float().norm(dim=-1)
-        inside &= size < LARGE * size.median()
-        embedded = teacher.embedding[ids[:, 1:]]
-        whole = (states[:, :-1], embedded, read[:, :-1], read[:, 1:])
-        parts.append([tensor[inside].float() for tensor in whole])
+    with progress(what, count) as advance:
+        for number in range(count):
+            advance(number, "batches")
+            batch = batches.batch(number)
+            ids = torch.from_numpy(batch.ids[:, : int(batch.lengths.max()) + 1]).to(teacher.device)
+            states, read = teacher.states_of(ids)
+            lengths = torch.from_numpy(batch.lengths).to(ids.device)
+            inside = torch.arange(ids.shape[1] - 1, device=ids.device) + 1 < lengths.unsqueeze(1)
+            size = states[:, :-1].float().norm(dim=-1)
+            inside &= size < LARGE * size.median()
+            embedded = teacher.embedding[ids[:, 1:]]
+            whole = (states[:, :-1], embedded, read[:, :-1], read[:, 1:])
+            parts.append([tensor[inside].float() for tensor in whole])
     return Sample(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 

@@ -70,17 +70,20 @@ class Offsets:
         positions for offset j - 1. A position predicts offset j only if all j tokens after it count, so no draft
         crosses the end of an answer.
         """
-        rng = np.random.default_rng((self.seed, number + (1 << 32)))
         counted = batch.mask > 0
-        ahead = run_lengths(counted)
-        # random rank of each position within its row
-        order = np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
+        ahead, order = run_lengths(counted), random_ranks(counted, self.seed, number)
         positions = counted.sum(1, keepdims=True)
         depths = np.zeros(counted.shape, dtype=np.int64)
         for offset in range(1, self.count + 1):
             most = (positions * max(self.share ** (offset - 1), self.floor)).astype(np.int64)
             depths += (order < most) & (ahead >= offset)
         return replace(batch, depths=depths)
+
+
+def random_ranks(counted: np.ndarray, seed: int, number: int) -> np.ndarray:
+    """Return a random rank of each position within its row, [B, T]; positions that count come first."""
+    rng = np.random.default_rng((seed, number + (1 << 32)))
+    return np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
 
 
 def run_lengths(counted: np.ndarray) -> np.ndarray:

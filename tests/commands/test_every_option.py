@@ -380,22 +380,12 @@ CASES["profile", "law of profiles"] = lambda w: {
 }
 
 
-CASES["profile", "eager"] = lambda w: {
-    "models": [w.draft],
-    "k": 1,
-    "context": "8",
-    "repeats": 3,
-    "mode": "eager",
-}
+def profiled(w: World, mode: str) -> Settings:
+    return {"models": [w.draft], "k": 1, "context": "8", "repeats": 3, "mode": mode}
 
 
-CASES["profile", "native"] = lambda w: {
-    "models": [w.draft],
-    "k": 1,
-    "context": "8",
-    "repeats": 3,
-    "mode": "native",
-}
+CASES["profile", "eager"] = lambda w: profiled(w, "eager")
+CASES["profile", "native"] = lambda w: profiled(w, "native")
 
 
 CASES["predict", "alpha"] = lambda w: profiles() | {"acceptance": ["0.7"]}

@@ -6,8 +6,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from builders import training_killed_at
 from errors import raises_option
+from head_training import check_killed_run, distilled_from_store, head_settings
 from safetensors.torch import load_file, save_file
 from test_dflash import loaded
 from torch import Tensor, nn
@@ -148,15 +148,8 @@ def test_each_prediction_has_the_loss_and_gradient_that_its_place_in_the_block_g
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory, target) -> dict[str, Any]:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text(
-        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))
-    )
-    return {
-        "target": str(target), "data": str(file), "steps": 6, "batch_size": 2, "lr": 2e-3, "seq_len": 32,
-        "student": "dflash:block_size=4,num_layers=1,anchors=0.5", "training_dtype": "float32", "eval_steps": 2,
-        "save_steps": 2,
-    }  # fmt: skip
+    student = "dflash:block_size=4,num_layers=1,anchors=0.5"
+    return head_settings(tmp_path_factory.mktemp("text"), target) | {"student": student}
 
 
 @pytest.fixture(scope="module")
@@ -167,14 +160,7 @@ def trained(words, tmp_path_factory) -> Path:
 
 
 def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_path):
-    with training_killed_at(4):
-        COMMANDS["distill"](**words, out=tmp_path / "head")
-    COMMANDS["distill"](**words, out=tmp_path / "head")
-    found, wanted = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "head", trained)
-    )
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+    check_killed_run(trained, words, tmp_path)
 
 
 def acceptance(head: Path, words: dict[str, Any], out: Path) -> tuple[float, ...]:
@@ -205,12 +191,7 @@ def test_a_trained_head_is_accepted_more_often_than_one_that_misreads_the_states
 
 
 def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
-    COMMANDS["outputs build"](
-        target=words["target"], data=words["data"], use="replay", num_prompts=12, prompt_tokens=8,
-        max_new_tokens=20, temperature=1.0, out=tmp_path / "store",
-    )  # fmt: skip
-    given = {name: value for name, value in words.items() if name != "data"}
-    COMMANDS["distill"](**given, outputs=tmp_path / "store", out=tmp_path / "head")
+    distilled_from_store(words, tmp_path)
     replayed = COMMANDS["replay"](
         directory=tmp_path / "store", draft=[str(tmp_path / "head")], target=words["target"], k="3",
         out=tmp_path / "replay",

@@ -7,9 +7,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, build, training_killed_at
+from builders import FAMILIES, build
+from head_training import check_killed_run, distilled_from_store, head_settings
 from plain_eagle import VARIANTS, PlainHead
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
@@ -219,14 +219,8 @@ def test_every_stored_sequence_is_read_once_in_an_epoch():
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory, family_dirs) -> dict[str, Any]:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text(
-        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))
-    )
-    return {
-        "target": str(family_dirs["llama"]), "data": str(file), "steps": 6, "batch_size": 2, "lr": 2e-3, "vocab": 50,
-        "seq_len": 32, "student": "eagle:ttt_steps=2", "training_dtype": "float32", "eval_steps": 2, "save_steps": 2,
-    }  # fmt: skip
+    own = {"student": "eagle:ttt_steps=2", "vocab": 50}
+    return head_settings(tmp_path_factory.mktemp("text"), family_dirs["llama"]) | own
 
 
 @pytest.fixture(scope="module")
@@ -257,14 +251,7 @@ def test_training_lowers_the_loss_at_every_step_and_least_squares_starts_below_r
 
 
 def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_path):
-    with training_killed_at(4):
-        COMMANDS["distill"](**words, out=tmp_path / "head")
-    COMMANDS["distill"](**words, out=tmp_path / "head")
-    assert [p.name for p in tmp_path.iterdir()] == ["head"]
-    found, wanted = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "head", trained)
-    )
-    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+    check_killed_run(trained, words, tmp_path)
 
 
 def test_training_goes_on_with_a_head_as_it_was_written(words, tmp_path, monkeypatch):
@@ -295,13 +282,7 @@ def test_a_head_learns_from_what_the_target_writes(words, tmp_path):
 
 
 def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
-    COMMANDS["outputs build"](
-        target=words["target"], data=words["data"], use="replay", num_prompts=12, prompt_tokens=8,
-        max_new_tokens=20, temperature=1.0, out=tmp_path / "store",
-    )  # fmt: skip
-    given = {name: value for name, value in words.items() if name != "data"}
-    outcome = COMMANDS["distill"](**given, outputs=tmp_path / "store", out=tmp_path / "head")
-    found = cast(Any, outcome.data)
+    found = distilled_from_store(words, tmp_path)
     assert 0 < found["tokens"] <= 6 * 2 * 20  # the prompts do not count
 
 

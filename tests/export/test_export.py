@@ -546,7 +546,8 @@ def test_a_server_whose_draft_samples_takes_as_many_steps_as_expected(space, fam
     scores = artifact.scores(
         Path("draft"), Form(to="vllm"), served.pairs, SamplingParams(temperature=0.8), 3, device
     )
-    counts = verify.counts_of(scores, served, lambda: target, 307)
+    chances = verify.chances_of(scores, served, lambda: target, 307)
+    counts = verify.counts_of(chances, served)
     taken = np.bincount([step.row for step in live]) - 1
 
     def error(rows: np.ndarray) -> float:

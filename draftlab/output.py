@@ -66,9 +66,11 @@ class Output:
         with locked(self.out):
             try:
                 yield
-            except (UserError, Interrupted):
+            except UserError:
                 raise
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as stop:
+                if isinstance(stop, Interrupted) and not resumes:
+                    raise  # the interrupted step says what it saved
                 raise Interrupted(f"interrupted; {self._after_interruption(resumes)}") from None
             except Exception as error:  # safetensors and tokenizers raise errors of their own types
                 reason = next((text for text in FULL if text in str(error)), None)

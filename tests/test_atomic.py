@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from draftlab import atomic, cli, workspace
 from draftlab.commands.report import ReportConfig
-from draftlab.errors import UserError
+from draftlab.errors import Interrupted, UserError
 from draftlab.output import Output
 
 
@@ -257,6 +257,18 @@ def test_a_disk_that_fills_up_is_said_with_what_is_kept(tmp_path, error):
     for other in (ZeroDivisionError(), Exception("Permission denied (os error 13)")):
         with pytest.raises(type(other)), output.locked():
             raise other
+
+
+def test_an_interrupted_step_of_a_command_that_resumes_names_the_folder_of_the_command(tmp_path):
+    outer = Output(command="auto", config=ReportConfig(), out=tmp_path / "auto")
+    step = Output(command="score", config=ReportConfig(), out=outer.out / "score")
+    outer.out.mkdir()
+    with (
+        pytest.raises(Interrupted, match=f"{outer.out}$"),
+        outer.locked(resumes=True),
+        step.locked(),
+    ):
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

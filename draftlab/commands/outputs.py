@@ -333,7 +333,13 @@ def prepare_replay(
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     ks = config.k
     drafting = Drafting(
-        k=max(ks), rule=rule, temperature=temperature, dtype=dtype, device=device, target=target
+        k=max(ks),
+        rule=rule,
+        temperature=temperature,
+        dtype=dtype,
+        device=device,
+        target=target,
+        device_map=config.device_map,
     )
     for spec in drafters:
         check(store, spec, drafting)

@@ -184,6 +184,7 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: shared.Device = shared.device()
+    device_map: shared.DeviceMap = shared.device_map()
 
     only = (
         Only(
@@ -197,7 +198,7 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
             "the rule block cannot be replayed; measure it with draftlab score",
         ),
         Only(
-            ("target",),
+            ("target", "device_map"),
             lambda c: c.reads_target,
             "leave it out: none of these drafters reads the target's states",
         ),

@@ -56,7 +56,7 @@ class BlockSpec(HeadSpec):
 
     @classmethod
     def passes_of(
-        cls, folder: Path, target_path: Path, target: "Llama", mode: "Mode"
+        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", mode: "Mode"
     ) -> "HeadPasses":
         from draftlab.engine.drafters.dflash import BlockPasses
 

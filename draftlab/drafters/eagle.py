@@ -104,7 +104,7 @@ class EagleHeadSpec(HeadSpec):
 
     @classmethod
     def passes_of(
-        cls, folder: Path, target_path: Path, target: "Llama", mode: "Mode"
+        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", mode: "Mode"
     ) -> "HeadPasses":
         from draftlab.engine.drafters.eagle import EaglePasses
         from draftlab.model import eagle_llama

@@ -18,6 +18,7 @@ from draftlab.latency.machine_state import device_name, read_environment, steady
 from draftlab.latency.profiler import Grid, LatencyCurves, measure, random_model
 from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel
 from draftlab.model.decoder import Decoder
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 from draftlab.model.modes import check_mode, load, resolve_mode
 from draftlab.model.shape import Shape
@@ -105,11 +106,6 @@ def resolve_running(
     Raises:
         UserError: the mode does not run on this device or with this dtype, or the engine does not run a model in it.
     """
-    heads = [model for model in models if model.target is not None]
-    if device_map and heads:
-        raise UserError(
-            f"--device-map: leave it out, because the head {heads[0].name} needs its target in draftlab's own engine"
-        )
     whole = {
         model.name: model.path
         for model in models
@@ -117,8 +113,9 @@ def resolve_running(
     }
     resolved: Mode = "eager" if device_map else resolve_mode(mode, device, dtype, whole.values())
     check_mode(resolved, device, dtype)
-    for name in whole if resolved != "eager" else {head.target for head in heads}:
-        llama.check_supported(whole[str(name)])
+    if resolved != "eager":
+        for path in whole.values():
+            llama.check_supported(path)
     return Running(
         device=device, dtype=dtype, mode=resolved, threads=threads, device_map=device_map
     )
@@ -146,11 +143,14 @@ def grid_of(
 def needed_bytes(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, float]:
     """Return the bytes of each model's weights, and of the KV caches at all batch sizes.
 
-    With a device_map, checkpoints are not counted, because the library accelerate spreads them over devices.
+    With a device_map, only shapes and heads are counted, because the library accelerate spreads the other models over
+    devices.
     """
     width = running.dtype.itemsize
     counted = [
-        model for model in models if isinstance(model.place, Shape) or running.device_map is None
+        model
+        for model in models
+        if isinstance(model.place, Shape) or model.target is not None or running.device_map is None
     ]
     needs: dict[str, float] = {
         f"weights of {model.name}": model.size.weight_bytes(width) for model in counted
@@ -217,7 +217,7 @@ def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, 
             )
         else:
             target, path = decoders[model.target], paths[model.target]
-            assert isinstance(target, Llama)  # resolve_running refused other models
+            assert isinstance(target, Llama | HFDecoder)  # a loaded checkpoint is one of these
             assert path is not None
             head = DRAFTERS.get(model.kind, model.name)
             decoders[model.name] = head.passes_of(model.place, path, target, running.mode)

@@ -322,9 +322,11 @@ def head_config(
         UserError: the target lacks a layer in `layer_ids`, or has a smaller vocabulary than `draft_vocab`.
     """
     sizes, config = TargetSizes.of(target), checkpoint.auto_config(target).get_text_config()
-    heads = int(config.num_attention_heads)
+    heads = getattr(config, "num_attention_heads", None)  # Mamba has none
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or (sizes.hidden // heads if heads else math.gcd(sizes.hidden, 64))
+    heads = int(heads or sizes.hidden // head_dim)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or sizes.hidden // heads
     if (
         sizes.hidden % heads and sizes.hidden % head_dim == 0
     ):  # use heads of the target's size, as speculators does

@@ -56,12 +56,13 @@ class ReplayContext:
     dtype: torch.dtype
     device: torch.device
     advance: Callable[[int], None]
+    device_map: str | None = None
 
     def load_draft(self, name: str) -> Decoder:
         return modes.load(hub.locate(name), self.dtype, self.device)
 
     def load_target(self) -> Llama | HFDecoder:
-        target = modes.load(self.target_path, self.dtype, self.device)
+        target = modes.load(self.target_path, self.dtype, self.device, self.device_map)
         assert isinstance(target, Llama | HFDecoder)  # a loaded checkpoint is one of these
         return target
 
@@ -179,6 +180,7 @@ class Drafting:
         k: Largest number of drafted tokens.
         temperature: Temperature of the draft. None takes the target's.
         target: Checkpoint of the target, for drafters that read its states.
+        device_map: Map by which accelerate spreads this target over devices.
     """
 
     k: int
@@ -187,6 +189,7 @@ class Drafting:
     dtype: torch.dtype
     device: torch.device
     target: Path | None = None
+    device_map: str | None = None
 
     def draft_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """Return the draft's sampling parameters: the target's, except for the temperature of the draft."""
@@ -285,6 +288,7 @@ def replay_draft(
                 dtype=drafting.dtype,
                 device=drafting.device,
                 advance=lambda done: advance(done, "texts"),
+                device_map=drafting.device_map,
             )
         )
     certain = drafting.rule == "match" or sampling.temperature == 0

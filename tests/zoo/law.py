@@ -103,6 +103,8 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
         "score compiled": f"{SCORE} {there} --mode native --out score-compiled",
         "distill a head": f"distill --student eagle --target M {TEACH_HEAD} --out head",
         "score a head": f"{SCORE} --target M --drafter eagle:heads=head --batch 2 --out score-head",
+        "replay a head": "replay answers --draft head --target M --k 2 --out replay-head",
+        "profile a head": "profile M head --k 2 --repeats 3 --context 16 --out profile-head",
         "profile": f"profile M {draft} --k 2 --repeats 3 --context 16,48 --out profile",
         "predict": f"predict --draft-profile profile/{draft}.yaml --target-profile profile/M.yaml {PREDICT}/{draft}",
         "search": f"search --target M --source {'M' if pruned else draft} --widths {width} {SEARCH} --out searched",

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from typed import call
 
 from draftlab import workspace
+from draftlab.latency.cost_model import read_profile
 from draftlab.model import checkpoint, modes
 from draftlab.model.checkpoint import read_config
 from draftlab.model.families import presets
@@ -21,6 +22,7 @@ from draftlab.model.hub import EMBEDDED
 from draftlab.model.llama import Llama
 from draftlab.results.score import read_score, score_files
 from draftlab.scoring.run import compare
+from draftlab.target_outputs.replay import read_replay
 
 REPOSITORY = Path(__file__).parents[2]
 TASK = """
@@ -75,6 +77,17 @@ def test_a_target_that_is_on_disk_leaves_mode_and_batch_to_drafts_and_heads(spac
     assert "--int8" in refused(SCORE, *asked, "--int8", "both", "--device-map", "map.json")
     lookup = ("--drafter", "prompt-lookup", "--device-map", "map.json", "--mode", "native")
     assert "--mode native" in refused(SCORE, *lookup)
+    spread, build = ("--device-map", "map.json"), "outputs build --use replay --prompt-tokens 16"
+    call(f"{build} --num-prompts 2 --max-new-tokens 12 --dtype float32 --out answers")
+    call("replay answers --draft head --k 2 --dtype float32 --out replay-here")
+    call("replay answers --draft head --k 2 --dtype float32 --out replay-spread", *spread)
+    one, two = (read_replay(Path(out) / "head") for out in ("replay-here", "replay-spread"))
+    for ours, theirs in zip(one.chances(), two.chances(), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert "--device-map" in refused(f"replay answers --draft {draft}", *spread)
+    target = yaml.safe_load(Path("draftlab.yaml").read_text())["target"]
+    call(f"profile {target} head --k 1 --repeats 3 --context 16 --out passes", *spread)
+    assert read_profile(Path("passes/head.yaml")).drafter == "eagle"
 
 
 def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(space, draft, family_dirs):  # noqa: F811

@@ -5,7 +5,7 @@ cache holds all tokens of a row but the last token, which the next pass feeds fi
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -103,12 +103,13 @@ class Drafter(Protocol):
         """Read each prompt and the token after it, before the first draft. By default, do nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True)
 class Sampler:
     """Samples a draft model's tokens. vocab: The target's number of logits; None if the draft has the same number."""
 
     sampling: SamplingParams
     vocab: int | None
+    ended = False
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
         """Sample tokens [B] from logits [B, V]. Return them and, unless greedy, their distributions [B, V]."""
@@ -132,6 +133,7 @@ class ModelDrafter(Drafter):
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         self.model, self.vocab = model, vocab
         self.own_vocab = model.vocab
+        self.sampler: Callable[[SamplingParams, int | None], Sampler] = Sampler
         self.cache: Any = None
 
     def reset(self, rows: int, capacity: int) -> None:
@@ -148,9 +150,9 @@ class ModelDrafter(Drafter):
         logits = self.last_logits(texts)[:, -1]
         if first:
             check_logits(logits, "the draft")
-        sampler = Sampler(sampling.unlimited(), self.vocab)
+        sampler = self.sampler(sampling.unlimited(), self.vocab)
         self.drafted, q = self.model.draft(logits, self.cache, uniform, sampler)
-        return Draft(ids=self.drafted, q=q, counts=[count] * len(texts))
+        return Draft(ids=self.drafted, q=q, counts=[self.drafted.shape[1]] * len(texts))
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
         """Read all tokens of each text but the last token, which the first draft reads."""

@@ -64,8 +64,6 @@ def pinned_backends(device: torch.device) -> contextlib.AbstractContextManager[o
 CPU = torch.device("cpu")
 
 Drafted = tuple[Tensor, Tensor | None]  # tokens, and the distributions q they were drawn from
-# logits [B, V] and draws [B] -> tokens [B] and q [B, V]
-Sampler = Callable[[Tensor, Tensor], Drafted]
 # parent of each token of a tree, or of the tree of each row
 Parents = Sequence[int] | Sequence[tuple[int, ...]]
 
@@ -100,6 +98,17 @@ class Tree:
         for child, parent in enumerate(parents, 1):
             mask[child] |= mask[parent]
         return cls((mask.sum(1) - 1).to(device), mask.to(device))
+
+
+class Sampler(Protocol):
+    """Chooses drafted tokens [B] from logits [B, V] and draws [B], with their distributions q [B, V], if any."""
+
+    def __call__(self, logits: Tensor, draws: Tensor, /) -> Drafted: ...
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the draft ends with the tokens that were chosen last."""
+        return False
 
 
 class KVCache(Protocol):
@@ -202,7 +211,9 @@ def end_of_pass(cache: Any, width: int) -> int:
 def draft_chain(
     logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]
 ) -> Drafted:
-    """Draft K tokens autoregressively. Return the tokens, [B, K], and their distributions, [B, K, V], if any.
+    """Draft at most K tokens autoregressively. Return the tokens, [B, K], and their distributions, [B, K, V], if any.
+
+    Fewer tokens are drafted if `choose` ends the draft.
 
     logits: Logits after the texts, [B, V]. uniform: Draws in [0, 1), [B, K]. following: Function that feeds the tokens
     of one step, [B], and returns the next logits, [B, V].
@@ -212,6 +223,8 @@ def draft_chain(
         token, drawn_from = choose(following(ids[-1]) if ids else logits, draws)
         ids.append(token)
         q += [] if drawn_from is None else [drawn_from]
+        if choose.ended:
+            break
     return torch.stack(ids, 1), torch.stack(q, 1) if q else None
 
 

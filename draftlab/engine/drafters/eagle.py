@@ -4,7 +4,7 @@ B rows, T new tokens, K drafted tokens, D hidden, V vocab. In a text of n tokens
 the head has n - 1 positions: position i combines the target's state of token i with token i + 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,12 +14,17 @@ from draftlab.engine.generate import Draft, Sampler
 from draftlab.model.decoder import Tree
 from draftlab.model.devices import staged
 from draftlab.model.eagle_llama import EagleLlama
-from draftlab.model.llama import Cache, LayerStates
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.llama import Cache, LayerStates, Llama
 from draftlab.sampling import SamplingParams
 
 
 class EagleDrafter(StatesDrafter[EagleLlama]):
     """Drafts a chain with one pass of the head per token. The first pass also feeds the target's new states."""
+
+    def __init__(self, target: Llama | HFDecoder, head: EagleLlama) -> None:
+        super().__init__(target, head)
+        self.sampler: Callable[[SamplingParams, int | None], Sampler] = Sampler
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
         """Read all positions of the prompts. The first draft reads the last position again."""
@@ -29,10 +34,9 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         logits, state = self.last_logits(texts)
-        ids, q = self.head.draft(
-            logits, self.cache, uniform, Sampler(sampling.unlimited(), self.vocab), state
-        )
-        return Draft(ids=ids, q=q, counts=[count] * len(texts))
+        sampler = self.sampler(sampling.unlimited(), self.vocab)
+        ids, q = self.head.draft(logits, self.cache, uniform, sampler, state)
+        return Draft(ids=ids, q=q, counts=[ids.shape[1]] * len(texts))
 
     def last_logits(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         """Feed the target's new states. Return the logits [B, V] and the state [B, 1, D] of each text's last position.

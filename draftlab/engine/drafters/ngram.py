@@ -197,7 +197,12 @@ class PromptLookupDrafter(TextDrafter):
         match = latest_match(np.array(text), self.longest)
         if match is None or match.length < self.min_match[match.kind]:
             return []
-        return (text[match.start :] * (count // (len(text) - match.start) + 1))[:count]
+        return copy_from(text, match.start, count)
+
+
+def copy_from(text: list[int], start: int, count: int) -> list[int]:
+    """Return the `count` tokens from position `start` on; past the end of the text, the copy continues into itself."""
+    return (text[start:] * (count // (len(text) - start) + 1))[:count]
 
 
 def _order(

@@ -19,6 +19,7 @@ from drafter_laws import (
 )
 from torch import Tensor
 
+from draftlab.engine.drafters.fallback import FallbackDrafter
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel
 from draftlab.engine.generate import (
     Draft,
@@ -32,6 +33,7 @@ from draftlab.engine.verify import distribution, match
 from draftlab.model import llama
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting import tree
+from draftlab_research.drafting.adaptive import PolicyDraft, PolicyLookup, Stoppable
 from draftlab_research.drafting.cascade import CascadeDrafter
 from draftlab_research.drafting.dynamic_tree import DynamicTreeDrafter
 from draftlab_research.drafting.eagle_tree import EagleTreeDrafter
@@ -50,6 +52,7 @@ from draftlab_research.drafting.tree import (
     observed,
 )
 from draftlab_research.layer_search import search_layers
+from draftlab_research.policy import EDGES, LENGTHS, Policy
 
 HEADS = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(2)) * 0.05
 
@@ -78,6 +81,8 @@ DRAFTERS = [
     "tree sampled",
     "tree distinct",
     "dynamic",
+    "adaptive",
+    "adaptive head",
 ]
 
 
@@ -100,8 +105,20 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
         "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
         "tree distinct": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
+        "adaptive": lambda: adaptive(ModelDrafter(noisy, VOCAB)),
+        "adaptive head": lambda: adaptive(eagle_drafter(models["target"])),
         "dynamic": lambda: DynamicTreeDrafter(TreeDrafter(noisy, VOCAB, (0,), "top"), 2, 3),
     }[name]()
+
+
+def adaptive(inner: Stoppable) -> Drafter:
+    """Return a drafter that copies after long matches, and stops after tokens of low confidence."""
+    chance = np.repeat([0.1, 0.9], [3, len(EDGES) - 2])
+    policy = Policy(
+        speed=0.1, verify_ms=np.arange(10.0, 20), draft_ms=1.0, chance=chance, next_chance=chance, draft_gain=0.1,
+        copies=np.broadcast_to(np.array([0.05, 0.5, 0.9, 0.9])[:, None], (3, LENGTHS, 9)),
+    )  # fmt: skip
+    return FallbackDrafter(PolicyLookup(policy, 8), PolicyDraft(inner, policy), VOCAB)
 
 
 def eagle_tree(target: llama.Llama) -> EagleTreeDrafter:

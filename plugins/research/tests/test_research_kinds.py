@@ -56,7 +56,13 @@ def heads(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 def test_every_drafter_decodes_what_the_target_would(
     context, heads, eagle_head, parallel_draft, stored
 ):
-    asked = [*CHAINS, *OWN_ENGINE, heads, f"learnt-fallback:outputs={stored}"]
+    asked = [
+        *CHAINS,
+        *OWN_ENGINE,
+        heads,
+        f"adaptive:outputs={stored}",
+        f"adaptive:heads={eagle_head}",
+    ]
     asked += [f"parallel-tree:draft={parallel_draft},{size}" for size in ("nodes=3", "widths=2x1")]
     asked += [
         f"eagle-tree:heads={eagle_head},{shape}"
@@ -70,18 +76,17 @@ def test_drafters_that_learn_from_what_the_target_wrote_decode_as_it_does(
     context, stored, parallel_draft, monkeypatch
 ):
     monkeypatch.setattr(context, "data", "nothing that could be read")
-    kinds = ("learnt-fallback:", "tree:nodes=3,", "layer-skip:", "cascade:order=2,inner_tokens=1,")
+    kinds = ("adaptive:", "tree:nodes=3,", "layer-skip:", "cascade:order=2,inner_tokens=1,")
     kinds += (f"parallel-tree:draft={parallel_draft},nodes=3,",)
     ways = {kind: built(context, f"{kind}outputs={stored}") for kind in kinds}
     check_output(context, ways)
-    for kind in ("learnt-fallback:", "layer-skip:"):
-        again = built(context, str(ways[kind].learnt))
-        assert again.learnt is None
-        drafts = []
-        for drafter in (ways[kind].drafter, again.drafter):
-            drafter.reset(2, 32)
-            drafts.append(drafter.propose(PROMPTS, 2, SamplingParams(), torch.zeros(2, 2)))
-        assert torch.equal(drafts[0].ids, drafts[1].ids)
+    again = built(context, str(ways["layer-skip:"].learnt))
+    assert again.learnt is None
+    drafts = []
+    for drafter in (ways["layer-skip:"].drafter, again.drafter):
+        drafter.reset(2, 32)
+        drafts.append(drafter.propose(PROMPTS, 2, SamplingParams(), torch.zeros(2, 2)))
+    assert torch.equal(drafts[0].ids, drafts[1].ids)
 
 
 def test_a_tree_drafts_all_its_tokens_whatever_k_is(context):
@@ -154,7 +159,7 @@ def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words):
         "tree:widths=2",
         "medusa:heads=x",
         "eagle-tree:heads=x,topk=2",
-        "learnt-fallback:outputs=x",
+        "adaptive:outputs=x",
     ],
 )
 def test_what_a_target_of_transformers_cannot_do_is_refused(text):

@@ -4,6 +4,7 @@ B rows, V vocab.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,17 +40,26 @@ class ConfidenceStopDrafter(ModelDrafter):
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
-        logits = self.last_logits(texts)[:, -1]
-        active = torch.ones(len(texts), dtype=torch.bool, device=logits.device)
-        sampler = Sampler(sampling.unlimited(), self.vocab)
-        ids, q, drafted = [], [], []
-        while len(ids) < count and active.any():
-            if ids:
-                logits = self.model.forward(ids[-1].unsqueeze(1), self.cache, last=1)[:, -1]
-            token, drawn_from = sampler(logits, uniform[:, len(ids)])
-            ids.append(token)
-            q += [] if drawn_from is None else [drawn_from]
-            drafted.append(active)
-            active = active & ~self.stops(torch.softmax(logits.float(), -1))
-        counts, self.drafted = torch.stack(drafted).sum(0).tolist(), torch.stack(ids, 1)
-        return Draft(ids=self.drafted, q=torch.stack(q, 1) if q else None, counts=counts)
+        stopping = StoppingSampler(sampling.unlimited(), self.vocab, self.stops)
+        self.sampler = lambda *_: stopping
+        return replace(super().propose(texts, count, sampling, uniform), counts=stopping.counts)
+
+
+class StoppingSampler(Sampler):
+    """Ends the draft when all rows have stopped."""
+
+    def __init__(self, sampling: SamplingParams, vocab: int | None, stops: StopRule) -> None:
+        super().__init__(sampling, vocab)
+        self.stops, self.drafted, self.active = stops, list[Tensor](), torch.tensor(True)
+
+    def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
+        stopped = self.stops(torch.softmax(logits.float(), -1))
+        self.drafted.append(self.active.expand_as(stopped))
+        self.active = self.active.to(stopped.device) & ~stopped
+        self.ended = not self.active.any()
+        return super().__call__(logits, uniform)
+
+    @property
+    def counts(self) -> list[int]:
+        """Return the number of drafted tokens of each row, [B]."""
+        return torch.stack([row.to(self.active.device) for row in self.drafted]).sum(0).tolist()

@@ -1,0 +1,173 @@
+"""When drafting pays: the policy of the drafter adaptive, learnt from recorded steps. No torch.
+
+A step copies from the text, drafts, or does neither. One more token pays if the chance that it is accepted is larger
+than the number of tokens that the policy otherwise makes in its time. S steps, K drafted tokens at most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from draftlab.engine.drafters.ngram import MATCH_KINDS
+
+EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])  # between bins of confidence
+LENGTHS = 4  # longer matches count as matches of this length
+PRIOR = 4.0  # number of tokens as which the rate of a larger group counts
+ROUNDS = 50  # most rounds until the policy and its speed agree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Recorded steps, each with K tokens drafted after a text.
+
+    Args:
+        kind: Kind of the text's match, an index of MATCH_KINDS, [S].
+        length: Length of the match in tokens, 0 without a match, [S].
+        copied: Number of tokens that a copy of K tokens has right before its first wrong token, [S].
+        confidence: Largest probability of the draft at each drafted token, [S, K].
+        accepted: Number of accepted drafted tokens, [S].
+    """
+
+    kind: np.ndarray
+    length: np.ndarray
+    copied: np.ndarray
+    confidence: np.ndarray
+    accepted: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """When to copy, when to draft, and when to stop.
+
+    Args:
+        speed: Tokens per millisecond that decoding with the policy makes.
+        verify_ms: Milliseconds of a target pass over 1 to K + 1 tokens, [K + 1].
+        draft_ms: Milliseconds to draft a token.
+        copies: Chance that a copied token is accepted if the tokens before it are, by kind, length and place in the
+            copy, [3, LENGTHS, K].
+        chance: The same chance for a drafted token, by bin of its confidence, [bins].
+        next_chance: Chance of the token after an accepted token, by bin of the accepted token's confidence, [bins].
+        draft_gain: Tokens that a draft adds on average, less the tokens that its time is worth. No draft pays if this
+            is not positive.
+    """
+
+    speed: float
+    verify_ms: np.ndarray
+    draft_ms: float
+    copies: np.ndarray
+    chance: np.ndarray
+    next_chance: np.ndarray
+    draft_gain: float = 0.0
+
+    def copied_tokens(self, kind: int, length: int, most: int) -> int:
+        """Return how many of at most `most` tokens to copy from a match; 0 if a draft, or neither, is better."""
+        if length == 0:
+            return 0
+        accepted = np.cumprod(self.copies[kind, min(length, LENGTHS) - 1, :most]).cumsum()
+        gain = accepted - self.speed * (self.verify_ms[1 : len(accepted) + 1] - self.verify_ms[0])
+        best = int(gain.argmax())
+        return best + 1 if gain[best] > max(0.0, self.draft_gain) else 0
+
+    def chance_of(self, confidence: np.ndarray) -> np.ndarray:
+        """Return the chance that a drafted token is accepted, [...]."""
+        return self.chance[bins(confidence)]
+
+    def goes_on(self, alive: np.ndarray, confidence: np.ndarray, drafted: int) -> np.ndarray:
+        """Return whether one more token pays, [...].
+
+        alive: Chance that all drafted tokens are accepted. confidence: Of the last drafted token.
+        """
+        cost = self.draft_ms + self.verify_ms[drafted + 1] - self.verify_ms[drafted]
+        return alive * self.next_chance[bins(confidence)] > self.speed * cost
+
+    def drafted_tokens(self, confidence: np.ndarray) -> np.ndarray:
+        """Return how many of K tokens are drafted in steps that draft, [S]. confidence: [S, K]."""
+        alive = np.cumprod(self.chance_of(confidence), 1)
+        going, counts = np.ones(len(confidence), dtype=bool), np.ones(len(confidence), dtype=int)
+        for drafted in range(1, confidence.shape[1]):
+            going &= self.goes_on(alive[:, drafted - 1], confidence[:, drafted - 1], drafted)
+            counts += going
+        return counts
+
+    def describe(self, steps: Steps) -> str:
+        copies = _copies(self, steps) > 0
+        drafts = self.drafted_tokens(steps.confidence)[~copies]
+        share, length = float(copies.mean()), float(drafts.mean()) if len(drafts) else 0.0
+        text = f"copies in {share:.0%} of the calibrated steps"
+        text += (
+            f", drafts {length:.1f} tokens in the others"
+            if self.draft_gain > 0
+            else " and drafts never"
+        )
+        return f"{text}; predicted speed-up of decoding {self.speed * self.verify_ms[0]:.2f}"
+
+
+def bins(confidence: np.ndarray) -> np.ndarray:
+    return np.digitize(confidence, EDGES)
+
+
+def learn(steps: Steps, verify_ms: Sequence[float], draft_ms: float) -> Policy:
+    """Return the policy of the highest speed, a fixed point (Dinkelbach 1967): its speed is the price of its time."""
+    ms = np.array(verify_ms)
+    chance, next_chance = _by_confidence(steps)
+    policy = Policy(
+        speed=1 / ms[0],
+        verify_ms=ms,
+        draft_ms=draft_ms,
+        copies=_by_match(steps, len(ms) - 1),
+        chance=chance,
+        next_chance=next_chance,
+    )
+    for _ in range(ROUNDS):
+        drafted = policy.drafted_tokens(steps.confidence)
+        right = np.minimum(steps.accepted, drafted)
+        time = drafted * draft_ms + ms[drafted]
+        gain = float((right - policy.speed * (time - ms[0])).mean())
+        policy = replace(policy, draft_gain=gain)
+        copied = _copies(policy, steps)
+        drafts = gain > 0
+        tokens = np.where(copied > 0, np.minimum(steps.copied, copied), right * drafts)
+        spent = np.where(copied > 0, ms[copied], time if drafts else ms[0])
+        speed = float((1 + tokens).sum() / spent.sum())
+        if speed == policy.speed:
+            break
+        policy = replace(policy, speed=speed)
+    return policy
+
+
+def _copies(policy: Policy, steps: Steps) -> np.ndarray:
+    """Return how many tokens the policy copies in each step, [S]."""
+    most = len(policy.verify_ms) - 1
+    pairs = zip(steps.kind.tolist(), steps.length.tolist(), strict=True)
+    return np.array([policy.copied_tokens(kind, length, most) for kind, length in pairs])
+
+
+def _by_confidence(steps: Steps) -> tuple[np.ndarray, np.ndarray]:
+    """Return the chances of drafted tokens, and of the tokens after accepted tokens, by bin of confidence, [bins]."""
+    count, k = len(EDGES) + 1, steps.confidence.shape[1]
+    place, accepted = np.arange(k), steps.accepted[:, None]
+    own, right, tried = bins(steps.confidence), place < accepted, place <= accepted
+    followed = right[:, :-1]
+    return (
+        _rates(own[tried], right[tried], count),
+        _rates(own[:, :-1][followed], right[:, 1:][followed], count),
+    )
+
+
+def _by_match(steps: Steps, k: int) -> np.ndarray:
+    """Return the chances of copied tokens by kind and length of the match and place in the copy."""
+    found = np.zeros((len(MATCH_KINDS), LENGTHS, k))
+    for place in range(k):
+        tried = (steps.length > 0) & (steps.copied >= place)
+        right = steps.copied[tried] > place
+        groups = steps.kind[tried] * LENGTHS + np.minimum(steps.length[tried], LENGTHS) - 1
+        found[..., place] = _rates(groups, right, found[..., 0].size).reshape(found.shape[:2])
+    return found
+
+
+def _rates(group: np.ndarray, right: np.ndarray, groups: int) -> np.ndarray:
+    """Return the share of right tokens of each group, [groups], drawn to the share of all where there are few."""
+    whole = right.mean() if len(right) else 0.0
+    hits, tried = (np.bincount(group, w, groups) for w in (right.astype(float), None))
+    return (hits + PRIOR * whole) / (tried + PRIOR)

@@ -244,6 +244,34 @@ class Tables:
             length = interval(row["tokens_per_pass"][self.studied_k])
             yield cells(label, fixed(row["cut_seconds"], 0), *learnt, length)
 
+    def siblings(self) -> Iterator[str]:
+        names = "as it is", "distilled, 3 seeds"
+        yield from header(
+            "layers of 30",
+            "parameters",
+            *(f"acceptance {name}" for name in names),
+            *(f"speed-up {name}" for name in names),
+        )
+        for layers, row in sorted(
+            self.results["smollm2_siblings"]["layers"].items(), key=lambda row: int(row[0])
+        ):
+            stock = row["stock"]
+            learnt = fixed(stock["acceptance"], 3), mean(row["acceptance"])
+            gains = interval(stock["speedup"]), mean(row["speedup"])
+            yield cells(layers, f"{row['parameters'] / 1e6:.0f}M", *learnt, *gains)
+
+    def siblings_reading(self) -> str:
+        """Return a sentence that says for which cuts the intervals of all distilled seeds are above the stock cut's."""
+        rows = self.results["smollm2_siblings"]["layers"]
+        better = [
+            layers
+            for layers, row in sorted(rows.items(), key=lambda row: int(row[0]))
+            if min(bounds(each["speedup"])[1] for each in row["distilled"])
+            > bounds(row["stock"]["speedup"])[2]
+        ]
+        said = f"with {' and '.join(better)} layers" if better else "of no cut"
+        return f"The intervals of all three distilled drafts lie above the interval of the cut as it is {said}."
+
     def losses(self) -> Iterator[str]:
         """Yield each loss at the rate that ran with several seeds."""
         yield from header(

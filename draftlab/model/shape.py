@@ -190,7 +190,7 @@ class Shape(BaseModel):
         return int(self.params() * bytes_per_weight)
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
-        """Return the bytes of the KV cache per token: in each layer, a key and a value of kv_heads x head_dim values."""
+        """Return the bytes of the KV cache per token: in each layer a key and a value of kv_heads x head_dim."""
         return int(2 * self.layers * self.sizes["kv"] * bytes_per_value)
 
     def tensor_parallel(self) -> list[int]:

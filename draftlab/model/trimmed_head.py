@@ -47,7 +47,8 @@ def frequent_ids(
     """Return the most frequent ids of the texts in ascending order, and an estimate of their coverage of new text.
 
     The estimate is the fraction of the tokens in the second half of the texts that are among the `size` most frequent
-    ids of the first half. Of equally frequent ids the lowest are taken, because BPE training adds frequent tokens first.
+    ids of the first half. Of equally frequent ids the lowest are taken, because BPE training adds frequent tokens
+    first.
 
     Args:
         texts: Token ids of each text.

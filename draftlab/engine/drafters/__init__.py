@@ -1,1 +1,1 @@
-"""Drafters other than a plain draft model."""
+"""How drafters draft, other than a plain draft model (engine/generate.py). Their options are in drafters/."""

@@ -67,11 +67,7 @@ class HeadSpec(DrafterSpec):
             )
 
     def target_of(self, context: "DrafterContext") -> "Llama | HFDecoder":
-        """Return the target's model, after a check that draftlab can read the states of its layers.
-
-        Raises:
-            UserError: draftlab cannot read them.
-        """
+        """Return the target's model. Raises UserError: draftlab cannot read the states of its layers."""
         from draftlab.model.hf_decoder import HFDecoder
         from draftlab.model.llama import Llama
 

@@ -41,7 +41,7 @@ class Batching:
     Args:
         vocab: Number of ids that may be sampled. Larger ids are padding of the logits. None: all ids.
         batch_size: Largest number of prompts per batch.
-        memory: Memory for logits and KV cache in GB. Batches are smaller than batch_size if they need more.
+        memory: Memory for logits and KV cache in GB. If batch_size prompts need more, batches are smaller.
         unfinished: Function from the number of unfinished texts in this process to the number in all processes.
             Generation goes on until it returns 0. Default: there is only this process.
     """

@@ -82,7 +82,7 @@ def summarize(width: int, times: Sequence[float]) -> Latency:
 def bandwidth_gbs(weights: int, dtype: torch.dtype, device: torch.device) -> float:
     """Measure the memory bandwidth in GB/s of a matrix-vector product over a matrix of `weights` weights.
 
-    It bounds the bandwidth that a decoder of this size can reach.
+    The result is an upper bound for a decoder with this number of weights.
     """
     size, run = memory_sweep(weights * dtype.itemsize, dtype, device)
     return size / 1e6 / _fastest_ms(run, device)
@@ -96,9 +96,9 @@ def matmul_tflops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def memory_sweep(size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Task]:
-    """Return a task that reads a whole matrix, by a matrix-vector product, and before it the matrix's size in bytes.
+    """Return the size of a matrix in bytes, and a task that reads the whole matrix by a matrix-vector product.
 
-    size: Wanted size in bytes. The matrix has at most MAX_BUFFER_BYTES.
+    size: Wanted size of the matrix in bytes. The actual size is at most MAX_BUFFER_BYTES.
     """
     rows = max(1, min(size, MAX_BUFFER_BYTES) // (COLUMNS * dtype.itemsize))
     matrix = torch.ones(rows, COLUMNS, dtype=dtype, device=device)

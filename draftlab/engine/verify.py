@@ -141,7 +141,7 @@ class Chance(Protocol):
     """A source of randomness for a verify rule."""
 
     def coin(self, chance: Tensor) -> bool:
-        """Return True with probability `chance`. A chance of 1 or more gives always True."""
+        """Return True with probability `chance`. A chance of 1 or more always gives True."""
         ...
 
     def pick(self, probabilities: Tensor) -> int:
@@ -193,7 +193,10 @@ class Tokens:
         return [*self.path(self.parents[node - 1]), node - 1] if node else []
 
     def drawn_from(self, token: int, p: Tensor) -> Tensor:
-        """Return the distribution [V] that token `token` was drawn from. p: Gives dtype and device if q is None."""
+        """Return the distribution, [V], that a drafted token was drawn from.
+
+        token: Index of the drafted token. p: Probabilities of the target. If q is None, their dtype is the result's.
+        """
         return (
             torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[token], p), 1)
             if self.q is None
@@ -203,6 +206,7 @@ class Tokens:
 
 # indices of the accepted drafted tokens, root first, and the distribution [V] of the next token
 Verdict = tuple[list[int], Tensor]
+# from p [N + 1, V], the drafted tokens and a source of randomness
 Rule = Callable[[Tensor, Tokens, Chance], Verdict]
 
 

@@ -155,7 +155,7 @@ def read_shape(directory: Path) -> Shape:
     """Return the shape of a checkpoint from its config and the names and sizes of its tensors.
 
     Biases and q/k norms are detected by the names and sizes of tensors. Values are read only if config.json ties the
-    head to the embedding, and the head is stored as well: both must be equal.
+    head to the embedding although the head is stored, too. Head and embedding must then be equal.
 
     Raises:
         UserError: the checkpoint is quantised or not LLaMA-like, or its config and tensors disagree.
@@ -213,7 +213,7 @@ def _check_cache(directory: Path, model: "PreTrainedModel") -> None:
 
 
 def planned_shape(directory: Path) -> Shape:
-    """Return the shape of a checkpoint. Its weights need not be downloaded: config.json is then enough.
+    """Return the shape of a checkpoint. If its weights have not been downloaded, config.json is enough.
 
     Raises:
         UserError: the errors of read_shape.
@@ -265,7 +265,7 @@ def _fitting_shape(
     """Return the shape of a checkpoint after a check of its tensors. sizes: Size of each tensor, by name.
 
     Raises:
-        UserError: a tensor is unknown, missing or of another size, or config.json is wrong about biases.
+        UserError: a tensor is unknown, missing or of another size, or the tensors contradict config.json on biases.
     """
     shape = shape_of(config, sizes)
     expected = shape.axes()
@@ -331,7 +331,7 @@ def llama_config(
     """Return config.json of a new LLaMA of this shape. context: Length in tokens of the longest text.
 
     Raises:
-        UserError: LLaMA has no such weights (q/k norms; biases of q, k and v without a bias of o).
+        UserError: the shape has weights that LLaMA lacks: q/k norms, or biases of only some of q, k, v and o.
     """
     if (
         shape.options - {"untied", "qkv_bias", "o_bias", "mlp_bias"}
@@ -476,9 +476,9 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 @functools.cache
 def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
-    """Return the dtype in which passes of a checkpoint run by default: computed_dtype of its stored dtype.
+    """Return the dtype in which a checkpoint is computed by default: the stored dtype, or float32 if that is faster.
 
-    Print a note if the two dtypes differ.
+    Print a note if it is not the stored dtype.
     """
     stored = stored_dtype(directory)
     computed = computed_dtype(stored, device)
@@ -577,7 +577,7 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name. A tensor is read when it is accessed, in the chosen dtype on the device.
+    """The tensors of a checkpoint by name. A tensor is read, and converted to a dtype and device, when it is accessed.
 
     Files are not mapped, and large tensors are read in pieces. The pages of a mapping and a copy in the stored dtype
     would use memory in addition to the tensor.
@@ -628,7 +628,7 @@ class Weights(Mapping[str, Tensor]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of most values.
+        """Return the dtype in which most values are stored.
 
         Raises:
             Quantised: most values are stored in a dtype that is not in STORED.

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 class _Store:
     """Memory of a KV cache. When the cache is freed, a later cache that is not longer reuses the memory and its graphs.
 
-    user: The keys of the cache that uses the memory now.
+    user: Weak reference to the keys of the cache that uses the memory now.
     """
 
     keys: Tensor
@@ -47,7 +47,7 @@ class _Store:
 
 @dataclass(frozen=True, slots=True)
 class _Graph(Generic[Result]):
-    """A captured function. A call copies its inputs to `inputs`, and replays. The next call overwrites the outputs."""
+    """A captured function. A call copies its inputs to `inputs` and replays the graph. The next call overwrites the outputs."""
 
     inputs: tuple[Tensor | None, ...]
     replay: Callable[[], Result]
@@ -128,7 +128,7 @@ class CudaGraphLlama(Llama):
     ) -> tuple[Tensor, Tensor | None]:
         """Replay a pass, captured on first use; return the logits and the new states.
 
-        states: States that an EAGLE-3 head reads, [B, T, D]; None for a Llama, which then returns None as new states.
+        states: States that an EAGLE-3 head reads, [B, T, D]. None for a Llama; the new states are then None, too.
         """
         width = ids.shape[1]
         end = _end(cache, width)
@@ -143,9 +143,11 @@ class CudaGraphLlama(Llama):
         return outputs
 
     def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
-        """Return LayerStates for every position of a cache. They stay with its memory, so graphs can write to them.
+        """Return LayerStates for every position of a cache.
 
-        ids: Layers whose states are stored.
+        Caches that reuse the same memory also get the same LayerStates, because graphs write to them.
+
+        ids: Ids of the layers, see LayerStates.
         """
         store = next(
             store for store in self._stores if store.keys.data_ptr() == cache.keys.data_ptr()

@@ -29,8 +29,8 @@ class AttentionMetadata:
     """Rotary tables, attention mask and cache slots of one pass, whose rows may have different lengths.
 
     Args:
-        mask: If folded, an addend of the scores, or None if every token attends to every position. Otherwise a bool
-            mask or a causal bias, or None for causal attention from position 0.
+        mask: If folded, numbers to add to the attention scores, or None if every token attends to every position.
+            Otherwise a bool mask or a causal bias, or None for causal attention from position 0.
         slots: Index into the cache [B, K, capacity, C] at which the new keys and values are written.
         folded: Whether the G query heads of a KV head are computed as G T queries of a single head.
     """
@@ -227,7 +227,7 @@ def draft_chain(
         choose: Chooses a token of each row from logits and draws.
         following: Feeds a token of each row, [B], and returns the logits of the next token, [B, V].
 
-    Returns: The tokens, [B, K], and their distributions, [B, K, V]; None if `choose` returns no distributions.
+    Returns: The tokens, [B, K], and their distributions, [B, K, V], or None if `choose` returns no distributions.
     """
     ids, q = [], []
     for draws in uniform.unbind(1):
@@ -244,11 +244,11 @@ def feed(
     known: int | None = None,
     last: int = 1,
 ) -> Tensor:
-    """Bring a cache to the end of each text, and return the logits of the last tokens, [B, last, V].
+    """Append the uncached tokens of each text to the cache, and return the logits of the last tokens, [B, last, V].
 
-    A pass feeds the tokens of each text that are not cached, and at least its last `last` tokens. Cached tokens after
-    the end of a text are dropped. Every row feeds the same number of tokens: a row with fewer new tokens feeds more of
-    the end of its text again, or padding if the whole text is shorter.
+    The last `last` tokens of a text are fed even if they are cached. Cached tokens after the end of a text are dropped.
+    Every text feeds the same number of tokens: a text with fewer uncached tokens feeds some cached tokens again, or
+    padding if the whole text is shorter.
 
     known: Number of ids that the model has. Larger ids are fed as known - 1.
     """

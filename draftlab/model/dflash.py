@@ -91,7 +91,7 @@ class DFlashShape(HeadSizes):
         )
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the tensors that every head has."""
+        """Return the sizes of the tensors that every DFlash head has, by name."""
         return {
             "fc.weight": (self.hidden, len(self.layer_ids) * self.hidden),
             "hidden_norm.weight": (self.hidden,),
@@ -109,7 +109,7 @@ class Places:
     sin: Tensor
 
     def turned(self, x: Tensor) -> Tensor:
-        """Return x [B, T, H, C] rotated by the rotary embeddings."""
+        """Apply the rotary embeddings to x [B, T, H, C]."""
         return x * self.cos + x.roll(x.shape[-1] // 2, -1) * self.sin
 
 

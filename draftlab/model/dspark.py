@@ -95,7 +95,7 @@ class Block:
         return self.head.spread(next(self.base) + bias)
 
     def confidence(self) -> Tensor:
-        """Return the estimated probability [B] that the token of the last call of logits() is accepted."""
+        """Return the estimated probability, [B], that a token drawn from the last result of logits() is accepted."""
         wide = self.head.config.confidence > self.head.config.hidden
         features = torch.cat([self.state, self.embedded], -1) if wide else self.state
         return self._project("confidence_head.proj", features.float()).squeeze(-1).sigmoid()

@@ -250,7 +250,7 @@ class HeadShape(HeadSizes):
         return self.shape_of(1, self.qk_norm)
 
     def params(self) -> int:
-        """Return the number of trained parameters, so without an embedding."""
+        """Return the number of trained parameters. The embedding is not trained."""
         return sum(math.prod(size) for size in self.sizes().values())
 
     def sizes(self) -> dict[str, tuple[int, ...]]:

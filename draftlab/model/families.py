@@ -35,7 +35,7 @@ FALLBACKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The cost that every shape of a family must have, and the factors that its sizes must have.
+    """The cost that every shape of a family must have, and the numbers that must divide its sizes.
 
     Args:
         amount: The cost. By `kind`: number of parameters ("total"), bytes of bf16 KV cache per token ("kv"), or
@@ -150,10 +150,12 @@ def presets(folder: Path) -> dict[str, Shape]:
 def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
     """Find a preset, a shape file or a checkpoint. Return its name without folders, and its shape or directory.
 
-    A preset or a shape file has a shape, and a checkpoint a directory. weights: Whether a checkpoint needs weights.
+    The second value is a Shape for a preset or a shape file, and a directory for a checkpoint.
+
+    weights: Whether a checkpoint needs its weight files.
 
     Raises:
-        UserError: there is nothing at `name`, or a checkpoint has no weights, although they are needed.
+        UserError: there is nothing with this name, or weight files are needed and missing.
     """
     shapes = presets(shipped("widths"))
     if name in shapes:
@@ -253,7 +255,8 @@ def _candidates(source: Shape, layers: int, budget: Budget, step: int) -> list[S
 def _widths(source: Shape, layers: int, budget: Budget) -> list[Shape]:
     """Return the candidates of family() at a depth: the source's shape at every width, with the source's ffn.
 
-    Widths whose heads the source or the number of devices does not allow are left out.
+    A width is left out if it needs more KV heads than the source has, if it is not a multiple of its number of heads, or
+    if the number of devices does not divide its heads and KV heads.
     """
     group = source.heads // source.kv_heads
     shapes = []

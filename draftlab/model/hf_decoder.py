@@ -96,7 +96,7 @@ class HFCache:
     def rows(self, mask: Tensor) -> "HFCache":
         """Return a cache with only the rows in a mask, bool [B].
 
-        The new cache takes over the tensors of this cache, which must not be used again.
+        The new cache takes over the tensors of this cache. This cache must not be used again.
         """
         chosen = mask.nonzero().squeeze(1)
         for layer in cast(Any, self.past.layers):
@@ -316,7 +316,7 @@ class HFDecoder(Decoder):
         return {"position_ids": at.to(self.device), "attention_mask": mask}
 
     def _added(self, seen: Tensor) -> Tensor:
-        """Return a mask, bool [B, T, S + T], as an addend of the attention scores, [B, 1, T, S + T]."""
+        """Convert a mask, bool [B, T, S + T], to numbers to add to the attention scores, [B, 1, T, S + T]."""
         mask = torch.zeros(seen.shape, dtype=self.model.dtype)
         return mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1).to(self.device)
 

@@ -65,7 +65,7 @@ BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A file or directory in another layout than Hugging Face's safetensors, which draftlab import can convert."""
+    """A file or directory that draftlab import can convert to a checkpoint: GGUF, .bin files or a PEFT adapter."""
 
     kind: Kind
     path: Path
@@ -78,7 +78,7 @@ class Layout:
 
 
 def other_layout(path: Path) -> Layout | None:
-    """Return the Layout of a path that draftlab import can convert, or None for any other path.
+    """Return the Layout of a path if draftlab import can convert it, else None.
 
     A directory with one GGUF file and no other weights counts as the GGUF file. A .bin file counts as its directory.
     """
@@ -97,7 +97,7 @@ def other_layout(path: Path) -> Layout | None:
 
 
 def refuse_other_layout(path: Path) -> None:
-    """Raise UserError if a path has another layout, which draftlab import must convert first."""
+    """Raise UserError if a path is in a layout that draftlab import must convert first, see Layout."""
     layout = other_layout(path)
     if layout is not None:
         raise UserError(f"{path} is {layout.advice()}")
@@ -249,7 +249,7 @@ def max_model_len(directory: Path, default: int = UNLIMITED) -> int:
 
 
 def check_length(model: Path | None, seq_len: int) -> None:
-    """Raise UserError if seq_len exceeds the context of a checkpoint. None is not checked."""
+    """Raise UserError if seq_len exceeds the context of a checkpoint. Without a checkpoint, do nothing."""
     if model is not None and seq_len > max_model_len(model):
         raise UserError(f"--seq-len {seq_len}: {model} reads at most {max_model_len(model)} tokens")
 
@@ -266,7 +266,7 @@ def eos_ids(directory: Path) -> set[int]:
 
 
 def check_has_tokenizer(directory: Path) -> None:
-    """Raise UserError if the directory has no tokenizer, for which transformers would create an empty tokenizer."""
+    """Raise UserError if the directory has no tokenizer. transformers would instead create an empty tokenizer."""
     if not any((directory / name).is_file() for name in VOCABULARY_FILES):
         raise UserError(f"{directory} has no tokenizer: none of {', '.join(VOCABULARY_FILES)}")
 
@@ -293,7 +293,7 @@ def write_head_ids(directory: Path, ids: Sequence[int]) -> None:
 
 
 def check_head_size(size: int, vocab: int, special: int = 0) -> None:
-    """Raise UserError if `size`, the number of ids to keep, is not between the numbers of special and of all ids."""
+    """Raise UserError unless special < size < vocab. size: Number of ids to keep. special: Number of special ids."""
     if not special < size < vocab:
         raise UserError(
             f"--vocab {size}: the number of ids must be above {special} (the special ids) and below {vocab:,} (all ids)"
@@ -301,7 +301,7 @@ def check_head_size(size: int, vocab: int, special: int = 0) -> None:
 
 
 def check_trimmable(draft: Path, size: int) -> None:
-    """Raise UserError if a draft's LM head cannot be trimmed to `size` ids: it is trimmed already, or not larger."""
+    """Raise UserError if a draft's LM head is trimmed already, or has no more than `size` ids."""
     vocab = vocab_size(draft)
     check_head_size(size, vocab)
     if (ids := read_head_ids(draft, vocab)) is not None:

@@ -236,7 +236,7 @@ def is_on_disk(source: str) -> bool:
 
 
 def check_local_text(source: str) -> None:
-    """Raise UserError if a source is no file or folder, or is a file of a type that cannot be read."""
+    """Raise UserError if a source is neither a file nor a folder, or is a file of a type that cannot be read."""
     path = Path(split_column(source)[0])
     if not path.exists():
         hint = did_you_mean(source, BUILT_IN_TEXT)
@@ -251,7 +251,7 @@ def check_local_text(source: str) -> None:
 
 
 def offline_reason() -> str | None:
-    """Return the reason why the hub cannot be reached, or None if it can. It is tried once per process."""
+    """Return the reason why the hub cannot be reached, or None. Each endpoint is tried once per process."""
     from huggingface_hub import constants
 
     return (

@@ -322,7 +322,7 @@ class Llama(Decoder):
         return AttentionMetadata(cos, sin, mask, (rows, slice(None), slots), end, folded)
 
     def _folded_mask(self, attended: Tensor) -> Tensor:
-        """Return a mask, bool [B, 1, T, S], as an addend of the scores of folded heads, [B, 1, G T, S]."""
+        """Convert a mask, bool [B, 1, T, S], to numbers to add to the scores of folded heads, [B, 1, G T, S]."""
         bias = torch.zeros(attended.shape, dtype=self.embed.dtype, device=attended.device)
         return bias.masked_fill_(~attended, -torch.inf).repeat(
             1, 1, self.shape.heads // self.shape.kv_heads, 1

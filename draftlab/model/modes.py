@@ -121,9 +121,9 @@ def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama
 
 
 def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
-    """Return the model with passes in mode native, if it is a Llama on the CPU; else return it unchanged.
+    """Return the model with passes in mode native, if it is a Llama on the CPU and not in float16.
 
-    If mode native cannot run there, print a note, and return the model unchanged.
+    Otherwise return the model unchanged. If mode native fails on this machine, print a note, and do the same.
 
     purpose: What the caller does, for the note, such as "evaluating".
     """

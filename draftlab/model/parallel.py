@@ -3,7 +3,7 @@
 B rows, T tokens of text, L tokens of a packed pass, N predictions, K drafted tokens. After position t of a text, offset
 j predicts token t + j, for j from 1 to K. This prediction reads the text up to t, and j - 1 mask tokens at positions
 t + 1, ..., t + j - 1. A packed pass predicts after all positions of a text at once. Its tokens are the text, then the
-mask tokens of every position. A 2-D attention mask separates them.
+mask tokens of every position. A 2-D attention mask lets a token read only what its prediction depends on.
 """
 
 from dataclasses import dataclass

@@ -142,7 +142,7 @@ class Shape(BaseModel):
         return axes
 
     def names(self, layer: int = 0) -> dict[str, str]:
-        """Return the tensor's name of each weight by role. Names of weights in a block are those of layer `layer`."""
+        """Return the name of each weight's tensor, by the weight's role. layer: Index of the layer in the names."""
         return {row.role: row.name.format(layer) for row in self._rows()}
 
     def dims(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
@@ -211,7 +211,7 @@ class Shape(BaseModel):
 def block_options(
     tensors: Mapping[str, tuple[int, ...]], sizes: Mapping[Axis, int]
 ) -> frozenset[Option]:
-    """Detect the options of a model from its tensors' names and sizes. Only the first layer is looked at.
+    """Detect the options of a model from the names and sizes of its first layer's tensors.
 
     The model has an option if all weights of the option are there, in the expected sizes. If the option replaces other
     weights, some of those must also be missing.
@@ -463,6 +463,6 @@ def fewest_kv_heads(heads: int, group: int) -> int:
 
 
 def multiples_near(value: int, base: int) -> list[int]:
-    """Return the multiples of `base` nearest to `value`, one at or below `value` and one above, but not 0."""
+    """Return the largest multiple of `base` up to `value`, and the next multiple. 0 is left out."""
     below = value // base * base
     return sorted({max(base, below), below + base})

@@ -55,7 +55,7 @@ def check_embeds(model: Path) -> None:
 
 
 def common_vocabulary(draft: Path, target: Path) -> int:
-    """Check that draft and target give each id the same token, and return the number of ids that both have logits for.
+    """Check that each id is the same token in draft and target. Return the number of ids for which both have logits.
 
     Speculative decoding compares ids. Models of a family may pad their LM heads to different sizes; the smaller size is
     returned.

@@ -1,1 +1,1 @@
-"""How drafters draft, other than a plain draft model (engine/generate.py). Their options are in drafters/."""
+"""Drafting by every kind of drafter but a plain draft model (engine/generate.py). Their options are in drafters/."""

@@ -57,7 +57,7 @@ class NgramSpec(OutputsSpec):
     @model_validator(mode="after")
     def _has_one_corpus(self) -> Self:
         if self.outputs and self.data:
-            raise ValueError("give data or outputs, not both")
+            raise ValueError("use only one of data and outputs")
         return self
 
     @property
@@ -78,11 +78,12 @@ class NgramSpec(OutputsSpec):
         from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel
 
         source = self.outputs or self.data or context.data
-        note(f"{self.text}: counting {self.order}-grams of {source}")
+        note(f"--drafter {self.text}: counting {self.order}-grams of {source}")
         corpus = self._answers() if self.outputs else context.corpus(source, self.tokens)
         if len(corpus) < self.order:
             raise UserError(
-                f"--drafter {self.text}: {len(corpus)} tokens of {source} are too few for {self.order}-grams; use more"
+                f"--drafter {self.text}: {len(corpus)} tokens of {source} are too few for {self.order}-grams; "
+                "use more text"
             )
         return context.run(NgramDrafter(NgramModel(corpus, context.vocab, self.order)))
 

@@ -128,7 +128,7 @@ def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer
     """
 
     def answer(prompts: list[Prompt], numbers: list[int]) -> list[list[int]]:
-        with progress("the target answers the earlier turns", len(prompts)) as advance:
+        with progress("the target answers earlier turns of the prompts", len(prompts)) as advance:
             written = generate_batch(
                 model,
                 [p.ids for p in prompts],

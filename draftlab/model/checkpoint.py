@@ -174,7 +174,7 @@ def read_shape(directory: Path) -> Shape:
         # transformers would untie it
         if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
             raise UserError(
-                f"{directory}: config.json ties the head to the embedding, but the stored weights differ; set "
+                f"{directory}: config.json ties the LM head to the embedding, but their stored weights differ; set "
                 "tie_word_embeddings to false in config.json"
             )
     ids = read_head_ids(directory, shape.vocab)
@@ -240,7 +240,7 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
         value = default if value is None else value
         if not isinstance(value, int):
             raise OtherArchitecture(
-                f"config.json of a {config.get('model_type')} model has no {key}, so it is not LLaMA-like"
+                f"config.json of a {config.get('model_type')} model has no {key}, so the model is not LLaMA-like"
             )
         return value
 
@@ -293,7 +293,7 @@ def _check_size(
     """Raise UserError if the size of a tensor differs from `expected`, the size that follows from config.json."""
     if size != expected:
         raise UserError(
-            f"{directory}: {name} has the size {size}, but config.json gives {expected}"
+            f"{directory}: {name} has the size {size}, but by config.json it must be {expected}"
         ) from None
 
 
@@ -444,7 +444,7 @@ def load_any_files(
         names = sorted(key for key in map(str, info[f"{kind}_keys"]) if not BUFFERS.search(key))
         if names:
             raise UserError(
-                f"the weights of {directory} do not fit its config.json: {kind} {names[0]}"
+                f"the weights of {directory} do not fit its config.json: {kind} tensor {names[0]}"
             )
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:  # offloaded to disk

@@ -47,7 +47,10 @@ class _Store:
 
 @dataclass(frozen=True, slots=True)
 class _Graph(Generic[Result]):
-    """A captured function. A call copies its inputs to `inputs` and replays the graph. The next call overwrites the outputs."""
+    """A captured function. A call copies its arguments to `inputs`, and replays the graph.
+
+    The next call overwrites the outputs.
+    """
 
     inputs: tuple[Tensor | None, ...]
     replay: Callable[[], Result]

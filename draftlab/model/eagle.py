@@ -80,7 +80,7 @@ class TargetSizes:
         """
         if self.layers < 4:
             raise UserError(
-                f"{self.name} has {self.layers} layers, but an EAGLE-3 head needs a target of at least four"
+                f"{self.name} has {self.layers} layers, but an EAGLE-3 head needs a target with at least four"
             )
         return (
             (2, self.layers // 2, self.layers - 3)
@@ -157,13 +157,13 @@ class HeadSizes(FileModel):
             needed |= {name: known[name] for name in ("d2t", "lm_head.weight")}
         for name in sorted(needed.keys() - sizes.keys()):
             purpose = f", which its {self.draft_vocab} draft ids need" if name == "d2t" else ""
-            raise UserError(f"{folder} has no {name}{purpose}")
+            raise UserError(f"{folder} has no tensor {name}{purpose}")
         for name in sorted(sizes.keys() - known.keys()):
-            raise UserError(f"{folder} has {name}, which is not part of {kind}")
+            raise UserError(f"{folder} has the tensor {name}, which is not part of {kind}")
         for name, size in sizes.items():
             if size != known[name]:
                 raise UserError(
-                    f"{folder}: {name} has the size {size}, but config.json gives {known[name]}"
+                    f"{folder}: {name} has the size {size}, but by config.json it must be {known[name]}"
                 )
 
     def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
@@ -414,7 +414,7 @@ def check_as(shape: type[Shaped], folder: Path, target: Path, weights: bool = Tr
         return config
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
-    config.check_tensors(tensors, folder, f"an {shape.kind} head that draftlab computes")
+    config.check_tensors(tensors, folder, f"an {shape.kind} head that draftlab supports")
     return config
 
 
@@ -468,7 +468,9 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
         UserError: two draft ids have the same target id, an id is out of range, or t2d and d2t contradict each other.
     """
     if offsets.is_floating_point():
-        raise UserError(f"{folder}: d2t is stored as {offsets.dtype}; want whole numbers")
+        raise UserError(
+            f"{folder}: d2t is stored as {offsets.dtype}, but must have an integer dtype"
+        )
     ids = torch.arange(len(offsets)) + offsets.long()
     if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise UserError(
@@ -612,7 +614,7 @@ def _from_json(
     layer = content.get("transformer_layer_config", content)
     if "draft_vocab_size" not in content or not isinstance(layer, dict):
         raise UserError(
-            f"{folder}: config.json has no draft_vocab_size, or its transformer_layer_config is no object"
+            f"{folder}: config.json has no draft_vocab_size, or its transformer_layer_config is not an object"
         )
     eagle = content.get("eagle_config") or {}
     odd = [
@@ -674,8 +676,8 @@ def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedd
     config.check_target(name, target, config.target_hidden)
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(
-            f"{name} has no embed_tokens, and its hidden size {config.hidden} differs from the {target.hidden} of "
-            f"{target.name}"
+            f"{name} has no embed_tokens, and its hidden size {config.hidden} differs from {target.hidden}, the hidden "
+            f"size of {target.name}"
         )
 
 

@@ -255,8 +255,8 @@ def _candidates(source: Shape, layers: int, budget: Budget, step: int) -> list[S
 def _widths(source: Shape, layers: int, budget: Budget) -> list[Shape]:
     """Return the candidates of family() at a depth: the source's shape at every width, with the source's ffn.
 
-    A width is left out if it needs more KV heads than the source has, if it is not a multiple of its number of heads, or
-    if the number of devices does not divide its heads and KV heads.
+    A width is left out if it needs more KV heads than the source has, if it is not a multiple of its number of heads,
+    or if the number of devices does not divide its heads and KV heads.
     """
     group = source.heads // source.kv_heads
     shapes = []

@@ -388,7 +388,7 @@ def check_whole(name: str, weights: bool) -> None:
 def _refuse_head(name: str) -> None:
     if kind := known_head(name):
         raise UserError(
-            f"{name} has heads on a target but is not a complete model; use draftlab score --drafter "
+            f"{name} has only a head for a target, not a complete model; use draftlab score --drafter "
             f"{kind}:heads={name}"
         )
 

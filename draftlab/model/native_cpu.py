@@ -284,7 +284,7 @@ def _private(folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_own(folder):
-        raise OSError(errno.EPERM, "others can write there", str(folder))
+        raise OSError(errno.EPERM, "other users can write to this folder", str(folder))
     return folder
 
 

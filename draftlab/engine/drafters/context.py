@@ -111,7 +111,9 @@ class DrafterContext:
         if name:
             return hub.locate(name)
         if self.draft is None:
-            raise UserError(f"--drafter {text} needs a draft model: add draft=DIR, or use --draft")
+            raise UserError(
+                f"--drafter {text} needs a draft model: add draft=DIR to the drafter, or set --draft"
+            )
         return self.draft
 
     def load_draft(self, text: str, name: str) -> Decoder:

@@ -62,7 +62,7 @@ class NgramModel:
     def __init__(self, ids: np.ndarray, vocab: int, order: int) -> None:
         """Count the n-grams of up to `order` tokens in a corpus.
 
-        ids: Token ids of the corpus, [N], at least `order`.
+        ids: Token ids of the corpus, [N]. N is at least `order`.
 
         Raises:
             ValueError: contexts do not fit into 64 bits, see contexts_fit.

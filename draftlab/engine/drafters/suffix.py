@@ -43,7 +43,7 @@ class Memory:
 
 
 class SuffixDrafter(TextDrafter):
-    """Drafts the most frequent continuation of a suffix of the text. Of all suffixes the best Guess is taken.
+    """Drafts the most frequent continuation of a suffix of the text: of the suffix with the best Guess.
 
     The probability of a continuation is estimated as the fraction of the suffix's occurrences that have it.
 

@@ -40,8 +40,6 @@ class Step:
         drafted: Number of drafted tokens that the target verified.
         accepted: Number of drafted tokens among `tokens`.
         tokens: Tokens that the text gains: the accepted tokens and one more. A text's last step may lack the latter.
-        draft_seconds: Time to draft.
-        verify_seconds: Time of the target pass.
         host_seconds: Time to accept or reject tokens, and to roll back the cache.
     """
 
@@ -221,8 +219,6 @@ def speculative_decode(
 
     Args:
         drafter: None: decode without drafts.
-        prompts: Token ids of each prompt.
-        k: Number of drafted tokens per step.
         clock: Clock for the phases of a step, see step_clock_for.
         numbers: A number for each prompt. With the seed of `sampling` it determines the prompt's random draws, whatever
             the other prompts are. Default: the index of the prompt.
@@ -335,13 +331,9 @@ def verify_batch(
 def _verify_greedy(
     best: list[int], ids: list[int], parents: Sequence[int], count: int
 ) -> tuple[list[int], list[int]]:
-    """Verify a greedy draft of one text. Return the indices of the accepted drafted tokens, and the new tokens.
+    """Verify `count` drafted tokens of one text greedily. Return the accepted tokens' indices, and the new tokens.
 
-    Args:
-        best: Most probable token of the target after the text's last token and after each drafted token, [T].
-        ids: Drafted tokens, [K].
-        parents: See Draft.
-        count: How many of the drafted tokens to verify.
+    best: Most probable token of the target after the text's last token and after each drafted token, [T].
     """
     node, path, tokens = 0, [], [best[0]]
     for i in range(count):
@@ -355,9 +347,7 @@ def _verify_greedy(
 def _verify_sampled_chains(
     p: Tensor, draft: Draft | None, counts: Sequence[int], uniform: Tensor
 ) -> list[tuple[list[int], list[int]]]:
-    """Verify sampled chains by the rejection rule, and return the result of verify_batch.
-
-    p: Probabilities of the target, [B, T, V].
+    """Verify sampled chains by the rejection rule, as verify_batch. p: Probabilities of the target, [B, T, V].
 
     Raises:
         ValueError: the draft is a token tree.

@@ -37,7 +37,6 @@ def time_interleaved(
     Args:
         tasks: For each key, a pair: a task that prepares, which is not timed, and the task that is timed.
         repeats: Number of measured rounds.
-        clock: Clock in seconds, see clock_for.
         advance: Callback that receives the number of measured rounds so far.
     """
     order = list(tasks)

@@ -590,12 +590,7 @@ class Weights(Mapping[str, Tensor]):
     def __init__(
         self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> None:
-        """Read the headers of the safetensors files.
-
-        Args:
-            dtype: Dtype of the tensors. Default: the dtype in which each tensor is stored.
-            device: Device of the tensors. Default: the CPU.
-        """
+        """Read the headers of the files. By default, tensors have the dtype in which they are stored, on the CPU."""
         self.directory, self._dtype, self._device = directory, dtype, device
         self._headers = read_headers(directory)
         self._open_file = functools.cache(

@@ -205,11 +205,7 @@ class Decoder(Protocol):
 
 
 def end_of_pass(cache: Any, width: int) -> int:
-    """Return the length of the longest row after a pass of `width` tokens.
-
-    Raises:
-        ValueError: this length exceeds the cache's capacity.
-    """
+    """Return the longest row's length after a pass of `width` tokens. Raises ValueError: the cache is too short."""
     end = max(cache.used) + width
     if end > cache.capacity:
         raise ValueError(f"{end} tokens exceed the cache's capacity of {cache.capacity}")

@@ -137,7 +137,6 @@ class DFlash:
         """Make a head from its weights and rotary tables.
 
         Args:
-            weights: The head's tensors by name.
             embed: Embedding, [V, D].
             head: Output layer, [W, D].
             ids: The W token ids that the output layer predicts; None for all ids.
@@ -295,11 +294,7 @@ def check(folder: Path, target: Path) -> DFlashShape:
 
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash:
-    """Load a DFlash head. embed, head: Embedding and output layer of the target, [V, D] each.
-
-    Raises:
-        UserError: the errors of check and read_parts.
-    """
+    """Load a DFlash head. embed, head: Those of the target, [V, D] each. Raises UserError: see check and read_parts."""
     config, layer, _ = read_shape(folder, target_path, "dflash")
     return DFlash(config, *read_parts(folder, config, layer, embed, head))
 

@@ -135,11 +135,7 @@ def check(folder: Path, target: Path) -> DSparkShape:
 
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DSpark:
-    """Load a DSpark head. embed, head: Embedding and output layer of the target, [V, D] each.
-
-    Raises:
-        UserError: the errors of check and dflash.read_parts.
-    """
+    """Load a DSpark head. Arguments and errors are those of dflash.load."""
     config, layer = _read_shape(folder, target_path)
     return DSpark(config, *dflash.read_parts(folder, config, layer, embed, head))
 

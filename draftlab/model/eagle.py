@@ -142,9 +142,7 @@ class HeadSizes(FileModel):
     def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path, kind: str) -> None:
         """Raise UserError if a tensor is missing, unknown, or of another size than config.json gives.
 
-        Args:
-            sizes: Size of each tensor in the file, by name.
-            kind: Noun for the head in the message, such as "an eagle head".
+        sizes: Size of each tensor by name. kind: Noun for the head in the message, such as "an eagle head".
         """
         needed = self.sizes()
         known = {
@@ -167,12 +165,7 @@ class HeadSizes(FileModel):
                 )
 
     def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
-        """Raise UserError if the head does not fit a target, and so was trained for another target.
-
-        Args:
-            name: Name of the head in the message.
-            hidden: Width of the states that the head reads.
-        """
+        """Raise UserError if the head is for another target. hidden: Width of the states that the head reads."""
         for what, own, expected in (
             ("hidden size", hidden, target.hidden),
             ("vocabulary", self.vocab, target.vocab),
@@ -462,7 +455,6 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
     Args:
         offsets: The tensor d2t: target id minus draft id, [W].
         known: The tensor t2d, if the head has it, as a check: nonzero for the target ids that the head predicts, [V].
-        vocab: V.
 
     Raises:
         UserError: two draft ids have the same target id, an id is out of range, or t2d and d2t contradict each other.
@@ -669,10 +661,7 @@ _ONLY: dict[str, tuple[object, ...]] = {
 
 
 def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:
-    """Raise UserError if a head does not fit a target. name: Name of the head in the message.
-
-    own_embedding: Whether the head has its own embedding. Otherwise it needs the target's hidden size.
-    """
+    """Raise UserError if a head is for another target, or needs the embedding of a target of another hidden size."""
     config.check_target(name, target, config.target_hidden)
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(

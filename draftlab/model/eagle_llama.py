@@ -38,11 +38,7 @@ class EagleLlama(Llama):
     mask: tuple[int, Tensor] | None = None
 
     def __init__(self, head: Head, embedding: Tensor, directory: Path) -> None:
-        """Make a Llama of a head.
-
-        Args:
-            embedding: The target's embedding, [V, D], used if the head does not have its own.
-            directory: Directory of the head, for error messages.
+        """Make a Llama of a head. embedding: The target's embedding, [V, D], for a head without its own.
 
         Raises:
             UserError: draftlab's engine does not support the head's rotary scaling.

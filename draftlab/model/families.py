@@ -148,11 +148,9 @@ def presets(folder: Path) -> dict[str, Shape]:
 
 
 def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
-    """Find a preset, a shape file or a checkpoint. Return its name without folders, and its shape or directory.
+    """Find a preset, a shape file or a checkpoint. Return its name without folders, and its Shape or directory.
 
-    The second value is a Shape for a preset or a shape file, and a directory for a checkpoint.
-
-    weights: Whether a checkpoint needs its weight files.
+    The directory is that of a checkpoint. weights: Whether a checkpoint needs its weight files.
 
     Raises:
         UserError: there is nothing with this name, or weight files are needed and missing.

@@ -151,10 +151,7 @@ def read_config(directory: Path) -> dict[str, object]:
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:
-    """Raise UserError if a setting of config.json, or of its text_config, has an impossible value.
-
-    file: Path of config.json, for messages.
-    """
+    """Raise UserError if a setting of config.json, or of its text_config, has an impossible value."""
     with reading(file):
         for part in (config, config.get("text_config")):
             if not isinstance(part, dict):

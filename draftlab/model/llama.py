@@ -243,11 +243,7 @@ class Llama(Decoder):
     ) -> Tensor:
         """Run a pass over ids [B, T], and return the logits of the last tokens, [B, last, V], or of all if last is 0.
 
-        Args:
-            keys: Keys of the cache, to which the pass writes; see Cache.
-            values: Values of the cache, to which the pass writes; see Cache.
-            metadata: Mask, rotary tables and cache slots of the pass.
-            layer_states: See Cache.
+        keys, values, layer_states: Those of a Cache, to which the pass writes.
         """
         x = F.embedding(ids, self.embed)  # [B, T, D]
         with pinned_backends(self.device):

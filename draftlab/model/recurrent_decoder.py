@@ -91,11 +91,7 @@ class RecurrentDecoder(HFDecoder):
         return True
 
     def new_cache(self, rows: int, capacity: int) -> Any:
-        """Return an empty cache for `rows` texts of at most `capacity` tokens each.
-
-        Raises:
-            UserError: capacity exceeds the model's context.
-        """
+        """Return an empty cache, see Decoder.new_cache. Raises UserError: capacity exceeds the model's context."""
         self.check_fits(capacity)
         return RecurrentCache([self._new_row() for _ in range(rows)], capacity, [0] * rows)
 

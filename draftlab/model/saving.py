@@ -31,11 +31,7 @@ SHARD_BYTES = 1_000_000_000  # at most one shard is in memory
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> None:
-    """Write a safetensors file atomically. facts: Metadata of the file.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write a safetensors file with the metadata `facts` atomically. Raises UserError: the file cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as part:

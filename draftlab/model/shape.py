@@ -327,8 +327,7 @@ def resolve(
     than the source has.
 
     Args:
-        layers: Default: the source's.
-        hidden: Default: the source's.
+        layers, hidden: Default: the source's.
         ffn: Default: hidden times the source's ratio ffn / hidden, rounded up to a multiple of multiple_of.
         params: Number of parameters that the shape must have. It determines the ffn.
         multiple_of: Factor of an ffn that is chosen here.

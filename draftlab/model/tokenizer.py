@@ -84,9 +84,7 @@ def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: 
 
     Ids that are padding in the target are ignored, because drafted tokens with these ids are never accepted.
 
-    Args:
-        draft: Id of each token of the draft.
-        target: Id of each token of the target.
+    draft, target: The id of each token.
 
     Returns: Text for a message about the first id with different tokens, or None if there is no such id.
     """

@@ -51,9 +51,7 @@ def frequent_ids(
     first.
 
     Args:
-        texts: Token ids of each text.
         size: Number of ids to return.
-        vocab: Number of ids in the vocabulary.
         special: Ids that are always among the returned ids.
 
     Raises:
@@ -119,9 +117,7 @@ def as_whole(
     so the logit is the mean of their logits and never the largest logit. In practice all these ids together have less
     than a thousandth of the probability.
 
-    Args:
-        weights: Mapping from names to tensors, such as checkpoint.Weights.
-        ids: Ids of the trimmed head.
+    weights: Mapping from names to tensors, such as checkpoint.Weights. ids: Ids of the trimmed head.
 
     Returns: The config, and an iterator over names and tensors.
     """

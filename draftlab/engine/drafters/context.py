@@ -60,11 +60,9 @@ class DrafterContext:
         """Make a context.
 
         Args:
-            target: The target's model. If transformers runs the target, this is not a Llama.
             load: Function that loads a draft model from a directory, in the mode of the run.
             draft: Default draft, for drafters without draft=.
             data: Sources of text, as in --data.
-            sampling: Sampling parameters of the target.
             ks: Values of K, the number of drafted tokens, to measure.
             device: Device of heads.
             int8: Whether to round the weights of heads to int8.

@@ -60,13 +60,7 @@ class NgramModel:
     """
 
     def __init__(self, ids: np.ndarray, vocab: int, order: int) -> None:
-        """Count the n-grams of up to `order` tokens in a corpus.
-
-        ids: Token ids of the corpus, [N]. N is at least `order`.
-
-        Raises:
-            ValueError: contexts do not fit into 64 bits, see contexts_fit.
-        """
+        """Count the n-grams of a corpus, ids [N] with N >= order. Raises ValueError: contexts_fit() is False."""
         if not contexts_fit(vocab, order):
             raise ValueError(
                 f"contexts of {order - 1} tokens do not fit into 64 bits with a vocabulary of {vocab} ids"

@@ -52,4 +52,5 @@ class DSparkSpec(BlockSpec):
 
     @property
     def replays(self) -> bool:
-        return not self.least_confidence  # with it, the number of drafted tokens is random
+        # least_confidence makes the number of drafted tokens random
+        return not self.least_confidence

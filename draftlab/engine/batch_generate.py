@@ -29,9 +29,8 @@ from draftlab.turns import Answer
 GIGABYTE = 1_000_000_000
 # the batch shrinks to its unfinished texts when at most this fraction of its texts is unfinished
 MOST_RUNNING = 0.75
-BYTES_PER_LOGIT = (
-    32  # peak memory of a sampling step: logits, probabilities and cumulative sums in fp64
-)
+# peak memory of a sampling step: logits, probabilities and cumulative sums in fp64
+BYTES_PER_LOGIT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,8 @@ class Instant(Protocol):
 
 
 Clock = Callable[[], float]
-StepClock = Callable[
-    [], Instant
-]  # read between the phases of a step; instants are subtracted at the step's end
+# read between the phases of a step; instants are subtracted at the step's end
+StepClock = Callable[[], Instant]
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -14,7 +14,7 @@ WARM_UP_ROUNDS = (3, 12)  # fewest and most warm-up rounds
 STEADY = 0.05  # warm-up ends when the time of a round changes by at most this fraction
 MAX_BUFFER_BYTES = 1 << 30  # size of the largest matrix that measures bandwidth
 SQUARE = {"cpu": 1024, "cuda": 8192}  # side of the square matrices that matmul_tflops multiplies
-SLOW_SQUARE = 256  # their side in slow dtypes, in which larger products take seconds
+SLOW_SQUARE = 256  # side of these matrices in slow dtypes, in which larger products take seconds
 COLUMNS = 4096  # columns of the matrix that measures bandwidth
 LAPS = 16  # runs between two readings of an accelerator's clock, because a reading takes a tenth of a run's time
 

@@ -144,7 +144,8 @@ def check(directory: Path) -> None:
         for name in expected.keys() & set(weights):
             _check_size(directory, name, weights.shape(name), expected[name])
         missing = sorted(expected.keys() - set(weights) - {"lm_head.weight"})
-        if missing and set(weights) <= expected.keys():  # else transformers renames tensors
+        # if files have other names, transformers renames tensors
+        if missing and set(weights) <= expected.keys():
             raise UserError(
                 f"{directory} has no tensor {missing[0]}, which its config.json requires; download or export the "
                 "checkpoint again"
@@ -171,7 +172,7 @@ def read_shape(directory: Path) -> Shape:
             raise quantised(directory, f"{name} is stored as {header.stored}")
     if shape.tied and "lm_head.weight" in headers:
         weights = Weights(directory)
-        # transformers would untie it
+        # transformers would untie a head that differs
         if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
             raise UserError(
                 f"{directory}: config.json ties the LM head to the embedding, but their stored weights differ; set "
@@ -400,7 +401,7 @@ def load_model(
         UserError: transformers cannot build the model, a weight is missing or unused, or a value is not finite.
     """
     config = read_config(directory)
-    weights, places = Weights(directory), _parse_device_map(device_map)  # this checks all files
+    weights, places = Weights(directory), _parse_device_map(device_map)  # Weights checks all files
     if is_quantised(config):
         check_quantised_runs(directory, config)
         places = places or {"": device if device.type == "cuda" else torch.cuda.current_device()}
@@ -447,7 +448,7 @@ def load_any_files(
                 f"the weights of {directory} do not fit its config.json: {kind} tensor {names[0]}"
             )
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta:  # offloaded to disk
+        if not parameter.is_meta:  # meta parameters are offloaded to disk
             check_finite(parameter.detach(), name, directory)
     return model
 
@@ -565,7 +566,7 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
     from transformers.models.auto.auto_factory import _get_model_class
 
     config: Any = auto_config(directory)
-    # from_pretrained does the same
+    # AutoModelForCausalLM.from_pretrained chooses the class in this way
     model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)
     model, info = model_class.from_pretrained(
         None, config=config, state_dict=weights.slices(), dtype=dtype, output_loading_info=True

@@ -107,7 +107,8 @@ class CudaGraphLlama(Llama):
             size = (self.shape.layers, rows, self.shape.kv_heads, length, self.shape.head_dim)
             keys, values = self.embed.new_zeros(size), self.embed.new_zeros(size)
             self._stores.append(store := _Store(keys, values, weakref.ref(keys)))
-        keys = store.keys.view_as(store.keys)  # freed together with the cache that uses it
+        # this view is freed together with the cache that uses it
+        keys = store.keys.view_as(store.keys)
         store.user = weakref.ref(keys)
         return Cache(keys, store.values)
 

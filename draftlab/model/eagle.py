@@ -357,7 +357,7 @@ def head_config(
     head_dim = getattr(config, "head_dim", None) or sizes.hidden // heads
     if (
         sizes.hidden % heads and sizes.hidden % head_dim == 0
-    ):  # use heads of the target's size, as speculators does
+    ):  # then use the target's head_dim, as speculators does
         heads = sizes.hidden // head_dim
         kv_heads = kv_heads if heads % kv_heads == 0 else heads
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
@@ -627,9 +627,8 @@ def _from_json(
             f"{folder} is an {shape.kind} head with {one_line(odd[0], 80)}, which draftlab does not support"
         )
     llama = layer_config(LlamaConfig, content)
-    ids_of_outputs = (
-        eagle.get("eagle_aux_hidden_state_layer_ids") or []
-    )  # counted from 0, as in SGLang
+    # counted from 0, as in SGLang
+    ids_of_outputs = eagle.get("eagle_aux_hidden_state_layer_ids") or []
     return shape(
         **shape.own_fields(content, layers),
         **sizes_of(llama),

@@ -132,13 +132,10 @@ class Block:
 class Llama(Decoder):
     """A LLaMA-like model that runs in draftlab's own engine, with a static cache."""
 
-    hidden_norm: Tensor | None = (
-        None  # this and norm_before_residual: of an EAGLE-3 head (eagle_llama.py)
-    )
-    norm_before_residual = False
-    window: int | None = (
-        None  # sliding window of attention in tokens, with the token itself; None: no window
-    )
+    hidden_norm: Tensor | None = None  # belongs to an EAGLE-3 head (eagle_llama.py)
+    norm_before_residual = False  # belongs to an EAGLE-3 head
+    # sliding window: number of latest tokens that attention reads, with the token itself; None: all
+    window: int | None = None
 
     def __init__(
         self,
@@ -415,9 +412,8 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
     context = int(str(config.get("max_position_embeddings", 2048)))
     window = config.get("sliding_window")
     if isinstance(window, int) and config.get("use_sliding_window", True):
-        context = min(
-            context, window
-        )  # up to this length, the sliding window covers the whole text
+        # up to this length, the sliding window covers the whole text
+        context = min(context, window)
     weights: Mapping[str, Tensor] = checkpoint.Weights(directory, dtype, device)
     if MULTIPLIERS.keys() & config.keys():
         shape = shape.model_copy(update={"tied": False})

@@ -82,7 +82,7 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
         sequence = (positions == 0).cumsum(1).gather(1, at)
         attends_text &= sequence.unsqueeze(1) == sequence.unsqueeze(2)
         places = positions.gather(1, at) + nested
-    text = depths.flatten().nonzero().squeeze(1)  # predict the next token
+    text = depths.flatten().nonzero().squeeze(1)  # text tokens that predict the next token
     predicting = torch.cat([text // length * width + text % length, row * width + column])
     predicted, offset = torch.cat([text, place + own]), torch.cat([torch.ones_like(text), own + 1])
     order = predicted.argsort(stable=True)

@@ -22,14 +22,10 @@ from draftlab.model.decoder import Decoder, Tree, end_of_pass
 from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers, new_past, without_gradients
 from draftlab.model.llama import LayerStates
 
-copied = partial(
-    tree_map_only, Tensor, Tensor.clone
-)  # copies a tensor, or the tensors in nested dicts
-STATES = (
-    "conv_states",
-    "recurrent_states",
-    "has_previous_state",
-)  # what a recurrent layer keeps between tokens
+# copies a tensor, or the tensors in nested dicts
+copied = partial(tree_map_only, Tensor, Tensor.clone)
+# what a recurrent layer keeps between tokens
+STATES = ("conv_states", "recurrent_states", "has_previous_state")
 
 
 @dataclass

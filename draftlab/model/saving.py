@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-SHARD_BYTES = 1_000_000_000  # at most one shard is in memory
+SHARD_BYTES = 1_000_000_000  # largest size of a shard; only one shard is in memory at a time
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> None:

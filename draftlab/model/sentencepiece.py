@@ -37,9 +37,8 @@ PROBES = (
 )
 
 
-TIKTOKEN = re.compile(
-    rb"[A-Za-z0-9+/]+=* \d+\s*"
-)  # a line of a tiktoken file: a token in base64, and its id
+# a line of a tiktoken file: a token in base64, and its id
+TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*")
 LONGEST_LINE = 4096
 
 
@@ -53,7 +52,7 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
     Raises:
         UserError: `file` is no SentencePiece model, or the corrected tokenizer still gives other ids.
     """
-    from sentencepiece import SentencePieceProcessor  # extra: gguf
+    from sentencepiece import SentencePieceProcessor  # a package of the extra gguf
 
     try:
         processor = SentencePieceProcessor(model_file=str(file))

@@ -103,14 +103,10 @@ class Shape(BaseModel):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    qk_layernorm: bool = (
-        False  # q/k norms after rotary embeddings; their tensors have other names (Hunyuan)
-    )
+    qk_layernorm: bool = False  # q/k norms after rotary embeddings, with other names (Hunyuan)
     whole_qk_norm: bool = False  # q/k norms over all heads at once (OLMo 2)
     norm_after: bool = False  # norms of the outputs of attention and MLP, in place of norms of their inputs (OLMo 2)
-    draft_vocab: PositiveInt | None = (
-        None  # number of ids for which a trimmed LM head has logits; None: all
-    )
+    draft_vocab: PositiveInt | None = None  # number of ids that a trimmed LM head has; None: all
 
     @property
     def sizes(self) -> dict[Axis, int]:

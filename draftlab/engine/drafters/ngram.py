@@ -162,9 +162,8 @@ class Match:
 
 def latest_match(ids: np.ndarray, longest: int) -> Match | None:
     """Return the Match of at most `longest` tokens at the end of a text, ids [N], or None if there is none."""
-    ends = (
-        np.flatnonzero(ids[:-1] == ids[-1]) + 1
-    )  # positions after earlier occurrences of the last token
+    # positions after earlier occurrences of the last token
+    ends = np.flatnonzero(ids[:-1] == ids[-1]) + 1
     if len(ends) == 0:
         return None
     length = 1

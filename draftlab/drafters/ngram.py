@@ -57,7 +57,7 @@ class NgramSpec(OutputsSpec):
     @model_validator(mode="after")
     def _has_one_corpus(self) -> Self:
         if self.outputs and self.data:
-            raise ValueError("use only one of data and outputs")
+            raise ValueError("use data or outputs, but not both")
         return self
 
     @property

@@ -407,7 +407,7 @@ def check_as(shape: type[Shaped], folder: Path, target: Path, weights: bool = Tr
         return config
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
-    config.check_tensors(tensors, folder, f"an {shape.kind} head that draftlab supports")
+    config.check_tensors(tensors, folder, f"a head of kind {shape.kind} that draftlab supports")
     return config
 
 
@@ -624,7 +624,7 @@ def _from_json(
         odd.append(f"{SLIDING} and no sliding_window")
     if odd:
         raise UserError(
-            f"{folder} is an {shape.kind} head with {one_line(odd[0], 80)}, which draftlab does not support"
+            f"{folder} is a head of kind {shape.kind} with {one_line(odd[0], 80)}, which draftlab does not support"
         )
     llama = layer_config(LlamaConfig, content)
     # counted from 0, as in SGLang

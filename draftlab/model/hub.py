@@ -170,7 +170,9 @@ def known_head(name: str | Path) -> str | None:
             "there with score --server and --speculative-server"
         )
     if kind not in (None, *HEADS):
-        raise UserError(f"{name} is a {kind} head, but draftlab supports only {', '.join(HEADS)}")
+        raise UserError(
+            f"{name} is a head of kind {kind}, but draftlab supports only {', '.join(HEADS)}"
+        )
     return kind
 
 

@@ -1,4 +1,4 @@
-"""The kinds of drafters: a module each, under the name of the kind, without torch; and what plug-ins need of them."""
+"""Kinds of drafters and their options, one module per kind; and the names that plug-ins import. No torch."""
 
 from draftlab.config.kinds import DrafterSpec, Input, RunFacts, drafter, split_at
 

@@ -1,4 +1,4 @@
-"""A DFlash head, which drafts a block of tokens in one pass from the states of the target."""
+"""The drafter dflash: a DFlash head reads the target's states, and drafts a block of tokens in one pass."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BlockSpec(HeadSpec):
-    """A head that drafts a block of tokens in one pass."""
+    """Base class of drafters with a head that drafts a block of tokens in one pass."""
 
     by_age = True
 
@@ -34,7 +34,7 @@ class BlockSpec(HeadSpec):
     def load(
         cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
     ) -> "DFlash":
-        """Load a head with its target. Raises UserError: See read."""
+        """Load a head on a device, with the embedding and output layer of its target. Raises UserError: See read."""
         shared = (target.embed.to(device), target.head.to(device))
         return cls.model().load(folder, target_path, *shared)
 
@@ -47,7 +47,9 @@ class BlockSpec(HeadSpec):
         self._check_block(min(context.ks), head.config.most)
         ks = [k for k in context.ks if k <= head.config.most]
         if len(ks) < len(context.ks):
-            note(f"the block of {self.heads} drafts at most {ks[-1]} tokens: larger K are left out")
+            note(
+                f"{self.heads} drafts at most {ks[-1]} tokens in a block, so larger --k are left out"
+            )
         return context.run(self.drafter(target, head), ks=ks, facts=self.facts())
 
     @classmethod
@@ -79,12 +81,14 @@ class BlockSpec(HeadSpec):
 
     def _check_block(self, k: int, most: int) -> None:
         if k > most:
-            raise UserError(f"--k: {self.heads} drafts at most {most} tokens in a block; lower --k")
+            raise UserError(
+                f"--k: {self.heads} drafts at most {most} tokens in a block; use a smaller --k"
+            )
 
 
 @drafter("dflash", served_by=("vllm", "sglang"))
 class DFlashSpec(BlockSpec):
-    """heads: directory of a DFlash head, in z-lab's layout or in the layout of speculators."""
+    """Drafts with a DFlash head. heads: Directory of the head, in the layout of z-lab or of speculators."""
 
     format = "DFlash"
     acceptance = BlockSpec.acceptance

@@ -1,4 +1,4 @@
-"""A DSpark head: one pass computes a block, and its tokens are drawn one after the other."""
+"""The drafter dspark: a DSpark head computes a block in one pass, and its tokens are drawn one after the other."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @drafter("dspark", served_by=("vllm", "sglang"))
 class DSparkSpec(BlockSpec):
-    """heads: directory of a DSpark head, in the layout of speculators or of DeepSeek.
+    """Drafts with a DSpark head.
 
-    least_confidence: drafting goes on while the estimated probability that all drafted tokens are accepted is at least
-    this.
+    heads: Directory of the head, in the layout of speculators or of DeepSeek.
+    least_confidence: A draft ends before the estimated probability that all its tokens are accepted falls below this.
     """
 
     format = "DSpark"
@@ -42,7 +42,7 @@ class DSparkSpec(BlockSpec):
             and not self.model().check(Path(self.heads), run.target).confidence
         ):
             raise UserError(
-                f"--drafter {self.text}: this head has no confidence head; leave least_confidence out"
+                f"--drafter {self.text}: the DSpark head has no confidence head; leave least_confidence out"
             )
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
@@ -52,4 +52,5 @@ class DSparkSpec(BlockSpec):
 
     @property
     def replays(self) -> bool:
-        return not self.least_confidence  # otherwise the number of drafted tokens is random
+        # least_confidence makes the number of drafted tokens random
+        return not self.least_confidence

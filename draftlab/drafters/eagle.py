@@ -1,4 +1,4 @@
-"""An EAGLE-3 head, which drafts chains from the target's states."""
+"""The drafter eagle: an EAGLE-3 head drafts chains from the target's states. Also base classes for other heads."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 
 
 class HeadSpec(DrafterSpec):
-    """A head on the target's states. heads: Directory of the head."""
+    """Base class of drafters with a head that reads the target's states. heads: Directory of the head."""
 
-    format: ClassVar[str]  # name of the kind of head
+    format: ClassVar[str]  # name of the kind of head, for messages
     remedy: ClassVar[str] = ""  # end of the error message if the directory has no head
 
     heads: str
 
     @staticmethod
     def model() -> Any:
-        """Return the module of this kind of head, which has check(folder, target) and load."""
+        """Return the module that reads this kind of head. It has the functions check(folder, target) and load()."""
         raise NotImplementedError
 
     @classmethod
     def read(cls, folder: Path, target: Path) -> Any:
-        """Return the sizes of a head. Raises UserError: there is no such head of this target."""
+        """Check a head, and return its sizes. Raises UserError: the folder has no such head for this target."""
         return cls.model().check(folder, target)
 
     @classmethod
     def load(
         cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
     ) -> Any:
-        """Load a head of a target on a device. Raises UserError: see read."""
+        """Load a head on a device, for a target that is loaded already. Raises UserError: see read."""
         raise NotImplementedError
 
     def check(self, run: RunFacts) -> None:
@@ -63,11 +63,11 @@ class HeadSpec(DrafterSpec):
     def _check_heads(self, name: str, weights: bool) -> None:
         if not (Path(name) / "config.json").is_file():
             raise UserError(
-                f"--drafter {self.text}: {name} has no {self.format} head (config.json is missing){self.remedy}"
+                f"--drafter {self.text}: {name} has no {self.format} head, because it has no config.json{self.remedy}"
             )
 
     def target_of(self, context: "DrafterContext") -> "Llama | HFDecoder":
-        """Return the target's model. Raises UserError: the states of its layers are not accessible."""
+        """Return the target's model. Raises UserError: draftlab cannot read the states of its layers."""
         from draftlab.model.hf_decoder import HFDecoder
         from draftlab.model.llama import Llama
 
@@ -76,15 +76,18 @@ class HeadSpec(DrafterSpec):
         return context.target
 
     def facts(self) -> dict[str, object]:
-        """Return the facts by which a score describes the head."""
+        """Return the fields by which a score describes the head, see DrafterRun.facts."""
         return {"heads_sha256": provenance.fingerprint(Path(self.heads))}
 
 
 class EagleHeadSpec(HeadSpec):
-    """heads: directory of a head from draftlab distill, or in the layout of SpecForge, SafeAILab or speculators."""
+    """Drafts with an EAGLE-3 head.
+
+    heads: Directory of a head from draftlab distill, or of a head in the layout of SpecForge, SafeAILab or speculators.
+    """
 
     format = "EAGLE-3"
-    remedy = "; distill --student eagle trains one"
+    remedy = "; train a head with distill --student eagle"
 
     @staticmethod
     def model() -> Any:
@@ -119,7 +122,7 @@ class EagleHeadSpec(HeadSpec):
         return EagleDrafter(target, head)
 
     def head_drafter(self, context: "DrafterContext") -> "EagleDrafter":
-        """Load the head, and return its drafter."""
+        """Load the head, and return the drafter that uses it."""
         from draftlab.model import eagle_llama
 
         target = self.target_of(context)
@@ -127,7 +130,7 @@ class EagleHeadSpec(HeadSpec):
         return self.drafter(target, eagle_llama.with_mode(model, context.mode, context.int8))
 
     def chains(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
-        """Return the head's log-probabilities of the tokens of a replay, see acceptance."""
+        """Return what acceptance() returns: the head's log-probabilities of the tokens of the texts in a replay."""
         from draftlab.acceptance.chain_logprobs import score_chains
 
         target = replay.load_target()
@@ -139,7 +142,11 @@ class EagleHeadSpec(HeadSpec):
 
 @drafter("eagle", served_by=("vllm", "sglang", "llama.cpp"))
 class EagleSpec(EagleHeadSpec, GateSpec):
-    """prompt_lookup_max: longest n-gram of a prompt lookup before the head; by default the head drafts alone."""
+    """Drafts with an EAGLE-3 head, alone or after prompt lookup.
+
+    prompt_lookup_max: Longest n-gram of prompt lookup, which drafts first; the head drafts if there is no match. By
+    default, the head drafts alone.
+    """
 
     by_age = True
     cache_lag = 1  # the head reads the state of the prompt's last token together with the first token after the prompt
@@ -151,7 +158,7 @@ class EagleSpec(EagleHeadSpec, GateSpec):
         if self.prompt_lookup_max is None and (
             idle := sorted(self.model_fields_set & {"min_match", "draft_tokens"})
         ):
-            raise ValueError(f"{', '.join(idle)}: works only with prompt_lookup_max")
+            raise ValueError(f"{', '.join(idle)}: works only together with prompt_lookup_max")
         return self
 
     def build(self, context: "DrafterContext") -> "DrafterRun":

@@ -1,4 +1,4 @@
-"""Prompt lookup; if no match is long enough, a draft model drafts instead."""
+"""The drafter fallback: prompt lookup, and a draft model for texts without a long enough match."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,11 +17,12 @@ MATCH_KINDS = 3  # see GateSpec.min_match
 
 
 class GateSpec(DrafterSpec):
-    """Prompt lookup before another drafter, which drafts if no match is long enough.
+    """Base class of drafters that first try prompt lookup. If no match is long enough, another drafter drafts.
 
-    min_match: shortest match to use, in tokens, as 3x1x5: for an n-gram that occurred once before; several times,
-    always followed by the same token; several times, followed by different tokens. draft_tokens: most tokens of the
-    other drafter; by default as many as prompt lookup copies.
+    min_match: Smallest length of a match, in tokens, for each of three kinds of n-grams: those that occurred once
+    before; those that occurred several times, always followed by the same token; and those that occurred several times,
+    followed by different tokens. It is written as 3x1x5.
+    draft_tokens: Largest number of tokens that the other drafter drafts. By default, it is K.
     """
 
     min_match: Annotated[list[int], split_at("x")] = Field([1, 1, 1])
@@ -30,11 +31,14 @@ class GateSpec(DrafterSpec):
     @model_validator(mode="after")
     def _has_a_length_for_each_kind(self) -> Self:
         if len(self.min_match) != MATCH_KINDS or min(self.min_match) < 1:
-            raise ValueError(f"min_match: give {MATCH_KINDS} numbers of 1 or more, as 3x1x5")
+            raise ValueError(f"min_match: needs {MATCH_KINDS} numbers of 1 or more, such as 3x1x5")
         return self
 
     def after_lookup(self, longest: int, drafter: "Drafter", vocab: int) -> "Drafter":
-        """Return the drafter with prompt lookup before it."""
+        """Return a drafter that tries prompt lookup, and then `drafter`.
+
+        longest: Largest length of a match, in tokens. vocab: Width of the target's logits.
+        """
         from draftlab.engine.drafters.fallback import FallbackDrafter
         from draftlab.engine.drafters.ngram import PromptLookupDrafter
 

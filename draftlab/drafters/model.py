@@ -1,4 +1,4 @@
-"""A draft model, with one pass for each drafted token."""
+"""The drafter model: a draft model, with one pass per drafted token."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @drafter("model", served_by=("vllm", "sglang", "llama.cpp", "transformers"))
 class DraftModelSpec(DrafterSpec):
-    """A drafter with a draft model. draft: checkpoint of the draft model; empty: the first draft of the run."""
+    """Drafts with a draft model. draft: Checkpoint of the draft model. Default: the run's default draft."""
 
     draft: str = ""
 
@@ -31,7 +31,7 @@ class DraftModelSpec(DrafterSpec):
 
     @classmethod
     def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
-        # the draft never read the last of k drafted tokens
+        # the draft model has not read the last of its k drafted tokens
         return passes.step(k, unread=2 if accepted == passes.k else 1)
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":

@@ -1,4 +1,4 @@
-"""An n-gram model of a corpus or of the target's own text."""
+"""The drafter ngram: an n-gram model of a corpus or of the target's own text."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class OutputsSpec(DrafterSpec):
-    """A drafter that can learn from the target. outputs: a store of target outputs."""
+    """Base class of drafters that can learn from text of the target.
+
+    outputs: Directory of stored target outputs. Default: the drafter does not learn from the target.
+    """
 
     outputs: str = ""
 
@@ -40,9 +43,11 @@ class OutputsSpec(DrafterSpec):
 
 @drafter("ngram")
 class NgramSpec(OutputsSpec):
-    """tokens: number of tokens from which n-grams are counted.
+    """Drafts with an n-gram model of a corpus.
 
-    data: source of that text; empty: the data of the run.
+    order: Length of the longest n-grams, in tokens.
+    tokens: Number of tokens of the corpus.
+    data: Source of the corpus. Default: the stored target outputs or, without them, --data.
     """
 
     order: int = Field(4, ge=2)
@@ -52,7 +57,7 @@ class NgramSpec(OutputsSpec):
     @model_validator(mode="after")
     def _has_one_corpus(self) -> Self:
         if self.outputs and self.data:
-            raise ValueError("give data or outputs, not both")
+            raise ValueError("use data or outputs, but not both")
         return self
 
     @property
@@ -64,27 +69,28 @@ class NgramSpec(OutputsSpec):
         from draftlab.engine.drafters.ngram import contexts_fit
 
         if not contexts_fit(run.vocab, self.order):
-            contexts = f"contexts of {self.order - 1} tokens of {run.vocab}"
+            contexts = f"contexts of {self.order - 1} tokens from {run.vocab} ids"
             raise UserError(
-                f"--drafter {self.text}: {contexts} cannot be numbered in 64 bits; use a smaller order"
+                f"--drafter {self.text}: {contexts} do not fit into 64 bits; use a smaller order"
             )
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
         from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel
 
         source = self.outputs or self.data or context.data
-        note(f"{self.text}: counting {self.order}-grams of {source}")
+        note(f"--drafter {self.text}: counting {self.order}-grams of {source}")
         corpus = self._answers() if self.outputs else context.corpus(source, self.tokens)
         if len(corpus) < self.order:
             raise UserError(
-                f"--drafter {self.text}: {len(corpus)} tokens of {source} have no {self.order}-gram; use more tokens"
+                f"--drafter {self.text}: {len(corpus)} tokens of {source} are too few for {self.order}-grams; "
+                "use more text"
             )
         return context.run(NgramDrafter(NgramModel(corpus, context.vocab, self.order)))
 
     def _answers(self) -> "np.ndarray":
-        """Return the target's texts as one stream of tokens.
+        """Return the stored outputs of the target as one corpus, [N], of at most `tokens` tokens.
 
-        Each text follows the last order - 1 tokens of its prompt.
+        Before each output, the corpus has the last order - 1 tokens of its prompt.
         """
         import numpy as np
 

@@ -1,4 +1,4 @@
-"""A parallel draft, which drafts all tokens in one pass."""
+"""The drafter parallel: a parallel draft, which drafts all tokens in one pass."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ class ParallelSpec(DraftModelSpec):
         draft: Path | None = hub.locate(self.draft) if self.draft else run.draft
         if draft is not None and pard_token(draft) is None:
             raise UserError(
-                f"--drafter {self.text}: {draft} is not a parallel draft; train one with draftlab distill "
+                f"--drafter {self.text}: {draft} is not a parallel draft; train a parallel draft with draftlab distill "
                 "--student parallel"
             )
 
@@ -53,7 +53,7 @@ class ParallelSpec(DraftModelSpec):
         trained, model = trained_offsets(hub.locate(self.draft)), replay.load_draft(self.draft)
         if trained is not None and replay.most > trained:
             note(
-                f"{self.draft} was trained to draft {trained} tokens; the largest --k here is {replay.most}"
+                f"{self.draft} was trained to draft {trained} tokens, but the largest --k is {replay.most}"
             )
         token = mask_token(model)
         return score_offsets(

@@ -1,4 +1,4 @@
-"""A P-EAGLE head: an EAGLE-3 head that drafts all tokens in one pass."""
+"""The drafter peagle: a P-EAGLE head, which is an EAGLE-3 head that drafts all tokens in one pass."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 @drafter("peagle", served_by=("vllm",))
 class PEagleSpec(EagleHeadSpec):
-    """heads: a P-EAGLE head in the layout of speculators, or in SpecForge's with a mask_token_id."""
+    """Drafts with a P-EAGLE head.
+
+    heads: Directory of the head, in the layout of speculators, or in the layout of SpecForge with a mask_token_id.
+    """
 
     format = "P-EAGLE"
     remedy = ""
     by_age = True
-    cache_lag = 1  # as of an EAGLE-3 head
+    cache_lag = 1  # as for an EAGLE-3 head, see EagleSpec
     acceptance = EagleHeadSpec.chains
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Prompt lookup: copies the tokens that followed the same n-gram earlier in the text."""
+"""The drafter prompt-lookup: copies the tokens that followed the same n-gram earlier in the text."""
 
 from typing import TYPE_CHECKING
 

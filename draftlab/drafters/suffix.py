@@ -1,4 +1,4 @@
-"""Suffix decoding: drafts the tokens that followed the same suffix in the text or in the target's earlier answers."""
+"""The drafter suffix: drafts what followed the same suffix earlier in the text or in earlier answers of the target."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 @drafter("suffix", served_by=("vllm",))
 class SuffixSpec(OutputsSpec):
-    """outputs: store of the target's earlier answers, from which the drafter also copies; empty: only the text itself.
+    """Drafts with suffix decoding.
 
-    All other options have vLLM's names, without the prefix suffix_decoding_, and vLLM's defaults.
+    outputs: Directory of stored outputs of the target, from which the drafter also copies. Default: it copies only from
+    the text itself.
+
+    The other options are vLLM's suffix_decoding_ options without this prefix, and have vLLM's defaults.
     """
 
     max_tree_depth: int = Field(24, ge=2)
@@ -24,9 +27,9 @@ class SuffixSpec(OutputsSpec):
     min_token_prob: float = Field(0.1, ge=0, le=1)
 
     def speculative_config(self, k: int) -> dict[str, object]:
-        """Return vLLM's --speculative-config.
+        """Return the value of vLLM's --speculative-config.
 
-        vLLM copies from its own earlier answers, and needs the package arctic-inference.
+        vLLM copies from its own earlier answers instead of stored outputs, and needs the package arctic-inference.
         """
         names = ("max_tree_depth", "max_spec_factor", "min_token_prob")
         options = {f"suffix_decoding_{name}": getattr(self, name) for name in names}

@@ -1,7 +1,7 @@
-"""Batched generation for evaluation, training text and stored outputs.
+"""Batched generation of text for evaluation, training and stored outputs.
 
-B prompts of a batch, P tokens of a prompt, n generated tokens, k listed, V vocab. Each prompt has its own random
-numbers, so its samples do not depend on the other prompts of the batch.
+B prompts of a batch, P tokens of a prompt, n generated tokens, V vocab. Each prompt has its own random numbers, so its
+samples do not depend on the other prompts of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,18 +27,22 @@ from draftlab.sampling import FinishReason, SamplingParams
 from draftlab.turns import Answer
 
 GIGABYTE = 1_000_000_000
-# the batch shrinks to its unfinished texts when their share is at most this
+# the batch shrinks to its unfinished texts when at most this fraction of its texts is unfinished
 MOST_RUNNING = 0.75
-BYTES_PER_LOGIT = 32  # peak of a step that samples: logits, probabilities and their sums in fp64
+# peak memory of a sampling step: logits, probabilities and cumulative sums in fp64
+BYTES_PER_LOGIT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batching:
-    """Batching of prompts.
+    """How prompts are batched.
 
-    vocab: Number of ids that may be sampled; larger ids are padding. batch_size: Most prompts per pass. memory: Limit
-    of logits and KV cache, GB, which may lower the batch size. unfinished: Returns the number of unfinished texts over
-    all processes, from their number in this process.
+    Args:
+        vocab: Number of ids that may be sampled. Larger ids are padding of the logits. None: all ids.
+        batch_size: Largest number of prompts per batch.
+        memory: Memory for logits and KV cache in GB. If batch_size prompts need more, batches are smaller.
+        unfinished: Function from the number of unfinished texts in this process to the number in all processes.
+            Generation goes on until it returns 0. Default: there is only this process.
     """
 
     vocab: int | None = None
@@ -49,7 +53,10 @@ class Batching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Tokens generated after one prompt. logprobs: Log-probabilities in the sampling distribution; 0 if greedy."""
+    """The tokens generated after one prompt.
+
+    logprobs: Log-probability of each token in the distribution that it was sampled from; 0 if greedy.
+    """
 
     ids: np.ndarray  # [n]
     logprobs: np.ndarray  # [n]
@@ -59,7 +66,7 @@ class Completion:
     def truncated(
         cls, ids: np.ndarray, logprobs: np.ndarray, stop_token_ids: tuple[int, ...]
     ) -> "Completion":
-        """Return the tokens up to the first stop token, inclusive."""
+        """Return a completion of these tokens, up to and including the first stop token."""
         stops = np.flatnonzero(np.isin(ids, stop_token_ids))
         n = int(stops[0]) + 1 if len(stops) else len(ids)
         return cls(
@@ -70,9 +77,11 @@ class Completion:
 def load_generator(
     directory: Path, dtype: torch.dtype | None, device: torch.device, device_map: str | None = None
 ) -> Decoder:
-    """Load a checkpoint in the mode that generates fastest on the device.
+    """Load a checkpoint for generation without drafts, in mode native on a CPU and in mode eager elsewhere.
 
-    dtype: None takes checkpoint.compute_dtype.
+    Args:
+        dtype: Dtype of the passes. Default: checkpoint.compute_dtype.
+        device_map: See checkpoint.load_model.
     """
     dtype = dtype or checkpoint.compute_dtype(directory, device)
     note(f"loading {hub.checkpoint_name(directory)} in {checkpoint.dtype_name(dtype)}")
@@ -89,10 +98,12 @@ def generate_batch(
     numbers: Sequence[int] | None = None,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[Completion]:
-    """Generate a completion of each prompt.
+    """Generate one completion per prompt.
 
-    numbers: A number per prompt, which together with the seed decides its samples. advance: Receives the number of
-    finished prompts.
+    Args:
+        numbers: A number for each prompt. With the seed of `sampling` it determines the prompt's samples. Default: the
+            index of the prompt.
+        advance: Callback that receives the number of finished prompts after each batch.
 
     Raises:
         UserError: A prompt and its completion do not fit the model's context, or logits are not finite.
@@ -110,10 +121,13 @@ def generate_batch(
 
 
 def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer:
-    """Return a function by which the model answers the earlier turns of prompts."""
+    """Return a function that lets the model answer the earlier turns of conversations, see turns.py.
+
+    vocab: Number of ids that may be sampled.
+    """
 
     def answer(prompts: list[Prompt], numbers: list[int]) -> list[list[int]]:
-        with progress("the target answers the earlier turns", len(prompts)) as advance:
+        with progress("the target answers earlier turns of the prompts", len(prompts)) as advance:
             written = generate_batch(
                 model,
                 [p.ids for p in prompts],
@@ -128,18 +142,21 @@ def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer
 
 
 def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:
-    """Raises UserError: the prompt and max_tokens new tokens do not fit the context."""
+    """Raise UserError if a prompt of `prompt_tokens` tokens and max_tokens new tokens exceed the context."""
     if prompt_tokens + max_tokens > context:
         raise UserError(
-            f"a prompt has {prompt_tokens} tokens, and with {max_tokens} new tokens it exceeds the target's "
-            f"context of {context}; shorten prompts or lower --max-new-tokens"
+            f"a prompt of {prompt_tokens} tokens with {max_tokens} new tokens exceeds the target's "
+            f"context of {context} tokens; shorten prompts or lower --max-new-tokens"
         )
 
 
 def _groups(
     model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, batching: Batching
 ) -> Iterator[list[int]]:
-    """Yield the indices of each batch's prompts, the longest first. transformers' cache needs prompts of one length."""
+    """Yield the indices of the prompts of each batch, longest prompts first.
+
+    If the model cannot compute texts of different lengths at once, all prompts of a batch have the same length.
+    """
     group: list[int] = []
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
         if group:
@@ -156,7 +173,10 @@ def _groups(
 
 
 def batch_size_for(model: Decoder, length: int, batching: Batching) -> int:
-    """Return how many texts of `length` tokens fit into memory, at least 1 and at most batching.batch_size."""
+    """Return the number of texts of `length` tokens in a batch: as many as fit into batching.memory.
+
+    It is at least 1 and at most batching.batch_size.
+    """
     text_bytes = BYTES_PER_LOGIT * (model.vocab or 0) + length * model.kv_bytes
     return max(1, min(batching.batch_size, int(batching.memory * GIGABYTE / text_bytes)))
 
@@ -199,9 +219,10 @@ def _generate(
 
 
 def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor:
-    """Return the ids to feed first: the prompts.
+    """Return the ids that the first step of generation feeds.
 
-    If prompts have several lengths, read them here, and return their last tokens.
+    These are the prompts, [B, P], if all have the same length. Otherwise all tokens of each prompt but the last are
+    read into the cache here, and the ids are the last tokens, [B, 1].
     """
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     if shortest == longest:
@@ -214,7 +235,10 @@ def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor
 
 
 def _sample(logits: Tensor, sampling: SamplingParams, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the next token of each row and its log-probability, [B] each."""
+    """Sample the next token of each text from logits [B, V]. Return tokens and log-probabilities, [B] each.
+
+    u: Draws in [0, 1), [B].
+    """
     if sampling.temperature == 0:
         ids = logits.argmax(-1)
         return ids, torch.zeros_like(ids, dtype=torch.float32)

@@ -14,11 +14,12 @@ class Instant(Protocol):
 
 
 Clock = Callable[[], float]
-StepClock = Callable[[], Instant]  # read several times in a step; subtracted at its end
+# read between the phases of a step; instants are subtracted at the step's end
+StepClock = Callable[[], Instant]
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return a clock in seconds that waits for the work queued on the device."""
+    """Return a clock in seconds. Reading it first waits for the work that is queued on the device."""
     if device.type != "cuda":
         return time.perf_counter
 
@@ -30,7 +31,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 class EventTime:
-    """A point in a device's queue. Only subtraction waits for the device."""
+    """The time when a CUDA device reaches a point in its queue of work. Only a subtraction waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
@@ -42,5 +43,5 @@ class EventTime:
 
 
 def step_clock_for(device: torch.device) -> StepClock:
-    """Return a clock for the phases of a step that does not make the host wait for the device between phases."""
+    """Return a clock that times the phases of a step. The host does not wait for the device between phases."""
     return time.perf_counter if device.type != "cuda" else lambda: EventTime(device)

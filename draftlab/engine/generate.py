@@ -1,7 +1,7 @@
 """Plain and speculative decoding with the same engine, and the time of each step.
 
-B rows, K drafted tokens per step, T = K + 1 tokens verified, V vocab. Rows advance at their own pace. Invariant: a
-cache holds all tokens of a row but the last token, which the next pass feeds first.
+B rows (texts of a batch), K drafted tokens per step, T = K + 1 tokens verified, V vocab. Rows advance at their own
+pace. Invariant: the cache has all tokens of a text but the last, which the next pass feeds first.
 """
 
 import time
@@ -30,10 +30,17 @@ from draftlab.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One row's share of a target pass and of the drafting before it.
+    """The result of one target pass, and of the drafting before it, for one text of the batch.
 
-    accepted: Number of drafted tokens in `tokens`. Only a row's last step may have fewer than accepted + 1 tokens. The
-    seconds of a pass are divided by the number of rows still decoding, so their sum over rows is wall time.
+    The seconds are the time of the whole batch divided by the number of unfinished texts, so their sum over all steps
+    is wall time.
+
+    Args:
+        row: Index of the text in the batch.
+        drafted: Number of drafted tokens that the target verified.
+        accepted: Number of drafted tokens among `tokens`.
+        tokens: Tokens that the text gains: the accepted tokens and one more. A text's last step may lack the latter.
+        host_seconds: Time to accept or reject tokens, and to roll back the cache.
     """
 
     row: int
@@ -47,15 +54,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """Proposed tokens of each row.
+    """Drafted tokens of each text of a batch.
 
     Args:
         ids: Token ids, [B, K].
-        q: Distributions that the ids were drawn from, [B, K, V]. None is a deterministic draft, with one-hot q.
-        counts: Number of valid tokens of each row, [B]. A row with 0 has no draft.
-        parents: None is a chain. In a token tree, the number of each token's parent: tokens count from 1, and 0 is the
-            last token of the text. Parents come before their children. A list has a tree for each row.
-        rule: Rule that verifies this draft unless the run names a rule. Sampling with a token tree needs a rule.
+        q: Distributions that the ids were drawn from, [B, K, V]. None: the draft is deterministic, and q is one-hot.
+        counts: Number of valid tokens of each text, [B]. A text with 0 has no draft.
+        parents: Parent of each drafted token in a token tree. None: the draft is a chain. The parent of drafted token i
+            is drafted token parents[i] - 1, with parents[i] <= i, or the last token of the text if parents[i] is 0. A
+            list of tuples has a tree for each text.
+        rule: Rule that verifies this draft, unless the caller of speculative_decode sets a rule. A sampled token tree
+            needs a rule.
     """
 
     ids: Tensor
@@ -65,12 +74,12 @@ class Draft:
     rule: Rule | None = None
 
     def to(self, device: torch.device) -> "Draft":
-        """Return the draft with its tensors on a device, as its target or a second drafter may be elsewhere."""
+        """Return the draft with its tensors on a device. Target and drafters may be on different devices."""
         q = None if self.q is None else self.q.to(device)
         return replace(self, ids=self.ids.to(device), q=q)
 
     def parents_of(self, row: int) -> Sequence[int]:
-        """Return the parents in a row's tree; a range for a chain."""
+        """Return the parents of the drafted tokens of text `row`, see `parents`. For a chain this is a range."""
         if self.parents is None:
             return range(self.ids.shape[1])
         trees = [tree for tree in self.parents if isinstance(tree, tuple)]
@@ -80,39 +89,46 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Proposes tokens. A drafter keeps its own state and receives the whole texts at every call."""
+    """Drafts tokens. A drafter keeps its own state, such as a KV cache, and receives the whole texts at every call."""
 
     def reset(self, rows: int, capacity: int) -> None:
-        """Drop all state and prepare for texts of at most capacity tokens."""
+        """Drop all state, and prepare for `rows` texts of at most `capacity` tokens each."""
         ...
 
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
-        """Propose up to count tokens to follow each text.
+        """Draft up to `count` tokens after each text.
 
-        uniform: Draws in [0, 1), [B, count], the only randomness to use. Finished texts stay in the batch; their
-        drafts are ignored.
+        Finished texts stay in the batch, and their drafts are ignored.
+
+        uniform: Draws in [0, 1), [B, count], the only source of randomness to use.
         """
         ...
 
     def attach(self, cache: Any) -> None:
-        """Receive the target's cache before its first pass. By default, do nothing."""
+        """Receive the target's cache before the target's first pass. By default, do nothing."""
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
-        """Read each prompt and the token after it, before the first draft. By default, do nothing."""
+        """Read each prompt and the first token after it, before the first draft. By default, do nothing."""
 
 
 @dataclass(unsafe_hash=True)
 class Sampler:
-    """Samples a draft model's tokens. vocab: The target's number of logits; None if the draft has the same number."""
+    """A function that samples drafted tokens from the logits of a draft.
+
+    vocab: Width of the target's logits; None if the draft's logits have the same width.
+    """
 
     sampling: SamplingParams
     vocab: int | None
     ended = False
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Sample tokens [B] from logits [B, V]. Return them and, unless greedy, their distributions [B, V]."""
+        """Sample tokens [...] from logits [..., V]. Return the tokens, and their distributions, or None if greedy.
+
+        uniform: Draws in [0, 1), [...].
+        """
         logits, uniform = fit_vocab(logits, self.vocab), uniform.to(logits.device)
         if self.sampling.temperature == 0:
             return logits.argmax(-1), None
@@ -121,14 +137,14 @@ class Sampler:
 
 
 def fit_vocab(logits: Tensor, vocab: int | None) -> Tensor:
-    """Cut logits [..., V] to the target's vocabulary, or pad them with -inf."""
+    """Return logits [..., V] cut to the width `vocab`, or padded with -inf to it. None returns them unchanged."""
     if vocab is None or logits.shape[-1] == vocab:
         return logits
     return F.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
 
 
 class ModelDrafter(Drafter):
-    """A draft model whose KV cache is rolled back to the emitted tokens. vocab: Same as in Sampler."""
+    """Drafts a chain with a draft model, whose KV cache is rolled back to the emitted tokens. vocab: See Sampler."""
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         self.model, self.vocab = model, vocab
@@ -137,9 +153,9 @@ class ModelDrafter(Drafter):
         self.cache: Any = None
 
     def reset(self, rows: int, capacity: int) -> None:
-        self.cache = None  # frees its memory before the next one is allocated
+        self.cache = None  # frees the memory before a new cache is allocated
         self.cache = self.model.new_cache(rows, capacity)
-        # tokens fed before self.drafted
+        # for each text, the tokens that were fed before the tokens in self.drafted
         self.cached: list[list[int]] = [[] for _ in range(rows)]
         self.drafted: Tensor | None = None
 
@@ -155,16 +171,16 @@ class ModelDrafter(Drafter):
         return Draft(ids=self.drafted, q=q, counts=[self.drafted.shape[1]] * len(texts))
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
-        """Read all tokens of each text but the last token, which the first draft reads."""
+        """Read all tokens of each text but the last, which propose() reads."""
         self.last_logits([text[:-1] for text in texts])
 
     def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
-        """Roll the cache back to the texts, read new tokens, and return the logits of the last tokens, [B, last, V]."""
+        """Roll the cache back to the texts, read their new tokens, and return the last tokens' logits, [B, last, V]."""
         self.roll_back(texts)
         return feed(self.model, self.cache, texts, self.own_vocab, last)
 
     def roll_back(self, texts: Sequence[list[int]]) -> None:
-        """Keep only the cached tokens that are also in the texts. From now on the texts count as read."""
+        """Drop the cached tokens that differ from the texts. The caller must then read the texts to their ends."""
         drafted = [[]] * len(texts) if self.drafted is None else self.drafted.tolist()
         for row, text in enumerate(texts):
             cached = self.cached[row] + drafted[row]
@@ -182,7 +198,7 @@ def decode(
     clock: StepClock = time.perf_counter,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[Step]:
-    """Decode one token per row in each target pass. Arguments are those of ``speculative_decode``."""
+    """Decode without drafts: each target pass emits one token per text. Arguments: See speculative_decode."""
     return speculative_decode(target, None, prompts, 0, sampling, clock, numbers)
 
 
@@ -199,15 +215,18 @@ def speculative_decode(
 ) -> Iterator[Step]:
     """Decode losslessly: draft k tokens, verify them in one target pass, and emit the accepted tokens and one more.
 
-    The first pass is the prefill, which emits one token per row and drafts nothing, as in engines with a separate
-    prefill. Its draft_seconds are the time of the drafter's own prefill. Each pass yields a step for every row still
-    decoding. A finished row waits until all rows are finished.
+    Each target pass yields a Step for every unfinished text. The first pass is the prefill, as in engines with a
+    separate prefill: it emits one token per text without a draft, and its draft_seconds are the time of the drafter's
+    own prefill. A finished text waits until all texts are finished.
 
     Args:
-        numbers: A number per prompt. Seed and number decide a prompt's random draws, whatever the other rows are.
-        rule: None takes the rule of each draft, or the rejection rule of Leviathan et al. for a draft without a rule.
-            With greedy decoding all rules agree.
-        draft_temperature: Temperature of the drafter; 0 is greedy. None takes the target's.
+        drafter: None: decode without drafts.
+        clock: Clock for the phases of a step, see step_clock_for.
+        numbers: A number for each prompt. With the seed of `sampling` it determines the prompt's random draws, whatever
+            the other prompts are. Default: the index of the prompt.
+        rule: Rule that verifies all drafts. Default: the rule of each draft, or the rejection rule of Leviathan et al.
+            for a draft without a rule. With greedy decoding all rules agree.
+        draft_temperature: Temperature of the drafter; 0 is greedy. Default: the target's.
     """
     rows = _Rows(prompts, sampling)
     capacity = max(rows.limits, default=1) + k
@@ -224,7 +243,7 @@ def speculative_decode(
         room, uniform = rows.room(), rows.current(draws)
         count = min(k, max(room)) if prefilled else 0
         if count and target.replays_passes:
-            count = k  # every pass has the same shape; tokens beyond a text's limit do not count
+            count = k  # so that every pass has the same shape; tokens beyond a text's limit are not verified
         start = clock()
         draft = (
             drafter.propose(rows.texts, count, own, uniform[:, :count]).to(target.device)
@@ -262,7 +281,7 @@ def speculative_decode(
 
 
 def output_tokens(steps: Iterable[Step]) -> list[list[int]]:
-    """Return the tokens of each row, in the order of rows."""
+    """Return the tokens that steps emitted for each text, in the order of the texts in the batch."""
     tokens: dict[int, list[int]] = {}
     for step in steps:
         tokens.setdefault(step.row, []).extend(step.tokens)
@@ -277,13 +296,16 @@ def verify_batch(
     uniform: Tensor,
     rule: Rule | None = None,
 ) -> list[tuple[list[int], list[int]]]:
-    """Return each row's indices of accepted drafted tokens, and the tokens to emit: the accepted and one more.
+    """Verify the drafts of a batch. Return, for each text, the indices of accepted drafted tokens and the new tokens.
+
+    The new tokens are the accepted tokens and one more token from the target.
 
     Args:
         logits: Logits of the target after the text's last token and after each drafted token, [B, T, V].
-        counts: Number of each row's drafted tokens to verify, [B].
+        draft: None: each text gains one token from the target.
+        counts: How many drafted tokens of each text to verify, [B].
         uniform: Draws in [0, 1): one for each drafted token, then one for the token after them, [B, T].
-        rule: Same as in speculative_decode.
+        rule: See speculative_decode.
     """
     parents = [
         range(logits.shape[1] - 1) if draft is None else draft.parents_of(row)
@@ -311,7 +333,10 @@ def verify_batch(
 def _verify_greedy(
     best: list[int], ids: list[int], parents: Sequence[int], count: int
 ) -> tuple[list[int], list[int]]:
-    """Follow the path of drafted tokens that equal the target's most probable tokens."""
+    """Verify `count` drafted tokens of one text greedily. Return the accepted tokens' indices, and the new tokens.
+
+    best: Most probable token of the target after the text's last token and after each drafted token, [T].
+    """
     node, path, tokens = 0, [], [best[0]]
     for i in range(count):
         if parents[i] == node and ids[i] == tokens[-1]:
@@ -324,9 +349,13 @@ def _verify_greedy(
 def _verify_sampled_chains(
     p: Tensor, draft: Draft | None, counts: Sequence[int], uniform: Tensor
 ) -> list[tuple[list[int], list[int]]]:
-    """Verify chains with target probabilities p [B, T, V]. Raises ValueError: the draft is a token tree."""
+    """Verify sampled chains by the rejection rule, as verify_batch. p: Probabilities of the target, [B, T, V].
+
+    Raises:
+        ValueError: the draft is a token tree.
+    """
     if draft is not None and draft.parents is not None:
-        raise ValueError("the draft is a token tree, and no rule that verifies trees was given")
+        raise ValueError("the draft is a token tree, but no rule that verifies trees was set")
     ids = uniform.new_empty((len(p), 0), dtype=torch.long) if draft is None else draft.ids
     q = F.one_hot(ids, p.shape[-1]).to(p) if draft is None or draft.q is None else draft.q
     width = ids.shape[1]
@@ -340,7 +369,10 @@ def _verify_sampled_chains(
 def _verify_sampled(
     p: Tensor, draft: Draft | None, row: int, parents: Sequence[int], uniform: Tensor, rule: Rule
 ) -> tuple[list[int], list[int]]:
-    """Verify one row of a draft by `rule`, with target probabilities p [count + 1, V]."""
+    """Verify the drafted tokens of one text by `rule`. Return the accepted tokens' indices, and the new tokens.
+
+    p: Probabilities of the target, [count + 1, V].
+    """
     count = len(parents)
     ids = (
         torch.empty(0, dtype=torch.long, device=p.device)
@@ -356,7 +388,7 @@ def _verify_sampled(
 def _target_logits(
     target: Decoder, cache: Any, texts: list[list[int]], draft: Draft | None
 ) -> Tensor:
-    """Return the target's logits after each text and after each drafted token, [B, T, V]."""
+    """Run the target's pass; return its logits after each text's last token and each drafted token, [B, T, V]."""
     if draft is None:
         return feed(target, cache, texts)
     last = staged([text[-1:] for text in texts], draft.ids.device)
@@ -367,7 +399,7 @@ def _target_logits(
 
 
 class _Rows:
-    """The texts of a batch, and the rows that are still decoding."""
+    """The texts of a batch. live: Indices of the unfinished texts."""
 
     def __init__(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
         self.texts = [list(prompt) for prompt in prompts]
@@ -377,7 +409,7 @@ class _Rows:
         self.live = list(range(len(prompts)))
 
     def room(self) -> list[int]:
-        """Return how many tokens may be drafted for each row. The target adds one token."""
+        """Return the number of tokens that may be drafted for each text. One token is left for the target."""
         live = set(self.live)
         return [
             limit - len(self.texts[row]) - 1 if row in live else 0
@@ -385,7 +417,7 @@ class _Rows:
         ]
 
     def current(self, draws: Tensor) -> Tensor:
-        """Return the draws [B, W] of each row's current position, from draws [B, max_tokens, W]."""
+        """Return the draws for each text's current length, [B, W], from those for all lengths, [B, max_tokens, W]."""
         at = [
             min(len(text) - start, draws.shape[1] - 1)
             for text, start in zip(self.texts, self.starts, strict=True)
@@ -396,7 +428,12 @@ class _Rows:
     def append(
         self, verified: list[tuple[list[int], list[int]]], cache: Any, draft: Draft | None
     ) -> list[tuple[int, int, list[int]]]:
-        """Append verified tokens, roll the cache back; return (row, accepted, tokens) of the rows still decoding."""
+        """Append new tokens to the texts, and roll the cache back to the texts. Texts end at stop tokens and limits.
+
+        verified: Result of verify_batch.
+
+        Returns: For each text that was unfinished: its index, the number of its accepted tokens, and its new tokens.
+        """
         emitted = []
         for row in self.live:
             path, tokens = verified[row]
@@ -419,9 +456,11 @@ class _Rows:
 
 
 def _draws(sampling: SamplingParams, numbers: Sequence[int], width: int) -> Tensor:
-    """Return uniform draws of each prompt for every position where a step may begin, [B, max_tokens, width].
+    """Return uniform draws in [0, 1) for each prompt and for each length at which a step may begin.
 
     Steps never share draws: a rule that rejects because of a later token must not see the same draw twice.
+
+    width: Number of draws of a step. Returns: [B, max_tokens, width].
     """
     draws = torch.empty(len(numbers), sampling.max_tokens, width)
     for row, number in zip(draws, numbers, strict=True):

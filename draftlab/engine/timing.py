@@ -1,4 +1,4 @@
-"""Time interleaved tasks, and measure the limits of a device: memory bandwidth and matrix multiplication."""
+"""Time interleaved tasks, and measure a device's memory bandwidth and speed of matrix multiplication."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -10,13 +10,13 @@ from draftlab.engine.clocks import Clock, clock_for
 from draftlab.model.checkpoint import is_fast
 from draftlab.results.score import Latency
 
-WARM_UP_ROUNDS = (3, 12)  # fewest and most rounds
-STEADY = 0.05  # warm-up ends when a round differs from the previous round by at most this share
-MAX_BUFFER_BYTES = 1 << 30  # largest matrix that measures bandwidth
-SQUARE = {"cpu": 1024, "cuda": 8192}  # side of the multiplied matrices
-SLOW_SQUARE = 256  # side for slow dtypes, whose larger products take seconds
+WARM_UP_ROUNDS = (3, 12)  # fewest and most warm-up rounds
+STEADY = 0.05  # warm-up ends when the time of a round changes by at most this fraction
+MAX_BUFFER_BYTES = 1 << 30  # size of the largest matrix that measures bandwidth
+SQUARE = {"cpu": 1024, "cuda": 8192}  # side of the square matrices that matmul_tflops multiplies
+SLOW_SQUARE = 256  # side of these matrices in slow dtypes, in which larger products take seconds
 COLUMNS = 4096  # columns of the matrix that measures bandwidth
-LAPS = 16  # runs of a task between two readings of an accelerator's clock, since a reading takes a tenth of a run
+LAPS = 16  # runs between two readings of an accelerator's clock, because a reading takes a tenth of a run's time
 
 Task = Callable[[], object]
 Key = TypeVar("Key")
@@ -29,10 +29,15 @@ def time_interleaved(
     clock: Clock,
     advance: Callable[[int], None] = lambda rounds: None,
 ) -> dict[Key, list[float]]:
-    """Time pairs of tasks in turns, and return the milliseconds of each pair's second task in each round.
+    """Time several tasks in turns, and return the milliseconds that each task took in each round.
 
-    The first task of a pair runs, untimed, right before the second. The order of the pairs is reversed every round, so
-    that drift of the machine affects all pairs alike. Warm-up rounds do not count.
+    A round runs every task once. The order of the tasks is reversed every round, so that drift of the machine affects
+    all tasks alike. Warm-up rounds are not measured.
+
+    Args:
+        tasks: For each key, a pair: a task that prepares, which is not timed, and the task that is timed.
+        repeats: Number of measured rounds.
+        advance: Callback that receives the number of measured rounds so far.
     """
     order = list(tasks)
 
@@ -61,7 +66,7 @@ def time_interleaved(
 
 
 def summarize(width: int, times: Sequence[float]) -> Latency:
-    """Return median and quartiles of times in milliseconds."""
+    """Return median and quartiles of times in milliseconds as a Latency. width: Tokens of the timed pass."""
     ordered = sorted(times)
     n = len(ordered)
     return Latency(
@@ -74,20 +79,26 @@ def summarize(width: int, times: Sequence[float]) -> Latency:
 
 
 def bandwidth_gbs(weights: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the bandwidth (GB/s) of a matrix-vector product over `weights` weights: an upper bound for a decoder."""
+    """Measure the memory bandwidth in GB/s of a matrix-vector product over a matrix of `weights` weights.
+
+    The result is an upper bound for a decoder with this number of weights.
+    """
     size, run = memory_sweep(weights * dtype.itemsize, dtype, device)
     return size / 1e6 / _fastest_ms(run, device)
 
 
 def matmul_tflops(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the rate of a large square matrix product, in TFLOP/s."""
+    """Measure the speed, in TFLOP/s, of the product of two large square matrices."""
     side = SQUARE[device.type] if is_fast(dtype, device) else SLOW_SQUARE
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / 1e9 / _fastest_ms(lambda: a @ b, device)
 
 
 def memory_sweep(size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Task]:
-    """Return the bytes of a matrix of about `size`, at most MAX_BUFFER_BYTES, and a task that multiplies the matrix."""
+    """Return the size of a matrix in bytes, and a task that reads the whole matrix by a matrix-vector product.
+
+    size: Wanted size of the matrix in bytes. The actual size is at most MAX_BUFFER_BYTES.
+    """
     rows = max(1, min(size, MAX_BUFFER_BYTES) // (COLUMNS * dtype.itemsize))
     matrix = torch.ones(rows, COLUMNS, dtype=dtype, device=device)
     vector = torch.ones(1, COLUMNS, dtype=dtype, device=device)

@@ -1,10 +1,12 @@
 """Sampling from logits, the rejection rule of speculative sampling, and verify rules for token trees and blocks.
 
 K drafted tokens of a chain, N drafted tokens of a tree, V vocab. Greedy decoding is the same rule with one-hot
-distributions. All functions are pure. A rule receives its randomness: ``Uniforms`` in decoding, an enumeration of all
-outcomes in the tests that prove it lossless. A draft is a tree of nodes: node 0 is the last token of the text, node
-i + 1 is drafted token i. ``parents`` has the node that each drafted token follows. Siblings are in the order in which
-they were drawn. A chain has the parents 0, 1, 2, ... Row n of p is the target's distribution after node n.
+distributions. All functions are pure. A rule receives its source of randomness: ``Uniforms`` in decoding, and in the
+tests that prove a rule lossless an enumeration of all outcomes.
+
+A draft is a tree of nodes: node 0 is the last token of the text, and node i + 1 is drafted token i. ``parents[i]`` is
+the node before drafted token i. A chain has the parents 0, 1, 2, ... Siblings are in the order in which they were
+drawn. p[n] is the target's distribution of the token after node n.
 """
 
 import math
@@ -20,24 +22,28 @@ from draftlab.model.devices import exact_dtype
 from draftlab.registry import REJECTION, RULES
 from draftlab.sampling import SamplingParams
 
-COLD = 1e-2
+COLD = 1e-2  # at lower temperatures, logits / temperature could overflow
 
 
 def check_logits(logits: Tensor, model: str) -> None:
-    """Raises UserError: the largest logit is NaN or infinite. Single logits may be -inf, for ids that a head lacks."""
+    """Raise UserError if the largest logit is NaN or infinite. Other logits may be -inf, as with a trimmed LM head.
+
+    model: Noun for the model in the message, such as "the target".
+    """
     if not math.isfinite(float(logits.max())):
         dtype = str(logits.dtype).removeprefix("torch.")
         raise UserError(
-            f"{model} computes NaN or infinite logits in {dtype}: its weights are damaged, or overflow in "
+            f"{model} computes NaN or infinite logits in {dtype}: its weights are damaged, or its values overflow in "
             f"{dtype}; try --dtype float32"
         )
 
 
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return next-token probabilities, [..., V], fp32. Temperature 0 is one-hot on the lowest id of the largest logit.
+    """Return the probabilities of the next token, fp32 [..., V], from logits [..., V].
 
-    Filters apply in the order of transformers and vLLM: top_k; top_p among the remaining tokens (the fewest tokens
-    whose sum reaches top_p, at least one); min_p relative to the most probable token.
+    The filters apply in the order of transformers and vLLM: first top_k, then top_p, which keeps the fewest remaining
+    tokens whose sum reaches top_p, then min_p, which is relative to the most probable token. At temperature 0 the id
+    with the largest logit has probability 1; of several such ids it is the lowest.
     """
     if params.temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(
@@ -64,10 +70,12 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def draw(probabilities: Tensor, u: Tensor) -> Tensor:
-    """Sample by the inverse CDF: the first id whose cumulative probability exceeds u. [..., V], [...] -> ids [...].
+    """Sample ids [...] from probabilities [..., V] by the inverse CDF: the first id whose cumulative sum exceeds u.
 
-    Samples follow `probabilities` exactly, as the verify rule needs of q. An id of probability 0 is never drawn, even
-    if rounding leaves the cumulative sum below 1.
+    Samples follow `probabilities` exactly, which the verify rule requires of q. An id of probability 0 is never drawn,
+    even if rounding leaves the cumulative sum below 1.
+
+    u: Draws in [0, 1), [...].
     """
     cumulative = probabilities.to(exact_dtype(probabilities.device)).cumsum(-1)
     total = cumulative[..., -1:]
@@ -78,17 +86,17 @@ def draw(probabilities: Tensor, u: Tensor) -> Tensor:
 
 
 def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tensor]:
-    """Accept a prefix of the drafted tokens, losslessly.
+    """Accept a prefix of a chain of drafted tokens, losslessly.
 
     Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
 
     Args:
-        p: target probabilities, [K + 1, V].
-        q: draft probabilities that the drafted tokens were drawn from, [K, V].
-        drafted: token ids, [K].
-        u: uniform draws in [0, 1), [K].
+        p: Probabilities of the target, [K + 1, V].
+        q: Probabilities that the drafted tokens were drawn from, [K, V].
+        drafted: Drafted token ids, [K].
+        u: Uniform draws in [0, 1), [K].
 
-    Returns: number accepted, and the distribution [V] of the next token.
+    Returns: The number of accepted tokens, and the distribution [V] of the next token.
     """
     counts = torch.tensor([len(drafted)], device=p.device)
     accepted, following = verify_rows(p[None], q[None], drafted[None], u[None], counts)
@@ -98,11 +106,16 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tenso
 def verify_rows(
     p: Tensor, q: Tensor, drafted: Tensor, u: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Verify a batch of rows as ``verify`` does, without waiting for the device.
+    """Verify a batch of chains as verify() does. The host does not wait for the device.
 
-    p: [B, K + 1, V]. q: [B, K, V]. drafted, u: [B, K]. counts: Number of valid drafted tokens of each row, [B].
+    Args:
+        p: Probabilities of the target, [B, K + 1, V].
+        q: Probabilities that the drafted tokens were drawn from, [B, K, V].
+        drafted: Drafted token ids, [B, K].
+        u: Uniform draws in [0, 1), [B, K].
+        counts: Number of valid drafted tokens of each chain, [B].
 
-    Returns: numbers accepted, [B], and the distributions of the next tokens, [B, V].
+    Returns: The numbers of accepted tokens, [B], and the distributions of the next tokens, [B, V].
     """
     width, at = drafted.shape[1], drafted.unsqueeze(-1)
     p_drafted, q_drafted = p[:, :-1].gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
@@ -114,21 +127,21 @@ def verify_rows(
         return accepted, p_next
     residual = (p_next - _picked(q, accepted.clamp_max(width - 1))).clamp_min(0)
     total = residual.sum(-1, keepdim=True)
-    # a total of 0 means that p and q agree up to rounding, and the token was rejected by rounding: p itself is right
+    # if the total is 0, p and q agree up to rounding, and a token was rejected only by rounding: then use p itself
     rejected = (accepted < counts).unsqueeze(1) & (total > 0)
     return accepted, torch.where(rejected, residual / total, p_next)
 
 
 def _picked(probabilities: Tensor, place: Tensor) -> Tensor:
-    """Return the probabilities [B, V] at position `place` [B] of each row, from [B, T, V]."""
+    """Return from probabilities [B, T, V] the distributions [B, V] at one position of each row, `place` [B]."""
     return probabilities[torch.arange(len(place), device=place.device), place]
 
 
 class Chance(Protocol):
-    """Source of the randomness of a rule."""
+    """A source of randomness for a verify rule."""
 
     def coin(self, chance: Tensor) -> bool:
-        """Return True with probability `chance`, and always if `chance` is 1 or more."""
+        """Return True with probability `chance`. A chance of 1 or more always gives True."""
         ...
 
     def pick(self, probabilities: Tensor) -> int:
@@ -137,7 +150,7 @@ class Chance(Protocol):
 
 
 class Uniforms:
-    """Uniform draws in [0, 1), [n], used in order. For N drafted tokens a rule needs at most N + 1 draws."""
+    """A Chance that uses given uniform draws in [0, 1), [n], in order. A rule needs at most N + 1 draws."""
 
     def __init__(self, uniform: Tensor) -> None:
         self.draws = iter(uniform)
@@ -151,14 +164,21 @@ class Uniforms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Drafted tokens: ids [N], and q [N, V], the distribution of each token given the siblings drawn before it."""
+    """The drafted tokens of one text.
+
+    Args:
+        ids: Token ids, [N].
+        parents: The node before each token, [N].
+        q: Distribution that each token was drawn from, given the siblings drawn before it, [N, V]. None: the draft is
+            deterministic, and q is one-hot.
+    """
 
     ids: Sequence[int]
     parents: Sequence[int]
-    q: Tensor | None = None  # None is deterministic: one-hot
+    q: Tensor | None = None
 
     def children(self, node: int) -> list[int]:
-        """Return the children of a node, and of its duplicates: nodes with the same path of tokens."""
+        """Return the indices of the tokens after a node, or after another node with the same tokens up to the root."""
         same = [node]
         if node:
             same = [
@@ -169,11 +189,14 @@ class Tokens:
         return [i for i, parent in enumerate(self.parents) if parent in same]
 
     def path(self, node: int) -> list[int]:
-        """Return the indices of the tokens from the root to `node`."""
+        """Return the indices of the drafted tokens on the path from the root to `node`, root first."""
         return [*self.path(self.parents[node - 1]), node - 1] if node else []
 
     def drawn_from(self, token: int, p: Tensor) -> Tensor:
-        """Return the distribution [V] that a token was drawn from; without q, one-hot in p's dtype."""
+        """Return the distribution, [V], that a drafted token was drawn from.
+
+        token: Index of the drafted token. p: Probabilities of the target. If q is None, their dtype is the result's.
+        """
         return (
             torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[token], p), 1)
             if self.q is None
@@ -181,16 +204,17 @@ class Tokens:
         )
 
 
-# indices of accepted tokens, root first; distribution [V] of the next token
+# indices of the accepted drafted tokens, root first, and the distribution [V] of the next token
 Verdict = tuple[list[int], Tensor]
+# from p [N + 1, V], the drafted tokens and a source of randomness
 Rule = Callable[[Tensor, Tokens, Chance], Verdict]
 
 
 @RULES.register("match")
 def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Emit the target's own samples, and accept drafted tokens that equal these samples, as llama.cpp does.
+    """Sample every token from the target, and accept the drafted tokens that equal these samples, as llama.cpp does.
 
-    q is not used.
+    q is not used. Arguments and result are those of a Rule.
     """
     node = 0
     while True:
@@ -203,14 +227,16 @@ def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 @RULES.register("block")
 def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Verify a chain as a whole (Sun et al. 2403.10444, alg. 2), accepting on average no fewer tokens than verify.
+    """Verify a chain as a whole (Sun et al. 2403.10444, alg. 2). It accepts on average at least as many as verify().
+
+    Arguments and result are those of a Rule.
 
     Raises:
         ValueError: The draft is a token tree.
     """
     n = len(tokens.ids)
     if list(tokens.parents) != list(range(n)):
-        raise ValueError("the rule block verifies chains, and this draft is a token tree")
+        raise ValueError("the rule block verifies only chains, but this draft is a token tree")
     q = [tokens.drawn_from(i, p) for i in range(n)]
     accept = [torch.ones((), dtype=p.dtype, device=p.device)]
     for i, token in enumerate(tokens.ids):
@@ -226,12 +252,16 @@ def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 
 def rule_named(name: str) -> Rule | None:
-    """Return the rule with a name, or None for "rejection", the default. Raises UserError: there is no such rule."""
+    """Return the verify rule with a name, or None for "rejection", which is built in.
+
+    Raises:
+        UserError: there is no rule with this name.
+    """
     return None if name == REJECTION else RULES.get(name, f"--rule {name}")
 
 
 def normalised(residual: Tensor, otherwise: Tensor) -> Tensor:
-    """Normalise a residual. A zero residual gives `otherwise`: p and q agree up to rounding."""
+    """Return a residual distribution divided by its sum, or `otherwise` if the sum is 0, as when p equals q."""
     total = residual.sum()
     return residual / total if total > 0 else otherwise
 

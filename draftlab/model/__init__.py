@@ -2,5 +2,5 @@
 
 from typing import Literal
 
-# a decoder's passes run by torch, compiled C++, CUDA graphs
+# what runs a decoder's passes: torch, compiled C++ or CUDA graphs
 Mode = Literal["eager", "native", "graphs"]

@@ -1,6 +1,6 @@
 """Checkpoints in Hugging Face directories: shapes, tensors and models; devices and dtypes.
 
-Every call reads its files anew; only the headers of tensor files are cached.
+Every function reads its files anew, except compute_dtype, whose results are cached. Headers of tensor files are cached.
 """
 
 import functools
@@ -50,13 +50,19 @@ PIECE_BYTES = 1 << 25
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's directory; config, shape and tokenizer are read on first access."""
+    """A checkpoint in a directory. Its config, shape and tokenizer are read on first access."""
 
     directory: Path
 
     @classmethod
     def open(cls, name: str | Path, *, weights: bool = True) -> "Checkpoint":
-        """Open a directory, an embedded model or a model of the hub. Raises UserError: the errors of hub.locate."""
+        """Open a checkpoint by name: an embedded model, a directory, or a model on the Hugging Face hub.
+
+        weights: Whether the weight files are needed. If False, no weights of a hub model are downloaded.
+
+        Raises:
+            UserError: the errors of hub.locate.
+        """
         return cls(hub.locate(name, weights))
 
     @functools.cached_property
@@ -92,12 +98,12 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of most weights."""
+        """Return the dtype in which most weights are stored, see stored_dtype."""
         return stored_dtype(self.directory)
 
     @functools.cached_property
     def head_ids(self) -> list[int] | None:
-        """Return the token ids of a trimmed head, None if the head has all ids."""
+        """Return the token ids for which a trimmed LM head has logits, or None if the head is not trimmed."""
         return read_head_ids(self.directory, self.vocab_size)
 
     def tensors(
@@ -113,11 +119,11 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def check(directory: Path) -> None:
-    """Check that a checkpoint can be loaded, from its config and the headers of those tensors that are here.
+    """Check that a checkpoint can be loaded. Only config.json and the headers of downloaded weights are read.
 
     Raises:
-        UserError: files are broken, this machine cannot run the quantised weights, or tensors disagree with
-            config.json.
+        UserError: files are broken, transformers or this machine cannot run the model, the model cannot take back
+            drafted tokens, or tensors disagree with config.json.
     """
     config = read_config(directory)
     _check_code(directory, config)
@@ -138,7 +144,8 @@ def check(directory: Path) -> None:
         for name in expected.keys() & set(weights):
             _check_size(directory, name, weights.shape(name), expected[name])
         missing = sorted(expected.keys() - set(weights) - {"lm_head.weight"})
-        if missing and set(weights) <= expected.keys():  # else transformers renames tensors
+        # if files have other names, transformers renames tensors
+        if missing and set(weights) <= expected.keys():
             raise UserError(
                 f"{directory} has no tensor {missing[0]}, which its config.json requires; download or export the "
                 "checkpoint again"
@@ -148,11 +155,11 @@ def check(directory: Path) -> None:
 def read_shape(directory: Path) -> Shape:
     """Return the shape of a checkpoint from its config and the names and sizes of its tensors.
 
-    Biases and q/k norms are detected by the names of tensors. Tensors are read only to compare a tied head that is
-    stored with the embedding.
+    Biases and q/k norms are detected by the names and sizes of tensors. Values are read only if config.json ties the
+    head to the embedding although the head is stored, too. Head and embedding must then be equal.
 
     Raises:
-        UserError: the checkpoint is not LLaMA-like (the error names the tensor), or config and tensors disagree.
+        UserError: the checkpoint is quantised or not LLaMA-like, or its config and tensors disagree.
     """
     config = read_config(directory)
     check_unquantised(directory, config)
@@ -165,10 +172,10 @@ def read_shape(directory: Path) -> Shape:
             raise quantised(directory, f"{name} is stored as {header.stored}")
     if shape.tied and "lm_head.weight" in headers:
         weights = Weights(directory)
-        # transformers would untie it
+        # transformers would untie a head that differs
         if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
             raise UserError(
-                f"{directory}: config.json ties the head to the embedding, but the stored weights differ; set "
+                f"{directory}: config.json ties the LM head to the embedding, but their stored weights differ; set "
                 "tie_word_embeddings to false in config.json"
             )
     ids = read_head_ids(directory, shape.vocab)
@@ -176,7 +183,7 @@ def read_shape(directory: Path) -> Shape:
 
 
 def _check_code(directory: Path, config: Mapping[str, object]) -> None:
-    """Raises UserError: transformers has no such architecture, and code of the checkpoint's own is not trusted."""
+    """Raise UserError if transformers lacks the model_type and --trust-remote-code is not set."""
     from transformers import CONFIG_MAPPING
 
     kind = str(config.get("model_type"))
@@ -189,7 +196,11 @@ def _check_code(directory: Path, config: Mapping[str, object]) -> None:
 
 
 def _check_cache(directory: Path, model: "PreTrainedModel") -> None:
-    """Raises UserError: the model has neither a KV cache nor recurrent states that draftlab copies."""
+    """Check that drafted tokens can be taken back.
+
+    Raises:
+        UserError: the model has no KV cache, and no recurrent states that draftlab can save and restore.
+    """
     from transformers import DynamicCache, cache_utils
 
     recurrent = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
@@ -197,13 +208,13 @@ def _check_cache(directory: Path, model: "PreTrainedModel") -> None:
     arguments = inspect.signature(model.forward).parameters
     if "past_key_values" not in arguments and not (copied and "cache_params" in arguments):
         raise UserError(
-            f"{directory}: {type(model).__name__} has no KV cache, and draftlab has no snapshot of other states that "
-            "it keeps between tokens, so that drafted tokens cannot be taken back"
+            f"{directory}: {type(model).__name__} has no KV cache, and no other states that draftlab can save and "
+            "restore, so drafted tokens cannot be taken back"
         )
 
 
 def planned_shape(directory: Path) -> Shape:
-    """Return the shape of a checkpoint, from its config alone if its weights have not been downloaded.
+    """Return the shape of a checkpoint. If its weights have not been downloaded, config.json is enough.
 
     Raises:
         UserError: the errors of read_shape.
@@ -219,14 +230,18 @@ def planned_shape(directory: Path) -> Shape:
 
 
 def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) -> Shape:
-    """Return the shape described by the numbers in config.json and by the names and sizes of the tensors."""
+    """Return the shape of the model that has this config.json and tensors of these names and sizes.
+
+    Raises:
+        OtherArchitecture: config.json lacks a size that every LLaMA-like model has.
+    """
 
     def number(key: str, default: int | None = None) -> int:
         value = config.get(key, default)
         value = default if value is None else value
         if not isinstance(value, int):
             raise OtherArchitecture(
-                f"config.json of a {config.get('model_type')} model has no {key}, so it is not LLaMA-like"
+                f"config.json of a {config.get('model_type')} model has no {key}, so the model is not LLaMA-like"
             )
         return value
 
@@ -248,7 +263,11 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
 def _fitting_shape(
     directory: Path, config: dict[str, object], sizes: dict[str, tuple[int, ...]]
 ) -> Shape:
-    """Return the shape, see shape_of. Raises UserError: a tensor is unknown, missing or of another size."""
+    """Return the shape of a checkpoint after a check of its tensors. sizes: Size of each tensor, by name.
+
+    Raises:
+        UserError: a tensor is unknown, missing or of another size, or the tensors contradict config.json on biases.
+    """
     shape = shape_of(config, sizes)
     expected = shape.axes()
     names = set(sizes) - ({"lm_head.weight"} if shape.tied else set())
@@ -272,17 +291,21 @@ def _fitting_shape(
 def _check_size(
     directory: Path, name: str, size: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
-    """Raises UserError: a tensor has another size than config.json gives it."""
+    """Raise UserError if the size of a tensor differs from `expected`, the size that follows from config.json."""
     if size != expected:
         raise UserError(
-            f"{directory}: {name} has the size {size}, but config.json gives {expected}"
+            f"{directory}: {name} has the size {size}, but by config.json it must be {expected}"
         ) from None
 
 
 def config_for(
     shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None
 ) -> dict[str, object]:
-    """Return the config `base` with the sizes of a shape, and its per-layer lists reduced to the kept layers."""
+    """Return the config `base` with the sizes of a shape.
+
+    kept_layers: Indices of the layers of `base` that the new model keeps. Lists with a value per layer are reduced to
+    these layers. Default: the first layers.
+    """
     layers = range(shape.layers) if kept_layers is None else kept_layers
     config: dict[str, object] = {}
     for key, value in base.items():
@@ -306,17 +329,17 @@ def config_for(
 def llama_config(
     shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None
 ) -> dict[str, object]:
-    """Return the fields of a LlamaConfig for a shape. context: Longest text in tokens.
+    """Return config.json of a new LLaMA of this shape. context: Length in tokens of the longest text.
 
     Raises:
-        UserError: the shape has weights that LLaMA lacks (q/k norms, q/k/v biases without an output bias).
+        UserError: the shape has weights that LLaMA lacks: q/k norms, or biases of only some of q, k, v and o.
     """
     if (
         shape.options - {"untied", "qkv_bias", "o_bias", "mlp_bias"}
         or shape.qkv_bias != shape.o_bias
     ):
         raise UserError(
-            "a new model must be a LLaMA, without q/k norms, and with biases for all of q, k, v and o or for none"
+            "a new model must be a LLaMA: it has no q/k norms, and q, k, v and o either all have biases or none has"
         )
     base: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
@@ -336,10 +359,10 @@ def llama_config(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" is the GPU if the machine has a GPU.
+    """Return the device with a name such as "cpu" or "cuda:1". "auto" is the GPU, or the CPU if there is no GPU.
 
     Raises:
-        UserError: this machine or this torch does not have the device.
+        UserError: this machine lacks the device, or torch was built without support for it.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -354,12 +377,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in configs and options, such as float32."""
+    """Return the name that a dtype has in configs and options, such as float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of that name. "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the dtype with a name from DTYPES. "auto" is bfloat16 on a GPU, and float32 on other devices."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[name]
@@ -370,15 +393,15 @@ def load_model(
 ) -> "PreTrainedModel":
     """Load a checkpoint with transformers, and check that no weight is missing or unused.
 
-    device_map: A map of accelerate, such as ``auto``, that spreads the model over devices, memory and disk; `device` is
-    then ignored. Quantised weights cannot be moved: without a device_map, the model is loaded on `device` if that is a
-    GPU, else on the current GPU.
+    device_map: "auto" or another device_map of accelerate, or the .json file of a device_map. It spreads the model over
+    devices, memory and disk, and `device` is ignored. Without a device_map, a quantised model is loaded on `device` or,
+    if `device` is not a GPU, on the current GPU.
 
     Raises:
-        UserError: transformers cannot build the model, or weights are missing or unused.
+        UserError: transformers cannot build the model, a weight is missing or unused, or a value is not finite.
     """
     config = read_config(directory)
-    weights, places = Weights(directory), _parse_device_map(device_map)  # this checks all files
+    weights, places = Weights(directory), _parse_device_map(device_map)  # Weights checks all files
     if is_quantised(config):
         check_quantised_runs(directory, config)
         places = places or {"": device if device.type == "cuda" else torch.cuda.current_device()}
@@ -393,12 +416,12 @@ def load_model(
 def load_any_files(
     directory: Path, dtype: torch.dtype, places: Any = None, weights: "Weights | None" = None
 ) -> "PreTrainedModel":
-    """Load a model from `weights` or, if that is None, from safetensors or .bin files.
+    """Load a model from `weights` or, if `weights` is None, from the directory's safetensors or .bin files.
 
-    places: device_map of accelerate, used if the model is loaded from files.
+    places: device_map of accelerate. It is ignored if `weights` is not None.
 
     Raises:
-        UserError: the errors of load_model, or a value is not finite.
+        UserError: the errors of load_model.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -422,23 +445,30 @@ def load_any_files(
         names = sorted(key for key in map(str, info[f"{kind}_keys"]) if not BUFFERS.search(key))
         if names:
             raise UserError(
-                f"the weights of {directory} do not fit its config.json: {kind} {names[0]}"
+                f"the weights of {directory} do not fit its config.json: {kind} tensor {names[0]}"
             )
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta:  # offloaded to disk
+        if not parameter.is_meta:  # meta parameters are offloaded to disk
             check_finite(parameter.detach(), name, directory)
     return model
 
 
 def _parse_device_map(device_map: str | None) -> Any:
-    """Return accelerate's device_map, read from a .json file if one is named. Raises UserError: it cannot be read."""
+    """Return a device_map for accelerate. The name of a .json file is replaced by the file's content.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     if device_map is not None and device_map.endswith(".json"):
         return read_object(Path(device_map))
     return device_map
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype of most weights. For quantised weights, return config.json's dtype, by default bfloat16."""
+    """Return the dtype in which most weights are stored.
+
+    For quantised weights return the dtype in config.json, or bfloat16 if config.json has none.
+    """
     config = read_config(directory)
     if is_quantised(config):
         return DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
@@ -447,28 +477,31 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 @functools.cache
 def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
-    """Return the default dtype to compute a checkpoint in, and print a note if it differs from the stored dtype."""
+    """Return the dtype in which a checkpoint is computed by default: the stored dtype, or float32 if that is faster.
+
+    Print a note if it is not the stored dtype.
+    """
     stored = stored_dtype(directory)
     computed = computed_dtype(stored, device)
     if computed != stored:
         where = "CPUs" if stored == torch.float16 else "this CPU, which has no AVX-512"
         name = hub.checkpoint_name(directory)
         note(
-            f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, and is computed in float32"
+            f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, so it is computed in float32"
         )
     return computed
 
 
 def computed_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype `stored` if the device computes fast in this dtype, else float32."""
+    """Return the dtype `stored` if the device multiplies matrices fast in this dtype (see is_fast), else float32."""
     return stored if is_fast(stored, device) else torch.float32
 
 
 def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether torch multiplies matrices of a dtype fast.
+    """Return whether torch multiplies matrices of this dtype at full speed on the device.
 
-    On a CPU, float16 takes 3 times as long as float32. Without AVX-512, float16 and bfloat16 take 6 to 70 times as
-    long.
+    On a CPU, float16 takes 3 times as long as float32. On a CPU without AVX-512, float16 and bfloat16 take 6 to 70
+    times as long.
     """
     if device.type != "cpu" or dtype.itemsize > 2:
         return True
@@ -482,7 +515,7 @@ def new_model(config: dict[str, object], seed: int) -> "PreTrainedModel":
 
 
 def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
-    """Return a model on the meta device, without weights; its buffers, such as rotary tables, are real.
+    """Return a model whose parameters are on the meta device and take no memory. Its buffers (rotary tables) are real.
 
     Raises:
         UserError: transformers cannot build the model.
@@ -494,13 +527,17 @@ def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMode
 
 
 def layer_of(name: str) -> int | None:
-    """Return the index of a tensor's layer, None for the embedding, the final norm and the head."""
+    """Return the index of the layer that a tensor is in, or None for the embedding, the final norm and the head."""
     parts = name.split(".")
     return int(parts[2]) if name.startswith("model.layers.") else None
 
 
 def auto_config(directory: Path) -> Any:
-    """Return transformers' config of a checkpoint. Raises ValueError, OSError: no config, or it needs remote code."""
+    """Return a checkpoint's config as an object of transformers.
+
+    Raises:
+        ValueError, OSError: there is no config, or it needs the checkpoint's own code and --trust-remote-code is off.
+    """
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(directory, trust_remote_code=trusts_remote_code())
@@ -513,20 +550,23 @@ def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMod
     model_type = str(config["model_type"])
     if model_type not in CONFIG_MAPPING:
         raise UserError(
-            f"transformers has no model_type {one_line(model_type, 80)!r}; draftlab does not cut models that "
-            "bring their own code"
+            f"transformers has no model_type {one_line(model_type, 80)!r}, and draftlab does not cut models that need "
+            "code of their own"
         )
     fields = {k: v for k, v in config.items() if k != "model_type"}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=dtype)
 
 
 def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
-    """Return a model and transformers' loading info. Files are read into memory, not mapped."""
+    """Load a model from safetensors slices; return the model and the loading info of from_pretrained.
+
+    Files are read into memory, not mapped.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.models.auto.auto_factory import _get_model_class
 
     config: Any = auto_config(directory)
-    # from_pretrained does the same
+    # AutoModelForCausalLM.from_pretrained chooses the class in this way
     model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)
     model, info = model_class.from_pretrained(
         None, config=config, state_dict=weights.slices(), dtype=dtype, output_loading_info=True
@@ -538,10 +578,10 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a checkpoint's safetensors files, each read and converted to a dtype and device on access.
+    """The tensors of a checkpoint by name. A tensor is read, and converted to a dtype and device, when it is accessed.
 
-    Files are not mapped, and large tensors are read in pieces: the pages of a mapping and a copy in another dtype would
-    use memory in addition to the tensor.
+    Files are not mapped, and large tensors are read in pieces. The pages of a mapping and a copy in the stored dtype
+    would use memory in addition to the tensor.
 
     Raises:
         UserError: a file is missing, truncated or not safetensors; a tensor is missing or stored twice; on access, a
@@ -551,7 +591,7 @@ class Weights(Mapping[str, Tensor]):
     def __init__(
         self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> None:
-        """Read the headers. dtype: Default: as stored. device: Default: the CPU."""
+        """Read the headers of the files. By default, tensors have the dtype in which they are stored, on the CPU."""
         self.directory, self._dtype, self._device = directory, dtype, device
         self._headers = read_headers(directory)
         self._open_file = functools.cache(
@@ -571,7 +611,7 @@ class Weights(Mapping[str, Tensor]):
         return tensor
 
     def slices(self) -> dict[str, Any]:
-        """Return a state dict of safetensors slices, which transformers reads when it needs each tensor."""
+        """Return a state dict of safetensors slices. transformers reads each slice when it needs the tensor."""
         return {name: self._slice(name) for name in self}
 
     def _slice(self, name: str) -> Any:
@@ -584,10 +624,10 @@ class Weights(Mapping[str, Tensor]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of most values.
+        """Return the dtype in which most values are stored.
 
         Raises:
-            Quantised: most values are not of a floating-point dtype.
+            Quantised: most values are stored in a dtype that is not in STORED.
         """
         values: Counter[str] = Counter()
         for header in self._headers.values():
@@ -608,16 +648,16 @@ class Weights(Mapping[str, Tensor]):
 
 
 def check_weight(tensor: Tensor, name: str, directory: Path) -> None:
-    """Raises UserError: the tensor has no floating-point dtype, or has values that are not finite."""
+    """Raise UserError if a tensor has no floating-point dtype, or has NaN or infinite values."""
     if tensor.dtype not in STORED.values():
         raise UserError(
-            f"{directory}: {name} is stored as {dtype_name(tensor.dtype)}, which is no data type of weights"
+            f"{directory}: {name} is stored as {dtype_name(tensor.dtype)}, but weights need a floating-point dtype"
         )
     check_finite(tensor, name, directory)
 
 
 def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
-    """Raises UserError: the tensor has NaN or infinite values."""
+    """Raise UserError if a tensor of a floating-point dtype has NaN or infinite values."""
     if (
         tensor.dtype in STORED.values()
         and tensor.numel()
@@ -629,17 +669,17 @@ def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
 
 
 def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
-    """Raises UserError: transformers lacks a GPU or a library for the quantised weights."""
+    """Raise UserError if this machine has no GPU, or lacks a library that the quantised weights need."""
     if not torch.cuda.is_available():
         raise Quantised(
-            f"{directory} is quantised ({quantization_method(config)}), which needs a GPU, and this machine has "
-            "none; run it on a server (docs/servers.md), or name the original checkpoint"
+            f"{directory} is quantised ({quantization_method(config)}) and needs a GPU, but this machine has none; "
+            "run the model on a server (docs/servers.md), or use the original checkpoint"
         )
     check_quantizer(directory, config)
 
 
 def check_quantizer(directory: Path, config: dict[str, object]) -> None:
-    """Raises UserError: transformers lacks a library that the quantised weights need on a GPU."""
+    """Raise UserError if transformers lacks a library that it needs to run the quantised weights on a GPU."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     with reading(f"{directory} is quantised ({quantization_method(config)}) and cannot be loaded"):

@@ -1,8 +1,8 @@
 """CUDA graphs of llama.py's narrow passes: one launch replays a pass, or K drafting passes, for rows of any lengths.
 
-B rows, T new tokens, K drafted tokens, S cached + new, D hidden, V vocab. A graph has a fixed shape, cache memory and
-bucket of S, and reads the rows' lengths from a tensor. On a CPU, as in tests, the same static tensors are used without
-capture.
+B rows, T new tokens, K drafted tokens, S cached + new, D hidden, V vocab. Each graph is captured for one shape of the
+inputs, one cache and one bucket of S, and reads the rows' lengths from a tensor. On a CPU, as in tests, the same code
+runs on the same static tensors without a capture.
 """
 
 import functools
@@ -25,7 +25,7 @@ from draftlab.model.decoder import (
 from draftlab.model.devices import staged
 from draftlab.model.llama import Cache, LayerStates, Llama
 
-BUCKET = 256  # S is rounded up to a multiple of it; positions after a row's end are masked
+BUCKET = 256  # S is rounded up to a multiple of BUCKET; positions after a row's end are masked
 WIDE = 512  # wider passes are limited by arithmetic, not by launches
 
 Result = TypeVar("Result")
@@ -33,18 +33,24 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Store:
-    """Memory for one KV cache at a time. Later caches that are not longer reuse the memory and its graphs."""
+    """Memory of a KV cache. When the cache is freed, a later cache that is not longer reuses the memory and its graphs.
+
+    user: Weak reference to the keys of the cache that uses the memory now.
+    """
 
     keys: Tensor
     values: Tensor
     user: weakref.ref[Tensor]
-    # keys: layer ids
+    # by the ids of the layers
     layer_states: dict[tuple[int, ...], LayerStates] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph(Generic[Result]):
-    """A function of copies of its inputs. The next replay overwrites the outputs."""
+    """A captured function. A call copies its arguments to `inputs`, and replays the graph.
+
+    The next call overwrites the outputs.
+    """
 
     inputs: tuple[Tensor | None, ...]
     replay: Callable[[], Result]
@@ -57,7 +63,7 @@ class _Graph(Generic[Result]):
         device: torch.device,
         pool: Any = None,
     ) -> "_Graph[Result]":
-        """Capture `run` on copies of the inputs. pool: See capture."""
+        """Capture `run` on copies of the inputs; on a CPU keep it as it is. pool: See capture."""
         copies = tuple(None if given is None else given.clone() for given in inputs)
         run = functools.partial(run, *copies)
         return cls(copies, capture(run, device, pool) if device.type == "cuda" else run)
@@ -70,9 +76,9 @@ class _Graph(Generic[Result]):
 
 
 class CudaGraphLlama(Llama):
-    """A Llama whose narrow passes are replayed graphs. It shares the weights of another Llama.
+    """A Llama whose narrow passes replay CUDA graphs. It shares the weights of the Llama that it is made from.
 
-    The next pass or chain of the same shape overwrites the outputs.
+    The outputs of a pass, or of draft(), are overwritten by the next call with the same shapes.
     """
 
     def __init__(self, model: Llama) -> None:
@@ -80,7 +86,7 @@ class CudaGraphLlama(Llama):
         self._stores: list[_Store] = []
         self._graphs: dict[tuple[object, ...], _Graph[tuple[Tensor, Tensor | None]]] = {}
         self._chains: dict[tuple[object, ...], _Graph[Drafted]] = {}
-        # Graphs of passes share one pool, because their logits are in other memory. Each chain has its own pool.
+        # Graphs of passes share one pool, because their logits are not in it. Each graph of draft() has its own pool.
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     @property
@@ -101,12 +107,13 @@ class CudaGraphLlama(Llama):
             size = (self.shape.layers, rows, self.shape.kv_heads, length, self.shape.head_dim)
             keys, values = self.embed.new_zeros(size), self.embed.new_zeros(size)
             self._stores.append(store := _Store(keys, values, weakref.ref(keys)))
-        keys = store.keys.view_as(store.keys)  # freed together with the cache that uses it
+        # this view is freed together with the cache that uses it
+        keys = store.keys.view_as(store.keys)
         store.user = weakref.ref(keys)
         return Cache(keys, store.values)
 
     def _drop(self, stores: list[_Store]) -> None:
-        """Free these stores, and the graphs that were captured on their memory."""
+        """Free the memory of these stores, and the graphs that were captured on it."""
         places = {store.keys.data_ptr() for store in stores}
         self._stores = [store for store in self._stores if store.keys.data_ptr() not in places]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in places}
@@ -116,14 +123,17 @@ class CudaGraphLlama(Llama):
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         if (
             tree is not None or ids.numel() > WIDE or not any(cache.used)
-        ):  # prompts have many lengths, so graphs for them would cost more than they save
+        ):  # prompts have many lengths, so their graphs would cost more time than they save
             return super().forward(ids, cache, last, tree)
         return self._replayed(ids, cache, last)[0]
 
     def _replayed(
         self, ids: Tensor, cache: Cache, last: int, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Replay a pass; return the logits and the new states. states: States of an EAGLE-3 head, [B, T, D]."""
+        """Replay a pass, captured on first use; return the logits and the new states.
+
+        states: States that an EAGLE-3 head reads, [B, T, D]. None for a Llama; the new states are then None, too.
+        """
         width = ids.shape[1]
         end = _end(cache, width)
         layers = () if cache.layer_states is None else cache.layer_states.ids
@@ -137,7 +147,12 @@ class CudaGraphLlama(Llama):
         return outputs
 
     def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
-        """Return LayerStates in the cache's memory, to which graphs can write because it is the same for all texts."""
+        """Return LayerStates for every position of a cache.
+
+        Caches that reuse the same memory also get the same LayerStates, because graphs write to them.
+
+        ids: Ids of the layers, see LayerStates.
+        """
         store = next(
             store for store in self._stores if store.keys.data_ptr() == cache.keys.data_ptr()
         )
@@ -154,10 +169,10 @@ class CudaGraphLlama(Llama):
         choose: Sampler,
         state: Tensor | None = None,
     ) -> Drafted:
-        """Draft K tokens after the cached tokens, see draft_chain; all choices and passes are one graph.
+        """Draft K tokens after the cached tokens, see draft_chain. One graph runs all K samplings and K - 1 passes.
 
-        choose: Hashable sampler that does not synchronise with the device; equal samplers share a graph. state: State
-        of an EAGLE-3 head at the last position of each text, [B, 1, D].
+        choose: Hashable sampler that does not synchronise with the device. Equal samplers share a graph.
+        state: State of an EAGLE-3 head at the last position of each text, [B, 1, D]. None for a Llama.
         """
         rows, count = uniform.shape
         end = _end(cache, count - 1)
@@ -195,7 +210,7 @@ class CudaGraphLlama(Llama):
     def _static_pass(
         self, cache: Cache, rows: int, width: int, last: int, end: int
     ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        """Return a pass whose new states overwrite its states."""
+        """Return a pass over static tensors, for a capture. The pass overwrites its `states` with the new states."""
         model = weakref.proxy(self)
         # the cache may be freed before the graph
         memory = Cache(cache.keys.detach(), cache.values, layer_states=cache.layer_states)
@@ -219,14 +234,18 @@ class CudaGraphLlama(Llama):
         last: int,
         states: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a pass; return the logits and the new states of an EAGLE-3 head, None for a Llama."""
+        """Run a pass. Return the logits, and the new states of an EAGLE-3 head or None for a Llama."""
         return self.decode(
             ids, cache.keys, cache.values, metadata, last, layer_states=cache.layer_states
         ), None
 
 
 def _end(cache: Cache, width: int) -> int:
-    """Return S of the graph for a pass of `width` tokens. Raises ValueError: the tokens do not fit the cache."""
+    """Return the S that the graph for a pass of `width` tokens is captured with: a multiple of BUCKET, or the capacity.
+
+    Raises:
+        ValueError: the tokens do not fit the cache.
+    """
     return min(cache.capacity, -(-end_of_pass(cache, width) // BUCKET) * BUCKET)
 
 
@@ -235,7 +254,7 @@ def capture(
 ) -> Callable[[], Result]:
     """Capture `run` as a CUDA graph; return a function that replays the graph on the same tensors.
 
-    pool: Memory pool that graphs share, if their results are in other memory.
+    pool: Memory pool to share with other graphs. Graphs may share a pool only if their results are not in it.
     """
     with torch.cuda.device(device):  # streams and graphs are made on the current device
         side = _capture_stream(device)
@@ -261,5 +280,5 @@ def capture(
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a device's stream for captures. torch's default stream belongs to the first device that captured."""
+    """Return the stream for captures on a device. torch's own default belongs to the device of the first capture."""
     return torch.cuda.Stream(device)

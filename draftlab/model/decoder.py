@@ -1,7 +1,8 @@
 """Decoders: the interface of models that decode, implemented by llama.py and, for other families, with transformers.
 
-B rows, T new tokens, S cached + new, K drafted tokens, V vocab. Attention of llama.py reads a static cache, with H
-query heads in groups of G and C head_dim. Attention has a mask only if needed, and uses the kernels in BACKENDS.
+B rows, T new tokens, S cached + new, K drafted tokens, V vocab; in attention H query heads in K groups of G, with a KV
+head per group, and C head_dim. Attention of llama.py reads a static cache, has a mask only if needed, and uses the
+kernels in BACKENDS.
 """
 
 import contextlib
@@ -18,32 +19,34 @@ from draftlab.errors import UserError
 from draftlab.model.devices import staged
 from draftlab.model.shape import Shape
 
-NARROW = 64  # most tokens of a pass with folded heads, whose mask is repeated for every head and takes memory
-# without cuDNN, which plans anew for every S, and on some devices is wrong for fewer than 8 kv heads (pytorch #193893)
+NARROW = 64  # most tokens of a pass with folded heads; their mask is repeated for every head and takes memory
+# cuDNN is left out: it plans anew for every S, and on some devices is wrong for fewer than 8 KV heads (pytorch #193893)
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Rotary tables, attention mask and cache slots of one pass. Rows of the batch have equal or different lengths.
+    """Rotary tables, attention mask and cache slots of one pass, whose rows may have different lengths.
 
-    folded: The G query heads of a KV head form G T rows of one product. mask: If folded, an addend of the scores, or
-    None if every token attends to every position; else a bool mask or a causal bias, or None for causal attention from
-    position 0.
+    Args:
+        mask: If folded, numbers to add to the attention scores, or None if every token attends to every position.
+            Otherwise a bool mask or a causal bias, or None for causal attention from position 0.
+        slots: Index into the cache [B, K, capacity, C] at which the new keys and values are written.
+        folded: Whether the G query heads of a KV head are computed as G T queries of a single head.
     """
 
     cos: Tensor  # [T, C] or [B, 1, T, C]
     sin: Tensor
     mask: Tensor | None  # folded: [B, 1, G T, S]; else [T, S] or [B, 1, T, S]
-    slots: tuple[slice | Tensor, ...]  # slots of the new keys and values in [B, K, capacity, C]
+    slots: tuple[slice | Tensor, ...]
     end: int  # S
     folded: bool = False
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Return the attention of q [B, H, T, C] to keys and values [B, K, S, C]; the result is [B, H, T, C].
+    """Return the attention output [B, H, T, C] of queries q [B, H, T, C] over keys and values [B, K, S, C].
 
-    Kernels with masks repeat the keys of grouped heads. Folded heads avoid this repetition.
+    Kernels that take a mask copy each KV head for all its query heads. Folded heads avoid these copies.
     """
     group = q.shape[1] // keys.shape[1]
     if metadata.folded:
@@ -57,22 +60,24 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata)
 
 
 def pinned_backends(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which attention on a GPU uses BACKENDS only; a CPU has a single backend."""
+    """Return a context in which attention on a GPU uses the kernels in BACKENDS only. On a CPU it does nothing."""
     return sdpa_kernel(BACKENDS) if device.type == "cuda" else contextlib.nullcontext()
 
 
 CPU = torch.device("cpu")
 
-Drafted = tuple[Tensor, Tensor | None]  # tokens, and the distributions q they were drawn from
-# parent of each token of a tree, or of the tree of each row
+Drafted = tuple[Tensor, Tensor | None]  # tokens, and their distributions q; None for greedy tokens
+# the parents of a tree's tokens: one tree for all rows, or a tuple for each row
 Parents = Sequence[int] | Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A token tree of one pass. depth: Depth of each token, [T]. mask: Whether token i attends to j, [T, T] bool.
+    """The token tree of one pass.
 
-    Batches with one tree per row have [B, T] and [B, T, T].
+    Args:
+        depth: Number of ancestors of each token, [T]; or [B, T] if each row has its own tree.
+        mask: Whether token i attends to token j, bool [T, T]; or [B, T, T] if each row has its own tree.
     """
 
     depth: Tensor
@@ -80,13 +85,16 @@ class Tree:
 
     @classmethod
     def chain(cls, width: int, device: torch.device = CPU) -> "Tree":
-        """Return the tree in which each token follows the token before."""
+        """Return the tree of a chain of `width` tokens: the parent of each token is the token before it."""
         mask = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         return cls(torch.arange(width, device=device), mask)
 
     @classmethod
     def from_parents(cls, parents: Parents, device: torch.device = CPU) -> "Tree":
-        """Return the tree in which token 0 is the root, and parents[i] <= i is the parent of token i + 1."""
+        """Return a tree. Token 0 is the root, and parents[i], at most i, is the parent of token i + 1.
+
+        If the items of `parents` are tuples, each tuple has the parents of one row's tree.
+        """
         rows = [row for row in parents if isinstance(row, tuple)]
         if rows:
             trees = [cls.from_parents(row, device) for row in rows]
@@ -112,56 +120,56 @@ class Sampler(Protocol):
 
 
 class KVCache(Protocol):
-    """A cache with ``used`` valid positions in each row. Lowering that number rolls the cache back."""
+    """A KV cache. The first ``used[row]`` positions of a row are valid, and lowering used[row] rolls the row back."""
 
     used: list[int]
 
 
 class Decoder(Protocol):
-    """A model that decodes with a cache. llama.Llama and hf_decoder.HFDecoder are decoders."""
+    """A language model that decodes with a KV cache. llama.Llama and hf_decoder.HFDecoder implement it."""
 
-    context: int  # longest text in tokens
+    context: int  # length of the longest text, in tokens
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def vocab(self) -> int | None:
-        """Return the width of the logits, None if unknown."""
+        """Return the width of the logits, or None if it is unknown."""
         return None
 
     @property
     def takes_rows(self) -> bool:
-        """Return whether rows of a batch may have different lengths."""
+        """Return whether the texts of a batch may have different lengths."""
         return True
 
     @property
     def architecture(self) -> Shape | None:
-        """Return the shape of a model that draftlab's own engine runs, None if transformers runs the model."""
+        """Return the shape of the model if draftlab's own engine runs it, or None if transformers runs it."""
         return None
 
     @property
     def weights_dtype(self) -> str | None:
-        """Return "int8" or the quantisation method of the weights, None for weights of a floating-point dtype."""
+        """Return "int8" or the quantisation method of the weights, or None for weights of a floating-point dtype."""
         return None
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the weights."""
+        """Return the size of the weights in bytes."""
         return 0
 
     @property
     def kv_bytes(self) -> int:
-        """Return the largest number of bytes that the KV cache takes per token."""
+        """Return the bytes of the KV cache per token, or an upper bound of them."""
         return 0
 
     @property
     def replays_passes(self) -> bool:
-        """Return whether the first pass of each size is slow because it is recorded. Callers then use few sizes."""
+        """Return whether passes are recorded: the first pass of a shape is slow, so callers should use few shapes."""
         return False
 
     def check_fits(self, capacity: int) -> None:
-        """Raises UserError: capacity exceeds the model's context."""
+        """Raise UserError if texts of `capacity` tokens exceed the model's context."""
         if capacity > self.context:
             raise UserError(
                 f"{capacity} tokens exceed the model's context of {self.context}; use shorter prompts "
@@ -169,24 +177,29 @@ class Decoder(Protocol):
             )
 
     def new_cache(self, rows: int, capacity: int) -> Any:
-        """Return an empty KVCache for rows of at most capacity tokens."""
+        """Return an empty KVCache for `rows` texts of at most `capacity` tokens each."""
         ...
 
     def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """Append ids [B, T] to the cache; return their logits, [B, T, V] or, for the last tokens alone, [B, last, V].
+        """Append ids [B, T] to the cache, and return their logits, [B, T, V].
 
-        tree: Tree of the T tokens; by default each token follows the token before.
+        Args:
+            last: If not 0, return only the logits of the last tokens, [B, last, V].
+            tree: Token tree of the T tokens. Default: each token follows the token before it.
         """
         ...
 
     def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
-        """Return the logits of the last tokens of whole texts, [B, last, V], without a cache. tree: See forward."""
+        """Return the logits [B, last, V] of the last tokens of whole texts ids [B, T]. No cache is kept.
+
+        tree: See forward.
+        """
         return self.forward(ids, self.new_cache(len(ids), ids.shape[1]), last, tree)
 
     def draft(self, logits: Tensor, cache: Any, uniform: Tensor, choose: Sampler) -> Drafted:
-        """Draft K tokens after the cached tokens, see draft_chain. The last drafted token does not enter the cache.
+        """Draft K tokens after the cached tokens, and append all but the last to the cache.
 
-        logits: Logits after the cached tokens, [B, V]. uniform: Draws in [0, 1), [B, K].
+        logits, uniform, choose and the result: See draft_chain.
         """
         return draft_chain(
             logits,
@@ -196,12 +209,12 @@ class Decoder(Protocol):
         )
 
     def without_rollback(self) -> "Decoder":
-        """Return a decoder for plain decoding, whose caches cannot be rolled back."""
+        """Return a decoder of the same model for plain decoding. Its caches need not support rolling back."""
         return self
 
 
 def end_of_pass(cache: Any, width: int) -> int:
-    """Return the longest row's length after a pass of `width` tokens. Raises ValueError: the cache is shorter."""
+    """Return the longest row's length after a pass of `width` tokens. Raises ValueError: the cache is too short."""
     end = max(cache.used) + width
     if end > cache.capacity:
         raise ValueError(f"{end} tokens exceed the cache's capacity of {cache.capacity}")
@@ -211,12 +224,15 @@ def end_of_pass(cache: Any, width: int) -> int:
 def draft_chain(
     logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]
 ) -> Drafted:
-    """Draft at most K tokens autoregressively. Return the tokens, [B, K], and their distributions, [B, K, V], if any.
+    """Draft K tokens, one after the other, or fewer if `choose` ends the draft.
 
-    Fewer tokens are drafted if `choose` ends the draft.
+    Args:
+        logits: Logits of the first drafted token, [B, V].
+        uniform: Draws in [0, 1), [B, K].
+        choose: Chooses a token of each row from logits and draws.
+        following: Feeds a token of each row, [B], and returns the logits of the next token, [B, V].
 
-    logits: Logits after the texts, [B, V]. uniform: Draws in [0, 1), [B, K]. following: Function that feeds the tokens
-    of one step, [B], and returns the next logits, [B, V].
+    Returns: The tokens, [B, K], and their distributions, [B, K, V], or None if `choose` returns no distributions.
     """
     ids, q = [], []
     for draws in uniform.unbind(1):
@@ -235,11 +251,13 @@ def feed(
     known: int | None = None,
     last: int = 1,
 ) -> Tensor:
-    """Append to the cache the tokens of each text that it lacks; return the logits of the last tokens, [B, last, V].
+    """Append the uncached tokens of each text to the cache, and return the logits of the last tokens, [B, last, V].
 
-    The last tokens are fed even if cached, and cached tokens beyond a text are dropped. Every row feeds the same number
-    of tokens: a row that lacks fewer feeds the end of its text again, or padding if the text is shorter. known: Number
-    of ids that the model knows; larger ids are fed as known - 1.
+    The last `last` tokens of a text are fed even if they are cached. Cached tokens after the end of a text are dropped.
+    Every text feeds the same number of tokens: a text with fewer uncached tokens feeds some cached tokens again, or
+    padding if the whole text is shorter.
+
+    known: Number of ids that the model has. Larger ids are fed as known - 1.
     """
     width = max(
         len(text) - min(used, len(text) - last)
@@ -253,7 +271,7 @@ def feed(
     ids = staged(rows, model.device)  # [B, width]
     if known is not None:
         ids.clamp_(max=known - 1)
-    # index of each text's last token among the fed tokens
+    # index of each text's last token in its row of fed tokens
     at = [min(width, len(text)) - 1 for text in texts]
     cache.used = starts
     logits = model.forward(ids, cache, last=width - min(at) + last - 1)

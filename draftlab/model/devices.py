@@ -11,23 +11,23 @@ from draftlab.errors import UserError
 
 
 def staged(values: Sequence[object], device: torch.device) -> torch.Tensor:
-    """Return numbers as a tensor on the device, copied asynchronously."""
+    """Return numbers, or nested lists of numbers, as a tensor on the device. A copy to a GPU is asynchronous."""
     return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for long sums: float64, or float32 on Apple's GPUs, which lack float64."""
+    """Return the dtype in which long sums are computed: float64, or float32 on Apple's GPUs, which lack float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def exact(values: torch.Tensor) -> torch.Tensor:
-    """Return values in float64, on the CPU if their device has no float64."""
+    """Return values in float64. They are moved to the CPU if they are on an Apple GPU, which lacks float64."""
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute float32 products without TF32 in this context, because normal equations square its error."""
+    """Return a context in which float32 matrix products do not use TF32, because normal equations square its error."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -36,7 +36,7 @@ def exact_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-CGROUPS = (  # files with limit, usage and statistics, and the statistic of reclaimable bytes, in cgroup v2 and v1
+CGROUPS = (  # for cgroup v2 and v1: files of limit, usage and statistics, and the statistic of reclaimable bytes
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
         "memory/memory.limit_in_bytes",
@@ -48,7 +48,10 @@ CGROUPS = (  # files with limit, usage and statistics, and the statistic of recl
 
 
 def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that can be allocated on a device, within the limit of a container."""
+    """Return how many bytes can be allocated on a device. For a CPU the memory limit of a container counts.
+
+    cgroup: Root of the cgroup file system, which has the container's limit.
+    """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -65,12 +68,15 @@ def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> i
 
 
 def listed(needs: Mapping[str, float]) -> str:
-    """Return the parts of `needs`, bytes by purpose, of at least 5 MB."""
+    """Return `needs`, bytes by purpose, as text for a message. Purposes that need less than 5 MB are left out."""
     return ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6)
 
 
 def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) -> None:
-    """Raises UserError: the sum of `needs`, bytes by purpose, exceeds the free memory. advice: End of the message."""
+    """Raise UserError if the sum of `needs`, bytes by purpose, exceeds the free memory of a device.
+
+    advice: What to use instead, as the end of the message.
+    """
     free, total = free_bytes(device), sum(needs.values())
     if total > free:
         raise UserError(

@@ -1,11 +1,12 @@
-"""DFlash heads (2602.06036): one pass of a block diffusion model over the target's states drafts all tokens.
+"""DFlash heads (2602.06036): a block diffusion model reads the target's states and drafts all tokens in one pass.
 
-B rows, T tokens, S positions, L layers, H query heads in K groups, C head_dim, D hidden, V vocab, A layers read.
+B rows, T tokens, S positions, L layers, H query heads in K groups, C head_dim, D hidden, V vocab, W draft vocab, A
+target layers whose states the head reads.
 
-The context of each layer comes from the target's states: keys and values are projections of hidden_norm(fc(states)) at
-the states' positions. The block is the last token of the text and the mask tokens after that token. Tokens of the block
-attend to the context and to each other. A mask token predicts the token at its own position or, with
-sample_from_anchor, the next token.
+Each layer of the head attends to the text by keys and values that are projections of hidden_norm(fc(states)), one per
+state of the target. The block is the last token of the text and the mask tokens after that token. Tokens of the block
+attend to the text and to each other. A mask token predicts the token at its own position or, with sample_from_anchor,
+the next token.
 """
 
 import json
@@ -56,17 +57,17 @@ NOT_COMPUTED = {
     "use_aux_hidden_state": (True, None),
     "conv_kernel_size": (None,),
     "selector_rank": (None,),
-}  # fields of config.json, and the values that draftlab supports
+}  # fields of config.json, and the values of each field that draftlab supports; None: the field is missing
 
 
 class DFlashShape(HeadSizes):
     """Sizes of a DFlash head.
 
     Attributes:
-        windows: Number of latest positions that each layer reads; None for all positions.
-        causal: Whether a token of the block reads only earlier tokens, by layer.
-        sample_from_anchor: Whether the text's last token predicts the first drafted token. Otherwise only mask tokens
-            predict.
+        windows: Sliding window of each layer in tokens, or None for attention to all positions.
+        causal: For each layer, whether a token of the block attends to no later tokens of the block.
+        sample_from_anchor: Whether the first drafted token is predicted at the text's last token. Otherwise only mask
+            tokens predict.
     """
 
     layers: int = Field(ge=1)
@@ -82,7 +83,7 @@ class DFlashShape(HeadSizes):
 
     @property
     def size(self) -> ApproximateSize:
-        """Return the size of the head, with the output layer that it computes."""
+        """Return the size of the head, including the output layer, even if that is the target's."""
         weights = sum(math.prod(size) for size in self.sizes().values())
         count = weights + self.draft_vocab * self.hidden
         return ApproximateSize(
@@ -90,7 +91,7 @@ class DFlashShape(HeadSizes):
         )
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the tensors that every head has."""
+        """Return the sizes of the tensors that every DFlash head has, by name."""
         return {
             "fc.weight": (self.hidden, len(self.layer_ids) * self.hidden),
             "hidden_norm.weight": (self.hidden,),
@@ -100,7 +101,7 @@ class DFlashShape(HeadSizes):
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The row and position of each token in a cache, and the rotary embeddings of the positions."""
+    """The cache row and the position of each token of a pass, and the rotary tables at these positions."""
 
     rows: Tensor  # [B, 1]
     positions: Tensor  # [B, T]
@@ -108,13 +109,13 @@ class Places:
     sin: Tensor
 
     def turned(self, x: Tensor) -> Tensor:
-        """Return x [B, T, H, C] rotated by the rotary embeddings."""
+        """Apply the rotary embeddings to x [B, T, H, C]."""
         return x * self.cos + x.roll(x.shape[-1] // 2, -1) * self.sin
 
 
 @dataclass(slots=True)
 class BlockCache:
-    """Keys and values of the context, [L, B, K, S, C] each. The first ``used`` positions of each row are valid, [B]."""
+    """Keys and values of the text, [L, B, K, S, C] each. The first ``used[row]`` positions of a row are valid."""
 
     keys: Tensor
     values: Tensor
@@ -122,7 +123,7 @@ class BlockCache:
 
 
 class DFlash:
-    """A head that reads its target's embedding, and uses its target's output layer unless it has one."""
+    """A DFlash head with its weights. It uses the target's embedding and output layer unless it has its own."""
 
     def __init__(
         self,
@@ -133,10 +134,13 @@ class DFlash:
         ids: Tensor | None,
         rope: tuple[Tensor, float],
     ) -> None:
-        """Args: head: Output layer, [W, D].
+        """Make a head from its weights and rotary tables.
 
-        ids: The W ids that the output layer predicts; None for all ids. rope: Rotary frequencies, [C / 2], and the
-        scale of the tables.
+        Args:
+            embed: Embedding, [V, D].
+            head: Output layer, [W, D].
+            ids: The W token ids that the output layer predicts; None for all ids.
+            rope: Rotary frequencies, [C / 2], and the scale of the rotary tables.
         """
         self.config, self.weights, self.embed, self.head, self.ids = (
             config,
@@ -156,7 +160,7 @@ class DFlash:
         return self.config.layer_ids
 
     def check_fits(self, capacity: int) -> None:
-        """Raises UserError: Texts of capacity tokens and a block after them do not fit the head's context."""
+        """Raise UserError if a text of `capacity` tokens and a block after it exceed the head's context."""
         length = capacity + self.config.block_size
         if length > self.config.context:
             raise UserError(
@@ -165,7 +169,11 @@ class DFlash:
             )
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
-        """Return an empty cache for texts of at most capacity tokens and a block. Raises UserError: it is too long."""
+        """Return an empty cache for `rows` texts of at most `capacity` tokens, with room for a block after each.
+
+        Raises:
+            UserError: text and block exceed the head's context.
+        """
         c = self.config
         self.check_fits(capacity)
         size = (c.layers, rows, c.kv_heads, capacity + c.block_size, c.head_dim)
@@ -173,7 +181,10 @@ class DFlash:
 
     @torch.inference_mode()
     def read(self, states: Tensor, positions: Tensor, cache: BlockCache) -> None:
-        """Write the keys and values of the target's states [B, T, A D] at positions [B, T]."""
+        """Write keys and values, computed from the target's states [B, T, A D], to a cache at positions [B, T].
+
+        ``cache.used`` does not change.
+        """
         context = F.linear(states, self.weights["fc.weight"])
         context = rms_norm(context, self.weights["hidden_norm.weight"], self.config.eps)
         places = self._places(positions)
@@ -182,22 +193,30 @@ class DFlash:
 
     @torch.inference_mode()
     def block_logits(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
-        """Return the logits of the next `count` tokens, [B, count, V]. ``cache.used`` does not change.
+        """Return the logits of the next `count` tokens of each text, [B, count, V].
 
-        last: Last token of each text, [B], at position ``cache.used``.
+        last: Last token of each text, [B]. Its position is ``cache.used``, which does not change.
         """
         return self.spread(F.linear(self.block_states(last, count, cache)[:, -count:], self.head))
 
     def text_logits(self, tokens: Tensor, cache: BlockCache) -> Tensor:
-        """Return the logits of the token after each of tokens [B, K] in a block that begins with the first of them."""
+        """Return the logits [B, K, V] of the K tokens after the text's last token, which is tokens[:, 0].
+
+        tokens: The last token of each text and the K - 1 tokens after it, [B, K]. A DFlash head reads only the first; a
+        DSpark head reads all.
+        """
         return self.block_logits(tokens[:, 0], tokens.shape[1], cache)
 
     def spread(self, logits: Tensor) -> Tensor:
-        """Return logits of the draft's ids [..., W] as logits of all ids, [..., V]."""
+        """Return logits [..., W] of the head's ids as logits of all ids, [..., V], with -inf for ids that it lacks."""
         return logits if self.ids is None else spread(logits, self.ids, self.config.vocab)
 
     def block_states(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
-        """Return the block's last states, normed, [B, T, D]; those of the last `count` tokens predict the draft."""
+        """Run the pass of a block, and return the final normed states of its T tokens, [B, T, D].
+
+        last: Last token of each text, [B]. count: Number of drafted tokens. The states of the block's last `count`
+        tokens predict them.
+        """
         c, first = self.config, int(not self.config.sample_from_anchor)
         masks = last.new_full((len(last), count - 1 + first), c.mask_token_id)
         ids = torch.cat([last.unsqueeze(1), masks], 1)  # [B, T]
@@ -220,7 +239,7 @@ class DFlash:
         return self.weights[f"layers.{layer}.{name}.weight"]
 
     def _heads(self, layer: int, name: str, x: Tensor) -> Tensor:
-        """Return the queries, keys or values of x [B, T, D], [B, T, heads, C]."""
+        """Return the queries, keys or values ("q", "k" or "v") of x [B, T, D], as [B, T, heads, C]."""
         projected = F.linear(x, self._weight(layer, f"self_attn.{name}_proj"))
         return projected.unflatten(-1, (-1, self.config.head_dim))
 
@@ -231,7 +250,10 @@ class DFlash:
         )
 
     def _mask(self, window: int | None, causal: bool, positions: Tensor, end: int) -> Tensor:
-        """Return whether each token of a block reads each of the first `end` positions, bool [B, 1, T, end]."""
+        """Return the attention mask of a block over the first `end` positions, bool [B, 1, T, end].
+
+        positions: Positions of the block's tokens, [B, T].
+        """
         read = torch.arange(end, device=self.device)
         last = positions if causal else positions[:, -1:].expand_as(positions)
         mask = read <= last.unsqueeze(-1)
@@ -240,7 +262,7 @@ class DFlash:
         return mask.unsqueeze(1)
 
     def _store(self, layer: int, x: Tensor, places: Places, cache: BlockCache) -> None:
-        """Write the keys and values of x [B, T, D] to the cache."""
+        """Write a layer's keys and values of x [B, T, D] to the cache."""
         c = self.config
         k, v = self._heads(layer, "k", x), self._heads(layer, "v", x)
         k = rms_norm(k, self._weight(layer, "self_attn.k_norm"), c.eps)  # [B, T, K, C]
@@ -250,7 +272,7 @@ class DFlash:
     def _attention(
         self, layer: int, x: Tensor, places: Places, mask: Tensor, cache: BlockCache
     ) -> Tensor:
-        """Return the attention of a block x [B, T, D] to the context and to itself."""
+        """Return the attention output [B, T, D] of a block x [B, T, D] that attends to the text and to itself."""
         c, end = self.config, mask.shape[-1]
         normed = rms_norm(x, self._weight(layer, "input_layernorm"), c.eps)
         self._store(layer, normed, places, cache)
@@ -263,16 +285,16 @@ class DFlash:
 
 
 def check(folder: Path, target: Path) -> DFlashShape:
-    """Read the configuration of a head, but no weight.
+    """Check config.json of a DFlash head, and return the sizes of the head. No weights are read.
 
     Raises:
-        UserError: the folder has no DFlash head, a head of another target, or a head that draftlab does not compute.
+        UserError: the folder has no DFlash head, the head is for another target, or draftlab does not support it.
     """
     return read_shape(folder, target, "dflash")[0]
 
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash:
-    """Load a head. embed, head: Embedding and output layer of the target, [V, D] each. Raises UserError: see check."""
+    """Load a DFlash head. embed, head: Those of the target, [V, D] each. Raises UserError: see check and read_parts."""
     config, layer, _ = read_shape(folder, target_path, "dflash")
     return DFlash(config, *read_parts(folder, config, layer, embed, head))
 
@@ -280,14 +302,19 @@ def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash
 def read_parts(
     folder: Path, config: DFlashShape, layer: Any, embed: Tensor, head: Tensor
 ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor | None, tuple[Tensor, float]]:
-    """Read the weights of a head; return the arguments of DFlash after config. layer: See read_shape.
+    """Read the weights of a head. Return the arguments of DFlash after `config`: weights, embed, head, ids and rope.
+
+    Args:
+        layer: transformers' configuration of the head's layers.
+        embed: Embedding of the target, [V, D], for a head without its own.
+        head: Output layer of the target, [V, D], for a head without its own.
 
     Raises:
-        UserError: A tensor is missing, unknown or of another size, or the ids contradict each other.
+        UserError: A tensor is missing, unknown or of another size, or d2t and t2d are no valid maps of ids.
     """
     tensors = read_tensors(folder, lambda name: name.removeprefix("model."))
     sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    config.check_tensors(sizes, folder, "a DFlash head that draftlab computes")
+    config.check_tensors(sizes, folder, "a DFlash head that draftlab supports")
     ids = None
     if config.draft_vocab < config.vocab:
         ids = draft_ids(tensors["d2t"], tensors.get("t2d"), config.vocab, folder).to(embed.device)
@@ -308,7 +335,9 @@ def read_parts(
 def read_shape(
     folder: Path, target: Path, kind: str
 ) -> tuple[DFlashShape, Any, Mapping[str, object]]:
-    """Return a head's sizes, the configuration of its layers, and its config.json. kind: See hub.head_kind.
+    """Return a head's sizes, transformers' configuration of its layers, and the content of its config.json.
+
+    kind: The kind that the head must have, "dflash" or "dspark".
 
     Raises:
         UserError: The errors of check.
@@ -321,7 +350,9 @@ def read_shape(
 def parse_shape(
     content: Mapping[str, object], target: Path, folder: Path
 ) -> tuple[DFlashShape, "Qwen3Config"]:
-    """Return the sizes and the configuration of the layers that a config.json has. folder: Name of the head in errors.
+    """Return a head's sizes and transformers' configuration of its layers, from the content of its config.json.
+
+    folder: Folder of the head, for error messages.
 
     Raises:
         UserError: The errors of check.
@@ -342,7 +373,9 @@ def parse_shape(
 def new_json(
     target: Path, layers: int, layer_ids: Sequence[int] | None, block_size: int, mask_token_id: int
 ) -> dict[str, object]:
-    """Return config.json, as z-lab publishes it, of a head whose layers have the sizes of the target's layers.
+    """Return the content of config.json of a new DFlash head. Its layers have the sizes of the target's layers.
+
+    The fields are those of z-lab's heads.
 
     Raises:
         UserError: The target lacks a layer in `layer_ids`.
@@ -363,7 +396,7 @@ def new_json(
 
 
 def write(folder: Path, content: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
-    """Write a head. content: Its config.json, without the dtype of the weights."""
+    """Write config.json and the weights of a head. content: Content of config.json; the dtype is added."""
     dtype = checkpoint.dtype_name(weights["fc.weight"].dtype)
     whole = dict(content) | {"dtype": dtype, "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(whole, indent=2))
@@ -373,7 +406,12 @@ def write(folder: Path, content: Mapping[str, object], weights: Mapping[str, Ten
 
 
 def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashShape:
-    """Raises UserError: a setting that draftlab does not compute. KeyError, TypeError: another kind of model."""
+    """Return the sizes of a head from the content of its config.json. config: transformers' config of its layers.
+
+    Raises:
+        UserError: the head has a setting that draftlab does not support.
+        KeyError, TypeError: config.json describes another kind of model.
+    """
     own: Mapping[str, Any] = content.get("dflash_config") or {}
     layer: Mapping[str, Any] = content.get("transformer_layer_config", content)
     theirs = "transformer_layer_config" in content  # True for the layout of speculators
@@ -391,7 +429,7 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     window = own.get("swa_window_size", config.sliding_window)
     if SLIDING in kinds and not window:
         raise UserError(f"config.json of {folder} has {SLIDING} layers, but no sliding_window")
-    # by default sliding layers, and only these, were trained with a causal mask
+    # by default, layers with a sliding window were trained with a causal mask, and other layers without
     causal: list[bool] = [kind == SLIDING and bool(layer.get("layer_types")) for kind in kinds]
     if theirs and content.get("sliding_window_non_causal"):
         causal = [False] * len(kinds)

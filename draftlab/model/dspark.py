@@ -1,8 +1,9 @@
 """DSpark heads: a DFlash block whose tokens are drawn in order, each with a bias from the token before it.
 
-B rows, K drafted tokens, D hidden, R rank, W draft ids, V vocab. The block's pass gives logits as a DFlash head's does.
-Then a Markov head adds a bias of low rank, markov_w2(markov_w1[token before]), perhaps gated by the block's state or
-with a recurrent state of its own. A confidence head estimates the chance of each token to be accepted.
+B rows, K drafted tokens, D hidden, R rank, W draft ids, V vocab. One pass over the block gives logits, as with a DFlash
+head. Then a Markov head adds a bias of low rank, markov_w2(markov_w1[token before]). Kinds of Markov heads: "vanilla"
+has this bias, "gated" gates it by the block's state, and "rnn" has a recurrent state. A confidence head estimates the
+probability that a token is accepted.
 """
 
 from pathlib import Path
@@ -20,12 +21,13 @@ from draftlab.reading import reading
 
 
 class DSparkShape(DFlashShape):
-    """Sizes of a head.
+    """Sizes of a DSpark head.
 
     Attributes:
-        markov_rank: Rank of the bias.
-        markov_kind: Dependence of the bias on the block's states: none, a gate, or a recurrent state.
-        confidence: Number of inputs of the confidence head; 0 without one.
+        markov_rank: Rank of the Markov head's bias.
+        markov_kind: Kind of the Markov head. The bias of "vanilla" does not depend on the block's states, "gated" has a
+            gate that reads them, and "rnn" a recurrent state that reads them.
+        confidence: Number of inputs of the confidence head, or 0 for a head without a confidence head.
     """
 
     markov_rank: int = Field(ge=1)
@@ -51,7 +53,7 @@ class DSparkShape(DFlashShape):
 
 
 class DSpark(DFlash):
-    """A head on its target. config is a DSparkShape."""
+    """A DSpark head with its weights."""
 
     config: DSparkShape
 
@@ -62,15 +64,18 @@ class DSpark(DFlash):
 
     @torch.inference_mode()
     def block(self, last: Tensor, count: int, cache: BlockCache) -> "Block":
-        """Run the pass of a block of count tokens after the last token of each text, [B]."""
+        """Run the pass of a block that drafts `count` tokens. last: Last token of each text, [B]."""
         return Block(self, self.block_states(last, count, cache), last, count)
 
 
 class Block:
-    """A block whose pass has run, and whose tokens are drawn from first to last."""
+    """A block whose pass has run. Its tokens are drawn in order, by one call of logits() per token."""
 
     def __init__(self, head: DSpark, states: Tensor, last: Tensor, count: int) -> None:
-        """states: [B, T, D], of which the last count predict. last: The text's last token, [B]."""
+        """Make a block. states: Final states of its T tokens, [B, T, D]; the last `count` states predict the draft.
+
+        last: Last token of each text, [B].
+        """
         self.head, self.states = head, iter(states[:, -count:].unbind(1))
         self.base = iter(F.linear(states[:, -count:], head.head).unbind(1))
         # recurrent state of the kind rnn, [B, R]
@@ -81,19 +86,25 @@ class Block:
             self._biased(last, state)
 
     def logits(self, token: Tensor) -> Tensor:
-        """Return the logits [B, V] of the next token, given the token [B] before it."""
+        """Return the logits [B, V] of the block's next token. Each call advances by one token.
+
+        token: The token before the next token, [B].
+        """
         biased = self._biased(token, next(self.states))
         bias = F.linear(biased, self.head.weights["markov_head.markov_w2.weight"])
         return self.head.spread(next(self.base) + bias)
 
     def confidence(self) -> Tensor:
-        """Return the estimated chance [B] that the token of the last logits is accepted."""
+        """Return the estimated probability, [B], that a token drawn from the last result of logits() is accepted."""
         wide = self.head.config.confidence > self.head.config.hidden
         features = torch.cat([self.state, self.embedded], -1) if wide else self.state
         return self._project("confidence_head.proj", features.float()).squeeze(-1).sigmoid()
 
     def _biased(self, token: Tensor, state: Tensor) -> Tensor:
-        """Return the input [B, R] of markov_w2 after a token [B]. state: The block's state at this position, [B, D]."""
+        """Return the input of markov_w2, [B, R], after a token [B]. The recurrent state of "rnn" advances.
+
+        state: The block's state at this position, [B, D].
+        """
         embedded = self.head.weights["markov_head.markov_w1.weight"][token]
         self.state, self.embedded = state, embedded
         kind = self.head.config.markov_kind
@@ -109,22 +120,22 @@ class Block:
         return embedded
 
     def _project(self, name: str, x: Tensor) -> Tensor:
-        """Return x times a named matrix, plus its bias, in the dtype of x."""
+        """Return x W^T + b in the dtype of x, with the weight and bias of the linear layer `name`."""
         weights = self.head.weights
         return F.linear(x, weights[f"{name}.weight"].to(x), weights[f"{name}.bias"].to(x))
 
 
 def check(folder: Path, target: Path) -> DSparkShape:
-    """Read the configuration of a head, but no weight.
+    """Check config.json of a DSpark head, and return the sizes of the head. No weights are read.
 
     Raises:
-        UserError: The folder has no DSpark head, a head of another target, or a head that draftlab does not compute.
+        UserError: The folder has no DSpark head, the head is for another target, or draftlab does not support it.
     """
     return _read_shape(folder, target)[0]
 
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DSpark:
-    """Load a head. embed, head: Embedding and output layer of the target, [V, D] each. Raises UserError: see check."""
+    """Load a DSpark head. Arguments and errors are those of dflash.load."""
     config, layer = _read_shape(folder, target_path)
     return DSpark(config, *dflash.read_parts(folder, config, layer, embed, head))
 
@@ -133,8 +144,8 @@ def _read_shape(folder: Path, target: Path) -> tuple[DSparkShape, object]:
     shape, layer, content = dflash.read_shape(folder, target, "dspark")
     if "sample_from_anchor" not in content:  # speculators assumes true, and vLLM false
         raise UserError(
-            f"{folder}: config.json of the DSpark head lacks sample_from_anchor; add true or false, "
-            "as the head was trained"
+            f"{folder}: config.json of the DSpark head lacks sample_from_anchor; set it to true or false, as in the "
+            "head's training"
         )
     with reading(folder / "config.json"):
         rank, confidence = content["markov_rank"], 0

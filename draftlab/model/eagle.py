@@ -1,9 +1,10 @@
 """EAGLE-3 heads on disk (Li et al. 2025, 2503.01840): their sizes, their tensors, and the layouts that servers read.
 
-A head is one LLaMA layer whose attention reads the embedding of a token and a state. The first state is fc's projection
-of the outputs of some target layers; each later state is the head's own output. The head predicts some of the target's
-ids. EAGLE-3.1 adds norms before fc and of the state that is fed back, and a sliding window. D hidden, E hidden of the
-target, V vocab, W draft vocab, A layers of the target that fc reads.
+A head is one LLaMA layer. Its attention reads, at each position, the embedding of a token and a state. The first state
+is fc's projection of the outputs of some target layers; each later state is the head's own output. The head predicts
+some of the target's ids. EAGLE-3.1 adds norms before fc, a norm of the head's output, and a sliding window.
+
+D hidden, E hidden of the target, V vocab, W draft vocab, A layers of the target that fc reads.
 """
 
 import json
@@ -33,7 +34,7 @@ Layout = Literal["native", "speculators"]
 WEIGHTS = "model.safetensors"
 # the architecture's name in SpecForge, which vLLM and SGLang know
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-# the architecture's name in vLLM for a layer with norms of queries and keys
+# vLLM's name of the architecture if the layer has norms of queries and keys
 QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # fields of EAGLE-3.1
 MOST_DRAFTED = 32
@@ -49,7 +50,7 @@ LAYER = {"native": "midlayer.", "speculators": "layers.0."}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSizes:
-    """The sizes of a target that a head depends on."""
+    """Sizes of a target, which its heads must match."""
 
     name: str
     layers: int
@@ -58,7 +59,7 @@ class TargetSizes:
 
     @classmethod
     def of(cls, directory: Path) -> "TargetSizes":
-        """Read config.json of any decoder. Raises UserError: transformers does not know the model."""
+        """Read the sizes from config.json of a target. Raises UserError: transformers does not know the model."""
         checkpoint.read_config(directory)
         with reading(f"{directory}/config.json cannot be used"):
             config: Any = checkpoint.auto_config(directory).get_text_config()
@@ -70,14 +71,16 @@ class TargetSizes:
         )
 
     def default_layer_ids(self) -> tuple[int, ...]:
-        """Return layers 2, n / 2 and n - 3 of n layers, as servers do; with fewer than seven layers 1, n / 2 and n - 1.
+        """Return the ids of the layers whose outputs a head reads if its config.json does not list them.
+
+        Of n layers these are 2, n // 2 and n - 3, as in servers, or 1, n // 2 and n - 1 if n is below 7.
 
         Raises:
             UserError: the target has fewer than four layers.
         """
         if self.layers < 4:
             raise UserError(
-                f"{self.name} has {self.layers} layers, but an EAGLE-3 head needs a target of at least four"
+                f"{self.name} has {self.layers} layers, but an EAGLE-3 head needs a target with at least four"
             )
         return (
             (2, self.layers // 2, self.layers - 3)
@@ -86,7 +89,7 @@ class TargetSizes:
         )
 
 
-# fields of heads, and their names in transformers' configurations
+# fields of HeadSizes, and their names in transformers' configurations
 LAYER_FIELDS = {
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
@@ -100,10 +103,13 @@ LAYER_FIELDS = {
 
 
 class HeadSizes(FileModel):
-    """Sizes of EAGLE-3 and DFlash heads.
+    """Sizes of a head: the fields that EAGLE-3 and DFlash heads have in common.
 
     Attributes:
-        layer_ids: Id i is the target's residual stream after i layers, before the final norm.
+        context: Length in tokens of the longest text.
+        draft_vocab: Number of the target's ids that the head predicts.
+        layer_ids: Target layers whose states the head reads. Id i is the residual stream after i layers, before the
+            final norm.
     """
 
     hidden: int = Field(ge=1)
@@ -119,7 +125,7 @@ class HeadSizes(FileModel):
 
     @property
     def most(self) -> int:
-        """Return the largest number of tokens that the head drafts."""
+        """Return the largest number of tokens that the head can draft in a step."""
         return MOST_DRAFTED
 
     def shape_of(self, layers: int, qk_norm: bool) -> Shape:
@@ -130,11 +136,14 @@ class HeadSizes(FileModel):
         return Shape(layers=layers, qk_norm=qk_norm, **sizes)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the tensors that every head has by name, in the layout of speculators."""
+        """Return the sizes of the head's required tensors by name. The names are those of speculators."""
         raise NotImplementedError
 
     def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path, kind: str) -> None:
-        """Raises UserError: a tensor is missing, unknown, or of another size. kind: Kind of head, for the message."""
+        """Raise UserError if a tensor is missing, unknown, or of another size than config.json gives.
+
+        sizes: Size of each tensor by name. kind: Noun for the head in the message, such as "an eagle head".
+        """
         needed = self.sizes()
         known = {
             "d2t": (self.draft_vocab,),
@@ -146,17 +155,17 @@ class HeadSizes(FileModel):
             needed |= {name: known[name] for name in ("d2t", "lm_head.weight")}
         for name in sorted(needed.keys() - sizes.keys()):
             purpose = f", which its {self.draft_vocab} draft ids need" if name == "d2t" else ""
-            raise UserError(f"{folder} has no {name}{purpose}")
+            raise UserError(f"{folder} has no tensor {name}{purpose}")
         for name in sorted(sizes.keys() - known.keys()):
-            raise UserError(f"{folder} has {name}, which is not part of {kind}")
+            raise UserError(f"{folder} has the tensor {name}, which is not part of {kind}")
         for name, size in sizes.items():
             if size != known[name]:
                 raise UserError(
-                    f"{folder}: {name} has the size {size}, but config.json gives {known[name]}"
+                    f"{folder}: {name} has the size {size}, but by config.json it must be {known[name]}"
                 )
 
     def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
-        """Raises UserError: the head belongs to another target. hidden: Width of the states that the head reads."""
+        """Raise UserError if the head is for another target. hidden: Width of the states that the head reads."""
         for what, own, expected in (
             ("hidden size", hidden, target.hidden),
             ("vocabulary", self.vocab, target.vocab),
@@ -175,15 +184,17 @@ class HeadSizes(FileModel):
 class HeadShape(HeadSizes):
     """Sizes of an EAGLE-3 head.
 
-    kind: Name of its drafter. many_layers: Whether a head of this kind may have several layers.
-
-    Args:
-        rope: rope_parameters of transformers.
-        norm_before_fc: One RMSNorm over the joined states that fc reads.
-        fc_norm: One RMSNorm for the states of each layer that fc reads.
-        norm_output: The normed output, which lm_head reads, is also the next state.
-        sliding_window: Number of latest tokens that attention reads.
-        qk_norm: RMSNorms of queries and keys, as in Qwen3.
+    Attributes:
+        kind: Name of the drafter that uses such heads.
+        many_layers: Whether a head of this kind may have several layers.
+        rope: rope_parameters of a transformers config.
+        target_hidden: Hidden size of the target.
+        norm_before_residual: Whether the residual is the state after its norm.
+        norm_before_fc: Whether one RMSNorm normalises the concatenated states before fc.
+        fc_norm: Whether the states of each target layer have an RMSNorm of their own before fc.
+        norm_output: Whether the next state is the normed output, which lm_head reads, instead of the output.
+        sliding_window: Number of latest tokens that attention reads; None for all.
+        qk_norm: Whether queries and keys have RMSNorms, as in Qwen3.
     """
 
     kind: ClassVar[str] = "eagle"
@@ -202,38 +213,41 @@ class HeadShape(HeadSizes):
     def _fits_together(self) -> Self:
         if self.draft_vocab > self.vocab:
             raise ValueError(
-                f"the draft vocabulary has {self.draft_vocab} ids, more than the target's {self.vocab}; use a "
+                f"the draft vocabulary has {self.draft_vocab} ids, but the target's has only {self.vocab}; use a "
                 "smaller --vocab"
             )
         if self.hidden % self.heads or self.heads % self.kv_heads:
-            numbers = f"{self.heads} heads on {self.kv_heads}, hidden size {self.hidden}"
+            numbers = f"{self.heads} heads, {self.kv_heads} kv_heads, hidden size {self.hidden}"
             raise ValueError(
-                f"{numbers}: in a LLaMA configuration kv_heads divides heads, and heads divides the hidden size"
+                f"{numbers}: in a LLaMA configuration kv_heads must divide heads, and heads must divide hidden size"
             )
         if list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise ValueError(
-                f"layer_ids {list(self.layer_ids)} must ascend without repetition, as servers read them"
+                f"layer_ids {list(self.layer_ids)} must ascend, each id once, because servers read the layers in order"
             )
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm exclude each other; choose one")
+            raise ValueError("a head cannot have both norm_before_fc and fc_norm; choose one")
         return self
 
     @property
     def optional_parts(self) -> list[str]:
-        """Return the names of the head's fields that not every server computes."""
+        """Return the names of the options that this head uses and that some servers do not support."""
         return [name for name in OPTIONAL_PARTS if getattr(self, name)]
 
     @property
     def shape(self) -> Shape:
-        """Return the layer's shape with the target's vocabulary. q, k and v of the head have twice as many inputs."""
+        """Return the shape of the head's layer, with the target's vocabulary.
+
+        Unlike in this shape, q, k and v of an EAGLE-3 head have 2 x hidden inputs.
+        """
         return self.shape_of(1, self.qk_norm)
 
     def params(self) -> int:
-        """Return the number of trained parameters."""
+        """Return the number of trained parameters. The embedding is not trained."""
         return sum(math.prod(size) for size in self.sizes().values())
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the trained tensors by name, in the layout of speculators."""
+        """Return the sizes of the trained tensors by name. The names are those of speculators."""
         d, states, at = (
             self.hidden,
             self.target_hidden * len(self.layer_ids),
@@ -257,7 +271,7 @@ class HeadShape(HeadSizes):
         return sizes
 
     def layer_json(self) -> dict[str, Any]:
-        """Return the sizes of the layer as transformers names them."""
+        """Return the fields of the layer's LlamaConfig that this shape determines, by transformers' names."""
         return {name: getattr(self, field) for field, name in LAYER_FIELDS.items()} | {
             "num_hidden_layers": self.shape.layers,
             "rope_parameters": dict(self.rope),
@@ -266,18 +280,21 @@ class HeadShape(HeadSizes):
 
     @classmethod
     def own_fields(cls, content: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        """Return the fields that a subclass adds. content: config.json. layers: Number of layers in it."""
+        """Return the values of the fields that a subclass adds.
+
+        content: Content of config.json. layers: Its num_hidden_layers.
+        """
         return {}
 
     def llama_config(self) -> "LlamaConfig":
-        """Return the layer's configuration as transformers has it."""
+        """Return the LlamaConfig of the head's layer."""
         from transformers import LlamaConfig
 
         return LlamaConfig(**self.layer_json())
 
 
 def layer_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of the tensors of the layers and the last norm by name, in the layout of speculators."""
+    """Return the sizes of the tensors of a shape's layers and final norm, by name without the prefix "model."."""
     return {
         name.removeprefix("model."): shape.dims(axes)
         for name, axes in shape.axes().items()
@@ -286,7 +303,10 @@ def layer_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def layer_config(kind: type["PreTrainedConfig"], content: Mapping[str, Any]) -> Any:
-    """Return the configuration of a head's layers as a class of transformers. content: The head's config.json."""
+    """Return the configuration of a head's layers as an object of `kind`, such as LlamaConfig.
+
+    content: Content of the head's config.json.
+    """
     layer = content.get("transformer_layer_config", content)
     known = {
         name: value
@@ -297,13 +317,19 @@ def layer_config(kind: type["PreTrainedConfig"], content: Mapping[str, Any]) -> 
 
 
 def sizes_of(layer: Any) -> dict[str, Any]:
-    """Return the fields of HeadSizes in transformers' configuration of a head's layers."""
+    """Return the values of the LAYER_FIELDS of HeadSizes, read from transformers' configuration of a head's layers."""
     return {field: getattr(layer, name) for field, name in LAYER_FIELDS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """A head in memory. ids: Target id of each draft id, [W]. embedding: [V, D]; None stands for the target's."""
+    """An EAGLE-3 head in memory.
+
+    Args:
+        weights: Trained tensors by name, in the layout of speculators.
+        ids: Target id of each draft id, [W].
+        embedding: The head's own embedding, [V, D]. None: the head uses the target's embedding.
+    """
 
     config: HeadShape
     weights: Mapping[str, Tensor]
@@ -314,9 +340,13 @@ class Head:
 def head_config(
     target: Path, layer_ids: Sequence[int] | None, draft_vocab: int, **variant: Any
 ) -> HeadShape:
-    """Return the sizes of a head whose layer has the sizes, rotary frequencies and eps of the target's layers.
+    """Return the shape of an EAGLE-3 head whose layer has the sizes, rotary frequencies and eps of the target's layers.
 
-    variant: Values of norm_before_residual and later fields of HeadShape. Default: a plain EAGLE-3 head.
+    Args:
+        layer_ids: Target layers that the head reads. Default: TargetSizes.default_layer_ids.
+        draft_vocab: Number of ids that the head predicts.
+        variant: Optional fields of HeadShape: norm_before_residual and the fields declared after it. Default: a plain
+            EAGLE-3 head.
 
     Raises:
         UserError: the target lacks a layer in `layer_ids`, or has a smaller vocabulary than `draft_vocab`.
@@ -329,7 +359,7 @@ def head_config(
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if (
         sizes.hidden % heads and sizes.hidden % head_dim == 0
-    ):  # use heads of the target's size, as speculators does
+    ):  # then use the target's head_dim, as speculators does
         heads = sizes.hidden // head_dim
         kv_heads = kv_heads if heads % kv_heads == 0 else heads
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
@@ -355,12 +385,12 @@ def head_config(
 
 
 def check(folder: Path, target: Path, weights: bool = True) -> HeadShape:
-    """Read the configuration of a head and the sizes of its tensors, but no weight.
+    """Check config.json and the tensor sizes of an EAGLE-3 head, and return its shape. No weights are read.
 
-    weights: Whether tensors must be there. Without them the configuration alone is checked.
+    weights: Whether the weight file is needed. If False and the file is missing, only config.json is checked.
 
     Raises:
-        UserError: the folder has no EAGLE-3 head, a head of another target, or a head that draftlab does not compute.
+        UserError: the folder has no EAGLE-3 head, the head is for another target, or draftlab does not support it.
     """
     return check_as(HeadShape, folder, target, weights)
 
@@ -369,7 +399,7 @@ Shaped = TypeVar("Shaped", bound=HeadShape)
 
 
 def check_as(shape: type[Shaped], folder: Path, target: Path, weights: bool = True) -> Shaped:
-    """Check a head of the shape's kind. Raises UserError: see check."""
+    """Check a head as check() does, for the kind of head that the class `shape` describes."""
     content, sizes = checkpoint.read_config(folder), TargetSizes.of(target)
     hub.check_head(folder, shape.kind)
     with reading(folder / "config.json"):
@@ -379,19 +409,27 @@ def check_as(shape: type[Shaped], folder: Path, target: Path, weights: bool = Tr
         return config
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
-    config.check_tensors(tensors, folder, f"an {shape.kind} head that draftlab computes")
+    config.check_tensors(tensors, folder, f"a head of kind {shape.kind} that draftlab supports")
     return config
 
 
 def read(
     folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU
 ) -> Head:
-    """Read a head in any layout. Raises UserError: see check; or a value is not finite, or is no valid id."""
+    """Read an EAGLE-3 head in the layout of SpecForge or of speculators.
+
+    Raises:
+        UserError: the errors of check and read_as.
+    """
     return read_as(check(folder, target), folder, dtype, device)
 
 
 def read_as(config: HeadShape, folder: Path, dtype: torch.dtype, device: torch.device) -> Head:
-    """Read the weights of a head that was checked. Raises UserError: a value is not finite, or is no valid id."""
+    """Read the weights of a head that check() accepts. config: The result of check().
+
+    Raises:
+        UserError: a weight is not finite, or d2t and t2d are no valid maps of ids.
+    """
     tensors = read_tensors(folder, _plain)
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
     ids = draft_ids(offsets, tensors.get("t2d"), config.vocab, folder)
@@ -401,7 +439,11 @@ def read_as(config: HeadShape, folder: Path, dtype: torch.dtype, device: torch.d
 
 
 def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[str, Tensor]:
-    """Return the tensors of a head, renamed by `rename`. Raises UserError: no weights, or a value is not finite."""
+    """Return the tensors of a head by name. rename: Function from the name in the file to the returned name.
+
+    Raises:
+        UserError: there is no weight file, a weight has no floating-point dtype, or a value is not finite.
+    """
     with reading(folder / WEIGHTS):
         tensors = {rename(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     for name, tensor in tensors.items():
@@ -410,25 +452,27 @@ def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[str, Tensor
 
 
 def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -> Tensor:
-    """Return the target id of each draft id, [W].
+    """Return the target id of each draft id, [W], from a head's d2t.
 
     Args:
-        offsets: The head's d2t: target id minus draft id, [W].
-        known: The head's t2d, if it has one: nonzero for the target ids that it predicts, [V].
+        offsets: The tensor d2t: target id minus draft id, [W].
+        known: The tensor t2d, if the head has it, as a check: nonzero for the target ids that the head predicts, [V].
 
     Raises:
         UserError: two draft ids have the same target id, an id is out of range, or t2d and d2t contradict each other.
     """
     if offsets.is_floating_point():
-        raise UserError(f"{folder}: d2t is stored as {offsets.dtype}; want whole numbers")
+        raise UserError(
+            f"{folder}: d2t is stored as {offsets.dtype}, but must have an integer dtype"
+        )
     ids = torch.arange(len(offsets)) + offsets.long()
     if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise UserError(
-            f"{folder}: d2t maps two draft ids to the same id, or a draft id to an id outside 0 to {vocab - 1}"
+            f"{folder}: d2t must map each draft id to a different target id, from 0 to {vocab - 1}"
         )
     if known is not None and not torch.equal(known.bool().nonzero().squeeze(1), ids.sort().values):
         raise UserError(
-            f"{folder}: t2d and d2t disagree on the ids of the target that the head predicts"
+            f"{folder}: t2d and d2t disagree about which ids of the target the head predicts"
         )
     return ids
 
@@ -436,24 +480,26 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
 def write(
     folder: Path, head: Head, layout: Layout, *, target: Path, k: int, verifier: str = ""
 ) -> None:
-    """Write config.json and model.safetensors, with d2t and t2d unless the head predicts all ids.
+    """Write config.json and model.safetensors of a head. d2t and t2d are left out if the head predicts all ids.
 
-    target: Directory of the target. verifier: Name of the target in the configuration. Default: the directory.
-    k: Number of tokens that the head proposes.
+    Args:
+        target: Directory of the target.
+        k: Number of drafted tokens that config.json proposes to servers, in the layout of speculators.
+        verifier: Name of the target in config.json, in the layout of speculators. Default: the directory.
     """
     config = head.config
     tensors = {
         name.replace(LAYER["speculators"], LAYER[layout]): tensor
         for name, tensor in head.weights.items()
     }
-    if config.draft_vocab < config.vocab:  # vLLM has no d2t for a head that predicts all
+    if config.draft_vocab < config.vocab:  # vLLM expects no d2t if the head predicts all ids
         known = torch.zeros(config.vocab, dtype=torch.bool)
         known[head.ids.cpu()] = True
         tensors |= {"d2t": head.ids.cpu() - torch.arange(config.draft_vocab), "t2d": known}
     embedding = head.embedding
     if (
         embedding is None and layout == "speculators"
-    ):  # without an embedding, speculators computes with zeros
+    ):  # speculators computes with zeros if the file has no embedding
         embedding = _target_embedding(target, config).to(head.weights["fc.weight"].dtype)
     tensors |= {} if embedding is None else {"embed_tokens.weight": embedding}
     save_file(
@@ -478,7 +524,7 @@ def write(
 
 
 def _target_embedding(target: Path, config: HeadShape) -> Tensor:
-    """Return the target's embedding, [V, E]. Raises UserError: no tensor of this size has the name of an embedding."""
+    """Return the target's embedding, [V, E]. Raises UserError: no tensor has the name and size of an embedding."""
     weights = checkpoint.Weights(target)
     for name in weights:
         sized = weights.shape(name) == (config.vocab, config.hidden)
@@ -490,14 +536,15 @@ def _target_embedding(target: Path, config: HeadShape) -> Tensor:
 
 
 def _native_json(config: HeadShape) -> dict[str, object]:
-    """Return the configuration as SpecForge writes it, with every field that a server reads."""
+    """Return the fields of config.json that only SpecForge's layout has, including all that a server reads."""
     variant = {name: True for name in VARIANTS if getattr(config, name)}
     return (
         variant
         | layer_config_json(config)
         | {
             "architectures": [QWEN3_ARCHITECTURE if config.qk_norm else ARCHITECTURE],
-            # SGLang counts the layer whose output is read, vLLM and llama.cpp the layers before it
+            # an id is the index of the layer whose output is read (SGLang), or the number of layers up to that output
+            # (vLLM, llama.cpp)
             "eagle_config": {
                 "use_aux_hidden_state": True,
                 "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.layer_ids],
@@ -525,8 +572,8 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
 
 
 def layer_config_json(config: HeadShape) -> dict[str, object]:
-    """Return the layer's configuration as config.json has it."""
-    # older versions of servers need it
+    """Return the configuration of a head's layer as fields of config.json."""
+    # older versions of servers read rope_theta outside rope_parameters
     theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}
     window: dict[str, object] = {}
     if config.sliding_window is not None:
@@ -551,12 +598,18 @@ def layer_config_json(config: HeadShape) -> dict[str, object]:
 def _from_json(
     shape: type[Shaped], content: Mapping[str, Any], target: TargetSizes, folder: Path
 ) -> Shaped:
-    """Return the sizes in config.json. Raises UserError: a setting that is not computed."""
+    """Return the shape of a head from the content of its config.json. shape: Class of the result.
+
+    Raises:
+        UserError: the head has a setting that draftlab does not support.
+    """
     from transformers import LlamaConfig
 
     layer = content.get("transformer_layer_config", content)
     if "draft_vocab_size" not in content or not isinstance(layer, dict):
-        raise UserError(f"{folder}: config.json has no draft_vocab_size, or no layer")
+        raise UserError(
+            f"{folder}: config.json has no draft_vocab_size, or its transformer_layer_config is not an object"
+        )
     eagle = content.get("eagle_config") or {}
     odd = [
         f"{name} {layer[name]!r}"
@@ -573,10 +626,11 @@ def _from_json(
         odd.append(f"{SLIDING} and no sliding_window")
     if odd:
         raise UserError(
-            f"{folder} is an {shape.kind} head with {one_line(odd[0], 80)}, which draftlab does not compute"
+            f"{folder} is a head of kind {shape.kind} with {one_line(odd[0], 80)}, which draftlab does not support"
         )
     llama = layer_config(LlamaConfig, content)
-    ids_of_outputs = eagle.get("eagle_aux_hidden_state_layer_ids") or []  # as SGLang counts layers
+    # counted from 0, as in SGLang
+    ids_of_outputs = eagle.get("eagle_aux_hidden_state_layer_ids") or []
     return shape(
         **shape.own_fields(content, layers),
         **sizes_of(llama),
@@ -608,20 +662,20 @@ _ONLY: dict[str, tuple[object, ...]] = {
 
 
 def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:
-    """Raises UserError: the head belongs to another target."""
+    """Raise UserError if a head is for another target, or needs the embedding of a target of another hidden size."""
     config.check_target(name, target, config.target_hidden)
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(
-            f"{name} has no embed_tokens, and its hidden size {config.hidden} differs from the {target.hidden} of "
-            f"{target.name}"
+            f"{name} has no embed_tokens, and its hidden size {config.hidden} differs from {target.hidden}, the hidden "
+            f"size of {target.name}"
         )
 
 
 def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a head's tensors by name. Raises UserError: the folder has no weights."""
+    """Return the sizes of a head's tensors by their names in speculators. Raises UserError: there are no weights."""
     if not (folder / WEIGHTS).exists():
         pickled = (
-            " (it has only a file of torch.save, which draftlab does not read)"
+            " (only a .bin file of torch.save, which draftlab does not read)"
             if any(folder.glob("*.bin"))
             else ""
         )
@@ -631,5 +685,5 @@ def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _plain(name: str) -> str:
-    """Return a tensor's name in the layout of speculators."""
+    """Return the name that a tensor has in the layout of speculators."""
     return name.replace(LAYER["native"], LAYER["speculators"])

@@ -1,6 +1,6 @@
-"""EAGLE-3 and P-EAGLE heads that run like decoders: a Llama with its own KV cache.
+"""EAGLE-3 and P-EAGLE heads that run like decoders: each is a Llama with its own KV cache.
 
-B rows, T new tokens, D hidden, A layers of the target that are read, E hidden of the target, W draft vocab.
+B rows, T new tokens, K drafted tokens, D hidden, V vocab, A layers of the target that are read, E hidden of the target.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from draftlab.model.decoder import (
 )
 from draftlab.model.eagle import Head
 from draftlab.model.eagle import (
-    check as check,  # with load, what a drafter asks of the module of a head
+    check as check,  # a module of a kind of head has check and load, see drafters/eagle.py
 )
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Cache, Llama, rms_norm, rotary
@@ -29,16 +29,19 @@ from draftlab.model.native_cpu import WIDE, NativeLlama
 
 
 class EagleLlama(Llama):
-    """A head as a Llama whose first q, k and v read [2 D]. step() runs a pass; forward() raises TypeError."""
+    """A head as a Llama. q, k and v of its first layer read the embedding and a state, [2 D], so step() runs a pass.
 
-    # token and state [D] at the positions that a P-EAGLE head drafts after its first token
+    forward() raises TypeError, because it has no states.
+    """
+
+    # of a P-EAGLE head: the mask token, and the state [D] that is read together with it
     mask: tuple[int, Tensor] | None = None
 
     def __init__(self, head: Head, embedding: Tensor, directory: Path) -> None:
-        """embedding: The target's embedding, [V, D], for a head without its own.
+        """Make a Llama of a head. embedding: The target's embedding, [V, D], for a head without its own.
 
         Raises:
-            UserError: the engine does not compute the head's rotary frequencies.
+            UserError: draftlab's engine does not support the head's rotary scaling.
         """
         config = head.config
         weights = {f"model.{name}": weight for name, weight in head.weights.items()}
@@ -65,7 +68,7 @@ class EagleLlama(Llama):
             self.head_ids = head.ids
 
     def combine(self, layer_states: Tensor) -> Tensor:
-        """Return the head's input states, [..., D], from the target's states, [..., A E]."""
+        """Return the head's input states [..., D], which fc computes from the target's states [..., A E]."""
         if self.fc_norms:
             parts = layer_states.split([len(weight) for weight in self.fc_norms], -1)
             normed = [
@@ -76,21 +79,22 @@ class EagleLlama(Llama):
         return F.linear(layer_states, self.fc)
 
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """Raises TypeError: a head needs states with its tokens, see step."""
+        """Raise TypeError, because a head reads states together with tokens; use step()."""
         raise TypeError("an EAGLE-3 head reads states with its tokens; call step()")
 
     @torch.inference_mode()
     def step(
         self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Append tokens to the cache, each with a state; return logits and new states.
+        """Run a pass over tokens, each with a state, and append them to the cache.
 
         Args:
-            ids: Token after the position of each state, [B, T].
+            ids: For each state, the token at the position after the state's, [B, T].
             states: States from combine or from earlier steps, [B, T, D].
-            tree: See Llama.forward.
+            last: Number of last tokens whose logits are returned.
+            tree: Token tree of the T tokens. Default: each token follows the token before it.
 
-        Returns: Logits of the last tokens, [B, last, V], and the new states of all tokens, [B, T, D].
+        Returns: Logits of the last tokens, [B, last, V], and the head's new states of all tokens, [B, T, D].
         """
         drafted = self.decode_states(
             ids, states, cache, self._metadata(cache, ids.shape[1], tree), last
@@ -106,7 +110,10 @@ class EagleLlama(Llama):
         choose: Sampler,
         state: Tensor | None = None,
     ) -> Drafted:
-        """Draft K tokens, see Decoder.draft. state: The head's state after the last token of each text, [B, 1, D]."""
+        """Draft K tokens, one per pass. The arguments without `state`, and the result, are those of Decoder.draft.
+
+        state: The head's state at the last position of each text, [B, 1, D].
+        """
 
         def following(token: Tensor) -> Tensor:
             nonlocal state
@@ -119,7 +126,10 @@ class EagleLlama(Llama):
     def decode_states(
         self, ids: Tensor, states: Tensor, cache: Cache, metadata: AttentionMetadata, last: int
     ) -> tuple[Tensor, Tensor]:
-        """Run a pass and return logits and states, see step."""
+        """Run a pass; return logits and new states as step does. cache.used does not change.
+
+        metadata: Mask and cache slots of the pass.
+        """
         block = self.blocks[0]
         embedded = self._normed(F.embedding(ids, self.embed), block.input_norm)
         normed = rms_norm(states, self.state_norm, self.eps)
@@ -141,7 +151,7 @@ class EagleLlama(Llama):
 
 
 class NativeEagle(NativeLlama, EagleLlama):
-    """A head on the CPU whose narrow passes are compiled; its states are float32."""
+    """A head on the CPU whose narrow passes run in compiled C++. The states that they return are float32."""
 
     forward = EagleLlama.forward  # pyright: ignore[reportAssignmentType]
 
@@ -149,7 +159,7 @@ class NativeEagle(NativeLlama, EagleLlama):
     def step(
         self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run one pass, see EagleLlama.step."""
+        """Run EagleLlama.step; narrow passes are compiled."""
         if ids.numel() > WIDE and not self.any_width:
             return super().step(ids, states.to(self.embed), cache, last, tree)
         states = states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -158,7 +168,7 @@ class NativeEagle(NativeLlama, EagleLlama):
 
 
 class CudaGraphEagle(CudaGraphLlama, EagleLlama):
-    """A head whose narrow passes are replayed graphs, see CudaGraphLlama."""
+    """A head whose narrow passes replay CUDA graphs, see CudaGraphLlama."""
 
     forward = EagleLlama.forward  # pyright: ignore[reportAssignmentType]
 
@@ -166,7 +176,7 @@ class CudaGraphEagle(CudaGraphLlama, EagleLlama):
     def step(
         self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run one pass, see EagleLlama.step."""
+        """Run EagleLlama.step; narrow passes replay a CUDA graph."""
         if tree is not None or ids.numel() > cuda_graphs.WIDE or not any(cache.used):
             return super().step(ids, states, cache, last, tree)
         logits, states_after = self._replayed(ids, cache, last, states)
@@ -186,7 +196,7 @@ class CudaGraphEagle(CudaGraphLlama, EagleLlama):
 
 
 def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
-    """Return a head whose passes run in its target's mode. int8: Round weights to int8, in mode native only."""
+    """Return a head whose passes run in a mode. int8: Whether to round weights to int8; ignored unless native."""
     if mode == "native":
         return NativeEagle(head, int8)
     return CudaGraphEagle(head) if mode == "graphs" else head
@@ -195,6 +205,10 @@ def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
 def load(
     folder: Path, target_path: Path, target: Llama | HFDecoder, device: torch.device
 ) -> EagleLlama:
-    """Load a head in the dtype of its target. Raises UserError: the errors of eagle.read."""
+    """Load an EAGLE-3 head in the dtype of its target.
+
+    Raises:
+        UserError: the errors of eagle.read, or draftlab's engine does not support the head's rotary scaling.
+    """
     embedding = target.embed.to(device)
     return EagleLlama(eagle.read(folder, target_path, embedding.dtype, device), embedding, folder)

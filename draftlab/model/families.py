@@ -1,4 +1,4 @@
-"""Families of shapes with the same budget, from deep and narrow to shallow and wide, and named shape files.
+"""Families of shapes that cost the same, from deep and narrow to shallow and wide; shape files and presets.
 
 No torch.
 """
@@ -25,28 +25,31 @@ from draftlab.model.shape import (
 )
 
 BudgetKind = Literal["total", "kv", "latency"]
-TOLERANCE = 0.01  # largest relative difference of a shape's cost from the budget
+TOLERANCE = 0.01  # largest relative difference between a shape's cost and the budget
 
 FALLBACKS = (
     16,
     8,
-)  # multiples of 64 are too coarse for a small model; tensor cores need multiples of 8
+)  # steps of the ffn if multiple_of is too coarse for a small model; tensor cores need multiples of 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The cost that all shapes of a family share, and the multiples of their sizes.
+    """The cost that every shape of a family must have, and the numbers that must divide its sizes.
 
     Args:
-        amount: Number of parameters ("total"), bytes of bf16 KV cache per token ("kv"), or milliseconds of a one-token
-            pass ("latency").
-        latency_ms: Latency of a shape, for "latency"; it must grow with the ffn.
+        amount: The cost. By `kind`: number of parameters ("total"), bytes of bf16 KV cache per token ("kv"), or
+            milliseconds of a one-token pass ("latency").
+        multiple_of: The ffn is a multiple of this number, or of a number in FALLBACKS if the budget needs that.
+        tensor_parallel: Number of devices. It must divide heads, KV heads and ffn.
+        latency_ms: For the kind "latency": function that predicts the milliseconds of a one-token pass of a shape. The
+            result must grow with the ffn.
     """
 
     amount: float
     kind: BudgetKind
-    multiple_of: int = 64  # of the ffn
-    tensor_parallel: int = 1  # number of devices, which divides heads, kv heads and ffn
+    multiple_of: int = 64
+    tensor_parallel: int = 1
     latency_ms: Callable[[Shape], float] | None = None
 
     def cost(self, shape: Shape) -> float:
@@ -59,54 +62,60 @@ class Budget:
         return even and abs(self.cost(shape) - self.amount) <= TOLERANCE * self.amount
 
     def fits(self, shape: Shape) -> bool:
-        """Return whether the devices divide heads and kv heads. The ffn is not checked."""
+        """Return whether the number of devices divides a shape's heads and KV heads. The ffn is not checked."""
         return math.gcd(shape.heads, shape.kv_heads) % self.tensor_parallel == 0
 
     def steps(self) -> list[int]:
-        """Return the numbers of which the ffn may be a multiple, in order; the first that meets the budget is used."""
+        """Return the steps to try for the ffn, in order: an ffn is a multiple of the step.
+
+        The first step is multiple_of. Later steps are finer, for budgets that no multiple of multiple_of meets.
+        """
         finer = [step for step in FALLBACKS if step < self.multiple_of]
         return [math.lcm(step, self.tensor_parallel) for step in (self.multiple_of, *finer)]
 
 
 def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
-    """Return one shape per depth, no larger than the source and within TOLERANCE of the budget.
+    """Return one shape per depth (number of layers), no larger than the source and within TOLERANCE of the budget.
 
-    Every multiple of head_dim is a candidate width, with heads = width / head_dim. The ffn is the source's or a
-    multiple of multiple_of, whichever is nearest to the budget. The width whose ffn / hidden is nearest to the source's
-    ratio wins. If no multiple of multiple_of meets the budget, multiples of 16 are tried, then of 8. For "kv", the
-    budget determines the heads, the heads the width, and the source's ratio the ffn. Depths that cannot meet the budget
-    are omitted.
+    For the kinds "total" and "latency", every multiple of the source's head_dim is a candidate width, with width /
+    head_dim heads. Each width gets the ffn that comes nearest to the budget: a multiple of multiple_of, or the source's
+    ffn. Of the widths that meet the budget, the width whose ratio ffn / width is nearest to the source's ratio is
+    taken. If none meets the budget, multiples of 16 are tried for the ffn, then multiples of 8. For the kind "kv", the
+    budget determines the number of heads, and the heads determine the width. The ffn then keeps the source's ratio.
+    Depths that cannot meet the budget are left out, with a note.
 
     Raises:
-        UserError: no depth meets the budget; the message has the costs that each depth can reach.
+        UserError: no depth meets the budget. The message has the costs that are possible at each depth.
     """
     candidates = [_at_depth(source, layers, budget) for layers in depths]
     shapes = [shape for shape in candidates if shape is not None]
     if not shapes:
         reach = "; ".join(_reach(source, layers, budget) for layers in depths)
         raise UserError(
-            f"no depth comes within {TOLERANCE:.3g} of the budget, {_amount(budget)}; possible are "
-            f"{reach}"
+            f"no depth meets the budget of {_amount(budget)}, within a relative difference of {TOLERANCE:.3g}; "
+            f"possible costs: {reach}"
         )
     left_out = [layers for layers, shape in zip(depths, candidates, strict=True) if shape is None]
     if left_out:
         note(
-            f"these depths cannot meet the budget of {_amount(budget)} and are left out: "
+            f"depths (numbers of layers) that cannot meet the budget of {_amount(budget)} are left out: "
             f"{', '.join(map(str, left_out))}"
         )
     return shapes
 
 
 def shape_name(shape: Shape) -> str:
-    """Return the name of a shape file: layers x hidden, such as 3x256."""
+    """Return the name that a shape file of this shape has: LAYERSxHIDDEN, such as 3x256."""
     return f"{shape.layers}x{shape.hidden}"
 
 
 def shipped(folder: str) -> Path:
-    """Return a folder of files that come with draftlab: in the installed package, or in configs/ of a clone.
+    """Return the path of a folder of files that come with draftlab. folder: Name, such as "widths".
+
+    The folder is in the installed package or, in a clone of the repository, in configs/.
 
     Raises:
-        UserError: the folder is missing in both.
+        UserError: neither folder exists.
     """
     package = Path(__file__).parents[1]
     installed, cloned = package / folder, package.parent / "configs" / folder
@@ -119,10 +128,11 @@ def shipped(folder: str) -> Path:
 
 
 def presets(folder: Path) -> dict[str, Shape]:
-    """Return every shape in a folder of shape files, by file name without .yaml.
+    """Return all shapes in a folder of shape files by name: the file's name without .yaml.
 
     Raises:
-        UserError: there is no such folder, a file is not a shape file, or a file named 3x256 has other sizes.
+        UserError: there is no such folder, a file is not a shape file, or the sizes in a file's name, such as 3x256,
+            are not those of its shape.
     """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder} of shape files")
@@ -131,17 +141,19 @@ def presets(folder: Path) -> dict[str, Shape]:
         sizes = re.search(r"\d+x\d+", name)
         if sizes and sizes.group() != shape_name(shape):
             raise UserError(
-                f"{folder / name}.yaml has the sizes of {shape_name(shape)}, not of its name; rename or correct "
-                "the file"
+                f"{folder / name}.yaml has the sizes {shape_name(shape)}, which contradict its name; rename or "
+                "correct the file"
             )
     return shapes
 
 
 def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
-    """Return the name of a shape file, a preset or a checkpoint, and its shape or directory.
+    """Find a preset, a shape file or a checkpoint. Return its name without folders, and its Shape or directory.
+
+    The directory is that of a checkpoint. weights: Whether a checkpoint needs its weight files.
 
     Raises:
-        UserError: nothing has that name; or weights=True, and the checkpoint has no weights.
+        UserError: there is nothing with this name, or weight files are needed and missing.
     """
     shapes = presets(shipped("widths"))
     if name in shapes:
@@ -159,7 +171,11 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
 def matching_preset(
     source: Shape, layers: int, hidden: int, folder: Path
 ) -> tuple[str, Shape] | None:
-    """Return the preset with these sizes that can be cut from the source. Raises UserError: several presets match."""
+    """Return name and shape of the preset in `folder` that has these sizes and can be cut from the source, or None.
+
+    Raises:
+        UserError: several presets have these sizes.
+    """
     matches = []
     for name, shape in presets(folder).items():
         if (shape.layers, shape.hidden) == (layers, hidden):
@@ -169,7 +185,7 @@ def matching_preset(
     if len(matches) > 1:
         names = " and ".join(name for name, _ in matches)
         raise UserError(
-            f"{layers} layers x {hidden} fits several files in {folder}, {names}; name one of them by --shape"
+            f"several files in {folder} have {layers} layers x {hidden}: {names}; choose one by --shape"
         )
     return matches[0] if matches else None
 
@@ -184,10 +200,13 @@ def requested_shape(
     multiple_of: int,
     file: Path | None,
 ) -> tuple[Shape, str | None]:
-    """Return the requested shape, and the name of its shape file or preset, if any.
+    """Return the shape that the user requests, and the name of its shape file or preset, or None if it has none.
 
-    layers and hidden alone select the preset with these sizes, if its ffn is a multiple of multiple_of. Without such a
-    preset, resolve() chooses the other sizes.
+    If only layers and hidden are set, and a preset has these sizes and an ffn that is a multiple of multiple_of, the
+    result is the preset. Otherwise resolve() chooses the sizes that are not set.
+
+    Args:
+        file: Shape file with all sizes. The other sizes are then ignored.
 
     Raises:
         UserError: no size is requested, or the shape cannot be cut from the source.
@@ -198,7 +217,7 @@ def requested_shape(
         named = file.stem, read_shape_file(file)
     elif all(n is None for n in numbers):
         raise UserError(
-            "give the draft's size: --layers 12 --width 2560, --params 1.3b, or --shape FILE"
+            "the draft's size is missing; set it by --layers 12 --width 2560, --params 1.3b, or --shape FILE"
         )
     elif layers is not None and hidden is not None and ffn is None and params is None:
         named = matching_preset(source, layers, hidden, shipped("widths"))
@@ -232,7 +251,11 @@ def _candidates(source: Shape, layers: int, budget: Budget, step: int) -> list[S
 
 
 def _widths(source: Shape, layers: int, budget: Budget) -> list[Shape]:
-    """Return the source's shape at every legal width that the budget allows, with the source's ffn."""
+    """Return the candidates of family() at a depth: the source's shape at every width, with the source's ffn.
+
+    A width is left out if it needs more KV heads than the source has, if it is not a multiple of its number of heads,
+    or if the number of devices does not divide its heads and KV heads.
+    """
     group = source.heads // source.kv_heads
     shapes = []
     for hidden in range(source.head_dim, source.hidden + 1, source.head_dim):
@@ -249,10 +272,7 @@ def _widths(source: Shape, layers: int, budget: Budget) -> list[Shape]:
 
 
 def _nearest(shape: Shape, budget: Budget, *, most: int, step: int) -> Shape:
-    """Return the shape whose ffn comes nearest to the budget.
-
-    Candidates are `most`, and smaller multiples of `step`.
-    """
+    """Return the shape with the ffn whose cost is nearest to the budget: `most`, or a smaller multiple of `step`."""
 
     def over(ffn: int) -> float:
         return budget.cost(shape.model_copy(update={"ffn": ffn})) - budget.amount
@@ -278,14 +298,14 @@ def _kv_bytes_per_head(source: Shape, layers: int) -> int:
 
 
 def _stretch(shape: Shape, source: Shape) -> float:
-    """Return |log| of the ratio ffn / hidden over the source's ratio, so that half and double are equally far."""
+    """Return how far a shape's ratio ffn / hidden is from the source's. Half and double the ratio are equally far."""
     return abs(math.log(shape.ffn / shape.hidden * source.hidden / source.ffn))
 
 
 def _reach(source: Shape, layers: int, budget: Budget) -> str:
     depth = f"{layers} layer{'s' if layers != 1 else ''}"
     if not 1 <= layers <= source.layers:
-        return f"{depth}: the source has 1 to {source.layers}"
+        return f"{depth}: none, because the source has {source.layers}"
     if budget.kind == "kv":
         low = _kv_bytes_per_head(source, layers)
         return f"{depth}: {low} to {low * source.kv_heads} in steps of {low}"

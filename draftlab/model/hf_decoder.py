@@ -3,9 +3,9 @@
 B rows, T new tokens, S slots of the cache, V vocab, A layers whose states are kept, E hidden.
 
 transformers appends T slots to every row in a pass. While slot i of every row holds position i, a pass needs no mask,
-and rolling back drops slots. Otherwise a table has the position of each slot in its row's text, and the attention mask
-lets a token read only slots with a position. Rolling back, and rows of different lengths, are changes of that table.
-Slots at the end that no row reads are dropped; the cache is packed when most slots are not read.
+and rolling back drops slots. Otherwise a table has the position of each slot in its row's text, or -1 for a slot that
+the attention mask hides. Rolling back then changes only the table. Slots at the end that no row reads are dropped, and
+the cache is packed when it has many slots that no row reads.
 """
 
 import inspect
@@ -26,22 +26,22 @@ from draftlab.model.decoder import Decoder, Tree, end_of_pass
 from draftlab.model.hf_files import UNLIMITED, quantization_method
 from draftlab.model.llama import LayerStates
 
-# kinds of layers that keep a state instead of keys
+# base class of cache layers that have a recurrent state instead of keys and values
 RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
-SPARSE = 2  # the cache is packed above this ratio of slots to positions that are read
+SPARSE = 2  # the cache is packed if it has more than SPARSE times as many slots as the longest row has positions
 FULL, SLIDING = "full_attention", "sliding_attention"
-TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two rows
+TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two texts, see HFDecoder.masked
 TRIAL_ERROR = {
     torch.float32: 1e-3,
     torch.float64: 1e-6,
-}  # largest error of logits / largest logit; 0.05 for dtypes with fewer bits
+}  # largest error of the logits in a trial, relative to the largest logit; 0.05 for other dtypes
 
 
 Run = TypeVar("Run", bound=Callable[..., Tensor])
 
 
 def without_gradients(run: Run) -> Run:
-    """Return a method of HFDecoder that runs without gradients, and in inference mode unless the model is trained."""
+    """Decorate a method of HFDecoder to run without gradients, and in inference mode unless the model is trained."""
 
     @wraps(run)
     def wrapped(self: "HFDecoder", *args: Any, **named: Any) -> Tensor:
@@ -53,14 +53,15 @@ def without_gradients(run: Run) -> Run:
 
 @dataclass
 class HFCache:
-    """transformers' cache, and the position of the token in each slot.
+    """A cache of transformers, and the position of the token in each of its slots.
 
     Args:
+        capacity: Largest number of positions of a row.
         used: Number of valid positions of each row, [B].
         slots: Number of slots, S.
-        table: Position of each slot's token in its row's text, or -1 if no token reads the slot, [B, S]. None: slot i
-            of every row holds position i.
-        layer_states: States of the layers that a drafter reads, stored if set.
+        table: Position of each slot's token in its row's text, or -1 if no token may read the slot, [B, S]. None: slot
+            i of every row holds position i.
+        layer_states: Where passes store the states of the layers that a drafter reads. None: they are not stored.
     """
 
     past: DynamicCache
@@ -72,12 +73,16 @@ class HFCache:
 
     @property
     def position(self) -> Tensor:
-        """Return the position of each slot's token, [B, S], see table."""
+        """Return the position of each slot's token, or -1 if no token may read the slot, [B, S]."""
         ordered = torch.arange(self.slots).expand(len(self.used), -1)
         return ordered if self.table is None else self.table
 
     def keep(self, row: int, at: int, path: Sequence[int]) -> None:
-        """Replace the positions from `at` on by the positions at + i for each i in path, in that order."""
+        """Keep the accepted drafted tokens of a row, and drop its other drafted tokens.
+
+        at: Position of the first drafted token. path: Indices of the accepted tokens among the drafted tokens. The
+        token at position at + path[j] moves to position at + j.
+        """
         self.table = self.position.clone()
         own = self.table[row].clone()
         self.table[row].masked_fill_(own >= at, -1)
@@ -89,9 +94,9 @@ class HFCache:
 
     @torch.inference_mode(False)  # later passes write into these tensors
     def rows(self, mask: Tensor) -> "HFCache":
-        """Return a cache of the rows in a mask, bool [B].
+        """Return a cache with only the rows in a mask, bool [B].
 
-        It takes over the tensors of self, which must not be used again.
+        The new cache takes over the tensors of this cache. This cache must not be used again.
         """
         chosen = mask.nonzero().squeeze(1)
         for layer in cast(Any, self.past.layers):
@@ -104,7 +109,7 @@ class HFCache:
         return HFCache(self.past, self.capacity, used, self.slots, table, layers)
 
     def drop_unread(self) -> None:
-        """Drop the positions from `used` on, and the last slots if no token reads them. Pack the cache if it is sparse.
+        """Drop the positions from `used` on, and the slots at the end that no token reads. Pack a sparse cache.
 
         Raises:
             RuntimeError: transformers cannot crop this cache.
@@ -128,7 +133,7 @@ class HFCache:
                 self.table = None
 
     def _pack(self) -> None:
-        """Sort every row's slots by position, and drop slots that no token reads."""
+        """Sort each row's slots by position, and shorten the cache to the longest row."""
         positions, self.slots = self.position, max(self.used)
         order = positions.masked_fill(positions < 0, self.capacity + 1).argsort(1)
         order = order[:, : self.slots]
@@ -149,12 +154,13 @@ class HFDecoder(Decoder):
     def __init__(
         self, model: PreTrainedModel, *, one_length: bool = False, trained: bool = False
     ) -> None:
-        """Wrap a model.
+        """Wrap a model of transformers.
 
         Args:
-            one_length: Whether all rows of a batch have the same length, so that `masked` needs no trial.
-            trained: Whether the model is trained between passes. FSDP2 trains with the tensors into which a pass
-                gathers weights, and they must not be inference tensors.
+            one_length: Whether callers promise that all rows of a batch have the same length. `masked` is then False,
+                without a trial.
+            trained: Whether the model is trained between passes. Passes then avoid inference mode, because FSDP2
+                gathers weights in a pass into tensors with which it later trains.
         """
         self.model, self.config = model, model.config.get_text_config()
         self.one_length, self.trained = one_length, trained
@@ -162,7 +168,7 @@ class HFDecoder(Decoder):
         # GPT-2: n_positions
         name = self.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         self.context = int(self.config.to_dict().get(name) or UNLIMITED)
-        # states of the last pass by layer id, the number of layers before them
+        # states of the last pass by layer id: the states of id i are the residual stream after i layers
         self._states: dict[int, Tensor] = {}
 
     @property
@@ -195,18 +201,22 @@ class HFDecoder(Decoder):
 
     @property
     def takes_rows(self) -> bool:
-        """Return whether rows may have different lengths."""
+        """Return whether the texts of a batch may have different lengths."""
         return self.masked
 
     @property
     def kv_bytes(self) -> int:
-        """Return an upper bound of the KV cache's bytes per token: the size without grouped heads."""
+        """Return an upper bound of the KV cache's bytes per token: the size if every query head had a KV head."""
         return (
             2 * self.config.num_hidden_layers * self.config.hidden_size * self.model.dtype.itemsize
         )
 
     def new_cache(self, rows: int, capacity: int) -> HFCache:
-        """Return an empty cache. Raises UserError: capacity exceeds the context, or the cache cannot be rolled back."""
+        """Return an empty cache for `rows` texts of at most `capacity` tokens each.
+
+        Raises:
+            UserError: capacity exceeds the model's context, or the model's cache cannot be rolled back.
+        """
         self.check_fits(capacity)
         past = new_past(self.model)
         try:
@@ -214,13 +224,16 @@ class HFDecoder(Decoder):
         except ValueError:
             kind = type(self.model).__name__
             raise UserError(
-                f"{kind} has no attention cache that can be rolled back, so it can be neither target nor draft"
+                f"the cache of {kind} cannot be rolled back, so the model can be neither target nor draft"
             ) from None
         return HFCache(past, capacity, [0] * rows)
 
     @torch.inference_mode(False)
     def new_layer_states(self, cache: HFCache, ids: tuple[int, ...]) -> LayerStates:
-        """Return empty LayerStates of the layers in `ids` for every position of a cache, and hook these layers."""
+        """Return empty LayerStates for every position of a cache, and add hooks that read the states of the layers.
+
+        ids: Ids of the layers, see LayerStates.
+        """
         keep_states(self.model, [i for i in ids if i not in self._states], self._states)
         size = (len(cache.used), cache.capacity, len(ids) * self.config.hidden_size)
         return LayerStates(ids, torch.zeros(size, dtype=self.model.dtype, device=self.device))
@@ -229,11 +242,11 @@ class HFDecoder(Decoder):
     def forward(
         self, ids: Tensor, cache: HFCache, last: int = 0, tree: Tree | None = None
     ) -> Tensor:
-        """Run one pass, see Decoder.
+        """Run one pass, see Decoder.forward.
 
         Raises:
-            UserError: rows have different lengths or there is a token tree, and the model's attention accepts no custom
-                mask; or transformers cannot roll back the cache.
+            UserError: transformers cannot roll back the cache; or the model's attention accepts no custom mask, and
+                rows have different lengths or there is a token tree.
             ValueError: the tokens do not fit the cache.
         """
         end_of_pass(cache, ids.shape[1])
@@ -247,19 +260,19 @@ class HFDecoder(Decoder):
             return self._run(ids, cache, last)
         if not self.masked:
             text = (
-                f"{type(self.model).__name__} can compute rows of different lengths only one at a time, and "
-                "no token trees"
+                f"{type(self.model).__name__} can compute neither token trees nor texts of different lengths in "
+                "one batch"
             )
             raise UserError(
                 f"{text}, because its attention accepts no custom mask; use --batch 1, and no drafter "
-                "with trees"
+                "with token trees"
             )
         return self._run(ids, cache, last, tree, masked=True)
 
     def _run(
         self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None, masked: bool = False
     ) -> Tensor:
-        """Run a pass and record its slots' positions. masked: Whether the pass needs position ids and a custom mask."""
+        """Run a pass, and record the positions of its slots. masked: Whether to pass position ids and a custom mask."""
         width = ids.shape[1]
         layout = self._layout(cache, width, tree) if masked else {}
         run: Any = self.model
@@ -277,14 +290,17 @@ class HFDecoder(Decoder):
         return logits
 
     def store_states(self, layer_states: LayerStates, rows: Tensor, places: Tensor) -> None:
-        """Store the states of the last pass. rows: Row indices, [B, 1]. places: Positions of the tokens, [B, T]."""
+        """Copy the states of the last pass to `layer_states`.
+
+        rows: Indices of the rows, [B, 1]. places: Positions of the tokens, [B, T].
+        """
         for layers in layer_states.ids:
             layer_states.store(
                 layers, self._states[layers].to(layer_states.states), (rows, slice(None), places)
             )
 
     def _layout(self, cache: HFCache, width: int, tree: Tree | None) -> dict[str, Any]:
-        """Return position ids and attention mask of a pass."""
+        """Return the arguments position_ids and attention_mask of a pass."""
         tree, used = tree or Tree.chain(width), torch.tensor(cache.used).unsqueeze(1)
         at = (used + tree.depth.cpu()).expand(len(used), -1)  # [B, T]
         old = (cache.position >= 0).unsqueeze(1).expand(-1, width, -1)
@@ -300,22 +316,23 @@ class HFDecoder(Decoder):
         return {"position_ids": at.to(self.device), "attention_mask": mask}
 
     def _added(self, seen: Tensor) -> Tensor:
-        """Return a bool mask as an addend of the attention scores, [B, 1, T, S + T]."""
+        """Convert a mask, bool [B, T, S + T], to numbers to add to the attention scores, [B, 1, T, S + T]."""
         mask = torch.zeros(seen.shape, dtype=self.model.dtype)
         return mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1).to(self.device)
 
     @property
     def trial(self) -> list[list[int]]:
-        """Return the rows of TRIAL with ids that the model has."""
+        """Return the token ids of TRIAL, reduced to ids of the model's vocabulary."""
         return [[token % self.vocab for token in row] for row in TRIAL]
 
     @cached_property
     @torch.inference_mode(False)
     @torch.no_grad()
     def masked(self) -> bool:
-        """Return whether the model computes rows of different lengths correctly, by a trial with two rows.
+        """Return whether the model accepts a custom attention mask, and so rows of different lengths and token trees.
 
-        Models with ALiBi, without an argument position_ids, or with other kinds of attention do not.
+        A trial with two rows decides. Without a trial, the result is False for models with ALiBi, without the argument
+        position_ids, or with other attention than full and sliding, and for decoders with one_length.
         """
         kinds = set(getattr(self.config, "layer_types", None) or [])
         counted = "position_ids" not in self.arguments
@@ -334,7 +351,7 @@ class HFDecoder(Decoder):
             cache.drop_unread()
             ids = torch.cat([first[:, 3:], second[:, 2:].repeat(1, 2)])
             found = self._run(ids, cache, 2, masked=True)
-        except Exception:  # models raise all kinds of errors on a custom mask
+        except Exception:  # models raise many types of errors on a custom mask
             return False
         expected = torch.cat(
             [self.forward_uncached(first, 1)[:, 0], self.forward_uncached(second, 1)[:, 0]]
@@ -342,7 +359,7 @@ class HFDecoder(Decoder):
         return self._agrees(torch.stack([found[0, 1], found[1, 0]]), expected)
 
     def _agrees(self, found: Tensor, expected: Tensor) -> bool:
-        """Return whether the logits of a trial are correct."""
+        """Return whether logits of a trial equal the expected logits up to rounding, see TRIAL_ERROR."""
         error = (found - expected).abs().max() / expected.abs().max()
         return bool(error < TRIAL_ERROR.get(self.model.dtype, 0.05))
 
@@ -356,7 +373,7 @@ class HFDecoder(Decoder):
 
 
 def _weight(module: Any) -> Tensor:
-    """Return a module's weight, read into memory if accelerate keeps it on disk."""
+    """Return a module's weight. A weight that accelerate keeps on disk is read into memory."""
     with align_module_device(module):
         return module.get_parameter("weight").detach()
 
@@ -364,10 +381,12 @@ def _weight(module: Any) -> Tensor:
 def keep_states(
     model: PreTrainedModel, layer_ids: Iterable[int], states: dict[int, Tensor]
 ) -> None:
-    """Add hooks to a model, so that every pass stores the states after these layers in `states`.
+    """Add hooks to a model, so that every pass stores its states in the dict `states`, by layer id.
+
+    layer_ids: Id i is the residual stream after i layers; id 0 is the input of the first layer.
 
     Raises:
-        UserError: The model's layers are not found.
+        UserError: draftlab does not find the layers of the model.
     """
     layers = decoder_layers(model)
 
@@ -388,7 +407,7 @@ def keep_states(
 def new_past(model: PreTrainedModel) -> DynamicCache:
     """Return an empty cache of transformers that can be rolled back."""
     past = DynamicCache(config=model.config)
-    # full caches, because a sliding-window cache drops old tokens and cannot roll back; the mask hides those tokens
+    # caches of all tokens, because a sliding-window cache drops old tokens and cannot roll back; the mask hides them
     past.layers = [
         DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer
         for layer in past.layers
@@ -397,16 +416,21 @@ def new_past(model: PreTrainedModel) -> DynamicCache:
 
 
 def has_layers(model: PreTrainedModel, kind: Any) -> bool:
-    """Return whether the cache of a model has a layer of a kind, such as RECURRENT."""
+    """Return whether a model's cache has a layer of a class, such as RECURRENT."""
     return any(isinstance(layer, kind) for layer in new_past(model).layers)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the layers of a model's decoder. Raises UserError: the model has no list of num_hidden_layers modules."""
+    """Return the list of a model's decoder layers.
+
+    Raises:
+        UserError: the model has no ModuleList of num_hidden_layers modules.
+    """
     count = model.config.get_text_config().num_hidden_layers
     for module in cast(nn.Module, model.get_decoder()).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UserError(
-        f"{type(model).__name__} has no list of {count} layers, whose states an EAGLE-3 head needs"
+        f"{type(model).__name__} has no ModuleList of its {count} layers, so draftlab cannot read the states that an "
+        "EAGLE-3 head needs"
     )

@@ -34,8 +34,8 @@ CONTEXT_NAMES = (
     "seq_length",
 )
 UNLIMITED = 1 << 30
-# Families whose forward pass is exactly that of llama.py, and whose tensors transformers never renames. Other families
-# share the layout but scale or gate other values. The scales of Granite are in llama.MULTIPLIERS.
+# Families whose forward pass is exactly that of llama.py, and whose tensors transformers never renames. Some other
+# families have the same tensors, but scale or gate values in the pass. Granite's scales are in llama.MULTIPLIERS.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
 NOT_CAUSAL = re.compile(
     r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|PreTraining)$"
@@ -65,22 +65,22 @@ BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A layout other than Hugging Face's, and the file or directory that draftlab import reads."""
+    """A file or directory that draftlab import can convert to a checkpoint: GGUF, .bin files or a PEFT adapter."""
 
     kind: Kind
     path: Path
 
     def advice(self) -> str:
-        """Return the end of a message that starts with 'PATH is': what it is, and the command that imports it."""
+        """Return the end of an error message that begins with "PATH is": the layout, and the command to import it."""
         out = self.path.stem if self.kind == "gguf" else f"{self.path.absolute().name}-imported"
         command = shlex.join(["draftlab", "import", str(self.path), "--out", out])
         return f"{NOUNS[self.kind]}; import it first: {command}"
 
 
 def other_layout(path: Path) -> Layout | None:
-    """Return the layout at a path that draftlab import reads, None for any other path.
+    """Return the Layout of a path if draftlab import can convert it, else None.
 
-    A directory with a single GGUF file counts as that file, and a .bin file as its directory.
+    A directory with one GGUF file and no other weights counts as the GGUF file. A .bin file counts as its directory.
     """
     if path.suffix == ".gguf":
         return Layout(kind="gguf", path=path)
@@ -97,7 +97,7 @@ def other_layout(path: Path) -> Layout | None:
 
 
 def refuse_other_layout(path: Path) -> None:
-    """Raises UserError: draftlab import has to convert the checkpoint first."""
+    """Raise UserError if a path is in a layout that draftlab import must convert first, see Layout."""
     layout = other_layout(path)
     if layout is not None:
         raise UserError(f"{path} is {layout.advice()}")
@@ -109,7 +109,7 @@ Length = Annotated[int, Field(ge=1, le=UNLIMITED, strict=True)]
 
 
 class _Rotary(BaseModel):
-    """Settings of rotary embeddings, at the top of config.json in old checkpoints."""
+    """Settings of rotary embeddings in rope_parameters or, in old checkpoints, at the top level of config.json."""
 
     rope_theta: Positive | None = None
     factor: Positive | None = None
@@ -125,12 +125,12 @@ class _Rotary(BaseModel):
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             a, b = getattr(self, low), getattr(self, high)
             if None not in (a, b) and a >= b:
-                raise ValueError(f"{low} is {a}, and {high} is {b}; want more")
+                raise ValueError(f"{low} is {a}, but must be below {high}, which is {b}")
         return self
 
 
 class _Config(_Rotary):
-    """Settings of config.json that no size of a tensor contradicts. Other settings are not checked."""
+    """Settings of config.json that are checked here, because a wrong value would contradict no tensor's size."""
 
     max_position_embeddings: Length | None = None
     sliding_window: Length | None = None
@@ -143,7 +143,7 @@ def read_config(directory: Path) -> dict[str, object]:
     """Return the content of config.json.
 
     Raises:
-        UserError: the file cannot be read, is not an object, or has a setting with which no model computes.
+        UserError: the file cannot be read or is no JSON object, or a setting has an impossible value.
     """
     config: dict[str, object] = _number(read_object(directory / CONFIG))
     check_config(config, directory / CONFIG)
@@ -151,7 +151,7 @@ def read_config(directory: Path) -> dict[str, object]:
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:
-    """Raises UserError: a setting of config.json, or of its text_config, is one with which no model computes."""
+    """Raise UserError if a setting of config.json, or of its text_config, has an impossible value."""
     with reading(file):
         for part in (config, config.get("text_config")):
             if not isinstance(part, dict):
@@ -166,7 +166,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _number(value: Any) -> Any:
-    """Return a value of config.json with floats for transformers' {"__float__": ...}, such as infinities."""
+    """Return a JSON value with floats in place of transformers' {"__float__": "Infinity"}."""
     if isinstance(value, list):
         return [_number(item) for item in value]
     if not isinstance(value, dict):
@@ -177,14 +177,14 @@ def _number(value: Any) -> Any:
 
 
 def text_config(directory: Path) -> dict[str, object]:
-    """Return the content of config.json, for a multimodal model its text_config."""
+    """Return the content of config.json or, for a multimodal model, its text_config."""
     config = read_config(directory)
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
 
 def check_causal(directory: Path) -> None:
-    """Raises UserError: config.json names an encoder or an encoder-decoder model."""
+    """Raise UserError if config.json is that of an encoder or an encoder-decoder model."""
     config = read_config(directory)
     kind, names = str(config.get("model_type")), config.get("architectures")
     named = (
@@ -196,17 +196,17 @@ def check_causal(directory: Path) -> None:
     if config.get("is_encoder_decoder") or encoder:
         reads = "an encoder and a decoder" if config.get("is_encoder_decoder") else "an encoder"
         raise UserError(
-            f"{directory} is {reads} ({named or kind}), but must be a causal language model (...ForCausalLM)"
+            f"{directory} is {reads} ({named or kind}), but draftlab needs a causal language model (...ForCausalLM)"
         )
 
 
 def is_quantised(config: dict[str, object]) -> bool:
-    """Return whether the weights are quantised in a format of transformers; MLX's format is not."""
+    """Return whether the weights are quantised in a format of transformers. MLX's format is not one of these."""
     return config.get("quantization_config") is not None
 
 
 def quantization_method(config: dict[str, object]) -> str | None:
-    """Return the quantisation method, such as awq, gptq, bitsandbytes, fp8 or mlx; None for unquantised weights."""
+    """Return the quantisation method, such as awq, gptq, fp8 or mlx, or None for unquantised weights."""
     # MLX writes "quantization"
     quantization = config.get("quantization_config") or config.get("quantization")
     default = "unnamed" if is_quantised(config) else "mlx"
@@ -219,19 +219,19 @@ def quantization_method(config: dict[str, object]) -> str | None:
 
 
 def check_unquantised(directory: Path, config: dict[str, object]) -> None:
-    """Raises UserError: the weights are quantised, which neither pruning nor the engine reads."""
+    """Raise UserError if the weights are quantised: pruning and draftlab's engine need unquantised weights."""
     if (method := quantization_method(config)) is not None:
         raise quantised(directory, method)
 
 
 def quantised(directory: Path, how: str) -> Quantised:
     return Quantised(
-        f"{directory} is quantised ({how}), and this needs unquantised weights; name the original checkpoint"
+        f"{directory} is quantised ({how}), but this needs unquantised weights; use the original checkpoint"
     )
 
 
 def vocab_size(directory: Path) -> int:
-    """Return the width of the logits, padding included. Raises UserError: config.json has no vocab_size."""
+    """Return the width of the logits, including padding. Raises UserError: config.json has no vocab_size."""
     size = text_config(directory).get("vocab_size")
     if not isinstance(size, int):
         raise UserError(f"{directory}/config.json has no vocab_size")
@@ -239,37 +239,37 @@ def vocab_size(directory: Path) -> int:
 
 
 def max_model_len(directory: Path, default: int = UNLIMITED) -> int:
-    """Return the length of the longest text, in tokens. default: Length if config.json has none."""
+    """Return the length in tokens of the longest text that the model reads. default: Result if config.json has none."""
     config = text_config(directory)
     lengths = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)]
     return int(str(lengths[0])) if lengths else default
 
 
 def check_length(model: Path | None, seq_len: int) -> None:
-    """Raises UserError: seq_len is longer than a checkpoint's context."""
+    """Raise UserError if seq_len exceeds the context of a checkpoint. Without a checkpoint, do nothing."""
     if model is not None and seq_len > max_model_len(model):
         raise UserError(f"--seq-len {seq_len}: {model} reads at most {max_model_len(model)} tokens")
 
 
 def eos_ids(directory: Path) -> set[int]:
-    """Return the eos ids of config.json and generation_config.json. Raises UserError: a value is no id."""
+    """Return the eos ids of config.json and generation_config.json. Raises UserError: an eos_token_id is no integer."""
     ids: set[int] = set()
     for file in (directory / CONFIG, directory / GENERATION):
         value = read_object(file).get("eos_token_id") if file.is_file() else None
         with reading(f"{file}: eos_token_id"):
             several = value if isinstance(value, list) else [] if value is None else [value]
             ids.update(TypeAdapter(list[int]).validate_python(several, strict=True))
-    return {i for i in ids if i >= 0}  # old checkpoints write -1 for none
+    return {i for i in ids if i >= 0}  # in old checkpoints, -1 stands for no id
 
 
 def check_has_tokenizer(directory: Path) -> None:
-    """Raises UserError: the directory has no tokenizer. transformers would create an empty tokenizer."""
+    """Raise UserError if the directory has no tokenizer. transformers would instead create an empty tokenizer."""
     if not any((directory / name).is_file() for name in VOCABULARY_FILES):
-        raise UserError(f"{directory} has no tokenizer: no {', '.join(VOCABULARY_FILES)}")
+        raise UserError(f"{directory} has no tokenizer: none of {', '.join(VOCABULARY_FILES)}")
 
 
 def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
-    """Return the token ids of a trimmed head (trimmed_head.py), ascending, or None if the head has all ids.
+    """Return the token ids of a trimmed LM head (trimmed_head.py), ascending, or None if the head is not trimmed.
 
     Raises:
         UserError: head_ids.json is not an ascending list of ids below vocab.
@@ -290,15 +290,15 @@ def write_head_ids(directory: Path, ids: Sequence[int]) -> None:
 
 
 def check_head_size(size: int, vocab: int, special: int = 0) -> None:
-    """Raises UserError: `size` is not between the number of special ids and the vocabulary size."""
+    """Raise UserError unless special < size < vocab. size: Number of ids to keep. special: Number of special ids."""
     if not special < size < vocab:
         raise UserError(
-            f"--vocab {size}: give more ids than the {special} special ids, and fewer than all {vocab:,}"
+            f"--vocab {size}: the number of ids must be above {special} (the special ids) and below {vocab:,} (all ids)"
         )
 
 
 def check_trimmable(draft: Path, size: int) -> None:
-    """Raises UserError: the draft's head is trimmed already, or is not larger than `size`."""
+    """Raise UserError if a draft's LM head is trimmed already, or has no more than `size` ids."""
     vocab = vocab_size(draft)
     check_head_size(size, vocab)
     if (ids := read_head_ids(draft, vocab)) is not None:
@@ -309,7 +309,7 @@ def check_trimmable(draft: Path, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The file, shape and dtype of a tensor. stored: Name of the dtype in safetensors."""
+    """The file, shape and dtype of a tensor. stored: Name of the dtype in safetensors, such as BF16."""
 
     file: Path
     shape: tuple[int, ...]
@@ -321,7 +321,7 @@ class Header:
 
 
 def read_headers(directory: Path) -> dict[str, Header]:
-    """Return the headers of a checkpoint's tensors by name, without the buffers that transformers ignores.
+    """Return the header of each tensor of a checkpoint by name. Buffers that transformers ignores are left out.
 
     Raises:
         UserError: a file is missing, truncated or not safetensors; a tensor is missing or stored twice.
@@ -354,12 +354,12 @@ def read_headers(directory: Path) -> dict[str, Header]:
 
 
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:
-    """Return the files of a checkpoint's weights: model.safetensors, else the files of the index, as transformers does.
+    """Return the weight files of a checkpoint, each with the names of the tensors to read from it, or None for all.
 
-    The value of a file is the set of tensor names that the index assigns to it, or None for all tensors.
+    As in transformers, these are model.safetensors or, if it is missing, the files in the index.
 
     Raises:
-        UserError: there are no weights, or the index is broken or names a missing file.
+        UserError: there are no weights, the index cannot be read, or a file in the index is missing.
     """
     if (directory / SINGLE).is_file():
         return {directory / SINGLE: None}
@@ -374,13 +374,13 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(
-            f"{directory} has no {missing[0]}, which its {INDEX} names; download the checkpoint again"
+            f"{directory} has no {missing[0]}, which is listed in its {INDEX}; download the checkpoint again"
         )
     return files
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return the file name of each tensor in an index. Raises UserError: the file is not an index."""
+    """Return the file of each tensor, by the tensor's name, from an index. Raises UserError: `file` is no index."""
     with reading(f"{file}: weight_map"):
         return TypeAdapter(dict[str, str]).validate_python(
             read_object(file).get("weight_map"), strict=True
@@ -389,7 +389,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def _headers(file: Path, modified: int, size: int) -> Mapping[str, Header]:
-    """Return the headers of a file's tensors by name. The cache is keyed on modification time and size."""
+    """Return the header of each tensor in a file. modified, size: Keys of the cache; a changed file is read again."""
     from safetensors import safe_open
 
     with reading(file), safe_open(file, framework="np") as handle:

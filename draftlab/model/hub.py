@@ -1,4 +1,4 @@
-"""Checkpoints by name: embedded models, directories and the Hugging Face hub; names of data sources. No torch."""
+"""Find checkpoints by name: embedded models, directories, the Hugging Face hub. Check names of data. No torch."""
 
 import functools
 import re
@@ -33,12 +33,12 @@ PLAIN = [
     "vocab.txt",
 ]  # configuration and tokenizer
 TIMEOUT_SECONDS = 3
-HEADS = ("eagle", "peagle", "dflash", "dspark")  # kinds of heads that draftlab computes
+HEADS = ("eagle", "peagle", "dflash", "dspark")  # kinds of heads that draftlab supports
 MASK_FIELDS = {
     "mask_token_id",
     "pard_token",
     "ptd_token_id",
-}  # id of the mask token, as vLLM reads it
+}  # fields of config.json that may have the mask token's id; vLLM reads any of them
 IMPORTED = "draftlab import NAME converts .bin files and adapters of this name, or a GGUF file that you download"
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
 ROW_FILES = (".json", ".jsonl", ".parquet")
@@ -52,16 +52,19 @@ ROUNDED = (
     "q5_0",
     "q4_1",
     "q4_0",
-)  # types of a GGUF file's matrices
+)  # GGUF types to which weights can be rounded
 
 
 def locate(name: str | Path, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint: an embedded model (``tiny``), a directory, or a download from the hub.
+    """Return the directory of a checkpoint. A checkpoint on the Hugging Face hub is downloaded.
 
-    A hub name is OWNER/NAME or OWNER/NAME@REVISION. weights=False downloads configuration and tokenizer only.
+    Args:
+        name: Name of an embedded model (``tiny``), a directory, or a hub name: OWNER/NAME or OWNER/NAME@REVISION.
+        weights: Whether weight files are needed. If False, only configuration and tokenizer are downloaded.
 
     Raises:
-        UserError: there is no such checkpoint, or its weights are missing or in another layout.
+        UserError: there is no such checkpoint, it is no causal language model, or its weights are missing or in
+            another layout.
     """
     path = Path(name)
     embedded = sorted(p.name for p in EMBEDDED.iterdir() if p.is_dir())
@@ -70,7 +73,7 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
             refuse_other_layout(path)
-            raise UserError(f"{path} has no config.json and so is not a checkpoint")
+            raise UserError(f"{path} is not a checkpoint, because it has no config.json")
         check_causal(path)
         if weights:
             weight_files(path)
@@ -86,9 +89,11 @@ def locate(name: str | Path, weights: bool = True) -> Path:
 
 
 def local(name: str | Path, weights: bool = False) -> Path | None:
-    """Return the directory of a checkpoint on this disk, or None for a hub name. The hub is not asked.
+    """Return the directory of a checkpoint on this disk, or None for a hub name, without a request to the hub.
 
-    A name may end in @TYPE, a type of rounded weights. weights: Also require the weight files.
+    Args:
+        name: Name as in locate. It may end in @TYPE, a GGUF type such as q8_0, which is ignored.
+        weights: Whether the weight files of a checkpoint on this disk are needed.
 
     Raises:
         UserError: the errors of locate.
@@ -104,10 +109,12 @@ def _is_hub_name(name: str) -> bool:
 
 
 def import_source(name: str) -> Layout:
-    """Return the layout at a path, or in a hub repository, whose .bin files or adapter are downloaded.
+    """Return the Layout of a checkpoint to import: a path, or a hub repository with .bin files or an adapter.
+
+    The files of a hub repository are downloaded.
 
     Raises:
-        UserError: there is no such path, no layout that draftlab import reads, or the download failed.
+        UserError: there is no such path, draftlab import cannot convert it, or the download failed.
     """
     path = Path(name)
     if not path.exists() and _is_hub_name(name):
@@ -115,21 +122,21 @@ def import_source(name: str) -> Layout:
         path = _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
     layout = other_layout(path) if path.exists() else None
     if layout is None:
-        raise UserError(f"{path} cannot be imported: it is not {', '.join(NOUNS.values())}")
+        raise UserError(f"{path} cannot be imported: it is none of: {', '.join(NOUNS.values())}")
     return layout
 
 
 def checkpoint_name(directory: Path) -> str:
-    """Return the name of a checkpoint: the directory's name or, in the hub's cache, the repository's name."""
+    """Return a name for a checkpoint: its directory's name or, in the hub's cache, its repository's name."""
     if directory.parent.name == "snapshots":
         return directory.parent.parent.name.rpartition("--")[2]
     return directory.absolute().name
 
 
 def head_kind(name: str | Path) -> str | None:
-    """Return the kind of a head whose config.json is in a directory, or None for a whole model.
+    """Return the kind of the head that a directory's config.json describes, or None if it describes no head.
 
-    The kind is a drafter of draftlab, or a kind that draftlab does not compute. The head may be broken.
+    The result may be a kind that draftlab does not support (not in HEADS). Nothing but config.json is checked.
     """
     try:
         content = read_object(Path(name) / "config.json")
@@ -151,28 +158,36 @@ def head_kind(name: str | Path) -> str | None:
 
 
 def known_head(name: str | Path) -> str | None:
-    """Return the drafter of a head, or None for a whole model. Raises UserError: draftlab does not compute the kind."""
+    """Return the kind of head in a directory, one of HEADS, or None if the directory has no head.
+
+    Raises:
+        UserError: draftlab does not support this kind of head.
+    """
     kind = head_kind(name)
     if kind == "mtp":
         raise UserError(
-            f"{name} is an MTP head, a layer of its target's own kind, which draftlab does not compute; vLLM serves it "
-            "(method mtp), and score --server with --speculative-server measures it there"
+            f"{name} is an MTP head, which draftlab does not support; serve it with vLLM (method mtp), and measure it "
+            "there with score --server and --speculative-server"
         )
     if kind not in (None, *HEADS):
-        raise UserError(f"{name} is a {kind} head; draftlab computes {', '.join(HEADS)}")
+        raise UserError(
+            f"{name} is a head of kind {kind}, but draftlab supports only {', '.join(HEADS)}"
+        )
     return kind
 
 
 def check_head(name: str | Path, kind: str) -> None:
-    """Raises UserError: the directory has no head of this kind."""
+    """Raise UserError if config.json in a directory does not describe a head of this kind."""
     found = known_head(name)
     if found != kind:
-        instead = f"it is a {found} head: --drafter {found}:heads={name}" if found else "it is none"
-        raise UserError(f"{name} is no {kind} head; by its config.json {instead}")
+        instead = f"{found} head; use --drafter {found}:heads={name}" if found else "no head"
+        raise UserError(f"{name} is not a head of kind {kind}; its config.json says: {instead}")
 
 
 def check_data(mixture: str) -> str:
-    """Return the mixture after a check of its sources.
+    """Check that the sources of a mixture can be read, and return the mixture.
+
+    mixture: Text of --data, SOURCE=WEIGHT,SOURCE=WEIGHT.
 
     Raises:
         UserError: a local source cannot be read, or a source is on the hub and the hub cannot be reached.
@@ -181,14 +196,18 @@ def check_data(mixture: str) -> str:
     reason = offline_reason() if on_hub else None
     if reason:
         raise UserError(
-            f"data {on_hub[0]!r} is on the hub, which cannot be reached ({reason}); use local text: --data FILE, "
-            "a folder, or stdlib"
+            f"data {on_hub[0]!r} is on the hub, which cannot be reached ({reason}); use local text: --data with a "
+            "file, a folder, or stdlib"
         )
     return mixture
 
 
 def check_local_data(mixture: str) -> list[str]:
-    """Return the sources of a mixture that are on the hub. Raises UserError: a local source cannot be read."""
+    """Check the local sources of a mixture, and return its other sources, which are on the hub.
+
+    Raises:
+        UserError: a local source cannot be read.
+    """
     names = source_names(mixture)
     for name in names:
         if name not in (*BUILT_IN_TEXT, "") and not name.startswith("hf:"):
@@ -197,12 +216,15 @@ def check_local_data(mixture: str) -> list[str]:
 
 
 def source_names(mixture: str) -> list[str]:
-    """Return the sources in SOURCE=WEIGHT,SOURCE=WEIGHT, without a check of the weights."""
+    """Return the sources of a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT. The weights are not checked."""
     return [part.strip().partition("=")[0] for part in mixture.split(",")]
 
 
 def split_column(source: str) -> tuple[str, str | None, str]:
-    """Return set, column and domain of SET#COLUMN or SET#COLUMN:DOMAIN. The column is None for other sources."""
+    """Split a source SET#COLUMN or SET#COLUMN:DOMAIN into data set, column, and domain.
+
+    Without :DOMAIN the domain is "". The column of a source in another form is None.
+    """
     name, _, rest = source.partition("#")
     if not rest or not (name.startswith("hf:") or Path(name).suffix in ROW_FILES):
         return source, None, ""
@@ -211,22 +233,22 @@ def split_column(source: str) -> tuple[str, str | None, str]:
 
 
 def is_on_disk(source: str) -> bool:
-    """Return whether a source is a file or folder."""
+    """Return whether a source is a file or folder on this disk. A #COLUMN in its name is ignored."""
     return Path(split_column(source)[0]).exists()
 
 
 def check_local_text(source: str) -> None:
-    """Raises UserError: there is no such file or folder, or the file has no suffix of text."""
+    """Raise UserError if a source is neither a file nor a folder, or is a file of a type that cannot be read."""
     path = Path(split_column(source)[0])
     if not path.exists():
         hint = did_you_mean(source, BUILT_IN_TEXT)
         raise UserError(
-            f"data {source!r}: there is no built-in source, file or folder of this name{hint}"
+            f"data {source!r}: there is no built-in source, file or folder with this name{hint}"
         )
     if path.is_file() and path.suffix not in TEXT_SUFFIXES:
-        suffix = path.suffix or "a file without suffix"
+        suffix = path.suffix or "'' (no suffix)"
         raise UserError(
-            f"data {source!r}: files of type {suffix} cannot be read; use {', '.join(TEXT_SUFFIXES)}"
+            f"data {source!r}: files of type {suffix} cannot be read; use one of {', '.join(TEXT_SUFFIXES)}"
         )
 
 
@@ -259,7 +281,7 @@ def _from_hub(name: str, weights: bool) -> Path:
     repo, _, revision = name.partition("@")
     directory = _fetch(repo, revision, PLAIN, ["*/*"])
     if not (directory / "config.json").is_file():
-        raise UserError(f"{name} has no config.json and so is not a checkpoint; {IMPORTED}")
+        raise UserError(f"{name} is not a checkpoint, because it has no config.json; {IMPORTED}")
     check_causal(directory)
     if not weights or (directory / SINGLE).is_file():
         return directory
@@ -279,9 +301,14 @@ def _fetch(
     *,
     announced: bool = False,
 ) -> Path:
-    """Return the local directory of a hub repository, with the files that match the patterns.
+    """Download the files of a hub repository that match `patterns` and are not in the hub's cache.
 
-    announced: Whether to print the size and directory of a download, and to show its progress on a terminal.
+    Args:
+        revision: Branch, tag or commit. "" is the default branch.
+        ignored: Patterns of files to leave out.
+        announced: Whether to print the size and directory of a download, and to show its progress on a terminal.
+
+    Returns: The repository's directory in the hub's cache.
 
     Raises:
         UserError: the files are not in the hub's cache and cannot be downloaded.
@@ -316,8 +343,8 @@ def _fetch(
         reason = f"the repository is gated: request access at {constants.ENDPOINT}/{repo}, then run hf auth login"
     except errors.LocalEntryNotFoundError as error:
         reason = (
-            f"the hub cannot be reached ({offline or one_line(error.__cause__ or error, 160)}), and the local "
-            "cache lacks files; name a directory, or start with draftlab init --preset tiny"
+            f"the hub cannot be reached ({offline or one_line(error.__cause__ or error, 160)}), and its cache on this "
+            "disk lacks files; use a directory, or start with draftlab init --preset tiny"
         )
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {one_line(error, 160)}"
@@ -327,13 +354,21 @@ def _fetch(
 
 
 def locate_model(name: str, weights: bool = True) -> Path:
-    """Return the directory of a complete model, see locate. Raises UserError: see locate; or the name is a head."""
+    """Return the directory of a complete model, see locate.
+
+    Raises:
+        UserError: the errors of locate, or the directory has only a head.
+    """
     _refuse_head(name)
     return locate(name, weights)
 
 
 def locate_tokenizer(name: str) -> Path:
-    """Return a directory with a tokenizer, with or without a model. Raises UserError: there is no tokenizer."""
+    """Return the directory of a tokenizer. It may be in a checkpoint, an embedded model or a hub repository.
+
+    Raises:
+        UserError: there is no tokenizer in the directory `name`, or no checkpoint with this name.
+    """
     if not Path(name).is_dir():
         return locate(name, weights=False)
     check_has_tokenizer(Path(name))
@@ -341,12 +376,12 @@ def locate_tokenizer(name: str) -> Path:
 
 
 def check_whole(name: str, weights: bool) -> None:
-    """Check that a name is a complete model on this disk, or a hub name. The hub is not asked.
+    """Check that a complete model with this name is on this disk. A hub name always passes; the hub is not asked.
 
-    weights: Also require the weight files of a local checkpoint.
+    weights: Whether the weight files of a checkpoint on this disk are needed.
 
     Raises:
-        UserError: the name is a head, or a local checkpoint is missing.
+        UserError: the directory has only a head, or there is no such checkpoint.
     """
     _refuse_head(name)
     local(name, weights)
@@ -355,16 +390,16 @@ def check_whole(name: str, weights: bool) -> None:
 def _refuse_head(name: str) -> None:
     if kind := known_head(name):
         raise UserError(
-            f"{name} has heads on a target, and is not a complete model; use draftlab score --drafter "
+            f"{name} has only a head for a target, not a complete model; use draftlab score --drafter "
             f"{kind}:heads={name}"
         )
 
 
 def check_rounded(*drafts: str) -> None:
-    """Raises UserError: a draft is DRAFT@TYPE with a directory on this disk, and TYPE is no type of GGUF files."""
+    """Raise UserError if a draft is DIRECTORY@TYPE, and TYPE is not in ROUNDED, the GGUF types of rounded weights."""
     for name in drafts:
         kind = name.rpartition("@")[2]
         if kind not in (name, *ROUNDED) and not Path(name).exists() and local(name) is not None:
             raise UserError(
-                f"--draft {name}: there is no GGUF type of this name after @{did_you_mean(kind, ROUNDED)}"
+                f"--draft {name}: {kind!r} after the @ is not a GGUF type{did_you_mean(kind, ROUNDED)}"
             )

@@ -1,7 +1,8 @@
 """LLaMA-like decoders with a static cache, for inference, built from Hugging Face tensors.
 
-B rows, T new tokens, S cached + new, H query heads in K groups of G, C head_dim, D hidden, V vocab. Each row of a batch
-has its own length. A cache is rolled back by lowering ``Cache.used``: later positions are overwritten, never read.
+B rows, T new tokens, S cached + new, H query heads in K groups of G (one KV head per group), C head_dim, D hidden, V
+vocab. Each row of a batch has its own length. A cache is rolled back by lowering ``Cache.used``: later positions are
+overwritten, never read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,31 +34,43 @@ from draftlab.reading import reading
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """The residual stream after A layers at each position. ids: A layers, ascending. states: [B, capacity, A D]."""
+    """States of A layers at each position of a cache.
+
+    Args:
+        ids: Ids of the layers, ascending. Id i is the residual stream after i layers.
+        states: The concatenated states of these layers, [B, capacity, A D].
+    """
 
     ids: tuple[int, ...]
     states: Tensor
 
     def store(self, layers: int, x: Tensor, slots: "tuple[slice | Tensor, ...]") -> None:
-        """Store x [B, T, D], the residual stream after `layers` layers, if in ids. slots: See AttentionMetadata."""
+        """Store x [B, T, D], the residual stream after `layers` layers, if `layers` is in ids.
+
+        slots: See AttentionMetadata.
+        """
         if layers in self.ids:
             at = self.ids.index(layers) * x.shape[-1]
             self.states[slots[0], slots[2], at : at + x.shape[-1]] = x
 
     def rows(self, mask: Tensor) -> "LayerStates":
-        """Return the states of the rows in a mask, bool [B]."""
+        """Return the LayerStates of only the rows in a mask, bool [B]."""
         return LayerStates(self.ids, self.states[mask])
 
     def keep(self, row: int, at: int, path: Sequence[int]) -> None:
-        """Replace positions, see Cache.keep."""
+        """Keep the states of accepted drafted tokens, see Cache.keep."""
         self.states[row, at : at + len(path)] = self.states[row, [at + i for i in path]]
 
 
 @dataclass(slots=True)
 class Cache:
-    """Keys and values, [layers, B, K, capacity, C] each; the first ``used`` positions of each row are valid, [B].
+    """A KV cache. Only the first ``used[row]`` positions of a row are valid.
 
-    layer_states: States of the layers that a drafter reads, stored if set.
+    Args:
+        keys: [layers, B, K, capacity, C].
+        values: [layers, B, K, capacity, C].
+        used: [B]. Default: 0 for each row.
+        layer_states: Where passes store the states of the layers that a drafter reads. None: they are not stored.
     """
 
     keys: Tensor
@@ -73,7 +86,11 @@ class Cache:
         return self.keys.shape[3]
 
     def keep(self, row: int, at: int, path: Sequence[int]) -> None:
-        """Replace the positions from `at` on by the positions at + i for each i in path, in that order."""
+        """Keep the accepted drafted tokens of a row, and drop its other drafted tokens.
+
+        at: Position of the first drafted token. path: Indices of the accepted tokens among the drafted tokens. The
+        token at position at + path[j] moves to position at + j.
+        """
         end = at + len(path)
         if list(path) != list(range(len(path))):
             for cached in (self.keys, self.values):
@@ -83,7 +100,7 @@ class Cache:
         self.used[row] = end
 
     def rows(self, mask: Tensor) -> "Cache":
-        """Return a cache of the rows in a mask, bool [B]."""
+        """Return a copy of the cache with only the rows in a mask, bool [B]."""
         used = [used for used, keep in zip(self.used, mask.tolist(), strict=True) if keep]
         layers = self.layer_states and self.layer_states.rows(mask)
         return Cache(self.keys[:, mask], self.values[:, mask], used, layers)
@@ -91,10 +108,10 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Weights of one layer. q, k and v are stacked for a single product, gate and up for another.
+    """Weights of one layer. q, k and v are stacked to one matrix, and so are gate and up.
 
-    attention_norm and mlp_norm normalise the outputs of attention and MLP. They replace input_norm and post_norm in
-    OLMo 2.
+    input_norm and post_norm normalise the inputs of attention and MLP; attention_norm and mlp_norm normalise their
+    outputs. OLMo 2 has only norms of outputs, other models only norms of inputs.
     """
 
     input_norm: Tensor | None  # [D]
@@ -113,11 +130,12 @@ class Block:
 
 
 class Llama(Decoder):
-    """Weights, rotary tables, and a forward pass over a static cache."""
+    """A LLaMA-like model that runs in draftlab's own engine, with a static cache."""
 
     hidden_norm: Tensor | None = None  # belongs to an EAGLE-3 head (eagle_llama.py)
-    norm_before_residual = False
-    window: int | None = None  # latest tokens that attention reads, its own included; None: all
+    norm_before_residual = False  # belongs to an EAGLE-3 head
+    # sliding window: number of latest tokens that attention reads, with the token itself; None: all
+    window: int | None = None
 
     def __init__(
         self,
@@ -128,13 +146,19 @@ class Llama(Decoder):
         eps: float,
         context: int,
     ) -> None:
-        """inv_freq: Rotary frequencies, [C / 2]. rope_scale: Factor of both rotary tables. context: Longest S."""
+        """Make a model from weights by name.
+
+        Args:
+            inv_freq: Rotary frequencies, [C / 2].
+            rope_scale: Factor of the rotary tables cos and sin.
+            context: Length in tokens of the longest text.
+        """
         self.shape, self.eps, self.context = shape, eps, context
         names = shape.names()
         self.embed = weights[names["embed"]]
         self.head = self.embed if shape.tied else weights[names["head"]]
         self.head_ids: Tensor | None = None
-        self.pard_token: int | None = None  # belongs to a parallel draft (model/parallel.py)
+        self.pard_token: int | None = None  # mask token of a parallel draft (model/parallel.py)
         self.norm = weights[names["norm"]]
         self.blocks = [_block(shape, weights, layer) for layer in range(shape.layers)]
         self.cos, self.sin = rotary_tables(inv_freq, rope_scale, context, self.embed)
@@ -160,16 +184,19 @@ class Llama(Decoder):
         return self.shape.kv_bytes_per_token(self.embed.itemsize)
 
     def trim_head(self, ids: list[int]) -> None:
-        """Reduce the output head to some token ids; the logits of all other ids become -inf."""
+        """Reduce the LM head to the token ids `ids`. The logits of all other ids become -inf."""
         self.head_ids = torch.tensor(ids, device=self.device)
         self.head = self.head[self.head_ids]
 
     def expand_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits of a trimmed head as logits of all ids, [..., V]."""
+        """Return the logits of a trimmed LM head as logits of all ids, [..., V], with -inf for the missing ids.
+
+        Logits of a head that is not trimmed are returned as they are.
+        """
         return logits if self.head_ids is None else spread(logits, self.head_ids, self.shape.vocab)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
-        """Return an empty cache for rows of at most capacity tokens.
+        """Return an empty cache for `rows` texts of at most `capacity` tokens each.
 
         Raises:
             UserError: capacity exceeds the model's context.
@@ -180,15 +207,17 @@ class Llama(Decoder):
         return Cache(self.embed.new_zeros(size), self.embed.new_zeros(size))
 
     def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
-        """Return empty LayerStates of the layers in `ids` for every position of a cache."""
+        """Return empty LayerStates for every position of a cache. ids: Ids of the layers, see LayerStates."""
         rows, capacity = cache.keys.shape[1], cache.capacity
         return LayerStates(ids, self.embed.new_zeros(rows, capacity, len(ids) * self.shape.hidden))
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """Append ids [B, T] to the cache; return their logits, [B, T, V] or, for the last tokens alone, [B, last, V].
+        """Append ids [B, T] to the cache, and return their logits, [B, T, V].
 
-        tree: Tree of the T tokens; by default each token follows the token before.
+        Args:
+            last: If not 0, return only the logits of the last tokens, [B, last, V].
+            tree: Token tree of the T tokens. Default: each token follows the token before it.
 
         Raises:
             ValueError: the tokens do not fit the cache.
@@ -209,7 +238,10 @@ class Llama(Decoder):
         last: int,
         layer_states: LayerStates | None = None,
     ) -> Tensor:
-        """Run a pass and return the logits of the last tokens, [B, last, V]. layer_states: See Cache."""
+        """Run a pass over ids [B, T], and return the logits of the last tokens, [B, last, V], or of all if last is 0.
+
+        keys, values, layer_states: Those of a Cache, to which the pass writes.
+        """
         x = F.embedding(ids, self.embed)  # [B, T, D]
         with pinned_backends(self.device):
             for layer, block in enumerate(self.blocks):
@@ -256,9 +288,12 @@ class Llama(Decoder):
     def attention_metadata(
         self, used: Tensor, width: int, end: int, tree: Tree | None = None
     ) -> AttentionMetadata:
-        """Return the metadata of a pass. used: Cached tokens of each row, [B, 1]. width: T. end: S."""
+        """Return the metadata of a pass whose rows may have different lengths.
+
+        used: Number of cached tokens of each row, [B, 1]. width: T. end: S.
+        """
         own = tree or Tree.chain(width, used.device)
-        # [B, 1, S], the index of the new token at each position
+        # [B, 1, S]: at each position, the index among the new tokens
         new = (torch.arange(end, device=used.device) - used).unsqueeze(1)
         among = own.mask.expand(len(used), width, width).gather(
             2, new.clamp(0, width - 1).expand(-1, width, -1)
@@ -280,7 +315,7 @@ class Llama(Decoder):
         return AttentionMetadata(cos, sin, mask, (rows, slice(None), slots), end, folded)
 
     def _folded_mask(self, attended: Tensor) -> Tensor:
-        """Return the mask of folded heads as an addend of the scores, [B, 1, G T, S]."""
+        """Convert a mask, bool [B, 1, T, S], to numbers to add to the scores of folded heads, [B, 1, G T, S]."""
         bias = torch.zeros(attended.shape, dtype=self.embed.dtype, device=attended.device)
         return bias.masked_fill_(~attended, -torch.inf).repeat(
             1, 1, self.shape.heads // self.shape.kv_heads, 1
@@ -314,14 +349,14 @@ class Llama(Decoder):
         return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)
 
     def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return normed queries or keys [B, H, T, C]. whole_qk_norm has one norm over all heads."""
+        """Return x, queries or keys [B, H, T, C], after RMSNorm per head or, with whole_qk_norm, over all heads."""
         if not self.shape.whole_qk_norm:
             return rms_norm(x, weight, self.eps)
         whole = rms_norm(x.transpose(1, 2).flatten(2), weight, self.eps)  # [B, T, H C]
         return whole.unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
-# Multipliers in config.json, and the roles of the weights that each of them multiplies.
+# Multipliers in Granite's config.json, each with the roles of the weights that it multiplies.
 MULTIPLIERS: dict[str, tuple[str, ...]] = {
     "embedding_multiplier": ("embed",),
     "attention_multiplier": ("q", "q_bias"),  # replaces 1 / sqrt(C)
@@ -331,12 +366,12 @@ MULTIPLIERS: dict[str, tuple[str, ...]] = {
 
 
 class Multiplied(Mapping[str, Tensor]):
-    """A model's weights. Some are multiplied by factors of config.json when they are read (Granite)."""
+    """Weights by name, of which some are multiplied on access by a factor from config.json (Granite)."""
 
     def __init__(
         self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]
     ) -> None:
-        """shape: Shape of the model, untied, so that the head can differ from the embedding."""
+        """Wrap weights. shape: The model's shape with tied=False, because head and embedding have different factors."""
         self.weights, self.embed = weights, shape.names()["embed"]
         self.factors: dict[str, float] = {}
         for key, roles in MULTIPLIERS.items():
@@ -362,22 +397,23 @@ class Multiplied(Mapping[str, Tensor]):
 
 
 def check_supported(directory: Path) -> Shape:
-    """Return the shape of a checkpoint that this decoder runs, without reading weights.
+    """Check that draftlab's engine runs a checkpoint, and return its shape. Weights need not be downloaded.
 
     Raises:
-        UserError: files are broken.
-        OtherArchitecture: the engine does not run this architecture or rotary scheme.
+        UserError: files are broken, or the weights are quantised.
+        OtherArchitecture: the engine does not support the architecture, activation or rotary scaling.
     """
     return _supported(directory)[0]
 
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Llama:
-    """Load a checkpoint. Raises UserError: the errors of check_supported."""
+    """Load a checkpoint into draftlab's engine. Raises UserError: the errors of check_supported."""
     shape, config, (inv_freq, scale) = _supported(directory)
     context = int(str(config.get("max_position_embeddings", 2048)))
     window = config.get("sliding_window")
     if isinstance(window, int) and config.get("use_sliding_window", True):
-        context = min(context, window)  # attention is full within the window
+        # up to this length, the sliding window covers the whole text
+        context = min(context, window)
     weights: Mapping[str, Tensor] = checkpoint.Weights(directory, dtype, device)
     if MULTIPLIERS.keys() & config.keys():
         shape = shape.model_copy(update={"tied": False})
@@ -389,7 +425,11 @@ def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.
 
 
 def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor, float]]:
-    """Return shape, config, and rotary frequencies with their scale. Raises UserError: see check_supported."""
+    """Return a checkpoint's shape, its config, and its rotary frequencies with their scale.
+
+    Raises:
+        UserError: the errors of check_supported.
+    """
     config, shape = checkpoint.read_config(directory), checkpoint.planned_shape(directory)
     kind = config.get("model_type")
     if kind not in checkpoint.MODEL_TYPES:
@@ -413,7 +453,7 @@ def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
         return weights[names[role]] if role in names else None
 
     def stack(*roles: str) -> Tensor:
-        """Return the weights of these roles, joined along axis 0, with only one of them in memory at a time."""
+        """Return the weights of these roles, concatenated along axis 0. They are read one after the other."""
         sizes = [shape.sizes[axes[names[role]][0]] for role in roles]
         stacked, at = None, 0
         for role, size in zip(roles, sizes, strict=True):
@@ -446,7 +486,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def spread(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
-    """Return the logits of some ids as logits of all ids, [..., V]; the missing logits are -inf."""
+    """Return logits [..., W] of the W ids in `ids` as logits of all ids, [..., vocab]. All other logits are -inf."""
     full = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
     return full.index_copy_(-1, ids, logits)
 
@@ -454,9 +494,11 @@ def spread(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
 def rotary_tables(
     inv_freq: Tensor, scale: float, context: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the tables cos and sin, [context, C] each, in the dtype and on the device of `like`.
+    """Return the rotary tables cos and sin, [context, C] each, in the dtype and on the device of `like`.
 
-    The sine table includes the sign of rotate_half: the rotated x is x cos + swap_halves(x) sin.
+    The table sin includes the sign of rotate_half: the rotated x is x cos + x.roll(C / 2, -1) sin.
+
+    inv_freq: Rotary frequencies, [C / 2]. scale: Factor of both tables.
     """
     angles = torch.outer(torch.arange(context, dtype=torch.float32), inv_freq.float().cpu())
     angles = torch.cat([angles, angles], -1)
@@ -466,10 +508,10 @@ def rotary_tables(
 
 
 def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:
-    """Return the rotary frequencies, [C / 2], and the scale of the tables, from transformers' config.
+    """Return the rotary frequencies, [C / 2], and the factor of the rotary tables, from transformers' config.
 
     Raises:
-        OtherArchitecture: the frequencies depend on the length of the text.
+        OtherArchitecture: the kind of rotary scaling is not supported, because it depends on the length of the text.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

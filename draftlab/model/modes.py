@@ -1,4 +1,4 @@
-"""Loading decoders, and the modes in which their passes run: torch, compiled C++, CUDA graphs."""
+"""Load decoders, and choose the mode in which their passes run: torch, compiled C++ or CUDA graphs."""
 
 import functools
 from collections.abc import Iterable
@@ -21,7 +21,13 @@ from draftlab.model.recurrent_decoder import RecurrentDecoder
 def load(
     directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None
 ) -> Decoder:
-    """Load a checkpoint, with transformers if there is a device_map or llama.py does not support the architecture."""
+    """Load a checkpoint into draftlab's engine, or into transformers if the engine cannot run it.
+
+    device_map: See checkpoint.load_model. If set, transformers runs the model.
+
+    Raises:
+        UserError: the errors of llama.check_supported and checkpoint.load_model.
+    """
     if device_map is not None:
         return hosted(checkpoint.load_model(directory, dtype, device, device_map).eval())
     try:
@@ -30,8 +36,8 @@ def load(
         note(f"{error}; transformers runs the model instead")
     except Quantised:
         note(
-            f"{directory} is quantised, so transformers runs it, slower than a server would; compare servers with "
-            "draftlab score --server"
+            f"{directory} is quantised, so transformers runs it, which is slower than a server; to measure on a "
+            "server, use draftlab score --server"
         )
     else:
         model = llama.load(directory, dtype, device)
@@ -41,7 +47,7 @@ def load(
 
 
 def engine_runs(directory: Path) -> bool:
-    """Return whether draftlab's engine runs a checkpoint; otherwise transformers does."""
+    """Return whether draftlab's engine can run a checkpoint. If not, transformers runs it."""
     try:
         llama.check_supported(directory)
     except (OtherArchitecture, Quantised):
@@ -50,19 +56,23 @@ def engine_runs(directory: Path) -> bool:
 
 
 def hosted(model: PreTrainedModel) -> HFDecoder:
-    """Return a transformers model as a Decoder."""
+    """Wrap a transformers model as a Decoder."""
     return RecurrentDecoder(model) if has_layers(model, RECURRENT) else HFDecoder(model)
 
 
 def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
-    """Print a note if the dtype is slow in this mode. Raises UserError: the mode does not support device or dtype."""
+    """Check that a mode supports device and dtype, and print a note if the dtype is slow in this mode.
+
+    Raises:
+        UserError: the mode does not support the device or the dtype.
+    """
     if mode == "native":
         native_cpu.check(device, dtype)
     if mode == "eager" and not checkpoint.is_fast(dtype, device):
         _note_slow(checkpoint.dtype_name(dtype))
     if mode == "graphs" and device.type != "cuda":
         raise UserError(
-            f"--mode graphs needs a CUDA device, and this is {device.type}; use --mode eager or native"
+            f"--mode graphs needs a CUDA device, but the device is {device.type}; use --mode eager or native"
         )
 
 
@@ -74,7 +84,13 @@ def _note_slow(dtype: str) -> None:
 def resolve_mode(
     mode: Mode | Literal["auto"], device: torch.device, dtype: torch.dtype, models: Iterable[Path]
 ) -> Mode:
-    """Return the mode. "auto" is graphs on CUDA and native on a CPU, or eager with a note if a model needs that."""
+    """Return the mode in which passes run. A mode other than "auto" is returned unchanged.
+
+    "auto" is graphs on a CUDA device and native on a CPU. If that mode does not support a model, the dtype or this
+    machine, "auto" is eager, and a note says why.
+
+    models: Checkpoints that run in the mode.
+    """
     if mode != "auto":
         return mode
     try:
@@ -91,7 +107,7 @@ def resolve_mode(
 
 
 def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
-    """Return the model with passes in a mode. int8: Whether to round weights to int8, in mode native only.
+    """Return the model, with passes that run in a mode. int8: Whether to round weights to int8; needs mode native.
 
     Raises:
         UserError: the mode does not run on this device or with this dtype, or int8 is set in another mode.
@@ -100,16 +116,16 @@ def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama
     if mode == "native":
         return NativeLlama(model, int8)
     if int8:
-        raise UserError(
-            f"int8 weights need mode native, and this is mode {mode}; use --mode native"
-        )
+        raise UserError(f"int8 weights need mode native, but the mode is {mode}; use --mode native")
     return CudaGraphLlama(model) if mode == "graphs" else model
 
 
 def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
-    """Return the model in mode native on a CPU. If native cannot run, print a note and return the model unchanged.
+    """Return the model with passes in mode native, if it is a Llama on the CPU and not in float16.
 
-    purpose: The caller's work for the note, such as "evaluating".
+    Otherwise return the model unchanged. If mode native fails on this machine, print a note, and do the same.
+
+    purpose: What the caller does, for the note, such as "evaluating".
     """
     if not isinstance(model, llama.Llama) or model.device.type != "cpu" or dtype == torch.float16:
         return model

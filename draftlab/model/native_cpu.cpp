@@ -1,13 +1,14 @@
 // One forward pass of llama.py on a CPU. Weights are read once for all tokens of a pass, and activations are float32.
-// If the processor can multiply bfloat16 or int16, activations are rounded to meet the weights and caches of a bfloat16
-// model.
+// For a bfloat16 model, if the processor can multiply bfloat16 or int16, activations are rounded to one of these before
+// they are multiplied by weights or cached values.
 //
 // The order of every sum depends neither on the number of tokens in a pass nor on the rows of the batch, so that the
 // same text gives the same bits at every width and in every batch. Products are fused with sums only where this file
-// says so: a compiler may fuse differently at different widths, and is told not to by -ffp-contract=off. The vector
-// types of GCC and Clang make the file portable.
+// says so. The compiler might fuse differently at different widths, so -ffp-contract=off forbids it. The file uses the
+// vector types of GCC and Clang, and so is portable between processors.
 //
-// N tokens of a pass (rows times T), D hidden, H query heads, K kv heads, C head_dim, F ffn, V vocab, S cached tokens.
+// N tokens of a pass (rows times T), D hidden, H query heads, K KV heads, G query heads per KV head, C head_dim, F ffn,
+// V vocab, S cached tokens, A layers whose states a drafter reads.
 
 #include <algorithm>
 #include <cmath>
@@ -23,7 +24,7 @@
 #include <arm_neon.h>
 #endif
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-#define PAIRS  // an instruction multiplies 32 bfloat16 or int16 and sums them by pairs
+#define PAIRS  // one instruction multiplies 32 pairs of bfloat16 or int16 and adds every two products
 #endif
 #if defined(PAIRS) && defined(__AMX_BF16__) && defined(__linux__)
 #define MATRIX_TILES
@@ -33,20 +34,20 @@
 
 namespace {
 
-// Vectors are as long as the processor's. A tile of ROWS outputs and TOKENS tokens fits the processor's registers.
+// LANES: floats in a vector of the processor. A tile of ROWS outputs and TOKENS tokens fits into its registers.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, ROWS = 4, TOKENS = 6;  // 32 registers
 #elif defined(__AVX2__)
-constexpr int LANES = 8, ROWS = 2, TOKENS = 6;  // 16
+constexpr int LANES = 8, ROWS = 2, TOKENS = 6;  // 16 registers
 #elif defined(__ARM_NEON)
-constexpr int LANES = 4, ROWS = 4, TOKENS = 6;  // 32
+constexpr int LANES = 4, ROWS = 4, TOKENS = 6;  // 32 registers
 #else
-constexpr int LANES = 4, ROWS = 2, TOKENS = 6;  // 16
+constexpr int LANES = 4, ROWS = 2, TOKENS = 6;  // 16 registers
 #endif
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
-// Memory that begins with a cache line. Without this alignment, the address from malloc can make every load of
-// activations take two lines, for some processes and numbers of tokens. Such passes took up to 1.7 times as long.
+// Allocates memory that begins with a cache line. Otherwise, with some addresses from malloc, every load of activations
+// reads from two cache lines. Such passes took up to 1.7 times as long.
 template <class T>
 struct CacheLines {
     using value_type = T;
@@ -67,14 +68,14 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 
-// Unrolled completely, because otherwise sums in an array would stay in memory
+// Unrolls a loop completely. Otherwise an array of sums would be in memory, not in registers.
 #define UNROLL _Pragma("GCC unroll 64")
 
 struct bf16 { uint16_t bits; };
 
 inline void store(float* to, floats v) { std::memcpy(to, &v, sizeof v); }
 inline floats load(const float* p) { floats v; std::memcpy(&v, p, sizeof v); return v; }
-#ifdef __AVX512F__  // GCC 12 widens in parts what is one instruction
+#ifdef __AVX512F__  // intrinsics, because GCC 12 splits these conversions into several instructions
 inline floats load(const bf16* p) {
     const __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return (floats)_mm512_slli_epi32(w, 16);
@@ -104,7 +105,7 @@ inline floats load(const int8_t* p) {
 }
 #endif
 
-// The first `count` elements of a vector, then zeros. In a scalar loop, the compiler would choose the rounding.
+// Loads the first `count` elements of a vector, then zeros. A scalar loop over these elements could round differently.
 template <class A>
 inline floats load(const A* p, int count) {
     A part[LANES] = {};
@@ -121,7 +122,7 @@ inline float one(bf16 x) {
     return f;
 }
 inline void put(float& to, float x) { to = x; }
-inline void put(bf16& to, float x) {  // to the nearest, of a tie the even one
+inline void put(bf16& to, float x) {  // rounds to the nearest, and ties to even
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     to.bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
@@ -140,12 +141,12 @@ inline floats fused(floats a, floats b, floats c) {
 #endif
 }
 
-// exp by Cephes' polynomial, to 2 units in the last place; 0 below -87
+// exp by Cephes' polynomial, with an error of at most 2 units in the last place; 0 below -87
 inline floats exp(floats x) {
     const floats low = {}, least = low - 87.f, most = low + 88.f;
     const auto none = x < least;
     x = none ? least : x > most ? most : x;
-    const floats magic = low + 12582912.f;  // 1.5 * 2^23: adding it rounds to a whole number
+    const floats magic = low + 12582912.f;  // 1.5 * 2^23: adding this number rounds to a whole number
     const floats n = fused(x, low + 1.44269504f, magic) - magic;
     const floats r = fused(n, low + 2.12194440e-4f, fused(n, low - 0.693359375f, x));
     floats y = low + 1.9875691500e-4f;
@@ -175,7 +176,7 @@ inline float dot(const float* x, const A* w, int n) {
     return sum(acc);
 }
 
-// R outputs of T tokens; w [R, in], x [T, in], y [T, out]
+// Computes R outputs of T tokens: y = x w^T * scale + bias. w [R, in], x [T, in], y [T, out].
 template <int R, int T, class W>
 inline void tile(const W* w, const float* x, int in, float* y, int out, const float* scale, const float* bias) {
     floats acc[R][T] = {};
@@ -183,7 +184,7 @@ inline void tile(const W* w, const float* x, int in, float* y, int out, const fl
     for (; i + LANES <= in; i += LANES) {
         floats a[R];
         UNROLL for (int r = 0; r < R; r++) {
-            if (i % 16 == 0)  // rows are short: the hardware would lose the track
+            if (i % 16 == 0)  // rows are too short for the hardware's prefetcher
                 __builtin_prefetch(w + size_t(r + 2 * R) * in + i);
             a[r] = load(w + size_t(r) * in + i);
         }
@@ -215,7 +216,7 @@ inline void add(ints& to, __m512i a, __m512i b) { to = (ints)_mm512_dpwssd_epi32
 inline __m512 as_floats(floats v) { return (__m512)v; }
 inline __m512 as_floats(ints v) { return _mm512_cvtepi32_ps((__m512i)v); }
 
-// The sum of each of the four vectors, formed in the same order
+// Sums each of four vectors, all in the same order of additions.
 inline __m128 sums(__m512 a, __m512 b, __m512 c, __m512 d) {
     const __m512d ab = (__m512d)(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
     const __m512d cd = (__m512d)(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
@@ -224,7 +225,7 @@ inline __m128 sums(__m512 a, __m512 b, __m512 c, __m512 d) {
     return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
 }
 
-// The same for rounded activations. steps: Step of each token's int16 values, or null.
+// Does the same as tile for rounded activations. steps: Step of each token's int16 values, or null for bfloat16.
 template <int R, int T, class W, class X>
 inline void pair_tile(const W* w, const X* x, const float* steps, int in, float* y, int out, const float* scale,
                       const float* bias) {
@@ -233,7 +234,7 @@ inline void pair_tile(const W* w, const X* x, const float* steps, int in, float*
         const __mmask32 mask = i + PAIRED <= in ? ~0u : (1u << (in - i)) - 1;
         __m512i a[R];
         UNROLL for (int r = 0; r < R; r++) {
-            __builtin_prefetch(w + size_t(2 * R) * in + i * R + r * PAIRED);  // in the order of memory, not of use
+            __builtin_prefetch(w + size_t(2 * R) * in + i * R + r * PAIRED);  // prefetched in the order of addresses, not of use
             a[r] = pairs(w + size_t(r) * in + i, mask);
         }
         UNROLL for (int t = 0; t < T; t++) {
@@ -274,7 +275,7 @@ inline void unrolled(int count, F f) {
     }
 }
 
-inline int evenly(int tokens) {  // 8 is 4 and 4, not 6 and 2
+inline int evenly(int tokens) {  // size of tiles that divide the tokens evenly: 8 is 4 and 4, not 6 and 2
     const int parts = (tokens + TOKENS - 1) / TOKENS;
     return (tokens + parts - 1) / parts;
 }
@@ -298,16 +299,19 @@ void tiles(const W* w, const X* x, const float* steps, int tokens, int in, float
         });
 }
 
-struct Matrix { const void* weights; const float* scale; const float* bias; };  // scale: of each output, or null
+// scale, bias: One value per output, or null.
+struct Matrix { const void* weights; const float* scale; const float* bias; };
 
 #ifdef MATRIX_TILES
 // Matrix tiles compute 16 outputs of up to 16 tokens in the time of one token, from activations rounded to bfloat16.
 constexpr int TALL = 16, DEEP = 32, PAIR = 2;  // outputs and inputs of a tile; tiles side by side
-const bool TILES = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // the kernel lends them to those who ask
+// Linux lets a process use matrix tiles only after this request.
+const bool TILES = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
 inline int columns(int tokens) { return std::min(tokens, 16); }
 
-// Tiles 0 and 1 have sums, 2 and 3 weights, and 4 activations. Tiles 5 to 7 have the last inputs, which fill no tile.
+// Tiles 0 and 1 are sums, 2 and 3 weights, 4 activations. Tiles 5 to 7 are weights and activations of the last inputs,
+// which do not fill a whole tile.
 inline void configure(int columns, int rest) {
     struct { uint8_t palette = 1, start = 0, none[14] = {}; uint16_t width[16] = {}; uint8_t rows[16] = {}; } now;
     for (int i = 0; i < 8; i++) now.rows[i] = TALL;
@@ -316,11 +320,12 @@ inline void configure(int columns, int rest) {
     for (int i : {5, 6}) now.width[i] = 2 * rest;
     now.rows[7] = rest / 2;
     if (!rest) now.rows[5] = now.rows[6] = now.width[7] = 0;
-    __asm__ volatile("" ::: "memory");  // GCC believes that only the first bytes are read
+    __asm__ volatile("" ::: "memory");  // otherwise GCC assumes that only the first bytes of `now` are read
     _tile_loadconfig(&now);
 }
 
-// Copies x [tokens, in] to blocks of columns, each [in / 2, columns, 2]; the last block is filled up with zeros.
+// Rounds x [tokens, in], and copies it to blocks of columns, each [in / 2, columns, 2]. The last block is padded with
+// zeros.
 inline void interleave(const float* x, int tokens, int in, bf16* to) {
     const int n = columns(tokens), blocks = (tokens + n - 1) / n;
 #pragma omp for schedule(static)
@@ -330,7 +335,7 @@ inline void interleave(const float* x, int tokens, int in, bf16* to) {
     }
 }
 
-// PAIR * TALL outputs from w [32, in] and x in the layout of interleave
+// Computes PAIR * TALL outputs from w [32, in], and from x in the layout of interleave.
 inline void matrix_tiles(const bf16* w, const bf16* x, int tokens, int in, float* y, int out, const float* bias) {
     const int n = columns(tokens), whole = in / DEEP * DEEP;
     float sums[PAIR * TALL * 16];
@@ -358,7 +363,7 @@ inline void matrix_tiles(const bf16* w, const bf16* x, int tokens, int in, float
     }
 }
 
-// Computes the outputs that fill whole tiles, and returns their number.
+// Computes as many outputs as fill whole tiles, and returns their number.
 int linear_tiles(const Matrix& m, const float* x, int tokens, int in, float* y, int out, bf16* rounded) {
     if (!TILES || in % 2) return 0;
     const int step = PAIR * TALL;
@@ -373,7 +378,8 @@ int linear_tiles(const Matrix& m, const float* x, int tokens, int in, float* y, 
 }
 #endif
 
-// Memory for the rounded activations of a pass, filled up to whole matrix tiles, and for the step of each token's int16
+// Memory for the rounded activations of a pass, padded to whole matrix tiles, and for the step of each token's int16
+// values.
 template <class X>
 struct Rounded {
     Buffer<X> values;
@@ -406,7 +412,7 @@ inline void round_to(const float* x, int n, int16_t* to, float* step) {
 }
 #endif
 
-// y [tokens, out] = x [tokens, in] W^T
+// Computes y [tokens, out] = x [tokens, in] W^T with the scale and bias of W.
 template <class W, class X>
 void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int out, Rounded<X>& rounded) {
     const W* w = static_cast<const W*>(m.weights);
@@ -437,7 +443,7 @@ void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int o
                  m.bias ? m.bias + o : nullptr);
 }
 
-// Copies x if there are no weights and thus no norm.
+// Computes y = RMSNorm(x). If w is null, the model has no such norm, and y = x.
 void norm(const float* x, const float* w, int n, float eps, float* y) {
     if (!w) {
         if (x != y) std::copy(x, x + n, y);
@@ -460,25 +466,25 @@ struct Model {
     int layers, hidden, heads, kv_heads, head_dim, ffn, vocab, threads;
     float eps;
     const void* embed;
-    const float *norm, *cos, *sin;  // tables [context, C], the sine's sign as in llama.py
+    const float *norm, *cos, *sin;  // cos, sin: tables [context, C]; the sign in sin is that of llama.py
     Matrix head;
     const Layer* layer;
-    const float* hidden_norm;  // of an EAGLE-3 head, whose first q, k and v read [2 D]; else null
+    const float* hidden_norm;  // norm of an EAGLE-3 head's states; q, k and v of its first layer read [2 D]. Else null
     int norm_before_residual;
-    int window;  // latest tokens that attention reads, or 0: all
-    int whole_qk_norm;  // q_norm and k_norm are over all heads at once
+    int window;  // sliding window of attention in tokens, or 0 for no window
+    int whole_qk_norm;  // whether q_norm and k_norm are over all heads at once
 };
 
-// Caches are [layers, rows, K, capacity, C].
+// One pass over a cache. keys, values: [layers, rows, K, capacity, C].
 struct Pass {
     int rows, width, last, capacity;
-    const int64_t *ids, *used, *depth;  // [rows, T]; [rows]; [rows, T] or null: a chain
-    const uint8_t* sees;                // [rows, T, T] or null: a chain
+    const int64_t *ids, *used, *depth;  // [rows, T]; [rows]; of a token tree [rows, T], else null
+    const uint8_t* sees;                // mask of a token tree [rows, T, T], else null
     void *keys, *values;
     float* logits;                      // [rows, last, V]
-    float* states;                      // of an EAGLE-3 head: what it reads beside the tokens, then its output, [N, D]
-    void* layer_states;                 // [rows, capacity, A D] or null: what a drafter reads after A of the layers
-    const int* layer_at;                // [layers + 1]: which of the A, or -1
+    float* states;                      // [N, D], states that an EAGLE-3 head reads; overwritten by its new states
+    void* layer_states;                 // [rows, capacity, A D], states of A layers that a drafter reads; or null
+    const int* layer_at;                // [layers + 1], index among the A layers after each number of layers, or -1
     int layers_kept;                    // A
 };
 
@@ -486,7 +492,8 @@ struct Pass {
 
 namespace {
 
-// Weighted sums [Q, C] of values [end, C] with the weights [Q, room] of Q queries. count: Channels, at most R vectors.
+// Computes sums [Q, count] of values [end, C], weighted by the weights [Q, room] of Q queries. count: Number of
+// channels, at most R vectors of them.
 template <int Q, int R, class KV>
 inline void mix(const KV* values, int C, int count, const float* weights, int room, int end, float* out) {
     floats acc[Q][R] = {};
@@ -504,7 +511,7 @@ inline void mix(const KV* values, int C, int count, const float* weights, int ro
 }
 
 #ifdef PAIRS
-// The same with values and weights multiplied in pairs of tokens. R: Number of vectors of PAIRED channels.
+// Does the same in bfloat16, by products of pairs of tokens. R: Number of vectors of PAIRED channels.
 template <int Q, int R>
 inline void mix(const bf16* values, int C, int count, const bf16* weights, int room, int end, float* out) {
     floats acc[Q][R][2] = {};
@@ -534,7 +541,7 @@ inline void store(bf16* to, floats v) {
 }
 #endif
 
-// Memory of one thread for the attention of TOKENS queries over the largest number of cached tokens
+// Memory of one thread for the attention of TOKENS queries over `tokens` positions.
 template <class X>
 struct Attention {
     const int room;
@@ -545,8 +552,8 @@ struct Attention {
           out(TOKENS * C) {}
 };
 
-// Converts the scores of one query to weights. The query reads cached tokens from `first` on, and the new tokens up to
-// itself or, in a tree, the new tokens in `sees`.
+// Converts the scores of one query to weights that are not normalised, and returns their sum. The query reads cached
+// tokens from `first` on, and the new tokens up to itself or, in a token tree, the new tokens in its mask `sees`.
 template <class X>
 float softmax(float* scores, X* weights, int C, int first, int used, int end, int t, const uint8_t* sees) {
     const float scale = 1.f / std::sqrt(float(C));
@@ -570,7 +577,8 @@ float softmax(float* scores, X* weights, int C, int first, int used, int end, in
     return sum(total);
 }
 
-// Queries first to first + Q of one row and kv head. Query j is head j % G of token j / G. q, out: Of the first token.
+// Computes attention for the queries first to first + Q - 1 of one row and KV head. Query j is head j % G of token
+// j / G. q, out: Queries and output of the row's first token.
 template <int Q, class X, class KV>
 void attend(const Pass& p, int window, int row, int first, int G, int C, const float* q, int next, const KV* keys, const KV* values,
             Attention<X>& memory, float* out, int next_out) {
@@ -606,15 +614,15 @@ template <class W, class KV>
 void run(const Model& m, const Pass& p) {
     const int D = m.hidden, H = m.heads, K = m.kv_heads, C = m.head_dim, F = m.ffn, T = p.width, N = p.rows * T;
     const int QKV = (H + 2 * K) * C, G = H / K, each = evenly(T * G), blocks = (T * G + each - 1) / each;
-    const int read = m.hidden_norm ? 2 * D : D;  // by q, k and v
+    const int read = m.hidden_norm ? 2 * D : D;  // inputs of q, k and v in the first layer
     Buffer<float> stream(m.hidden_norm ? 0 : size_t(N) * D), h(size_t(N) * read);
     Buffer<float> qkv(size_t(N) * QKV), mixed(size_t(N) * H * C);
     float* const x = m.hidden_norm ? p.states : stream.data();
     Buffer<float> both(size_t(N) * 2 * F), inner(size_t(N) * F);
     Rounded<typename Meeting<W, KV>::type> rounded(N, std::max({read, F, H * C}));
     const int64_t furthest = *std::max_element(p.used, p.used + p.rows) + T;
-    const size_t slab = size_t(K) * p.capacity * C;  // of one row and layer
-    for (int n = 0; n < N; n++) {  // to where the first layer reads it
+    const size_t slab = size_t(K) * p.capacity * C;  // size of the keys of one row and layer
+    for (int n = 0; n < N; n++) {  // copy the embedding to where the first layer reads it
         float* to = m.hidden_norm ? &h[size_t(n) * read] : &x[size_t(n) * D];
         for (int i = 0; i < D; i++) to[i] = one(static_cast<const KV*>(m.embed)[p.ids[n] * D + i]);
     }
@@ -632,7 +640,7 @@ void run(const Model& m, const Pass& p) {
         Attention<typename Meeting<KV, KV>::type> memory(furthest, C);
         for (int l = 0; l < m.layers; l++) {
             const Layer& layer = m.layer[l];
-            const bool joined = m.hidden_norm && l == 0;  // reads embeddings and states
+            const bool joined = m.hidden_norm && l == 0;  // the layer reads embeddings and states
             const int read = joined ? 2 * D : D;
             keep(l);
 #pragma omp for schedule(static)

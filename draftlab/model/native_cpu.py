@@ -1,7 +1,7 @@
 """Narrow passes of llama.py in compiled C++, for CPUs, where Python and dispatch take longer than small products.
 
 B rows, T new tokens, V vocab. native_cpu.cpp is compiled on first use. Weights are the model's, or int8 with a scale
-per output. The logits of a text have the same bits at every width of a pass and with any other rows in the batch.
+per output. The logits of a text have the same bits at every width of a pass and with any other texts in the batch.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ FLAGS = (
 )
 # Clang on Arm has only -mcpu
 TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-# most tokens of a compiled pass; in wider passes torch is as fast, and faster with matrix tiles
+# most tokens of a compiled pass; for more tokens torch is as fast, or faster if the CPU has matrix tiles (AMX)
 WIDE = 128
 
 
@@ -86,14 +86,18 @@ class _Pass(Structure):
 
 
 class NativeLlama(Llama):
-    """A Llama on the CPU whose narrow passes are compiled. It shares the weights of another Llama."""
+    """A Llama on the CPU whose narrow passes run in compiled C++. It shares the weights of the original Llama."""
 
     def __init__(self, model: Llama, int8: bool = False) -> None:
-        """Raises UserError: the model is not on the CPU in float32 or bfloat16, or there is no compiler."""
+        """Make a native model of a Llama. int8: Whether to round weights to int8.
+
+        Raises:
+            UserError: the model is not on the CPU in float32 or bfloat16, or the C++ cannot be compiled.
+        """
         dtype = check(model.device, model.embed.dtype)
         vars(self).update(vars(model))
         self.int8 = int8
-        # torch has no int8 weights, or is slower in this dtype
+        # run passes of any width in C++, because torch lacks int8 weights or is slow in this dtype
         self.any_width = int8 or not checkpoint.is_fast(model.embed.dtype, model.device)
         self._run: Callable[..., None] = getattr(
             library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}"
@@ -109,7 +113,7 @@ class NativeLlama(Llama):
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """Run one pass, see Llama.forward; logits are float32."""
+        """Run Llama.forward; narrow passes are compiled, and return float32 logits."""
         if ids.numel() > WIDE and not self.any_width:
             return super().forward(ids, cache, last, tree)
         return self.narrow_pass(ids, cache, last, tree)
@@ -117,7 +121,10 @@ class NativeLlama(Llama):
     def narrow_pass(
         self, ids: Tensor, cache: Cache, last: int, tree: Tree | None, states: Tensor | None = None
     ) -> Tensor:
-        """Run a compiled pass. states: States of an EAGLE-3 head, float32 [B, T, D], overwritten by its new states."""
+        """Run a compiled pass, and return float32 logits; see Llama.forward.
+
+        states: States that an EAGLE-3 head reads, float32 [B, T, D]. They are overwritten by its new states.
+        """
         rows, width = ids.shape
         end_of_pass(cache, width)
         logits = torch.empty(rows, last or width, len(self.head))
@@ -131,7 +138,7 @@ class NativeLlama(Llama):
         if stored is not None:
             if stored.states.shape[1] != cache.capacity:
                 raise ValueError(
-                    f"layer states of {stored.states.shape[1]} places, and {cache.capacity} cached"
+                    f"layer_states has {stored.states.shape[1]} positions, but the cache has {cache.capacity}"
                 )
             layer_at = (c_int * (self.shape.layers + 1))(*[-1] * (self.shape.layers + 1))
             for at, layers in enumerate(stored.ids):
@@ -208,13 +215,17 @@ class NativeLlama(Llama):
 
 
 def round_int8(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix [out, in] in int8, and the scale of each output, float32 [out]."""
+    """Round a matrix [out, in] to int8. Return it, and the scale of each output, float32 [out]."""
     scale = weights.float().abs().amax(1).clamp_min(1e-12) / 127
     return (weights.float() / scale.unsqueeze(1)).round().to(torch.int8), scale
 
 
 def check(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the dtype's name. Raises UserError: the device is no CPU, or the dtype is not float32 or bfloat16."""
+    """Check that mode native supports device and dtype, and return the dtype's name.
+
+    Raises:
+        UserError: the device is not the CPU, or the dtype is neither float32 nor bfloat16.
+    """
     name = checkpoint.dtype_name(dtype)
     if device.type != "cpu" or name not in ("float32", "bfloat16"):
         raise UserError(
@@ -227,8 +238,10 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
 def library(tuned: str = TUNED) -> ctypes.CDLL:
     """Return the library of native_cpu.cpp, compiled for this processor on first use.
 
-    The library is stored in the user's cache folder, if only the user can write to it. tuned: The compiler's flag for
-    this processor.
+    The library is stored in the user's cache folder. If that is impossible, or if other users can write to the folder,
+    each process compiles it again.
+
+    tuned: The compiler's flag to optimise for this processor.
 
     Raises:
         UserError: there is no compiler, or it fails.
@@ -256,7 +269,7 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
 
 
 def _cache_folder() -> Path:
-    """Raises OSError: the user has no home directory."""
+    """Return draftlab's folder in the user's cache folder. Raises OSError: the user has no home directory."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftlab"
     except RuntimeError as error:
@@ -264,10 +277,14 @@ def _cache_folder() -> Path:
 
 
 def _private(folder: Path) -> Path:
-    """Create a folder if it is missing, and return it. Raises OSError: not possible, or other users can write to it."""
+    """Create a folder that only the user can write to, unless it exists, and return it.
+
+    Raises:
+        OSError: the folder cannot be created, or other users can write to it.
+    """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_own(folder):
-        raise OSError(errno.EPERM, "others can write there", str(folder))
+        raise OSError(errno.EPERM, "other users can write to this folder", str(folder))
     return folder
 
 
@@ -279,7 +296,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
-    """Return the library in a file, compiled anew if the file is missing, changed, or writable for other users."""
+    """Load the library from a file. Compile it first if the file is missing, changed, or writable by other users."""
     digest = file.with_suffix(".sha256")
     with FileLock(file.with_suffix(".lock")):
         known = file.exists() and digest.exists() and _is_own(file) and _is_own(digest)
@@ -300,7 +317,7 @@ def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
 
 
 def _features() -> str:
-    """Return the processor's features, a key of the cache, because different machines may share a home directory."""
+    """Return text that names the processor's features. Machines with a shared home directory may differ in them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next(

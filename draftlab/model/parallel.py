@@ -1,9 +1,9 @@
 """Parallel drafts (PARD, An et al. 2025, 2504.18583): one pass predicts K tokens, all but the first from mask tokens.
 
-B rows, T tokens of text, L tokens of a packed pass, N predictions, K offsets. From position t, offset j predicts token
-t + j. The prediction reads the text up to t and j - 1 mask tokens at positions t + 1, ..., t + j - 1. A packed pass
-predicts from all positions of a text at once. Its tokens are the text, then the mask tokens of every position, under
-one 2-D mask.
+B rows, T tokens of text, L tokens of a packed pass, N predictions, K drafted tokens. After position t of a text, offset
+j predicts token t + j, for j from 1 to K. This prediction reads the text up to t, and j - 1 mask tokens at positions
+t + 1, ..., t + j - 1. A packed pass predicts after all positions of a text at once. Its tokens are the text, then the
+mask tokens of every position. A 2-D attention mask lets a token read only what its prediction depends on.
 """
 
 from dataclasses import dataclass
@@ -20,31 +20,36 @@ PARD_TOKEN, SPD_TYPE, OFFSETS = (
     "pard_token",
     "spd_type",
     "pard_offsets",
-)  # keys of config.json; only draftlab writes the last key
-RESERVED = ("reserved", "unused", "<|extra")  # parts of the names of reserved tokens
+)  # keys of config.json; only draftlab writes pard_offsets
+RESERVED = ("reserved", "unused", "<|extra")  # names of reserved tokens have one of these parts
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed pass and its predictions, in the order of the predicted tokens."""
+    """The tokens of a packed pass, and its predictions in the order of the predicted tokens."""
 
     ids: Tensor  # [B, L]
     positions: Tensor  # [B, L]
     mask: Tensor  # [B, L, L] bool, whether token i attends to token j
-    predicting: Tensor  # [N] flat indices into [B, L] of the logits that predict
-    predicted: Tensor  # [N] flat indices into [B, T] of the token before each predicted token
-    offset: Tensor  # [N] offset of each prediction, from 1 on
+    predicting: Tensor  # [N] indices of the predictions' logits, in [B, L] flattened
+    predicted: Tensor  # [N] indices of the tokens before the predicted tokens, in [B, T] flattened
+    offset: Tensor  # [N] offset of each prediction, from 1 to K
 
     def tree(self) -> Tree:
-        """Return the token tree of the first row for Llama.forward, with depths relative to the cached tokens."""
+        """Return the first row's tokens as a token tree for Llama.forward. Depths count from the cached tokens."""
         return Tree(self.positions[0], self.mask[0])
 
 
 def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = None) -> Packed:
-    """Return a packed pass over ids [B, T] that predicts depths [B, T] tokens (0 or more) after every position.
+    """Return a packed pass over texts ids [B, T].
 
-    token: The mask token. positions: Positions of the tokens within their sequences, [B, T], if rows are packed from
-    several sequences. Rows with few mask tokens are padded with mask tokens that predict nothing.
+    Rows with few mask tokens are padded with mask tokens that predict nothing.
+
+    Args:
+        depths: How many tokens to predict after each position, [B, T], 0 or more.
+        token: The mask token.
+        positions: Position of each token in its sequence, [B, T], if a row consists of several sequences. Attention
+            does not cross sequences. Default: each row is one sequence.
     """
     rows, length = ids.shape
     device = ids.device
@@ -77,7 +82,7 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
         sequence = (positions == 0).cumsum(1).gather(1, at)
         attends_text &= sequence.unsqueeze(1) == sequence.unsqueeze(2)
         places = positions.gather(1, at) + nested
-    text = depths.flatten().nonzero().squeeze(1)  # predict the next token
+    text = depths.flatten().nonzero().squeeze(1)  # text tokens that predict the next token
     predicting = torch.cat([text // length * width + text % length, row * width + column])
     predicted, offset = torch.cat([text, place + own]), torch.cat([torch.ones_like(text), own + 1])
     order = predicted.argsort(stable=True)
@@ -92,10 +97,10 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
 
 
 def pard_token(directory: Path) -> int | None:
-    """Return the mask token of a parallel draft, None for an ordinary draft.
+    """Return the mask token's id from config.json of a parallel draft, or None for another checkpoint.
 
     Raises:
-        UserError: the mask token is no id of the vocabulary.
+        UserError: the id is not in the vocabulary.
     """
     token = checkpoint.read_config(directory).get(PARD_TOKEN)
     if token is None:
@@ -103,23 +108,26 @@ def pard_token(directory: Path) -> int | None:
     vocab = checkpoint.vocab_size(directory)
     if not isinstance(token, int) or not 0 <= token < vocab:
         raise UserError(
-            f"{directory / 'config.json'}: {PARD_TOKEN} is {token!r}, but the vocabulary has only the ids 0 to "
+            f"{directory / 'config.json'}: {PARD_TOKEN} is {token!r}, but the ids of the vocabulary are 0 to "
             f"{vocab - 1}"
         )
     return token
 
 
 def trained_offsets(directory: Path) -> int | None:
-    """Return the K for which a parallel draft was trained, or None if config.json does not have it."""
+    """Return K, the number of drafted tokens for which a parallel draft was trained, or None if it is unknown."""
     offsets = checkpoint.read_config(directory).get(OFFSETS)
     return offsets if isinstance(offsets, int) else None
 
 
 def unused_id(directory: Path, vocab: int) -> int:
-    """Return an id below vocab that no text contains: an id without a token, an unused special token, or padding.
+    """Return an id below `vocab` that texts do not contain, to be the mask token.
+
+    This is an id without a token; else a special token that has no role and is not in the chat template; else the pad
+    token.
 
     Raises:
-        UserError: there is no such id. A new id is no remedy, because servers refuse drafts with ids that the target
+        UserError: there is no such id. A new id would not help, because servers refuse drafts with ids that the target
             lacks.
     """
     tokenizer = checkpoint.load_tokenizer(directory)
@@ -151,5 +159,5 @@ def unused_id(directory: Path, vocab: int) -> int:
     ):
         return pad
     raise UserError(
-        f"{directory}: the tokenizer has no unused id for the mask token; choose an id: --student parallel:token=ID"
+        f"{directory}: the tokenizer has no unused id for the mask token; set an id by --student parallel:token=ID"
     )

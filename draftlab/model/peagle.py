@@ -1,8 +1,7 @@
 """P-EAGLE heads (2602.01469): an EAGLE-3 head, perhaps of several layers, that drafts all tokens in one pass.
 
-A: number of the target's layers that are read; E: hidden size of the target. The pass reads the target's states, and
-then mask tokens with one learnt state in place of the target's. Each mask token reads the text and the mask tokens
-before it.
+The pass reads the text's tokens with the target's states, and then mask tokens. All mask tokens have the same learnt
+state in place of a state of the target. A mask token attends to the text and to the mask tokens before it.
 """
 
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from draftlab.model.shape import Shape
 
 
 class PEagleShape(HeadShape):
-    """Sizes of a head. mask_token_id: Id of the mask tokens."""
+    """Sizes of a P-EAGLE head. mask_token_id: Id of the mask token."""
 
     kind: ClassVar[str] = "peagle"
     many_layers: ClassVar[bool] = True
@@ -36,7 +35,7 @@ class PEagleShape(HeadShape):
     def own_fields(cls, content: Mapping[str, Any], layers: int) -> dict[str, Any]:
         masks = {content[name] for name in MASK_FIELDS & content.keys()}
         if len(masks) > 1:
-            raise ValueError(f"{', '.join(sorted(MASK_FIELDS))} differ; want one id")
+            raise ValueError(f"{', '.join(sorted(MASK_FIELDS))} must have the same id")
         return {"layers": layers, "mask_token_id": masks.pop() if masks else None}
 
     @property
@@ -49,7 +48,7 @@ class PEagleShape(HeadShape):
 
 
 class PEagle(EagleLlama):
-    """A head with the token and the state of its masks."""
+    """A P-EAGLE head: an EagleLlama whose attribute `mask` is set."""
 
     def __init__(self, head: Head, embedding: Tensor, directory: Path) -> None:
         super().__init__(head, embedding, directory)
@@ -59,15 +58,15 @@ class PEagle(EagleLlama):
 
 
 def check(folder: Path, target: Path) -> PEagleShape:
-    """Read the configuration of a head and the sizes of its tensors, but no weight.
+    """Check config.json and the tensor sizes of a P-EAGLE head, and return its shape. No weights are read.
 
     Raises:
-        UserError: the folder has no P-EAGLE head, a head of another target, or a head that draftlab does not compute.
+        UserError: the folder has no P-EAGLE head, the head is for another target, or draftlab does not support it.
     """
     shape = eagle.check_as(PEagleShape, folder, target)
     if shape.mask_token_id >= shape.vocab:
         raise UserError(
-            f"{folder}: mask_token_id is {shape.mask_token_id}, and the vocabulary has {shape.vocab} ids"
+            f"{folder}: mask_token_id is {shape.mask_token_id}, but the vocabulary has only {shape.vocab} ids"
         )
     return shape
 
@@ -75,6 +74,6 @@ def check(folder: Path, target: Path) -> PEagleShape:
 def load(
     folder: Path, target_path: Path, target: Llama | HFDecoder, device: torch.device
 ) -> PEagle:
-    """Load a head in the dtype of its target. Raises UserError: see check and eagle.read."""
+    """Load a P-EAGLE head in the dtype of its target. Raises UserError: the errors of check and eagle.read_as."""
     shape, embedding = check(folder, target_path), target.embed.to(device)
     return PEagle(eagle.read_as(shape, folder, embedding.dtype, device), embedding, folder)

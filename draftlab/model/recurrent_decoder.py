@@ -1,8 +1,8 @@
 """Models of transformers with recurrent layers (Mamba, linear attention, convolutions) as decoders that roll back.
 
-A recurrent state cannot drop its last tokens. Each row therefore has its own cache, with a snapshot of its states at
-some position. A roll back restores the snapshot, crops the keys of attention layers to its position, and reads the
-later tokens again.
+A recurrent state cannot drop its last tokens. Each row therefore has its own cache, and a snapshot of its recurrent
+states at an earlier position. Rolling back restores the snapshot, crops the keys of attention layers to the same
+position, and reads the tokens after that position again.
 
 B rows, T new tokens, V vocab.
 """
@@ -22,18 +22,21 @@ from draftlab.model.decoder import Decoder, Tree, end_of_pass
 from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers, new_past, without_gradients
 from draftlab.model.llama import LayerStates
 
-copied = partial(tree_map_only, Tensor, Tensor.clone)  # of a tensor, or of tensors in dicts
-STATES = ("conv_states", "recurrent_states", "has_previous_state")  # states of a recurrent layer
+# copies a tensor, or the tensors in nested dicts
+copied = partial(tree_map_only, Tensor, Tensor.clone)
+# what a recurrent layer keeps between tokens
+STATES = ("conv_states", "recurrent_states", "has_previous_state")
 
 
 @dataclass
 class RecurrentRow:
-    """The cache of one row.
+    """The cache of one row, with a snapshot.
 
     Args:
-        tokens: All tokens in the cache.
-        base: Number of tokens at the time of the snapshot.
-        snapshot: Copies of the recurrent states, by layer and name.
+        past: transformers' cache of the row.
+        tokens: Token ids in the cache.
+        base: Number of tokens in the cache when the snapshot was taken.
+        snapshot: Copies of the recurrent states, by index of the layer and by name of the state.
     """
 
     past: DynamicCache
@@ -48,7 +51,7 @@ class RecurrentRow:
                 self.snapshot[number] = {name: copied(getattr(layer, name)) for name in STATES}
 
     def restore(self) -> None:
-        """Set states, keys and tokens back to the snapshot."""
+        """Roll the cache back to the snapshot: recurrent states, keys, values and tokens."""
         removed = len(self.tokens) - self.base
         for number, layer in enumerate(self.past.layers):
             if isinstance(layer, RECURRENT):
@@ -61,7 +64,7 @@ class RecurrentRow:
 
 @dataclass
 class RecurrentCache:
-    """A cache for each row, with the first ``used`` positions valid."""
+    """The caches of a batch's rows. Only the first ``used[row]`` positions of a row are valid."""
 
     states: list[RecurrentRow]
     capacity: int
@@ -69,7 +72,7 @@ class RecurrentCache:
     layer_states: LayerStates | None = None
 
     def rows(self, mask: Tensor) -> "RecurrentCache":
-        """Return a cache of the rows in a mask, bool [B]."""
+        """Return a cache with only the rows in a mask, bool [B]."""
         chosen = mask.nonzero().squeeze(1).tolist()
         layers = self.layer_states and self.layer_states.rows(mask)
         states = [self.states[row] for row in chosen]
@@ -77,29 +80,29 @@ class RecurrentCache:
 
 
 class RecurrentDecoder(HFDecoder):
-    """A model with recurrent layers. Rows are computed one after the other, so that they may have any lengths."""
+    """A model with recurrent layers. Rows are computed one after the other, so they may have different lengths."""
 
     @property
     def masked(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return True
 
     def new_cache(self, rows: int, capacity: int) -> Any:
-        """Return an empty cache. Raises UserError: capacity exceeds the context."""
+        """Return an empty cache, see Decoder.new_cache. Raises UserError: capacity exceeds the model's context."""
         self.check_fits(capacity)
         return RecurrentCache([self._new_row() for _ in range(rows)], capacity, [0] * rows)
 
     @without_gradients
     def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """Run a pass of each row, see Decoder.
+        """Run one pass per row, see Decoder.forward.
 
         Raises:
-            UserError: there is a token tree, whose branches a recurrent layer cannot separate.
+            UserError: there is a token tree. A recurrent layer cannot separate its branches.
             ValueError: the tokens do not fit the cache.
         """
         if tree is not None:
             raise UserError(
-                f"{type(self.model).__name__} has recurrent layers, which can verify chains but not token trees; "
-                "use a drafter without trees"
+                f"{type(self.model).__name__} has recurrent layers, so it can verify chains but not token trees; "
+                "use a drafter without token trees"
             )
         end_of_pass(cache, ids.shape[1])
         logits = []
@@ -112,7 +115,7 @@ class RecurrentDecoder(HFDecoder):
         return torch.cat(logits)
 
     def without_rollback(self) -> Decoder:
-        """Return a decoder that computes all rows in one pass, or self if the model has no attention layers."""
+        """Return a decoder that computes all rows in one pass. A model without attention layers returns itself."""
         return (
             HFDecoder(self.model, one_length=True) if has_layers(self.model, DynamicLayer) else self
         )
@@ -142,7 +145,10 @@ class RecurrentDecoder(HFDecoder):
         layer_states: LayerStates | None = None,
         number: int = 0,
     ) -> Tensor:
-        """Append tokens to a row; return the logits of the last tokens, [1, last, V]."""
+        """Append token ids to a row, and return the logits of the last tokens, [1, last, V].
+
+        number: Index of the row, at which `layer_states` stores the states.
+        """
         if row.tokens and len(ids) > 1 and not self.continues:
             parts = [self._read(row, [token], 0, layer_states, number) for token in ids]
             return torch.cat(parts, 1)[:, -last:]
@@ -167,7 +173,7 @@ class RecurrentDecoder(HFDecoder):
     @torch.inference_mode(False)
     @torch.no_grad()
     def continues(self) -> bool:
-        """Return whether one pass over several tokens after cached tokens is correct, by a trial with one row."""
+        """Return whether a trial shows that one pass over several tokens after cached tokens gives correct logits."""
         ids, row = self.trial[0], self._new_row()
         self.__dict__["continues"] = True  # set before the trial, which reads this property
         self._read(row, ids[:2], 1)

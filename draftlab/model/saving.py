@@ -1,4 +1,4 @@
-"""Writing of checkpoints: config, safetensors shards, tokenizer files."""
+"""Write checkpoints: config, safetensors shards, tokenizer files."""
 
 import json
 import shutil
@@ -27,11 +27,11 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-SHARD_BYTES = 1_000_000_000  # at most one shard is in memory
+SHARD_BYTES = 1_000_000_000  # largest size of a shard; only one shard is in memory at a time
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> None:
-    """Write a safetensors file atomically. facts: Metadata of the file. Raises UserError: it cannot be written."""
+    """Write a safetensors file with the metadata `facts` atomically. Raises UserError: the file cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as part:
@@ -46,10 +46,16 @@ def write_checkpoint(
     weights: Iterable[tuple[str, Tensor]],
     tokenizer_from: Path | None,
 ) -> int:
-    """Write config.json, safetensors shards and a copy of the tokenizer; return the bytes of the weights.
+    """Write config.json, safetensors shards and a copy of the tokenizer. Return the size of the weights in bytes.
 
-    weights: Names and tensors, possibly from a generator, since at most one shard is in memory. tokenizer_from:
-    Directory of the tokenizer; None writes no tokenizer.
+    Args:
+        config: Content of config.json; the dtype is added.
+        weights: Names and tensors. They may come from a generator, because only one shard is in memory at a time.
+        tokenizer_from: Directory whose tokenizer is copied. None: no tokenizer is written.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+        UserError: the errors of copy_tokenizer.
     """
     try:
         dtypes, size = _save_sharded(directory, weights)
@@ -64,17 +70,17 @@ def write_checkpoint(
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the files of a tokenizer, and generation_config.json, verbatim.
+    """Copy the tokenizer's files and generation_config.json from one directory to another, unchanged.
 
     Raises:
-        UserError: a .json file is not JSON, or a file is a link to another place than the folder or the hub's blobs.
+        UserError: a .json file is not JSON, or a file is a link that leads out of its folder and the hub's blobs.
     """
     homes = (source.resolve(), source.resolve().parent.parent / "blobs")
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             if not any((source / name).resolve().is_relative_to(home) for home in homes):
                 raise UserError(
-                    f"{source / name} is a link to another folder; replace the link by the file itself"
+                    f"{source / name} is a link to a file in another folder; replace the link by the file"
                 )
             if name.endswith(".json"):
                 read_json(source / name)
@@ -82,14 +88,17 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def model_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Return the parameters of a Hugging Face checkpoint in a dtype on the CPU, without a tied head."""
+    """Return names and parameters of a transformers model, in a dtype and on the CPU. A tied head is left out."""
     return (
         (name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters()
     )
 
 
 def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], int]:
-    """Write model.safetensors, or shards of up to SHARD_BYTES and an index; return the dtypes and the total bytes."""
+    """Write model.safetensors or, above SHARD_BYTES, shards and an index.
+
+    Returns: The names of the tensors' dtypes, and the size of all tensors in bytes.
+    """
     index: dict[str, int] = {}
     shard: dict[str, Tensor] = {}
     dtypes, total, number = set(), 0, 1

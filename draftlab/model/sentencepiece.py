@@ -1,4 +1,4 @@
-"""Tokenizers that have only SentencePiece's file, checked and corrected to give SentencePiece's own ids."""
+"""Check and correct tokenizers that transformers makes from a tokenizer.model file alone, without a tokenizer.json."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from draftlab.errors import UserError
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
-# Texts on which tokenizers of one vocabulary differ: white space, digits, case, scripts, punctuation.
+# Texts on which tokenizers with the same vocabulary may differ: white space, digits, case, scripts, punctuation.
 PROBES = (
     "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n",
     "The quick brown fox jumps over the lazy dog.",
@@ -37,27 +37,29 @@ PROBES = (
 )
 
 
-TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*")  # a token in base64, and its id
+# a line of a tiktoken file: a token in base64, and its id
+TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*")
 LONGEST_LINE = 4096
 
 
 def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, corrected if its ids are not SentencePiece's.
+    """Return the tokenizer, corrected if it encodes text to other ids than SentencePiece does. file: tokenizer.model.
 
-    transformers 5 orders merges by id, although LLaMA's runs of spaces have the first ids and the last scores. Without
-    a tokenizer_config.json, transformers also omits the leading space and bos.
+    transformers 5 orders BPE merges by id. LLaMA orders them by score, and its runs of spaces have the first ids but
+    the lowest scores. Without a tokenizer_config.json, transformers also omits the leading space and bos. A tokenizer
+    of a tiktoken file is returned unchanged.
 
     Raises:
-        UserError: the file is not SentencePiece's, or the corrected tokenizer still gives other ids.
+        UserError: `file` is no SentencePiece model, or the corrected tokenizer still gives other ids.
     """
-    from sentencepiece import SentencePieceProcessor  # extra: gguf
+    from sentencepiece import SentencePieceProcessor  # a package of the extra gguf
 
     try:
         processor = SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError):
         with file.open("rb") as stream:
             if TIKTOKEN.fullmatch(stream.readline(LONGEST_LINE)):
-                return tokenizer  # tiktoken files have the same name
+                return tokenizer  # a tiktoken file, which may also be called tokenizer.model
         raise UserError(f"{file} cannot be read as a SentencePiece model") from None
     if _agrees(tokenizer, processor):
         return tokenizer
@@ -73,7 +75,8 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
             if _agrees(candidate, processor):
                 return candidate
     raise UserError(
-        f"transformers and SentencePiece read {file} as different token ids; add the model's tokenizer.json"
+        f"with {file}, transformers and SentencePiece encode text to different token ids; add the model's "
+        "tokenizer.json"
     )
 
 
@@ -86,7 +89,7 @@ def _agrees(tokenizer: PreTrainedTokenizerBase, processor: "SentencePieceProcess
 
 
 def _by_score(processor: "SentencePieceProcessor") -> models.BPE:
-    """Return a BPE model with SentencePiece's merges, ordered by score and then by the longest left part."""
+    """Return a BPE model with the merges of a SentencePiece model, by descending score, then by longest left part."""
     ids = range(processor.get_piece_size())
     vocab = {processor.id_to_piece(i): i for i in ids}
     special = {

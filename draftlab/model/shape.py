@@ -1,4 +1,4 @@
-"""Shapes of LLaMA-like models and their costs, from a table of the axes of their weights. No torch.
+"""Shapes of LLaMA-like models and their costs, from a table of the weights and their axes. No torch.
 
 Axes: vocab; hidden (the residual stream); q = heads x head_dim; kv = kv_heads x head_dim; head_dim; ffn.
 """
@@ -23,13 +23,18 @@ BlockOption = Literal[
 ]
 BLOCK_OPTIONS: tuple[BlockOption, ...] = get_args(BlockOption)
 Option = Literal["untied"] | BlockOption
-MOST_NUMBERS = 10_000  # most numbers in a list such as 1-6
+MOST_NUMBERS = 10_000  # most numbers that an option such as --layers 1-6 may list
 
 
 class Row(NamedTuple):
-    """A row of TABLE, one weight: its role, its name with {} for the layer, and the axis of each dimension.
+    """A weight in TABLE.
 
-    A model has the weight only with the option in `when`, and never with the option in `unless`.
+    Args:
+        role: Name in draftlab, such as "q".
+        name: Name of the tensor, with {} in place of the layer's index.
+        axes: Axis of each dimension.
+        when: Option that a model must have to have the weight.
+        unless: Option that a model with the weight does not have.
     """
 
     role: str
@@ -81,7 +86,7 @@ Size = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 class Shape(BaseModel):
-    """The numbers that decide a model's size and cost. The bool options select rows of TABLE."""
+    """The sizes of a LLaMA-like model, and options that decide which weights of TABLE the model has."""
 
     # strict, because YAML's yes would be 1 layer
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -98,14 +103,14 @@ class Shape(BaseModel):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    qk_layernorm: bool = False  # q/k norms after the rotation, under another name (Hunyuan)
+    qk_layernorm: bool = False  # q/k norms after rotary embeddings, with other names (Hunyuan)
     whole_qk_norm: bool = False  # q/k norms over all heads at once (OLMo 2)
     norm_after: bool = False  # norms of the outputs of attention and MLP, in place of norms of their inputs (OLMo 2)
-    draft_vocab: PositiveInt | None = None  # rows of the head that are computed; None: all
+    draft_vocab: PositiveInt | None = None  # number of ids that a trimmed LM head has; None: all
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """Return the length of each axis."""
+        """Return the size of each axis."""
         return {
             "vocab": self.vocab,
             "hidden": self.hidden,
@@ -124,7 +129,7 @@ class Shape(BaseModel):
         return frozenset(found)
 
     def axes(self) -> dict[str, tuple[Axis, ...]]:
-        """Return the axes of each weight by name, in the order in which transformers registers the weights."""
+        """Return the axes of each weight by the tensor's name, in the order of transformers' named_parameters()."""
         axes: dict[str, tuple[Axis, ...]] = {}
         for in_block, group in groupby(self._rows(), lambda row: row.in_block):
             rows = list(group)
@@ -133,7 +138,7 @@ class Shape(BaseModel):
         return axes
 
     def names(self, layer: int = 0) -> dict[str, str]:
-        """Return the name of each weight by its role. Weights of blocks have the name for `layer`."""
+        """Return the name of each weight's tensor, by the weight's role. layer: Index of the layer in the names."""
         return {row.role: row.name.format(layer) for row in self._rows()}
 
     def dims(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
@@ -141,7 +146,7 @@ class Shape(BaseModel):
         return tuple(sizes[axis] for axis in axes)
 
     def params(self) -> int:
-        """Return the number of parameters; embedding and tied head count once."""
+        """Return the number of parameters. A head that is tied to the embedding is not counted again."""
         return self.body_params() + self._count(in_blocks=False)
 
     def body_params(self) -> int:
@@ -157,10 +162,11 @@ class Shape(BaseModel):
         return sum(math.prod(self.dims(row.axes)) for row in rows)
 
     def flops_per_token(self, context: int) -> int:
-        """Return the floating-point operations to decode one token after `context` tokens, 2 per multiply-add.
+        """Return the number of floating-point operations to decode one token after `context` cached tokens.
 
-        Each matrix counts once, except the embedding, which is a look-up; a tied head counts. Attention adds
-        4 x heads x head_dim per layer for each cached token and for the new token.
+        Every parameter of a matrix takes one multiply-add, which is 2 operations. The embedding takes none, but the LM
+        head does, even if the two are tied. Attention adds 4 x heads x head_dim operations per layer for each cached
+        token and for the new token.
         """
         embedding = self.vocab * self.hidden
         matrices = sum(
@@ -173,18 +179,18 @@ class Shape(BaseModel):
         return self.model_copy(update={"draft_vocab": None})
 
     def idle_head_params(self) -> int:
-        """Return the number of parameters in the rows that a trimmed head does not compute."""
+        """Return the number of parameters of the LM head that a trimmed head does not use."""
         return 0 if self.draft_vocab is None else (self.vocab - self.draft_vocab) * self.hidden
 
     def weight_bytes(self, bytes_per_weight: float = 2) -> int:
         return int(self.params() * bytes_per_weight)
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
-        """Return the bytes of the KV cache per token: a key and a value of kv_heads x head_dim per layer."""
+        """Return the bytes of the KV cache per token: in each layer a key and a value of kv_heads x head_dim."""
         return int(2 * self.layers * self.sizes["kv"] * bytes_per_value)
 
     def tensor_parallel(self) -> list[int]:
-        """Return the powers of two up to 64 that divide heads, kv heads, ffn and vocabulary."""
+        """Return the powers of two up to 64 that divide heads, KV heads, ffn and vocab: tensor-parallel sizes."""
         common = math.gcd(self.heads, self.kv_heads, self.ffn, self.vocab)
         return [2**i for i in range(7) if common % 2**i == 0]
 
@@ -201,10 +207,14 @@ class Shape(BaseModel):
 def block_options(
     tensors: Mapping[str, tuple[int, ...]], sizes: Mapping[Axis, int]
 ) -> frozenset[Option]:
-    """Return the options of a model, from the names and sizes of its first layer's tensors.
+    """Detect the options of a model from the names and sizes of its first layer's tensors.
 
-    An option is on if the model has all weights of the option, in the expected sizes, and lacks some weight that the
-    option replaces.
+    The model has an option if all weights of the option are there, in the expected sizes. If the option replaces other
+    weights, some of those must also be missing.
+
+    Args:
+        tensors: Size of each tensor, by name.
+        sizes: Size of each axis.
     """
     found: set[Option] = set()
     for option in BLOCK_OPTIONS:
@@ -220,17 +230,17 @@ def block_options(
 
 
 def read_shape_file(path: Path) -> Shape:
-    """Read a shape file: the fields of Shape as YAML.
+    """Read a shape from a shape file, which has the fields of Shape in YAML.
 
     Raises:
-        UserError: there is no such file, it is not YAML, or it has unknown or missing fields.
+        UserError: there is no such file, it is not YAML, a field is unknown or missing, or a value is not allowed.
     """
     with reading(f"shape file {path}"):
         return Shape.model_validate(yaml.safe_load(path.read_bytes()))
 
 
 def write_shape_file(shape: Shape, path: Path, note: str) -> None:
-    """Write a shape file, with `note` as a comment on its first line and without the options that are off.
+    """Write a shape file. Options that are off are left out. note: Comment for the first line.
 
     Raises:
         UserError: the file cannot be written.
@@ -248,13 +258,13 @@ def write_shape_file(shape: Shape, path: Path, note: str) -> None:
 
 
 def check(shape: Shape, *, llama: bool = True) -> None:
-    """Check that transformers can build a shape.
+    """Check that transformers can build a model of a shape.
 
-    llama: The model has a LlamaConfig. Its validator (transformers 5) wants heads to divide hidden even if head_dim is
-    set.
+    llama: Whether the model has a LlamaConfig. In transformers 5, LlamaConfig requires that heads divides hidden, even
+    if head_dim is set.
 
     Raises:
-        UserError: kv_heads does not divide heads, or heads does not divide hidden.
+        UserError: kv_heads does not divide heads, or llama is True and heads does not divide hidden.
     """
     if shape.heads % shape.kv_heads:
         raise UserError(f"heads ({shape.heads}) is not a multiple of kv_heads ({shape.kv_heads})")
@@ -266,15 +276,15 @@ def check(shape: Shape, *, llama: bool = True) -> None:
 
 
 def check_within(shape: Shape, source: Shape) -> None:
-    """Check that a shape can be cut from a source.
+    """Check that pruning can cut a model of this shape from a source model.
 
     Raises:
-        UserError: an axis is longer than in the source, or head_dim, vocab or an option differs.
-        OtherArchitecture: the source's norms come after attention and MLP, which pruning does not support.
+        UserError: a size is larger than the source's, or head_dim, vocab or an option differs from the source's.
+        OtherArchitecture: the source has norms after attention and MLP, which pruning does not support.
     """
     if source.norm_after:
         raise OtherArchitecture(
-            "the source has norms after attention and MLP, and prune cuts only models with norms before them"
+            "the source has norms after attention and MLP, but prune cuts only models with norms before them"
         )
     for field, option in {"layers": "--layers", "hidden": "--width", "ffn": "--ffn"}.items():
         size, limit = getattr(shape, field), getattr(source, field)
@@ -294,7 +304,7 @@ def check_within(shape: Shape, source: Shape) -> None:
     if shape.heads > source.heads or shape.kv_heads > source.kv_heads or group > most:
         raise UserError(
             f"{shape.heads} heads with {shape.kv_heads} kv_heads cannot be cut from the source, which has "
-            f"{source.heads} heads with {source.kv_heads} kv_heads, {most} heads per kv_head"
+            f"{source.heads} heads, {source.kv_heads} kv_heads and {most} heads per kv_head; use no more of each"
         )
 
 
@@ -307,17 +317,22 @@ def resolve(
     params: int | None = None,
     multiple_of: int = 16,
 ) -> Shape:
-    """Return the shape to cut from a source, with the source's proportions by default, and the fewest legal KV heads.
+    """Return the shape to cut from a source. Sizes that are not set follow from the source.
+
+    The number of heads is default_heads. The number of KV heads is the smallest that needs no more heads per KV head
+    than the source has.
 
     Args:
-        ffn: Default: the source's ratio of ffn to hidden, rounded up to a multiple of multiple_of.
-        params: Number of parameters, which chooses ffn.
+        layers, hidden: Default: the source's.
+        ffn: Default: hidden times the source's ratio ffn / hidden, rounded up to a multiple of multiple_of.
+        params: Number of parameters that the shape must have. It determines the ffn.
+        multiple_of: Factor of an ffn that is chosen here.
 
     Raises:
-        UserError: the shape exceeds the source, no ffn reaches params, or both params and ffn are set.
+        UserError: the shape exceeds the source, no ffn gives `params` parameters, or both params and ffn are set.
     """
     if params is not None and ffn is not None:
-        raise UserError(f"--params and --ffn {ffn} both set the ffn; use one of them")
+        raise UserError(f"--params and --ffn {ffn} both determine the ffn; use only one of them")
     layers, hidden = layers or source.layers, hidden or source.hidden
     heads = default_heads(source, hidden)
     scaled = -(-source.ffn * hidden // source.hidden)
@@ -337,10 +352,11 @@ def resolve(
 
 
 def default_heads(source: Shape, hidden: int) -> int:
-    """Return hidden / head_dim, or the nearest legal number of heads.
+    """Return the number of heads for a draft of width `hidden`: hidden / head_dim, or the nearest legal number.
 
-    A legal number divides hidden. The source has at least as many heads, KV heads, and heads per KV head. Return the
-    source's number if hidden does not differ from the source, and hidden / head_dim if no number is legal.
+    A number is legal if it divides `hidden` and if the draft then needs no more heads, KV heads or heads per KV head
+    than the source has. If `hidden` is the source's own, return the source's number. If no number is legal, return
+    hidden / head_dim, rounded down, from 1 to the source's number.
     """
     if hidden == source.hidden:
         return source.heads
@@ -355,10 +371,12 @@ def default_heads(source: Shape, hidden: int) -> int:
 
 
 def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) -> Shape:
-    """Return the shape with the ffn, a multiple of multiple_of, that brings its parameters nearest to `params`.
+    """Return the shape with the ffn that brings its number of parameters nearest to `params`.
+
+    The ffn is a multiple of multiple_of, or `most`.
 
     Raises:
-        UserError: no ffn from multiple_of to `most` comes within 1 % of `params`.
+        UserError: no ffn from multiple_of to `most` gives a number of parameters within 1 % of `params`.
     """
     base = shape.model_copy(update={"ffn": multiple_of}).params()
     per_unit = (shape.model_copy(update={"ffn": 2 * multiple_of}).params() - base) / multiple_of
@@ -376,7 +394,7 @@ def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) ->
 
 
 def parse_count(text: str) -> int:
-    """Parse '1.3b', '796M', '350k' or a plain number. Raises UserError: the text is no such number."""
+    """Parse a number of parameters: '1.3b', '796M', '350k' or a plain number. Raises UserError: it is none of these."""
     scale = {"k": 1e3, "m": 1e6, "b": 1e9}.get(text[-1:].lower(), 1)
     try:
         count = round(float(text if scale == 1 else text[:-1]) * scale)
@@ -390,7 +408,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_vocab(text: str) -> int:
-    """Parse '16k' (16,384 ids) or a plain number. Raises UserError: the text is no such number."""
+    """Parse a number of token ids: '16k' (16,384 ids) or a plain number. Raises UserError: it is neither."""
     match = re.fullmatch(r"([1-9]\d*)(k?)", text.strip().lower())
     if match is None:
         raise UserError(
@@ -400,10 +418,10 @@ def parse_vocab(text: str) -> int:
 
 
 def parse_numbers(text: str) -> list[int]:
-    """Parse '1-4' or '2,4,8' or '1-3,8' to ascending numbers.
+    """Parse a list of whole numbers, such as '1-4', '2,4,8' or '1-3,8'. Return the distinct numbers in ascending order.
 
     Raises:
-        UserError: the text is no such list, or has a number below 1 or more than MOST_NUMBERS numbers.
+        UserError: the text is no such list, has a number below 1, or lists more than MOST_NUMBERS numbers.
     """
     numbers: set[int] = set()
     for part in text.split(","):
@@ -423,9 +441,9 @@ def parse_numbers(text: str) -> list[int]:
 
 
 def format_count(count: float) -> str:
-    """Return a count with three significant digits, such as 1.3B."""
+    """Return a count as text with at most three significant digits, such as 1.3B."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= 0.9995 * scale:  # with three digits, 999.5M is 1B
+        if count >= 0.9995 * scale:  # 999.5M would be 1e+03M with three digits, so it is 1B
             return f"{count / scale:.3g}{unit}"
     return str(int(count))
 
@@ -435,11 +453,11 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def fewest_kv_heads(heads: int, group: int) -> int:
-    """Return the fewest KV heads that divide `heads` into groups of at most `group` heads."""
+    """Return the smallest number of KV heads that divides `heads` and leaves at most `group` heads per KV head."""
     return next(n for n in range(-(-heads // group), heads + 1) if heads % n == 0)
 
 
 def multiples_near(value: int, base: int) -> list[int]:
-    """Return the multiples of `base` just below and above `value`, none below `base`."""
+    """Return the largest multiple of `base` up to `value`, and the next multiple. 0 is left out."""
     below = value // base * base
     return sorted({max(base, below), below + base})

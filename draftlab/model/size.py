@@ -1,4 +1,4 @@
-"""Sizes of checkpoints of any architecture, and costs of training, for plans and model cards."""
+"""Sizes of checkpoints of any architecture, and costs of training, to print in plans and model cards."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,18 @@ EXPERT_COUNTS = (
     "num_local_experts",
     "num_experts",
     "n_routed_experts",
-)  # names of this number in config.json
+)  # names in config.json for the number of routed experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApproximateSize:
-    """Sizes of a model that transformers runs, counted in transformers' module. Some sizes are upper bounds.
+    """The size of a model without a Shape: a model that is quantised or not LLaMA-like, or a head.
 
-    active: Weights that a token uses; of a mixture of experts fewer than count. stored_bytes: Bytes of the weights if
-    they are quantised, else None.
+    Args:
+        kind: Kind of model for messages, such as "awq llama".
+        count: Number of parameters.
+        active: Number of parameters that a token uses. In a mixture of experts these are fewer than count.
+        stored_bytes: Size of quantised weights in bytes; None for unquantised weights.
     """
 
     kind: str
@@ -45,16 +48,16 @@ class ApproximateSize:
         return self.count * bytes_per_weight if self.stored_bytes is None else self.stored_bytes
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
-        """Return an upper bound of the KV cache's bytes per token: the size without grouped heads."""
+        """Return an upper bound of the KV cache's bytes per token: the size if every query head had a KV head."""
         return int(2 * self.layers * self.hidden * bytes_per_value)
 
     def flops_per_token(self, context: int) -> int:
-        """Return the operations to decode one token: two per weight that a token uses, without attention."""
+        """Return the number of operations to decode one token: 2 per active parameter. Attention is left out."""
         return 2 * self.active
 
 
 def read_size(directory: Path) -> Shape | ApproximateSize:
-    """Return the shape of a checkpoint, or its approximate size if it is quantised or not LLaMA-like.
+    """Return the Shape of a checkpoint, or an ApproximateSize if it is quantised or not LLaMA-like.
 
     Raises:
         UserError: config or tensors cannot be read or contradict each other, or transformers cannot build the model.
@@ -83,7 +86,7 @@ def read_size(directory: Path) -> Shape | ApproximateSize:
 
 
 def _used_experts(config: Any) -> float:
-    """Return the share of the routed experts that a token uses, or 1 for a config without experts."""
+    """Return the fraction of the routed experts that a token uses, or 1 for a model without experts."""
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     count, used = next((n for n in counts if n), None), getattr(config, "num_experts_per_tok", None)
     return used / count if count and used else 1.0
@@ -96,11 +99,11 @@ def training_cost(
     tokens: int,
     seq_len: int,
 ) -> dict[str, object]:
-    """Return the tokens, floating-point operations, memory and disk of a training run, for a plan.
+    """Return what a training run takes (tokens, floating-point operations, memory and disk), to print in a plan.
 
-    Training takes 6 operations per student weight and token, and the teacher's pass 2. The student has fp32 weights,
-    gradients and two Adam moments; the teacher is in bf16. Memory does not include activations, and logits are computed
-    in chunks of about 100 MB.
+    For each token, training takes 3 times the operations of the student's forward pass, plus the teacher's forward
+    pass. The student has fp32 weights, gradients and two Adam moments; the teacher has bf16 weights. Memory includes a
+    chunk of logits of about 100 MB, but no activations.
     """
     weights = 16 * student.params() + (teacher.weight_bytes() if teacher else 0)
     per_token = 3 * student.flops_per_token(seq_len // 2) + (

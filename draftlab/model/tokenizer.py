@@ -1,4 +1,4 @@
-"""Tokenizers, and whether the vocabularies of draft and target fit. No torch."""
+"""Load tokenizers, and check that draft and target have the same vocabulary. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ FILE = "tokenizer.json"
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer. Raises UserError: the directory has no tokenizer, or it cannot be read."""
+    """Load the tokenizer of a checkpoint. Raises UserError: there is no tokenizer, or it cannot be read."""
     from transformers import AutoTokenizer
 
     from draftlab.model.sentencepiece import as_sentencepiece
@@ -31,7 +31,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
 
 
 def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
-    """Return the ids of bos, eos and pad, None for each token that the tokenizer lacks."""
+    """Return the ids of a tokenizer's special tokens by the names bos, eos and pad. A missing token is None."""
     ids = {
         "bos": tokenizer.bos_token_id,
         "eos": tokenizer.eos_token_id,
@@ -41,33 +41,34 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
 
 
 def known_ids(*models: Path) -> int:
-    """Return the number of ids for which every model has tokens. Logits of higher ids are padding in some model."""
+    """Return the number of ids that are tokens in every model. Larger ids are padding of the logits in some model."""
     return min(min(vocab_size(m), max(load_tokenizer(m).get_vocab().values()) + 1) for m in models)
 
 
 def check_embeds(model: Path) -> None:
-    """Raises UserError: the tokenizer has ids without an embedding. Added tokens are not counted."""
+    """Raise UserError if a model's tokenizer has ids without an embedding. Added tokens are not counted."""
     ids, embeddings = load_tokenizer(model).vocab_size, vocab_size(model)
     if ids > embeddings:
         raise UserError(
-            f"{model} embeds {embeddings:,} ids, but its tokenizer has {ids:,} ids; use the tokenizer of this model"
+            f"{model} embeds {embeddings:,} ids, but its tokenizer has {ids:,}; use the tokenizer of this model"
         )
 
 
 def common_vocabulary(draft: Path, target: Path) -> int:
-    """Return the number of ids for which draft and target have logits, after a check that the tokens are equal.
+    """Check that each id is the same token in draft and target. Return the number of ids for which both have logits.
 
-    Speculation compares ids. Models of one family may pad their LM heads to different sizes; the smaller size counts.
+    Speculative decoding compares ids. Models of a family may pad their LM heads to different sizes; the smaller size is
+    returned.
 
     Raises:
-        UserError: an id has different tokens, a tokenizer has ids that its model does not embed, or the target's head
-            is trimmed.
+        UserError: an id stands for different tokens, a tokenizer has ids that its model does not embed, or the target's
+            LM head is trimmed.
     """
     for model in (draft, target):
         check_embeds(model)
     if (target / HEAD_IDS).is_file():
         raise UserError(
-            f"{target} has a trimmed head ({HEAD_IDS}), so it can be a draft but not a target"
+            f"{target} has a trimmed LM head ({HEAD_IDS}), so it can be a draft but not a target"
         )
     size = min(vocab_size(model) for model in (draft, target))
     other = first_difference(
@@ -79,9 +80,13 @@ def common_vocabulary(draft: Path, target: Path) -> int:
 
 
 def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: int) -> str | None:
-    """Return text on the first target id below size that has another token in the draft, or None if all are equal.
+    """Compare the tokens of draft and target for each id below `size`.
 
-    Draft tokens with an id that is padding in the target are ignored, because they are never accepted.
+    Ids that are padding in the target are ignored, because drafted tokens with these ids are never accepted.
+
+    draft, target: The id of each token.
+
+    Returns: Text for a message about the first id with different tokens, or None if there is no such id.
     """
     drafts = {i: token for token, i in draft.items()}
     targets = {i: token for token, i in target.items()}
@@ -90,7 +95,10 @@ def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: 
 
 
 def different_tokenizers(draft: Path, target: Path, difference: str) -> str:
-    """Return the error message for a draft and a target with different tokens. difference: See first_difference."""
+    """Return the error message for a draft and a target with different tokens.
+
+    difference: Result of first_difference.
+    """
     return (
         f"draft {checkpoint_name(draft)} and target {checkpoint_name(target)} have different tokenizers: "
         f"{difference}; use a draft with the target's vocabulary, or convert this draft with mergekit-tokensurgeon"

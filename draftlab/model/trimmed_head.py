@@ -1,8 +1,8 @@
-"""Trimmed heads: a draft proposes only frequent ids, so its head takes less time than for a large vocabulary.
+"""Trimmed LM heads: a draft proposes only frequent ids, so its LM head takes less time.
 
 FR-Spec (Zhao et al. 2025, arXiv 2502.14856) and VocabTrim (Goel et al. 2025, arXiv 2506.22694). The checkpoint has the
-whole head and an embedding of every id. head_ids.json lists the ids whose rows of the head are computed. The target
-still emits all other ids, so that trimming changes acceptance but not the output. V vocab, S ids of the head, D hidden.
+complete LM head and the complete embedding. head_ids.json lists the ids whose logits are computed. The target still
+emits all ids, so trimming changes the acceptance but not the output. V vocab, S ids of the trimmed head, D hidden.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,12 @@ BUFFERS = ("head_ids", "head_rows")
 
 @dataclass(frozen=True, slots=True)
 class TrimmedHead:
-    """The ids of a head, [S]. rows: The row of every id in the head, [V]; S for an id that the head lacks."""
+    """The ids of a trimmed LM head.
+
+    Args:
+        ids: Ids that have logits, [S].
+        rows: Index of every id in `ids`, [V]; S for an id that has no logit.
+    """
 
     ids: Tensor
     rows: Tensor
@@ -39,14 +44,15 @@ class TrimmedHead:
 def frequent_ids(
     texts: Sequence[np.ndarray], size: int, vocab: int, special: Iterable[int]
 ) -> tuple[list[int], float]:
-    """Return the most frequent ids of the texts, ascending, and their coverage.
+    """Return the most frequent ids of the texts in ascending order, and an estimate of their coverage of new text.
 
-    Coverage is the share of tokens in the second half of the texts that are among the most frequent ids of the first
-    half. Among equally frequent ids the lowest are chosen, because a BPE learns them first.
+    The estimate is the fraction of the tokens in the second half of the texts that are among the `size` most frequent
+    ids of the first half. Of equally frequent ids the lowest are taken, because BPE training adds frequent tokens
+    first.
 
     Args:
-        size: Number of ids.
-        special: Ids that are always included.
+        size: Number of ids to return.
+        special: Ids that are always among the returned ids.
 
     Raises:
         UserError: size is not between the number of special ids and vocab, or there are fewer than two texts.
@@ -55,7 +61,7 @@ def frequent_ids(
     check_head_size(size, vocab, len(stays))
     if len(texts) < 2:
         raise UserError(
-            f"--vocab {size}: {len(texts)} texts are too few to count frequent ids in; use more text"
+            f"--vocab {size}: {len(texts)} texts are too few to find frequent ids; use at least 2 texts"
         )
 
     def top(some: Sequence[np.ndarray]) -> np.ndarray:
@@ -71,14 +77,14 @@ def frequent_ids(
 
 
 def template_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    """Return the ids of the special tokens, and of the added tokens in the chat template."""
+    """Return the ids of a tokenizer's special tokens, and of the added tokens that its chat template contains."""
     template = str(tokenizer.chat_template or "")
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content in template}
     return added | set(tokenizer.all_special_ids)
 
 
 def trim_model(model: "PreTrainedModel", ids: Sequence[int]) -> None:
-    """Change a transformers model, so that the logits of all ids not in `ids` are -inf."""
+    """Change a transformers model so that the logits of all ids that are not in `ids` are -inf."""
     head = output_head(model)
     weight = head.get_parameter("weight")
     trimmed = TrimmedHead.of(torch.tensor(ids, device=weight.device), len(weight))
@@ -92,12 +98,12 @@ def trim_model(model: "PreTrainedModel", ids: Sequence[int]) -> None:
 
 
 def only(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return logits [..., V] with -inf for all ids that are not in `ids`, [S]."""
+    """Return the logits [..., V] with -inf in place of the logits of all ids that are not in `ids`, [S]."""
     return torch.full_like(logits, -torch.inf).index_copy(-1, ids, logits.index_select(-1, ids))
 
 
 def trimmed_head_of(model: "PreTrainedModel") -> TrimmedHead | None:
-    """Return the trimmed head of a model, None if its head has all ids."""
+    """Return the TrimmedHead of a model that trim_model has changed, or None for another model."""
     buffers = dict(output_head(model).named_buffers())
     return TrimmedHead(*(buffers[name] for name in BUFFERS)) if BUFFERS[0] in buffers else None
 
@@ -105,11 +111,15 @@ def trimmed_head_of(model: "PreTrainedModel") -> TrimmedHead | None:
 def as_whole(
     config: dict[str, object], weights: Any, ids: Sequence[int]
 ) -> tuple[dict[str, object], Any]:
-    """Return config and weights with a complete head, for runtimes without trimmed heads.
+    """Return config and weights of the same draft with a complete LM head, for servers without trimmed heads.
 
-    The new head is untied, and every row outside `ids` is the mean of the rows in `ids`. The logit of such a row is the
-    mean logit, so that its id is never the most probable id. In practice all these ids together have less than a
-    thousandth of the probability.
+    The new head is not tied to the embedding. For an id that is not in `ids`, its row is the mean of the rows of `ids`,
+    so the logit is the mean of their logits and never the largest logit. In practice all these ids together have less
+    than a thousandth of the probability.
+
+    weights: Mapping from names to tensors, such as checkpoint.Weights. ids: Ids of the trimmed head.
+
+    Returns: The config, and an iterator over names and tensors.
     """
 
     def whole() -> Iterator[tuple[str, Tensor]]:
@@ -126,7 +136,7 @@ def as_whole(
 
 
 def output_head(model: "PreTrainedModel") -> nn.Module:
-    """Return the module that computes a model's logits."""
+    """Return the LM head of a model: the module that computes its logits."""
     head = model.get_output_embeddings()
     assert head is not None  # every causal language model has one
     return head

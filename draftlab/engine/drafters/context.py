@@ -1,4 +1,4 @@
-"""The context of a run, from which drafters are built, and the built drafters."""
+"""What drafters are built from (DrafterContext), and the result (DrafterRun)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,10 +22,14 @@ from draftlab.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterRun:
-    """A built drafter, its draft model if any, and the numbers of tokens to try.
+    """A drafter that is ready to draft.
 
-    learnt: Value of --drafter with the options that the drafter learnt when it was built. facts: Fields of
-    results.score.Model that describe the drafter's model.
+    Args:
+        model: The drafter's draft model; None for a drafter without a draft model.
+        ks: Values of K, the number of drafted tokens, to measure.
+        learnt: For a drafter that chooses some of its options when it is built: the value of --drafter with these
+            options.
+        facts: Values for fields of results.score.Model that describe the drafter.
     """
 
     drafter: Drafter
@@ -36,7 +40,7 @@ class DrafterRun:
 
 
 class DrafterContext:
-    """The target and the settings of a run, and objects that several drafters share."""
+    """The target and the settings of a run, from which its drafters are built."""
 
     def __init__(
         self,
@@ -53,7 +57,16 @@ class DrafterContext:
         device: torch.device,
         int8: bool = False,
     ) -> None:
-        """load: Loads a checkpoint in the run's mode. draft: Default draft. device: Of heads. int8: Round heads."""
+        """Make a context.
+
+        Args:
+            load: Function that loads a draft model from a directory, in the mode of the run.
+            draft: Default draft, for drafters without draft=.
+            data: Sources of text, as in --data.
+            ks: Values of K, the number of drafted tokens, to measure.
+            device: Device of heads.
+            int8: Whether to round the weights of heads to int8.
+        """
         self.target, self.target_path, self.load, self.draft = target, target_path, load, draft
         self.data, self.sampling, self.ks, self.clock = data, sampling, ks, clock
         self.mode: Mode = mode
@@ -69,7 +82,7 @@ class DrafterContext:
         learnt: str | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> DrafterRun:
-        """Return a drafter with the facts that the run needs. ks: Numbers of drafted tokens. None takes the run's."""
+        """Return a drafter as a DrafterRun. Arguments are those of DrafterRun. ks: Default: the values of the run."""
         return DrafterRun(
             drafter=drafter,
             model=model,
@@ -80,37 +93,46 @@ class DrafterContext:
 
     @property
     def target_int8(self) -> bool:
-        """Return whether the verifying target has int8 weights."""
+        """Return whether the target runs with int8 weights."""
         return self.target.weights_dtype == "int8"
 
     def draft_path(self, text: str, name: str) -> Path:
-        """Return the directory of a draft model. An empty name gives the default draft.
+        """Return the directory of a draft model.
 
-        text: The drafter, for the message of the error.
+        Args:
+            text: Value of --drafter, for the error message.
+            name: Name of a checkpoint. "" stands for the default draft.
 
         Raises:
-            UserError: The name is empty, and there is no default draft.
+            UserError: There is no such checkpoint, or the name is empty and there is no default draft.
         """
         if name:
             return hub.locate(name)
         if self.draft is None:
             raise UserError(
-                f"--drafter {text} needs a draft model: add draft=DIR, or give one by --draft"
+                f"--drafter {text} needs a draft model: add draft=DIR to the drafter, or set --draft"
             )
         return self.draft
 
     def load_draft(self, text: str, name: str) -> Decoder:
-        """Load a draft model. Arguments and errors are those of draft_path."""
+        """Load a draft model in the mode of the run. Arguments and errors: See draft_path."""
         return self.load(self.draft_path(text, name))
 
     def own_engine(self, spec: DrafterSpec, model: Decoder) -> Llama:
-        """Return the model as a Llama of draftlab's engine. Raises UserError: transformers runs the model."""
+        """Return `model`, after a check that draftlab's own engine runs it.
+
+        Raises:
+            UserError: transformers runs the model, which the drafter `spec` does not support.
+        """
         if not isinstance(model, Llama):
             raise spec.refused_by_transformers()
         return model
 
     def corpus(self, source: str, tokens: int) -> np.ndarray:
-        """Return the first `tokens` tokens of a data source, [N]. A mixture gives at most twice as many."""
+        """Return the first `tokens` tokens of a data source, [N].
+
+        Of a mixture, return the first `tokens` tokens of each source, one source after the other, up to 2 x tokens.
+        """
         batches = data.open_batches(source, self.tokenizer, rows=1, seq_len=tokens, steps=1, seed=0)
         return np.concatenate([stream[:tokens] for stream in batches.streams.values()])[
             : 2 * tokens

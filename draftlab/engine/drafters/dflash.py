@@ -1,8 +1,8 @@
-"""Drafting with a DFlash head: the target's states are projected once per token, and one pass drafts all tokens.
+"""Drafting with a DFlash head: the head reads each state of the target once, and drafts all tokens in one pass.
 
-B rows, T tokens, K drafted tokens, V vocab. In a text of n tokens the target has read n - 1 tokens, whose states are
-the context. The last token begins the block. Each drafted token has its own q, which does not depend on the other
-drafted tokens, so the rules for chains hold.
+B rows, T tokens, K drafted tokens, V vocab. In a text of n tokens the target has read n - 1 tokens, and the head reads
+their states. The last token begins the block. The q of a drafted token does not depend on the other drafted tokens, so
+the rules for chains hold.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from draftlab.sampling import SamplingParams
 
 
 class DFlashDrafter(StatesDrafter[DFlash]):
-    """Drafts a block after each text."""
+    """Drafts a block of tokens after each text, with a DFlash head."""
 
     def reset(self, rows: int, capacity: int) -> None:
         super().reset(rows, capacity)
-        # tokens of a block; they attend to each other, so the block stays whole at the end of a text
+        # tokens of a block; they attend to each other, so blocks keep their length near the end of a text
         self.width = 0
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
-        """Read the states of the prompts."""
+        """Read the target's states of the prompts into the head's cache."""
         self.read_states(texts)
 
     def propose(
@@ -39,16 +39,19 @@ class DFlashDrafter(StatesDrafter[DFlash]):
         return Draft(ids=ids, q=q, counts=[count] * len(texts))
 
     def begin(self, texts: Sequence[list[int]], count: int) -> tuple[Tensor, int]:
-        """Read the new states. Return each text's last token, [B], and the number of tokens to draft, at most count."""
+        """Read the target's new states. Return the texts' last tokens, [B], and the number of tokens to draft.
+
+        This number is `count`, or the block's limit if that is smaller.
+        """
         self.read_states(texts)
         count = min(count, self.head.config.most)
         self.width = max(self.width, count)
         return staged([text[-1] for text in texts], self.head.device), count
 
     def read_states(self, texts: Sequence[list[int]]) -> None:
-        """Project the target's states that are new since the last call.
+        """Read the target's states that are new since the last call into the head's cache.
 
-        States of rejected tokens are never used: their positions are read again once the target has read other tokens.
+        States of rejected tokens are never used, because the head does not read beyond the texts.
         """
         _, positions = self.new_positions(texts)
         self.head.read(self.states_at(positions), positions, self.cache)
@@ -56,7 +59,7 @@ class DFlashDrafter(StatesDrafter[DFlash]):
 
 
 class BlockPasses(HeadPasses):
-    """A head on states of zeros: a pass over T tokens reads T states of the target and drafts T tokens at once."""
+    """The passes of a DFlash head, to be timed. A pass over T tokens reads T states of zeros, and drafts T tokens."""
 
     def __init__(self, head: DFlash) -> None:
         self.head, self.context = head, head.config.context
@@ -75,7 +78,10 @@ class BlockPasses(HeadPasses):
     def forward(
         self, ids: Tensor, cache: BlockCache, last: int = 0, tree: Tree | None = None
     ) -> Tensor:
-        """Run a pass as Decoder.forward does. If the block is shorter than T, its last logits are repeated."""
+        """Run a pass with the arguments and the result of Decoder.forward.
+
+        If the head drafts fewer than T tokens, the last token's logits are repeated.
+        """
         rows, width = ids.shape
         new = torch.arange(width, device=self.device)
         positions = staged(cache.used, self.device).unsqueeze(1) + new

@@ -1,7 +1,7 @@
 """Drafting with a DSpark head: one pass computes the block, then tokens are drawn in order while the head is confident.
 
-B rows, K drafted tokens, V vocab. Each token is drawn from its own q, which depends on the text and on the drafted
-tokens before it, so the rules for chains hold. The decision to draft a token depends only on the tokens before it.
+B rows, K drafted tokens, V vocab. The q of a drafted token depends on the text and on the drafted tokens before it, so
+the rules for chains hold. The confidence in a token, which ends the draft, also depends only on tokens before it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,10 @@ from draftlab.sampling import SamplingParams
 
 
 class DSparkDrafter(DFlashDrafter):
-    """Drafts a block after each text. least_confidence: See drafters/dspark.py; 0 drafts whole blocks."""
+    """Drafts a block of tokens after each text, with a DSpark head.
+
+    least_confidence: The draft ends before the product of its tokens' confidences falls below this. 0: it never does.
+    """
 
     def __init__(
         self, target: Llama | HFDecoder, head: DSpark, least_confidence: float = 0

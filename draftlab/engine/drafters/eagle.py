@@ -1,7 +1,7 @@
 """EAGLE-3 (Li et al. 2025, 2503.01840): a head of one layer drafts from the target's states, then from its own.
 
 B rows, T new tokens, K drafted tokens, D hidden, V vocab. In a text of n tokens the target has read n - 1 tokens, and
-the head has n - 1 positions: position i combines the target's state of token i with token i + 1.
+the head has n - 1 positions: at position i it reads the target's state of token i together with token i + 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,17 @@ from draftlab.sampling import SamplingParams
 
 
 class EagleDrafter(StatesDrafter[EagleLlama]):
-    """Drafts a chain with one pass of the head per token. The first pass also feeds the target's new states."""
+    """Drafts a chain with one pass of the head per token.
+
+    The first pass also reads the target's states at all positions since the last draft.
+    """
 
     def __init__(self, target: Llama | HFDecoder, head: EagleLlama) -> None:
         super().__init__(target, head)
         self.sampler: Callable[[SamplingParams, int | None], Sampler] = Sampler
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
-        """Read all positions of the prompts. The first draft reads the last position again."""
+        """Read the target's states at all positions of the prompts. The first draft reads the last position again."""
         self.last_logits(texts)
 
     def propose(
@@ -39,9 +42,11 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
         return Draft(ids=ids, q=q, counts=[ids.shape[1]] * len(texts))
 
     def last_logits(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        """Feed the target's new states. Return the logits [B, V] and the state [B, 1, D] of each text's last position.
+        """Run the head over the target's new states. Return logits and state of the texts' last positions.
 
-        All rows feed the same number of positions, see decoder.feed.
+        All texts feed the same number of positions, see StatesDrafter.new_positions.
+
+        Returns: The head's logits, [B, V], and its state, [B, 1, D], at the last position of each text.
         """
         ends = [len(text) - 1 for text in texts]
         starts, places = self.new_positions(texts)
@@ -53,7 +58,7 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
         ids, row = staged(rows, self.head.device), torch.arange(len(rows), device=self.head.device)
         fed = self.head.combine(self.states_at(places))
         self.cache.used = starts
-        # each text's last position among the fed positions
+        # index of each text's last position in its row of fed positions
         at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]
         logits, states = self.head.step(ids, fed, self.cache, last=width - min(at))
         self.cache.used, self.read = list(ends), list(ends)
@@ -62,10 +67,10 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
 
 
 class EaglePasses(HeadPasses):
-    """An EAGLE-3 head that reads states of zeros; latency does not depend on their values.
+    """The passes of an EAGLE-3 head, to be timed. They read states of zeros, on whose values latency does not depend.
 
-    own: Whether the head reads its own states, as for all drafted tokens of a step except the first. Otherwise a pass
-    reads the target's states, and its time includes fc and the target's storing of the states.
+    own: Whether the head reads its own states, as for all drafted tokens of a step but the first. Otherwise the head
+    reads the target's states, and a pass also stores these states and runs fc.
     """
 
     def __init__(self, head: EagleLlama, own: bool = False) -> None:
@@ -77,7 +82,7 @@ class EaglePasses(HeadPasses):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the weights that a pass reads."""
+        """Return the size in bytes of the weights that a pass reads."""
         blocks = [w for b in self.head.blocks for w in (b.qkv, b.o, b.gate_up, b.down)]
         return sum(weight.nbytes for weight in (self.head.fc, *blocks, self.head.head))
 
@@ -92,7 +97,7 @@ class EaglePasses(HeadPasses):
         return cache
 
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """Run a pass, see Decoder.forward."""
+        """Run a pass over T tokens with states of zeros. Arguments and result: See Decoder.forward."""
         rows, width = ids.shape
         if self.own:
             read = self.head.embed.new_zeros(rows, width, self.head.shape.hidden)

@@ -1,6 +1,6 @@
-"""A drafter that falls back to a second drafter when the first drafter has no draft.
+"""A drafter that falls back to a second drafter for texts for which the first drafter has no draft.
 
-B rows, K drafted, V vocab.
+B rows, K drafted tokens, V vocab.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from draftlab.sampling import SamplingParams
 
 
 class FallbackDrafter(Drafter):
-    """Proposes the draft of the first drafter, or the draft of the second drafter if the first has no draft.
+    """Drafts with the first drafter, and with the second drafter for the texts for which the first has no draft.
 
-    second_tokens: Most tokens that the second drafter drafts. Its tokens cost more than copied tokens, and are right
-    less often.
+    second_tokens: Largest number of tokens that the second drafter drafts. Its tokens cost more than the first's, and
+    are accepted less often. None: it drafts as many as the first.
     """
 
     def __init__(

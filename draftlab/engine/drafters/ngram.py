@@ -1,6 +1,6 @@
 """Drafting without a model: an n-gram model of a corpus, and copying from the text itself.
 
-V vocab, K drafted. An n-gram is a context of n - 1 tokens and the token that follows it.
+V vocab, K drafted tokens. An n-gram is a context of n - 1 tokens and the token that follows it, its follower.
 """
 
 from abc import abstractmethod
@@ -19,17 +19,25 @@ from draftlab.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """All n-grams of one length: contexts as sorted numbers, and the followers of each context with their counts."""
+    """All n-grams of one length. C contexts, P distinct n-grams.
 
-    contexts: np.ndarray  # [C] uint64
-    offsets: np.ndarray  # [C + 1] into followers
-    followers: np.ndarray  # [P]
-    # [P]; counts of all but the longest n-grams are numbers of distinct tokens before them
+    Args:
+        contexts: Each context as one number, uint64 [C], ascending.
+        offsets: Start of each context's followers in `followers`, and the end of the last, [C + 1].
+        followers: Token ids that follow the contexts, [P].
+        counts: Count of each n-gram, [P]: its occurrences for the longest n-grams, else the number of distinct tokens
+            before it.
+        discount: D of Kneser-Ney.
+    """
+
+    contexts: np.ndarray
+    offsets: np.ndarray
+    followers: np.ndarray
     counts: np.ndarray
     discount: float
 
     def after(self, context: np.uint64) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the followers of a context and their counts, or None for a context that is not in the corpus."""
+        """Return the followers of a context, and their counts, or None if the context is not in the corpus."""
         at = int(np.searchsorted(self.contexts, context))
         if at == len(self.contexts) or self.contexts[at] != context:
             return None
@@ -38,22 +46,25 @@ class Order:
 
 
 def contexts_fit(vocab: int, order: int) -> bool:
-    """Return whether contexts of order - 1 tokens can be numbered in 64 bits."""
+    """Return whether every context of order - 1 tokens can be written as one number of 64 bits."""
     return vocab ** (order - 1) < 1 << 64
 
 
 class NgramModel:
-    """An interpolated Kneser-Ney model (Ney, Essen, Kneser 1994): every token has some probability.
+    """An interpolated Kneser-Ney model (Ney, Essen, Kneser 1994), which gives every token some probability.
 
-    p(w | h) = max(c(h w) - D, 0) / c(h) + D N(h) / c(h) p(w | h'), where h' is the context h without its first token
-    and N(h) the number of its distinct followers. c counts the longest n-grams by occurrences, and shorter n-grams by
-    distinct tokens before them. Each order has its D = n1 / (n1 + 2 n2), from the n-grams with counts 1 and 2.
+    p(w | h) = max(c(h w) - D, 0) / c(h) + D N(h) / c(h) p(w | h'). Here h' is the context h without its first token,
+    and N(h) is the number of distinct followers of h. For the longest n-grams, c counts their occurrences; for shorter
+    n-grams, c counts the distinct tokens before them. Each order has its own D = n1 / (n1 + 2 n2), where n1 and n2 are
+    the numbers of n-grams with the counts 1 and 2.
     """
 
     def __init__(self, ids: np.ndarray, vocab: int, order: int) -> None:
-        """Count the n-grams of a stream of at least `order` ids [N]. Raises ValueError: contexts do not fit 64 bits."""
+        """Count the n-grams of a corpus, ids [N] with N >= order. Raises ValueError: contexts_fit() is False."""
         if not contexts_fit(vocab, order):
-            raise ValueError(f"contexts of {order - 1} tokens of {vocab} do not fit 64 bits")
+            raise ValueError(
+                f"contexts of {order - 1} tokens do not fit into 64 bits with a vocabulary of {vocab} ids"
+            )
         self.vocab = vocab
         grams = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), order)
         self.orders: list[Order] = []
@@ -73,14 +84,14 @@ class NgramModel:
         self.unigrams = unigrams / unigrams.sum()
 
     def probabilities(self, text: Sequence[int]) -> np.ndarray:
-        """Return the distribution of the token after text, [V]."""
+        """Return the distribution of the token after a text, [V]."""
         p = self.unigrams
         for length, order in enumerate(reversed(self.orders), 1):
             after = (
                 order.after(_number(text[-length:], self.vocab)) if len(text) >= length else None
             )
             if after is None:
-                break  # a longer context is not in the corpus either
+                break  # then no longer context is in the corpus
             followers, counts = after
             total = counts.sum()
             p = p * (order.discount * len(followers) / total)
@@ -89,7 +100,7 @@ class NgramModel:
 
 
 class NgramDrafter(Drafter):
-    """Drafts from an n-gram model, token by token."""
+    """Drafts a chain with an n-gram model, one token after the other."""
 
     def __init__(self, model: NgramModel) -> None:
         self.model = model
@@ -137,8 +148,11 @@ MATCH_KINDS: tuple[MatchKind, ...] = ("once", "agree", "differ")
 class Match:
     """The longest n-gram at the end of a text that also occurs earlier in the text.
 
-    start: Position after its latest earlier occurrence. kind: "once" if it occurs once before; "agree" if it occurs
-    several times, always followed by the same token; else "differ".
+    Args:
+        length: Number of tokens of the n-gram.
+        start: Position after the latest earlier occurrence.
+        kind: "once" if there is one earlier occurrence; "agree" if there are several, all followed by the same token;
+            else "differ".
     """
 
     length: int
@@ -147,8 +161,9 @@ class Match:
 
 
 def latest_match(ids: np.ndarray, longest: int) -> Match | None:
-    """Return the match at the end of a text [N], at most `longest` tokens long, or None."""
-    ends = np.flatnonzero(ids[:-1] == ids[-1]) + 1  # ends of matches
+    """Return the Match of at most `longest` tokens at the end of a text, ids [N], or None if there is none."""
+    # positions after earlier occurrences of the last token
+    ends = np.flatnonzero(ids[:-1] == ids[-1]) + 1
     if len(ends) == 0:
         return None
     length = 1
@@ -164,11 +179,11 @@ def latest_match(ids: np.ndarray, longest: int) -> Match | None:
 
 
 class TextDrafter(Drafter):
-    """A deterministic drafter that drafts from each text alone, perhaps fewer tokens than asked for."""
+    """Base class of deterministic drafters that draft from the tokens of each text. Drafts may be short or empty."""
 
     @abstractmethod
     def draft(self, text: list[int], count: int) -> list[int]:
-        """Return at most count tokens to follow the text."""
+        """Return at most `count` tokens to follow a text."""
 
     def reset(self, rows: int, capacity: int) -> None:
         pass
@@ -184,10 +199,14 @@ class TextDrafter(Drafter):
 
 
 class PromptLookupDrafter(TextDrafter):
-    """Prompt lookup: copies the tokens after the most recent match of the text's last n-gram, longest n-gram first.
+    """Prompt lookup: copies the tokens after the latest match, see Match.
 
-    The copy continues into itself, so a loop is drafted to any length. There is no draft without a match, or if the
-    match has fewer tokens than min_match has for its kind (MATCH_KINDS).
+    A copy that reaches the end of the text goes on with the tokens that it copied, so a loop is drafted to any length.
+    A match is used only if it has enough tokens.
+
+    Args:
+        longest: Largest length of a match, in tokens.
+        min_match: Smallest length of a match of each kind, in the order of MATCH_KINDS.
     """
 
     def __init__(self, longest: int, min_match: Sequence[int] = (1, 1, 1)) -> None:
@@ -208,7 +227,13 @@ def copy_from(text: list[int], start: int, count: int) -> list[int]:
 def _order(
     contexts: np.ndarray, followers: np.ndarray, counts: np.ndarray
 ) -> tuple[Order, np.ndarray]:
-    """Return the n-grams of one length, and the index of the first occurrence of each distinct n-gram."""
+    """Return the n-grams of one length as an Order, and the index of the first occurrence of each distinct n-gram.
+
+    Args:
+        contexts: Number of the context of each n-gram, [N].
+        followers: Last token of each n-gram, [N].
+        counts: What each of the N n-grams adds to the count of its distinct n-gram, [N].
+    """
     sorted_by = np.lexsort((followers, contexts))
     c, f = contexts[sorted_by], followers[sorted_by]
     # start of each distinct n-gram
@@ -222,7 +247,7 @@ def _order(
 
 
 def _numbers(contexts: np.ndarray, vocab: int) -> np.ndarray:
-    """Return each context [n - 1] as one number."""
+    """Return contexts [N, n - 1] as one number each, [N]."""
     number = np.zeros(len(contexts), dtype=np.uint64)
     for column in contexts.T:
         number = number * np.uint64(vocab) + column

@@ -1,8 +1,8 @@
 """Drafting with a parallel draft (PARD, 2504.18583): one pass drafts all tokens, all but the first from mask tokens.
 
 B rows, K drafted tokens, V vocab. A pass reads the tokens of the texts that are not cached, and K - 1 mask tokens, as
-vLLM's parallel_drafting does. Then the cache is rolled back to the texts. Each token is drawn from its own q, which
-does not depend on the other drafted tokens, so the rules for chains and trees hold.
+vLLM's parallel_drafting does. Then the cache is rolled back to the texts. The q of a drafted token does not depend on
+the other drafted tokens, so the rules for chains and trees hold.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from draftlab.sampling import SamplingParams
 
 
 class ParallelDrafter(ModelDrafter):
-    """A parallel draft that drafts a chain."""
+    """Drafts a chain with a parallel draft, in one pass."""
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
-        """Raises UserError: the model is no parallel draft."""
+        """Make a drafter. vocab: See Sampler. Raises UserError: the model is not a parallel draft."""
         super().__init__(model, vocab)
         self.token = mask_token(model)
 
@@ -35,7 +35,10 @@ class ParallelDrafter(ModelDrafter):
 def offset_logits(
     drafter: ModelDrafter, token: int, texts: Sequence[list[int]], count: int
 ) -> Tensor:
-    """Return the logits at offsets 1 to count after the texts, [B, count, V]. Only the texts stay in the cache."""
+    """Return the logits of the next `count` tokens after each text, [B, count, V]. Only the texts stay in the cache.
+
+    token: The mask token.
+    """
     drafter.roll_back(texts)
     masked = [text + [token] * (count - 1) for text in texts]
     logits = feed(drafter.model, drafter.cache, masked, drafter.own_vocab, count)
@@ -45,12 +48,12 @@ def offset_logits(
 
 
 def mask_token(model: Decoder) -> int:
-    """Return the mask token of a parallel draft. Raises UserError: the model is no parallel draft."""
+    """Return the mask token of a parallel draft. Raises UserError: the model is not a parallel draft."""
     token = model.pard_token if isinstance(model, Llama) else None
     if token is None:
         raise UserError(
-            "the draft's config.json has no pard_token, so it is no parallel draft; train one with distill "
-            "--student parallel"
+            "the draft is not a parallel draft, because its config.json has no pard_token; train a parallel draft with "
+            "distill --student parallel"
         )
     return token
 
@@ -61,7 +64,7 @@ def drafts_in_parallel(model: Decoder) -> bool:
 
 
 def model_drafter(model: Decoder, vocab: int | None) -> ModelDrafter:
-    """Return a drafter for a draft model: one pass per draft for a parallel draft, else one pass per token."""
+    """Return a drafter for a draft model: a ParallelDrafter for a parallel draft, else a ModelDrafter."""
     return (
         ParallelDrafter(model, vocab) if drafts_in_parallel(model) else ModelDrafter(model, vocab)
     )

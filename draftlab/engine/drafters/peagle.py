@@ -1,8 +1,8 @@
 """P-EAGLE (2602.01469): a head drafts all tokens in one pass, which reads the target's new states and mask tokens.
 
-B rows, T positions, K drafted tokens, D hidden, V vocab. Positions are those of EAGLE-3 (eagle.py in this folder); the
-masks follow the last one. Each drafted token has its own q, which does not depend on the other drafted tokens, so the
-rules for chains hold.
+B rows, T positions, K drafted tokens, D hidden, V vocab. Positions are those of EAGLE-3 (eagle.py in this folder), and
+the mask tokens are after the last position. The q of a drafted token does not depend on the other drafted tokens, so
+the rules for chains hold.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from draftlab.sampling import SamplingParams
 
 
 class PEagleDrafter(EagleDrafter):
-    """Drafts K tokens with one pass of the head, whose mask must be set."""
+    """Drafts a chain with one pass of a P-EAGLE head."""
 
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
@@ -38,7 +38,7 @@ class PEagleDrafter(EagleDrafter):
         masked = masked >= ids.new_tensor(ends).unsqueeze(1)
         states = torch.where(masked.unsqueeze(-1), state, states)  # [B, T + K - 1, D]
         self.cache.used = starts
-        # each text's last position among the fed positions
+        # index of each text's last position in its row of fed positions
         at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]
         logits, _ = self.head.step(ids, states, self.cache, last=width - min(at))
         self.cache.used, self.read = list(ends), list(ends)

@@ -1,4 +1,4 @@
-"""Drafters with heads that read the states of the target's layers.
+"""Base classes of drafters whose heads read the states of the target's layers.
 
 B rows, T positions, A layers that are read, D hidden. In a text of n tokens the target has read n - 1 tokens.
 """
@@ -17,7 +17,7 @@ from draftlab.model.llama import LayerStates, Llama
 
 
 class StatesHead(Protocol):
-    """A head on states of the target's layers, with a cache of its own."""
+    """A head that reads states of the target's layers, and has its own cache. layer_ids: Ids of these layers."""
 
     @property
     def device(self) -> torch.device: ...
@@ -27,12 +27,12 @@ class StatesHead(Protocol):
 
 
 class HeadPasses(Decoder):
-    """The passes of a head, with the interface of a decoder, so that they can be timed like a decoder's."""
+    """A head with the interface of a Decoder, so that its passes can be timed like those of a draft model."""
 
     def of_own_states(self) -> "HeadPasses":
-        """Return the passes in which the head reads its own states.
+        """Return the passes in which the head reads its own states, as for all drafted tokens of a step but the first.
 
-        Only a step's first drafted token needs the target's.
+        A head that drafts all tokens in one pass has only one kind of pass, so by default these are the same passes.
         """
         return self
 
@@ -41,7 +41,7 @@ Head = TypeVar("Head", bound=StatesHead)
 
 
 class StatesDrafter(Drafter, Generic[Head]):
-    """A drafter that reads the target's states, and keeps track of the positions that it has not read."""
+    """Base class of drafters whose head reads the target's states. It knows which positions the head has read."""
 
     cache: Any
     layer_states: LayerStates
@@ -51,18 +51,19 @@ class StatesDrafter(Drafter, Generic[Head]):
         self.vocab = target.vocab
 
     def reset(self, rows: int, capacity: int) -> None:
-        self.cache = None  # frees its memory before the next one is allocated
+        self.cache = None  # frees the memory before a new cache is allocated
         self.cache = self.head.new_cache(rows, capacity)
-        self.read = [0] * rows  # positions of each row that the head has read
+        self.read = [0] * rows  # number of positions of each text that the head has read
 
     def attach(self, cache: Any) -> None:
         self.layer_states = self.target.new_layer_states(cache, self.head.layer_ids)
         cache.layer_states = self.layer_states
 
     def new_positions(self, texts: Sequence[list[int]]) -> tuple[list[int], Tensor]:
-        """Return the first position that each row reads, and all positions to read, [B, T].
+        """Return the first position that the head must read of each text, and all positions to read, [B, T].
 
-        All rows read the same number of positions: the largest number of new positions in the batch, at least 1.
+        T is the same for all texts: the largest number of new positions of a text, at least 1. Texts with fewer new
+        positions read some positions again.
         """
         ends = [len(text) - 1 for text in texts]
         width = max(end - min(read, end - 1) for end, read in zip(ends, self.read, strict=True))
@@ -71,7 +72,7 @@ class StatesDrafter(Drafter, Generic[Head]):
         return starts, staged(starts, device).unsqueeze(1) + torch.arange(width, device=device)
 
     def states_at(self, positions: Tensor) -> Tensor:
-        """Return the target's states at `positions` [B, T], as [B, T, A D] on the head's device."""
+        """Return the target's states at positions [B, T] of the texts, [B, T, A D], on the head's device."""
         states = self.layer_states.states
         rows = torch.arange(len(positions), device=states.device).unsqueeze(1)
         return states[rows, positions.to(states.device)].to(self.head.device)

@@ -1,7 +1,7 @@
 """Suffix decoding: draft the tokens that followed the same suffix earlier in the text or in earlier answers.
 
-K drafted. Oliaro et al. 2024 (arXiv 2411.04975). vLLM's method "suffix" uses the suffix trees of Arctic Inference.
-Tests compare the drafts with those of Arctic Inference.
+Oliaro et al. 2024 (arXiv 2411.04975). vLLM's method "suffix" uses the suffix trees of Arctic Inference, and tests
+compare the drafts here with those of Arctic Inference.
 """
 
 from collections import Counter
@@ -17,9 +17,10 @@ END = -1  # marks the end of each text
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Drafted tokens.
+    """A possible draft.
 
-    score: Expected number of accepted tokens, the sum over tokens of the draft's probability up to there.
+    score: Expected number of accepted tokens. This is the sum, over the tokens, of the estimated probability that the
+        draft is right up to this token.
     """
 
     ids: list[int]
@@ -27,7 +28,7 @@ class Guess:
 
 
 class Memory:
-    """Earlier texts, with an index of their tokens. N tokens, including an END for each text."""
+    """Earlier texts, as N tokens with an END after each text, and an index from each token to its occurrences."""
 
     def __init__(self, texts: Iterable[Sequence[int] | np.ndarray]) -> None:
         parts = [np.append(np.asarray(text, dtype=np.int64), END) for text in texts]
@@ -42,10 +43,15 @@ class Memory:
 
 
 class SuffixDrafter(TextDrafter):
-    """A drafter that guesses from every suffix of fewer than `depth` tokens, and drafts the best guess.
+    """Drafts the most frequent continuation of a suffix of the text: of the suffix with the best Guess.
 
-    A suffix of m tokens drafts at most factor * m tokens. A draft ends when its estimated probability, the share of
-    occurrences with the same continuation, falls below min_prob.
+    The probability of a continuation is estimated as the fraction of the suffix's occurrences that have it.
+
+    Args:
+        memory: Earlier texts to copy from. None: copy only from the text itself.
+        depth: Suffix and draft together have at most this number of tokens.
+        factor: A suffix of m tokens gives a draft of at most factor * m tokens.
+        min_prob: A draft ends before its estimated probability falls below this.
     """
 
     def __init__(self, memory: Memory | None, depth: int, factor: float, min_prob: float) -> None:
@@ -61,7 +67,10 @@ class SuffixDrafter(TextDrafter):
         return max(own, earlier, key=lambda guess: guess.score).ids
 
     def _best(self, ids: np.ndarray, after: np.ndarray, text: np.ndarray, count: int) -> Guess:
-        """Return the best guess from ids [N]. after: Positions in ids after an occurrence of the text's last token."""
+        """Return the best Guess for a text by copying from ids [N].
+
+        after: Positions in ids after the occurrences of the text's last token.
+        """
         best = Guess([], 0.0)
         for length in range(1, min(len(text), self.depth)):
             after = after[after >= length]
@@ -75,7 +84,11 @@ class SuffixDrafter(TextDrafter):
         return best
 
     def _follow(self, ids: np.ndarray, at: np.ndarray, most: int) -> Guess:
-        """Return the most frequent continuation from the positions `at`. Ties go to the token seen first."""
+        """Return a Guess of at most `most` tokens: token by token, the most frequent continuation in ids [N].
+
+        Of equally frequent tokens, the token that occurs first is taken. at: Positions in ids where continuations
+        begin.
+        """
         drafted: list[int] = []
         score, prob = 0.0, 1.0
         while len(drafted) < most:

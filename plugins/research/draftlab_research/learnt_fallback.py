@@ -1,4 +1,4 @@
-"""Prompt lookup before a draft model, with a gate that is learnt from texts of the target."""
+"""Prompt lookup, followed by a draft model if a match is too short. The shortest length is learnt from target texts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 @drafter("learnt-fallback")
 class LearntFallbackSpec(DraftModelSpec, OutputsSpec):
-    """Options of the drafter learnt_fallback. outputs: Store of target outputs from which the gate is learnt."""
+    """Options of the drafter learnt-fallback.
+
+    outputs: Directory of stored target outputs, from which the gate is learnt. prompt_lookup_max: Longest match that
+    prompt lookup searches for.
+    """
 
     own_engine = True
     outputs: str = Field("", min_length=1, validate_default=True)
@@ -45,7 +49,10 @@ class LearntFallbackSpec(DraftModelSpec, OutputsSpec):
         return context.run(fixed.build(context).drafter, model=model, learnt=fixed.text)
 
     def _gate(self, context: "DrafterContext", draft: "Llama") -> "tuple[Gate, float]":
-        """Return the gate, and the milliseconds of a pass of the target over one token."""
+        """Learn the gate from stored texts of the target. Return the gate, and the milliseconds of a target pass.
+
+        The pass is over one token.
+        """
         import numpy as np
 
         from draftlab.acceptance.expected import chances

@@ -1,7 +1,7 @@
-"""The gate of the drafter fallback: the match length from which copying is faster than the draft model.
+"""Learn the gate of the drafter fallback: the match length from which a copy by prompt lookup beats the draft model.
 
 The gate is learnt from texts of the target. At every position, the accepted tokens of a copy are compared with the
-expected accepted tokens of the draft model. P positions, K drafted.
+expected accepted tokens of the draft model. P positions, K drafted tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,20 +12,21 @@ import numpy as np
 from draftlab.acceptance.token_logprobs import Text
 from draftlab.engine.drafters.ngram import MATCH_KINDS, latest_match
 
-ROUNDS = 20  # most rounds until the gate and its speed agree
+ROUNDS = 20  # most iterations until the gate no longer changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """A gate, with its speed in tokens per millisecond.
+    """A rule that decides between copying a match and the draft model, with its speed in tokens per millisecond.
 
     Args:
-        min_match: Length from which a match is copied, for each of MATCH_KINDS. A length above all matches means no
-            copies.
-        k: Tokens of a copy.
-        draft_tokens: Tokens that the draft model drafts, at most k.
-        ungated_speed: Speed if every match is copied.
-        model_speed: Speed of the draft model alone.
+        min_match: Match length from which a match is copied, for each of MATCH_KINDS. A length above that of all
+            matches means that nothing is copied.
+        k: Number of tokens of a copy.
+        draft_tokens: Number of tokens that the draft model drafts, at most k.
+        speed: Predicted speed with this rule.
+        ungated_speed: Predicted speed if every match is copied.
+        model_speed: Predicted speed of the draft model alone.
     """
 
     min_match: tuple[int, ...]
@@ -38,10 +39,11 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Positions at which a draft begins.
+    """Positions at which a draft may begin, with what a copy and the draft model would get accepted there.
 
-    length: Length of the match before the position, or 0, [P]. kind: Kind of the match, [P]. copied: Accepted tokens of
-    a copy, at most the largest K, [P]. modelled: Expected accepted tokens of the draft model by K, [P, K].
+    length: Length of the match before the position, or 0 without a match, [P]. kind: Index of the match's kind in
+    MATCH_KINDS, [P]. copied: Number of accepted tokens of a copy, at most the largest K, [P]. modelled: Expected number
+    of accepted tokens of the draft model for each K, [P, K].
     """
 
     length: np.ndarray
@@ -53,10 +55,12 @@ class Positions:
 def replay_matches(
     texts: Sequence[Text], chances: Sequence[np.ndarray], longest: int, k: int
 ) -> Positions:
-    """Return all positions at which a step may begin: all except the first, which the prefill gives.
+    """Return all positions of the texts at which a draft may begin, with matches and accepted tokens.
 
-    chances: Probability that the draft model's token is accepted, [n]. For a parallel draft [n, K], with a column per
-    position in the draft.
+    The first token of a completion is left out, because the prefill emits it.
+
+    chances: For each text, the probability that the draft model's token is accepted, [n]. For a parallel draft [n, K],
+    with a column for each place in the draft. longest: Longest match. k: Largest K.
     """
     rows: list[tuple[int, int, int]] = []
     modelled: list[np.ndarray] = []
@@ -87,10 +91,13 @@ def learn_gate(
     draft_ms: Callable[[int], float],
     verify_ms: Callable[[int], float],
 ) -> Gate:
-    """Return the gate, with the numbers of tokens to copy and to draft, that gives the most tokens per millisecond.
+    """Return the gate, and how many tokens to copy and to draft, with the most tokens per millisecond.
 
-    draft_ms: Milliseconds to draft K tokens, by K. verify_ms: Milliseconds of a target pass, by width. A copy pays if
-    it adds more tokens than the gate's speed yields in its extra time. That speed is a fixed point (Dinkelbach 1967).
+    A copy pays if it adds more tokens than the gate's speed would give in the additional time of the copy. That speed
+    is a fixed point (Dinkelbach 1967).
+
+    draft_ms: Function from K to the milliseconds of drafting K tokens. verify_ms: Function from a number of tokens to
+    the milliseconds of a target pass over these.
     """
     pairs = [(k, drafted) for k in ks for drafted in ks if drafted <= k]
     gates = [_at(positions, *pair, longest, draft_ms, verify_ms) for pair in pairs]
@@ -137,7 +144,10 @@ def _at(
 
 
 def _shortest(positions: Positions, kind: int, gain: np.ndarray, longest: int) -> int:
-    """Return the shortest match length that maximises the total gain over all matches of a kind."""
+    """Return the match length from which copying matches of a kind has the largest total gain.
+
+    gain: Gain of a copy at each position, in tokens, [P].
+    """
     own = (positions.kind == kind) & (positions.length > 0)
     totals = [
         gain[own & (positions.length >= shortest)].sum() for shortest in range(1, longest + 2)

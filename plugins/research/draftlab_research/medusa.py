@@ -21,7 +21,11 @@ TRAINED_BY = "draftlab distill --student medusa"
 
 @drafter("medusa", served_by=("vllm",))
 class MedusaSpec(WidthsSpec):
-    """Options of Medusa heads. heads: Output of draftlab distill --student medusa. widths: Of a tree; [] is a chain."""
+    """Options of Medusa heads.
+
+    heads: Output of draftlab distill --student medusa. widths: Number of children of each node of a tree, by depth. If
+    empty, the heads draft a chain.
+    """
 
     heads: str
 

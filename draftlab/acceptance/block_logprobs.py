@@ -30,7 +30,7 @@ def score_blocks(
     k: int,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[TokenLogprobs]:
-    """Return log-probability and rank of each token in the blocks that a head drafts, arrays [n, K] for each text.
+    """Return log-probability and rank of each token in the blocks that a head drafts, as arrays [n, K] for each text.
 
     Entry [i, a] is for token i as drafted token a + 1 of a block. Blocks that would begin before the prompt's last
     token have probability 0.

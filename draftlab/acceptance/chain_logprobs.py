@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens along the chains that an EAGLE-3 or P-EAGLE head drafts, all chains in one pass.
 
 Each pass of the head drafts the next token of all chains.
+
 n scored tokens of a text, K drafted tokens, T positions of the head, D hidden, V vocab. At position i the head reads
 the target's states of token i and the embedding of token i + 1 (engine/drafters/eagle.py). The chain that begins at
 position i drafts tokens i + 2, i + 3, ...; it attends to the target's states up to i and to its own states.
@@ -30,7 +31,7 @@ def score_chains(
     k: int,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[TokenLogprobs]:
-    """Return log-probability and rank of each token in the chains that a head drafts, arrays [n, K] for each text.
+    """Return log-probability and rank of each token in the chains that a head drafts, as arrays [n, K] for each text.
 
     Entry [i, a] is for token i as drafted token a + 1 of a chain. Chains that would begin before the prompt's last
     token have probability 0.
@@ -105,7 +106,10 @@ def target_states(target: Llama | HFDecoder, layer_ids: tuple[int, ...], ids: Te
 
 
 def _passes(head: EagleLlama, places: int, k: int) -> list[AttentionMetadata]:
-    """Return the attention metadata of k passes, each of which drafts the next token of all chains."""
+    """Return the attention metadata of k passes, each of which drafts the next token of all chains.
+
+    places: Number of positions at which chains begin.
+    """
     own = torch.eye(places, dtype=torch.bool, device=head.device)
     passes, causal = [], torch.ones_like(own).tril()
     for age in range(k):

@@ -20,7 +20,9 @@ ROWS = 1024  # texts per recursion, so that its arrays stay in the processor's c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Expected counts of speculative decoding for each of R texts. They are integers if all chances are 0 or 1.
+    """Expected counts of speculative decoding for each of R texts.
+
+    The counts are integers if all acceptance probabilities are 0 or 1.
 
     A step is a target pass with a draft. A pass that emits the last token before the length limit has no draft.
     """
@@ -41,7 +43,7 @@ class Counts:
         return self.reached[:, 1:].sum(1)
 
     def acceptance(self) -> AcceptanceMetrics:
-        """Return the acceptance over all texts."""
+        """Return the acceptance metrics over all texts together."""
         return acceptance_from_counts(
             reached=self.reached.sum(0).tolist(),
             eligible=self.examined.sum(0).tolist(),
@@ -64,9 +66,9 @@ class Texts:
     limits: np.ndarray
 
     def room(self) -> np.ndarray:
-        """Return how many tokens a step that begins at each token may draft before the length limit, [R, n].
+        """Return, for each token, how many tokens a step that begins there may draft before the length limit, [R, n].
 
-        The target then adds one token.
+        One token before the limit is left for the target, which adds a token to every draft.
         """
         return np.clip(self.limits[:, None] - np.arange(self.chances.shape[1]) - 1, 0, None)
 
@@ -99,14 +101,14 @@ def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Tex
 
 
 def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
-    """Return the expected number of steps that begin at each token, [n] or [R, n]. The sum is the number of passes.
+    """Return the expected number of steps that begin at each token, [n] or [R, n]. Their sum is the number of passes.
 
     Later tokens have no influence, so padding may have any value.
 
     Args:
         chances: Probability that each token is accepted, [n] or [R, n]. [R, n, D] has a column for each place in the
             draft.
-        k: Number of drafted tokens per step. An array has the number for a step that begins at each token.
+        k: Number of drafted tokens per step. An array has a number for each token at which a step may begin.
     """
     rows = np.atleast_2d(np.asarray(chances, dtype=np.float64))
     lengths = np.full(len(rows), rows.shape[1])
@@ -117,7 +119,7 @@ def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
 def chain(texts: Texts, k: int | np.ndarray) -> Counts:
     """Return the expected counts if every step drafts a chain of k tokens.
 
-    k: An array [R, n] has the length of the chain that begins at each token.
+    k: An array [R, n] has a length for each token at which a chain may begin.
     """
     depth = np.minimum(k, texts.room())
     return count(texts.lengths, texts.chances, depth, depth, int(np.max(k)))
@@ -139,8 +141,8 @@ def count(
 
     Args:
         chances: Probability that each token is accepted, [R, n]. [R, n, D] has a column for each place in the draft.
-        depth: Depth of the draft that begins at each token, [R, n]: the number of drafted tokens in a row.
-        drafted: Number of all tokens of the draft that begins at each token, [R, n]. A tree has more than its depth.
+        depth: Depth of the draft that begins at each token, [R, n]: the length of its longest path.
+        drafted: Number of tokens of the draft that begins at each token, [R, n]. For a chain, this is its depth.
         deepest: Largest depth, D.
     """
     by_age = chances[:, :, None] if chances.ndim == 2 else chances[:, :, :deepest]

@@ -174,7 +174,7 @@ def score_offsets(
     advance: Callable[[int], None] = lambda done: None,
     memory: float = 2.0,
 ) -> list[TokenLogprobs]:
-    """Return log-probability and rank of each token at each offset of a parallel draft, arrays [n, K] for each text.
+    """Return log-probability and rank of each token at each offset of a parallel draft, as arrays [n, K] for each text.
 
     Entry [i, a] is for token i, predicted at offset a + 1 from token i - a - 1. Offsets from tokens before the prompt's
     last token have probability 0.

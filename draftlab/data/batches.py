@@ -62,7 +62,10 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return how many tokens of each row a model must read, [B]: up to the last position with mask 1, or 1."""
+        """Return how many tokens of each row a model must read, [B].
+
+        These are the tokens up to the last position with mask 1, and at least one token.
+        """
         return np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)
 
     @property
@@ -71,7 +74,7 @@ class Batch:
         return int(self.mask.sum() if self.depths is None else self.depths.sum())
 
     def predictions_by_offset(self, offsets: int) -> np.ndarray:
-        """Return the number of predictions at each of the offsets 1, 2, ..., [offsets]."""
+        """Return the number of predictions at each offset from 1 on, [offsets]."""
         if self.depths is None:
             return np.full(offsets, self.predictions)
         return (self.depths[..., None] > np.arange(offsets)).sum((0, 1))
@@ -266,7 +269,7 @@ class TokenBatches:
     def row(self, name: str, index: int) -> np.ndarray:
         """Return a row of a source, [seq_len + 1].
 
-        index: Index of the row, which counts on from epoch to epoch.
+        index: Index of the row. Indices do not start again in a new epoch.
 
         Raises:
             UserError: The source has fewer tokens than a row.
@@ -531,7 +534,7 @@ def open_heldout(
 def heldout_prompts(
     spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int
 ) -> list[list[int]]:
-    """Return `count` prompts of `length` tokens each, in random order, from held-out documents.
+    """Return `count` held-out prompts of `length` tokens each from a mixture's first source, in random order.
 
     The prompts are starts of documents and, if these are too few, later parts of the same documents.
 

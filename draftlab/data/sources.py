@@ -43,7 +43,7 @@ NOT_STDLIB = {
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, whose name is the same on all machines.
+    """A text with a name that is the same on all machines.
 
     text: For a conversation, the joined contents of its messages. domain: Value in the source's column of domains, or
     "" without such a column.
@@ -249,8 +249,7 @@ def _hub_domains(name: str, column: str) -> list[Document]:
 def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
     """Return the text of a row, with its domain as the category.
 
-    column: Column of the domain. A dot precedes a key inside a column, as in metadata.topic. where: Name of the row for
-    errors.
+    column: Column of the domain. Dots separate nested keys, as in metadata.topic. where: Name of the row for errors.
     """
     domain = value
     for key in column.split("."):

@@ -126,7 +126,7 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> T
     value: Raw content of the row. where: Name of the row for errors.
 
     Raises:
-        UserError: The row has none of the formats.
+        UserError: The row has none of the supported formats.
     """
     if not isinstance(value, dict):
         raise UserError(f"{where}: the row is not a JSON object; it needs {FORMS}")
@@ -154,7 +154,8 @@ def prompt_of(value: Any, where: str) -> TextRow:
     value: Raw content of the row. where: Name of the row for errors.
 
     Raises:
-        UserError: The row has none of the formats, its text is empty, or no message of the user asks for an answer.
+        UserError: The row has none of the supported formats, its text is empty, or no message of the user asks for an
+            answer.
     """
     row = row_of(value, where, PROMPT_COLUMNS)
     if row.messages and isinstance(value.get("prompt"), str):  # TRL's prompt with completion

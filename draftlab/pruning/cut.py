@@ -25,7 +25,9 @@ READS = {
 
 
 class Keep(FileModel):
-    """Indices of the source to keep, ascending. heads, kv_heads and ffn have one list for each kept layer.
+    """Indices of the layers, hidden dimensions, heads and neurons of the source to keep, ascending.
+
+    heads, kv_heads and ffn have one list for each kept layer.
 
     If the residual stream is rotated, `hidden` has indices of principal components, of which 0 is the largest.
     """
@@ -49,7 +51,7 @@ def keep_all(shape: Shape) -> Keep:
 
 
 class TensorView(Mapping[str, Tensor]):
-    """A lazy view of weights, with the tensor names of a shape."""
+    """A lazy mapping of weights, whose keys are the tensor names of a shape."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape) -> None:
         self.weights, self.shape, self.axes = weights, shape, shape.axes()

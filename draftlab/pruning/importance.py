@@ -25,7 +25,7 @@ SAMPLED_TOKENS = 512  # number of tokens whose residual streams are compared aro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Scores of layers, hidden dimensions, heads and neurons, by any rule."""
+    """Scores of layers, hidden dimensions, heads and neurons. The highest are kept."""
 
     layers: Tensor  # [L]
     hidden: Tensor  # [D]
@@ -142,7 +142,7 @@ class _Sums:
         self.heads, self.ffn = zeros(shape.layers, shape.heads), zeros(shape.layers, shape.ffn)
 
     def listeners(self, layer: nn.Module, index: int) -> list[tuple[nn.Module, Listener]]:
-        """Return the submodules of a layer whose activations are summed, each with the function that sums."""
+        """Return the submodules of a layer whose activations are summed, each with the function that sums them."""
         listeners: dict[str, Listener] = {
             "input_layernorm": self.norm,
             "post_attention_layernorm": self.norm,

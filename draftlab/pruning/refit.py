@@ -38,7 +38,7 @@ class Refit:
 
     @property
     def fits(self) -> bool:
-        """Return whether there are adjustments, which all need text."""
+        """Return whether any adjustment is on. All adjustments need text."""
         return self.norms or self.layers or self.head
 
 
@@ -230,7 +230,7 @@ def _fit_matrix(
     The weight stays as it is if dW does not lower the error on held-out chunks.
 
     pairs: For each chunk, the inputs X of the matrix, [T, N], and the errors E of its output, [T, M]. The first
-    `fitted` chunks are for the fit, and all other chunks are held out. ridge: Relative to the mean square of X.
+    `fitted` chunks are for the fit, and all other chunks are held out. ridge: Penalty relative to the mean square of X.
     """
     weight = linear.get_parameter("weight")  # [M, N]
     gram = torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)

@@ -235,7 +235,7 @@ class Prune:
         return is_copy
 
     def copy(self) -> PrunedDraft:
-        """Write the source's weights unchanged, with the draft's head."""
+        """Write the source's weights unchanged, except that the draft's head may be separate or trimmed."""
         source, keep = self.source, keep_all(self.source.shape)
         with self.output.directory() as work:
             weights = source.with_head(checkpoint.Weights(source.directory)).items()

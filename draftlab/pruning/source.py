@@ -130,12 +130,15 @@ class Source:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the cut weights and of the draft's passes: the stored dtype, or float32 if it is slow."""
+        """Return the dtype of the cut weights and of the draft's passes.
+
+        This is the stored dtype, or float32 if the device computes the stored dtype slowly.
+        """
         return checkpoint.compute_dtype(self.directory, self.device)
 
     @cached_property
     def planned_dtype(self) -> torch.dtype:
-        """Return the value that `dtype` will have by the dtype that config.json names. No weight is read."""
+        """Predict `dtype` from the dtype that config.json names, without reading weights."""
         stored = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
         return checkpoint.computed_dtype(checkpoint.resolve_dtype(stored, self.device), self.device)
 
@@ -143,8 +146,8 @@ class Source:
     def pass_dtype(self) -> torch.dtype:
         """Return the dtype of the source's passes.
 
-        This is bfloat16 instead of float32 if a CPU computes the stored dtype (float16) slowly, but bfloat16 fast. The
-        source only runs for calibration and as the model of the refit, so no weight of the draft is rounded.
+        This is `dtype`, except for a CPU that computes the stored dtype slowly (float16) but bfloat16 fast: then it is
+        bfloat16. The source only runs for calibration and for the refit, so no weight of the draft is rounded.
         """
         slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
         return (

@@ -66,7 +66,7 @@ class PromptFile:
         )
 
     def describe(self) -> str:
-        """Describe in a phrase what the target will answer, for a dry run. Raises UserError: the errors of prompts."""
+        """Return a phrase for a dry run that says what the target will answer. Raises UserError: see prompts."""
         return f"the target's answers to {len(self.prompts().rows)} prompts of {self.file}"
 
     def store(self) -> Path:

@@ -138,7 +138,7 @@ class Training:
 
         The checkpoint has a temporary name until it is complete.
 
-        ended: Whether all steps are done. The last checkpoint has no weights.
+        ended: Whether all steps are done. This last checkpoint has no weights.
 
         Raises:
             UserError: `state` cannot be written.
@@ -354,7 +354,7 @@ def deferred_signals() -> Iterator[list[int]]:
 
 
 def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
-    """Check that DeepSpeed or FSDP, if the launcher chose one of them, can train.
+    """Check that DeepSpeed or FSDP, if the launcher chose one of them, can run this training.
 
     masks: Whether pruning masks are trained.
 

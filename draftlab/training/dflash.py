@@ -104,7 +104,7 @@ class BlockHead(StatesStudent):
         Args:
             ids: Token ids, [B, T].
             states: The target's states after the L layers that the head reads, [B, T, L D].
-            anchors: Index in the row of the first token of each block, [B, A].
+            anchors: Index of the first token of each block in its row, [B, A].
             positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
         """
         c, count = self.config, anchors.shape[1]

@@ -143,7 +143,7 @@ def stored_setup(
     temperature: Temperature of both distributions in the loss. rows: Sequences per batch.
 
     Raises:
-        UserError: The vocabularies differ, or the outputs are unfinished or corrupt, or lack this temperature.
+        UserError: The vocabularies differ, or the outputs are unfinished, corrupt, or unusable at this temperature.
     """
     check_embeds(draft)
     batches, heldout = open_stored(

@@ -121,7 +121,7 @@ def start_again(student: EagleHead, sampled: Sample) -> None:
 
 
 def _measure_scale(student: EagleHead, sampled: Sample) -> None:
-    """Give the inputs of fc mean square 1, by the weights of the norms before fc or else by the head's `scale`."""
+    """Scale the inputs of fc to mean square 1: by the weights of the norms before fc, or else by the head's `scale`."""
     size = student.features(sampled.states).pow(2).mean(0).sqrt().clamp_min(student.config.eps)
     norms = student.norms_before_fc
     if not norms:

@@ -176,7 +176,7 @@ class TargetTextEvaluator:
         return cls(TargetText.of(arrays, temperature), state, author.hardware.memory, offsets)
 
     def __call__(self, student: PreTrainedModel, step: int) -> float:
-        """Return the tokens per target pass at K = 4. A parallel draft with fewer offsets is evaluated at that K."""
+        """Return the tokens per target pass at K = 4, or at the number of offsets of a parallel draft with fewer."""
         chances = acceptance_probabilities(student, self.text, self.memory, self.offsets)
         checkpointer.load_or_make(
             self.state, _file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)}

@@ -96,7 +96,10 @@ def random_ranks(counted: np.ndarray, seed: int, number: int) -> np.ndarray:
 
 
 def run_lengths(counted: np.ndarray) -> np.ndarray:
-    """Return how many positions in a row count from each position on, [B, T]. counted: Whether each counts, [B, T]."""
+    """Return the number of consecutive positions that count, from each position on, [B, T].
+
+    counted: Whether each position counts, [B, T].
+    """
     width = counted.shape[1]
     # index of the next position that does not count
     ends = np.where(counted, width, np.arange(width))

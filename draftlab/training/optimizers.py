@@ -20,8 +20,8 @@ def optimizers_for(
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a model: AdamW alone, or Muon for the matrices in layers and AdamW for all else.
 
-    Muon's (Jordan et al. 2024) update is scaled to the size of AdamW's update (Liu et al. 2025), so both optimizers use
-    the same learning rate.
+    The update of Muon (Jordan et al. 2024) is scaled to the size of AdamW's update (Liu et al. 2025), so both
+    optimizers use the same learning rate.
 
     other_groups: Further parameter groups for AdamW, with their own learning rates. shares: Names of parameters with
     the share of the learning rate that they get. AdamW trains these parameters.

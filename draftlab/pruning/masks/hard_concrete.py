@@ -102,7 +102,7 @@ class Masks(nn.Module):
     def deterministic(self) -> Values:
         """Return masks without randomness, in which the smallest entries of each row are 0.
 
-        The number of other entries is that of the target shape.
+        Each row has as many non-zero entries as the target shape needs.
         """
         masks = {}
         for name, size in self.sizes.items():

@@ -26,7 +26,7 @@ PASSES = 15  # number of timed passes at each width
 def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
     """Return prompts with the target's completions.
 
-    outputs: Directory of stored target outputs. If empty, the target now completes prompts from the run's data.
+    outputs: Directory of stored target outputs. If empty, the target completes prompts from the run's data.
     """
     if outputs:
         return [(output.prompt.astype(np.int64), output.ids) for output in spread_outputs(outputs)]

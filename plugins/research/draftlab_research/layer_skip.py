@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class LayerSkipSpec(OutputsSpec):
     """Options of layer skipping.
 
-    layers: Layers of the target to keep. If empty, a search keeps the layers with the highest predicted speed. outputs:
+    layers: Layers of the target to keep. If empty, a search finds the layers with the highest predicted speed. outputs:
     Directory of stored target outputs for this search. If empty, the target first writes texts.
     """
 

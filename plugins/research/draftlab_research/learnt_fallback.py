@@ -49,9 +49,9 @@ class LearntFallbackSpec(DraftModelSpec, OutputsSpec):
         return context.run(fixed.build(context).drafter, model=model, learnt=fixed.text)
 
     def _gate(self, context: "DrafterContext", draft: "Llama") -> "tuple[Gate, float]":
-        """Learn the gate from stored texts of the target. Return the gate, and the milliseconds of a target pass.
+        """Learn the gate from stored texts of the target.
 
-        The pass is over one token.
+        Return the gate, and the milliseconds of a target pass over one token.
         """
         import numpy as np
 

@@ -39,7 +39,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Positions at which a draft may begin, with what a copy and the draft model would get accepted there.
+    """Positions at which a draft may begin, with the tokens of a copy and of the draft model that are accepted there.
 
     length: Length of the match before the position, or 0 without a match, [P]. kind: Index of the match's kind in
     MATCH_KINDS, [P]. copied: Number of accepted tokens of a copy, at most the largest K, [P]. modelled: Expected number

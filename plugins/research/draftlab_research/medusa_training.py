@@ -138,7 +138,10 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class SelfTeacher:
-    """The target as teacher, for batches that have each text once for every head. count: Number of heads."""
+    """The target as teacher of Medusa heads, for batches that have each text once for every head.
+
+    count: Number of heads.
+    """
 
     target: FrozenTarget
     count: int

@@ -19,7 +19,7 @@ from draftlab_research.rules import recursive
 
 
 class DynamicTreeDrafter(Drafter):
-    """A drafter of dynamic trees, which computes logits, level by level, with another drafter of trees."""
+    """A drafter of dynamic trees. Another drafter of trees computes its logits, level by level."""
 
     def __init__(self, reader: TreeDrafter, topk: int, depth: int) -> None:
         """Create the drafter.

@@ -97,7 +97,7 @@ def apply_heads(hidden: Tensor, heads: Tensor) -> Tensor:
 
 
 def write(folder: Path, heads: Mapping[str, Tensor], target: Path) -> None:
-    """Write heads, in order, and their manifest to a folder. heads: Weight of each head, [D, D]."""
+    """Write the weights of heads, and their manifest, to a folder. heads: Weights in order, [D, D] each."""
     save_file(
         {f"{number:02d}": w.contiguous() for number, w in enumerate(heads.values(), 1)},
         folder / WEIGHTS,

@@ -155,7 +155,9 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 def independent(ranked: Sequence[float]) -> PathShare:
-    """Return the share of each path, as if the rank of a token did not depend on earlier tokens (Sequoia, 2402.12374).
+    """Return a function from a path to its share, as if ranks did not depend on earlier tokens (Sequoia, 2402.12374).
+
+    The share of a path is the share of positions at which the target's next tokens are that path.
 
     ranked: For each rank, the share of positions at which the target's token has this rank in the draft's distribution.
     """
@@ -163,7 +165,7 @@ def independent(ranked: Sequence[float]) -> PathShare:
 
 
 def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
-    """Return the share of positions at which the target's next tokens are a path, counted in texts of the target.
+    """Return a function from a path to the share of positions at which the target's next tokens are that path.
 
     Whole paths are counted, because a parallel draft with a wrong first token has wrong later tokens more often.
 

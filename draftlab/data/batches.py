@@ -434,7 +434,7 @@ def _conversations(
         )
     if not counting:
         raise UserError(
-            f"data {source!r}: in no conversation does the assistant say anything in the first {seq_len} tokens; raise "
+            f"data {source!r}: the assistant says nothing in the first {seq_len} tokens of any conversation; raise "
             "--seq-len, or add --text target, so that the target writes the answers"
         )
     return Batch(np.stack([ids for ids, _ in counting]), np.stack([mask for _, mask in counting]))
@@ -515,16 +515,16 @@ def open_heldout(
     stream = tokenize(docs, tokenizer)
     if least is not None and least < len(stream) <= seq_len:
         note(
-            f"data {source!r}: its held-out split has {len(stream)} tokens, fewer than {seq_len}; add text, or "
-            "lower --seq-len"
+            f"data {source!r}: its held-out split has only {len(stream)} tokens, so the held-out window is shorter "
+            f"than {seq_len}; add text, or lower --seq-len"
         )
         seq_len = len(stream) - 1
     count = min(most_rows, (len(stream) - 1) // seq_len)
     if count < 1:
         needed = least or seq_len
         raise UserError(
-            f"data {source!r}: its held-out split has {len(stream)} tokens, but a window needs {needed}; add "
-            f"text, up to about {math.ceil(needed / HELDOUT_SHARE):,} tokens in total, or use --data stdlib"
+            f"data {source!r}: its held-out split has {len(stream)} tokens, but a window needs {needed}; add text "
+            f"until the source has about {math.ceil(needed / HELDOUT_SHARE):,} tokens, or use --data stdlib"
         )
     windows = [stream[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)]
     batches = [text_batch(windows[i : i + rows]) for i in range(0, count, rows)]

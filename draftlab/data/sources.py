@@ -255,7 +255,9 @@ def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
     for key in column.split("."):
         domain = domain.get(key) if isinstance(domain, dict) else None
     if domain is None:
-        raise UserError(f"{where}: no column {column!r} in {', '.join(map(str, value))}")
+        raise UserError(
+            f"{where}: the row has no column {column!r}, only {', '.join(map(str, value))}"
+        )
     return replace(row_of(value, where), category=str(domain))
 
 

@@ -137,13 +137,13 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> T
         left_out = len(given) - len(messages)
         return TextRow(text=text, messages=tuple(messages), category=category, left_out=left_out)
     if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
-        raise UserError(f"{where}: turns must be a list of texts, the user's turns")
+        raise UserError(f"{where}: turns must be a list of texts, one for each turn of the user")
     if turns:
         return TextRow(text=turns[0], later=tuple(turns[1:]), category=category)
     text = next((value[column] for column in columns if isinstance(value.get(column), str)), None)
     if text is None:
         raise UserError(
-            f"{where}: its columns ({', '.join(map(str, value))}) have no text; the row needs {FORMS}"
+            f"{where}: the row's columns ({', '.join(map(str, value))}) have no text; it needs {FORMS}"
         )
     return TextRow(text=text, category=category)
 

@@ -323,10 +323,10 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockH
         config.check_tensors(found, job.draft, "a DFlash head")
         if own := sorted(tensors.keys() - config.sizes().keys()):
             raise UserError(
-                f"--draft {job.draft} has a {own[0]} of its own, but distill trains only heads that use the target's"
+                f"--draft {job.draft} has its own {own[0]}, but distill trains only heads that use the target's"
             )
         student.load_state_dict(tensors)
-    note(f"mask token {config.mask_token_id}")
+    note(f"the mask token has the id {config.mask_token_id}")
 
     def measure() -> dict[str, np.ndarray]:
         sampled = sample(

@@ -130,7 +130,7 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
         student.gradient_checkpointing_enable()
     if offsets is not None:
         name = checkpoint.load_tokenizer(draft).convert_ids_to_tokens(offsets.token)
-        note(f"mask token {offsets.token}: {name}")
+        note(f"the mask token has the id {offsets.token} and is written {name}")
         offsets.prepare(student)
     return student
 

@@ -179,11 +179,11 @@ def costs(
     memory = size.weight_bytes(dtype.itemsize) + BYTES * weights + states * dtype.itemsize
     text = {} if job.answers is None else {"text": job.answers.describe()}
     return text | {
-        "head": f"layers {', '.join(map(str, layer_ids))} of {size.describe()}; {described}, "
+        "head": f"reads layers {', '.join(map(str, layer_ids))} of {size.describe()}; {described}, "
         f"{format_count(weights)} parameters",
         "tokens": f"{tokens:,}",
         "flops": tokens * per_token,
-        "memory": f"about {memory / 1e9:.2g} GB and activations",
+        "memory": f"about {memory / 1e9:.2g} GB, plus activations",
         "disk": f"{2 * weights / 1e6:,.4g} MB, and up to {12 * weights / 1e6:,.4g} MB more during the run; no "
         "states are stored",
     }

@@ -32,7 +32,7 @@ class MedusaSpec(WidthsSpec):
     @model_validator(mode="after")
     def _siblings_are_of_a_tree(self) -> Self:
         if not self.widths and "siblings" in self.model_fields_set:
-            raise ValueError("siblings: only with widths")
+            raise ValueError("siblings: works only with widths")
         return self
 
     @property

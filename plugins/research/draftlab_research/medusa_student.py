@@ -51,7 +51,7 @@ class MedusaStudent(StudentSpec):
         assert job.target is not None  # a head reads the target's states
         shape = llama.check_supported(job.target)
         return {
-            "heads": f"{self.heads} of {shape.hidden**2:,} parameters each",
+            "heads": f"{self.heads}, with {shape.hidden**2:,} parameters each",
             "steps": job.loop.steps,
         }
 

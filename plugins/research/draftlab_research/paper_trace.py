@@ -45,8 +45,8 @@ class PaperTrace:
         texts = paper_texts(file)[:count]
         if len(texts) != len(prompts):
             raise UserError(
-                f"{file} has {len(texts)} texts for {len(prompts)} prompts; give the prompts of this trace, or "
-                "import the first of both by --num-prompts"
+                f"{file} has {len(texts)} texts, but there are {len(prompts)} prompts; give the prompts of this trace, "
+                "or set --num-prompts to import only the first texts and prompts"
             )
         for number, text in enumerate(texts, 1):
             if text.max() >= vocab:

@@ -52,7 +52,7 @@ def parents_of(
     gain, shares = speed * ms["target"][0], ", ".join(f"{share((rank,)):.2f}" for rank in range(3))
     note(
         f"{spec.text}: {len(parents)} tokens with parents {', '.join(map(str, parents))} (0: the text); predicted "
-        f"speed-up {gain:.2f}; share of right first tokens by their rank in the draft: {shares}"
+        f"speed-up {gain:.2f}; share of target tokens that the draft ranks 1, 2 and 3: {shares}"
     )
     return parents
 

@@ -167,7 +167,7 @@ def test_a_tree_of_heads_has_a_level_for_each_head_at_most(context, heads):
     assert (way.ks, way.drafter.parents) == ([6], (0, 0, 1, 1, 2, 2))
     with pytest.raises(UserError, match="at most 2 levels"):
         built(context, f"{heads},widths=2x2x1")
-    with pytest.raises(UserError, match="siblings: only with widths"):
+    with pytest.raises(UserError, match="siblings: works only with widths"):
         parse_drafter(f"{heads},siblings=top")
 
 

@@ -205,7 +205,7 @@ class Training:
         }
         if ended:
             return content
-        # training uses no other global random generators
+        # training uses no global random generators except these
         random = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
         content["random"] = gather_object([random])
         if not self.sharded:

@@ -73,7 +73,7 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     Raises:
         UserError: The text cannot be read.
     """
-    assert job.draft is not None  # starts_from_draft
+    assert job.draft is not None  # because of starts_from_draft
     reads_data = job.outputs is None and job.answers is None
     if reads_data and all(map(hub.is_on_disk, parse_mixture(job.text.data))):
         job.text.open(checkpoint.load_tokenizer(job.draft), job.loop)
@@ -98,7 +98,7 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
         UserError: The stored outputs, the server or the text cannot be used (see stored_setup, served_teacher and
             TrainingText.open).
     """
-    assert job.draft is not None  # starts_from_draft
+    assert job.draft is not None  # because of starts_from_draft
     student = _load(job, job.draft, offsets)
     if job.outputs is not None:
         loop = job.loop

@@ -294,7 +294,7 @@ class EagleObjective(Objective):
         counted = mask.flatten().nonzero().squeeze(1)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
         outputs = self.student(ids[:, :-1], teacher.states, self.steps, positions)
-        # L tensors [N, D]
+        # the input of lm_head at the counted positions in each step, L tensors [N, D]
         read = [out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)]
         target = teacher.distributions
         if not torch.is_grad_enabled():

@@ -191,7 +191,7 @@ class TargetTextEvaluator:
         for k in range(1, self.offsets.count + 1) if self.offsets else KS:
             old, new = (tokens_per_pass(rows, k) for rows in chances)
             now = ratio(new)
-            # both have the same tokens, so this is a ratio of passes
+            # both evaluations have the same tokens, so this is a ratio of passes
             gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))
             first = float(old[:, 0].sum() / old[:, 1].sum())
             comparisons.append(

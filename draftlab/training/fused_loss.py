@@ -28,7 +28,7 @@ from draftlab.training.losses import Loss, Pair, log_probs, wide
 CPU_BUDGET, BUDGET = (
     128 << 20,
     1 << 30,
-)  # bytes of fp32 logits in a chunk, for student and teacher together
+)  # most bytes of fp32 logits in a chunk, for student and teacher together
 CPU_ROWS, ROWS = (
     512,
     4096,

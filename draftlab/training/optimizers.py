@@ -78,7 +78,7 @@ class Float32Muon(torch.optim.Muon):
                 update = orthogonal(
                     update, group["ns_coefficients"], group["ns_steps"], group["eps"]
                 )
-                # match_rms_adamw
+                # the scale that torch's Muon calls match_rms_adamw
                 weight.add_(update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5)
 
 

@@ -153,7 +153,7 @@ def fit(
             advance(record.step, text + alpha)
     processes.wait_for_everyone()
     records = read_log(state / LOG_FILE)
-    if processes.is_main_process:  # log each step once, as in a run that was never killed
+    if processes.is_main_process:  # the log has each step once, as if the run was never killed
         lines = [json.dumps(asdict(record)) + "\n" for record in records]
         write_atomic(state / LOG_FILE, "".join(lines))
     steps = [r for r in records if isinstance(r, StepRecord)]

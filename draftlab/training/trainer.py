@@ -392,7 +392,7 @@ def _prepare_teacher(
         shard_by_layer(model)
     elif (
         getattr(model, "hf_device_map", None) is None
-    ):  # unless accelerate has spread the model over devices
+    ):  # accelerate has not spread the model over devices
         model.to(cast(Any, accelerator.device))
     if compiled:
         model.get_decoder().compile()

@@ -42,7 +42,7 @@ class ParallelStudent(DraftSpec):
         from draftlab.model import checkpoint, llama, parallel
         from draftlab.training.objectives import Offsets
 
-        assert job.draft is not None  # starts_from_draft
+        assert job.draft is not None  # because of starts_from_draft
         llama.check_supported(job.draft)
         vocab = checkpoint.vocab_size(job.draft)
         if job.target_vocab is not None:

@@ -43,7 +43,7 @@ class MedusaStudent(StudentSpec):
                 "build and give --outputs"
             )
         assert job.target is not None  # a head reads the target's states
-        llama.check_supported(job.target)  # the heads read states of draftlab's own engine
+        llama.check_supported(job.target)  # in decoding, heads read states of draftlab's own engine
 
     def facts(self, job: "Distillation") -> Mapping[str, object]:
         from draftlab.model import llama

@@ -21,7 +21,7 @@ from draftlab.sampling import SamplingParams
 from draftlab_research.rules import recursive
 
 Siblings = Literal["top", "sampled", "distinct"]
-# maps a path, as ranks in the draft's distributions, to the share of positions at which the target's next tokens are it
+# maps a path, as ranks in the draft's distributions, to the share of positions with these as the target's next tokens
 PathShare = Callable[[tuple[int, ...]], float]
 
 

@@ -4,7 +4,7 @@ Each pass of the head drafts the next token of all chains.
 
 n scored tokens of a text, K drafted tokens, T positions of the head, D hidden, V vocab. At position i the head reads
 the target's states of token i and the embedding of token i + 1 (engine/drafters/eagle.py). The chain that begins at
-position i drafts tokens i + 2, i + 3, ...; it attends to the target's states up to i and to its own states.
+position i drafts tokens i + 2, i + 3, ..., and attends to the target's states up to i and to its own states.
 """
 
 from collections.abc import Callable, Sequence

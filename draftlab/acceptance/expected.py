@@ -76,8 +76,8 @@ class Texts:
 def chances(log_q: np.ndarray, log_p: np.ndarray) -> np.ndarray:
     """Return the probability that each of the target's tokens is accepted: min(1, q / p) (Leviathan et al.).
 
-    Pass log_p = 0 for a greedy target, and for the match rule, which accepts a drafted token if it equals the target's
-    own sample: the probability is then q. A greedy draft has q = 0 or 1.
+    With log_p = 0 the probability is q, which is right for a greedy target, and for the match rule, which accepts a
+    drafted token if it equals the target's own sample. A greedy draft has q = 0 or 1.
     """
     return np.exp(np.minimum(0.0, np.asarray(log_q, dtype=np.float64) - log_p))
 

@@ -66,7 +66,7 @@ def line_name(path: Path, number: int) -> str:
 
 
 def parse_mixture(spec: str) -> dict[str, float]:
-    """Parse ``a=0.7,b=0.3``, or the name of a single source. Return the weight of each source; they sum to 1.
+    """Parse ``a=0.7,b=0.3``, or the name of a single source. Return the weight of each source, with a sum of 1.
 
     Raises:
         UserError: A weight is not a positive number.
@@ -241,7 +241,7 @@ def _text_file(path: Path) -> Iterator[Document]:
 
 @functools.lru_cache(maxsize=1)
 def _hub_domains(name: str, column: str) -> list[Document]:
-    """Return the documents of a hub data set with their domains. They are cached, because every domain reads them."""
+    """Return the documents of a hub data set with their domains. They are cached, because every domain needs them."""
     parse = partial(_row_with_domain, column)
     return list(_hub_dataset(name.removeprefix("hf:"), parse))
 

@@ -72,7 +72,7 @@ def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
 def rows_of(file: Path, parse: "Callable[[Any, str], TextRow]") -> Iterator[tuple[int, TextRow]]:
     """Yield the number of every row of a file, counted from 1, and its parsed content. Blank lines are skipped.
 
-    Bad rows are left out as in checked_rows, which raises UserError if they are too many.
+    Bad rows are left out. Too many bad rows raise UserError, as in checked_rows.
     """
     return checked_rows(str(file), _values(file), parse)
 

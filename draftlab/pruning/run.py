@@ -103,7 +103,7 @@ class Text:
 def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[Tensor]:
     """Join texts in random order, and return at most `rows` chunks of token ids, [1, length] each.
 
-    If all texts together are shorter than a chunk, they are repeated to fill a chunk.
+    If all texts together are shorter than a chunk, the texts are repeated to fill a single chunk.
     """
     order = np.random.default_rng(seed).permutation(len(texts))
     ids = np.concatenate([texts[i] for i in order])
@@ -172,7 +172,7 @@ class PrunedDraft:
 
 @dataclass(frozen=True, kw_only=True)
 class Prune:
-    """A draft to cut from a source. It has the dtype of the source.
+    """A draft to cut from a source. The draft has the dtype of the source.
 
     A draft with the shape of the source is an exact copy of the source's weights.
     """
@@ -342,7 +342,8 @@ class Prune:
     def _importance(self, file: Path | None) -> Importance:
         """Return the importance of the source's parts.
 
-        file: File that stores the importance. If it exists, the importance is read; else it is computed and written.
+        file: File that stores the importance. If the file exists, the importance is read from it. Otherwise the
+        importance is computed, and written to the file.
         """
         source, text = self.source, self.text
         facts = {

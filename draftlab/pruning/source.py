@@ -58,7 +58,7 @@ def check_buildable(config: dict[str, object], shape: Shape) -> None:
 def check_prunable(config: dict[str, object], source: Shape) -> None:
     """Refuse a model that has LLaMA's tensors but computes something else with them, such as Gemma's norms.
 
-    Half of the hidden dimensions and heads of a small random model are zeroed. Cutting these, and rescaling the norms
+    Half of the hidden dimensions and heads of a small random model are zeroed. Cutting them, and rescaling the norms
     to the smaller width, must not change the model's logits. A norm that adds 1 to its scale changes the logits, and so
     does an embedding that is scaled by the width.
 
@@ -146,8 +146,8 @@ class Source:
     def pass_dtype(self) -> torch.dtype:
         """Return the dtype of the source's passes.
 
-        This is `dtype`, except for a CPU that computes the stored dtype slowly (float16) but bfloat16 fast: then it is
-        bfloat16. The source only runs for calibration and for the refit, so no weight of the draft is rounded.
+        This is `dtype`, or bfloat16 on a CPU that computes the stored dtype (float16) slowly, but bfloat16 fast. The
+        source only runs for calibration and for the refit, so no weight of the draft is rounded to bfloat16.
         """
         slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
         return (

@@ -289,7 +289,7 @@ def load(state: Path, name: str) -> dict[str, Any]:
 def load_or_make(
     state: Path, name: str, make: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """Return the arrays in the file `name` of the directory `state`. If it is missing, `make` computes the arrays.
+    """Return the arrays in the file `name` of the directory `state`. If there is no file, `make` computes the arrays.
 
     Only the main process calls `make`. A resumed run reads the same arrays from the file.
     """
@@ -300,7 +300,7 @@ def load_or_make(
 
 
 def check_resumable(state: Path) -> None:
-    """Check that a run may load its newest checkpoint, before it spends time on loading models.
+    """Check that a run may load its newest checkpoint, before time is spent on loading models.
 
     Raises:
         UserError: The checkpoint has pickles, and --trust-remote-code is not set.

@@ -98,7 +98,10 @@ def fkl(x: Pair) -> tuple[Tensor, Tensor]:
 
 @loss("rkl")
 def rkl(x: Pair) -> tuple[Tensor, Tensor]:
-    """Return the reverse KL(q || p), in [0, inf), and its slope. It is mode-seeking (MiniLLM, Gu et al. 2024)."""
+    """Return the reverse KL(q || p), in [0, inf), and its slope.
+
+    This loss is mode-seeking (MiniLLM, Gu et al. 2024).
+    """
     gap = x.log_p - x.log_q
     return kl_terms(x.q, x.p, gap).sum(-1), -x.q * gap
 

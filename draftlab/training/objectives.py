@@ -34,7 +34,7 @@ class Depths(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offsets:
-    """The offsets that a parallel draft learns. At offset j, from 1 to count, it predicts the token j positions later.
+    """The offsets that a parallel draft learns. At offset j, from 1 to count, the draft predicts the j-th next token.
 
     token: Id of the mask token. share, floor: They decide how many positions predict each offset (see drawn).
     """

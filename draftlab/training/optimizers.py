@@ -87,7 +87,7 @@ def orthogonal(
 ) -> torch.Tensor:
     """Return a matrix with the same singular vectors and singular values near 1.
 
-    Newton-Schulz iterations compute it in float32 (Jordan et al. 2024). steps: Number of iterations.
+    The matrix is computed by Newton-Schulz iterations in float32 (Jordan et al. 2024). steps: Number of iterations.
     """
     a, b, c = coefficients
     x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T

@@ -131,8 +131,8 @@ def fit(
 ) -> TrainingResult:
     """Train the student in place, and return measurements.
 
-    state: Directory of checkpoints, log and best weights. The caller removes it. what: Label of the progress bar. log:
-    Function that is called with every record.
+    state: Directory of checkpoints, log and best weights, which the caller removes. what: Label of the progress bar.
+    log: Function that is called with every record.
 
     Raises:
         UserError: `state` cannot be written, the disk is too small for checkpoints, or training fails.

@@ -75,7 +75,7 @@ class OutputHead:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states [N, D] and the head [V, D] of a model, or logits [N, V] and None.
 
-        Logits are returned if they are not just the product of the two.
+        Logits are returned if they are not just the product of hidden states and head (`plain` is False).
 
         counted: Indices of the N wanted positions in the flattened ids. positions: Position of each token in its
         sequence, [B, T], if rows hold several sequences. attention_mask: Mask [B, 1, T, T], if attention is not causal.

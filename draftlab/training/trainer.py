@@ -77,8 +77,8 @@ class StepRecord:
     """One optimizer step.
 
     loss: Nats per token. acceptance: Mean of sum min(p, q) over tokens. None without a teacher. grad_norm: Norm of all
-    gradients before clipping. None if the norm is not finite, or if DeepSpeed does not report it. tokens: Number of
-    predictions, over all processes.
+    gradients before clipping. None if the norm is not finite, or if DeepSpeed does not report the norm. tokens: Number
+    of predictions, over all processes.
     """
 
     step: int

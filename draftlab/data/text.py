@@ -91,7 +91,8 @@ def checked_rows(
 ) -> Iterator[tuple[int, TextRow]]:
     """Yield number and parsed content of each row of a source. Bad rows are left out, up to the share MOST_BAD.
 
-    values: Number and raw content of each row. parse: Function of a row's content and its name for errors.
+    values: Number and raw content of each row. parse: Function that parses a row's content, and takes the row's name
+    for errors.
 
     Raises:
         UserError: The first row is bad, or too many rows are bad.

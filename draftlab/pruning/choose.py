@@ -15,7 +15,7 @@ from draftlab.pruning.importance import Importance, Scores
 
 
 def choose(scores: Scores, source: Shape, shape: Shape, layers: list[int]) -> Keep:
-    """Return the hidden dimensions, heads and neurons of the source to keep for a draft of this shape, by their scores.
+    """Choose the hidden dimensions, heads and neurons of the source with the highest scores, as many as `shape` has.
 
     Every kept kv head serves the same number of query heads. The best kv groups are chosen first, then the best query
     heads in each group.

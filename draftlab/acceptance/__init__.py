@@ -1,1 +1,1 @@
-"""Acceptance of drafts computed from log-probabilities, without decoding."""
+"""Acceptance of drafts, computed from log-probabilities without decoding."""

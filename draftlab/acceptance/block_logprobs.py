@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens in the blocks that a DFlash or DSpark head drafts, many blocks in one pass.
 
-n scored tokens of a text, K drafted tokens, A anchors, S positions, V vocab. The block after an anchor, a token of the
-text, reads the target's states of the tokens before the anchor. A step reaches a token of its block only if all
-drafted tokens before it are those of the text. A DSpark head is therefore given the text's tokens.
+n scored tokens of a text, K drafted tokens, A anchors, S positions, V vocab. A block begins after an anchor, a token of
+the text, and reads the target's states of the tokens before the anchor. Decoding reaches a token of a block only if all
+drafted tokens before it are those of the text. A DSpark head therefore reads the text's tokens in place of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
 
-BLOCKS_IN_A_PASS = 32  # each has its own copy of the context's keys and values
+BLOCKS_IN_A_PASS = 32  # each block has its own copy of the context's keys and values
 
 
 def score_blocks(
@@ -30,11 +30,15 @@ def score_blocks(
     k: int,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[TokenLogprobs]:
-    """Return the head's view of each token by the age of the step, arrays of [n, K] as score_offsets returns.
+    """Return log-probability and rank of each token in the blocks that a head drafts, as arrays [n, K] for each text.
+
+    Entry [i, a] is for token i as drafted token a + 1 of a block. Blocks that would begin before the prompt's last
+    token have probability 0.
 
     Args:
-        vocab: Number of logits that count.
-        k: At most the tokens of a block.
+        vocab: Number of logits that count; further logits are padding.
+        k: Number of drafted tokens of a block that are scored, K. At most the head's block size.
+        advance: Function that is called with the number of scored texts.
 
     Raises:
         UserError: A text is longer than the context of the head or of the target.
@@ -68,11 +72,11 @@ def _score(
     states = target_states(target, head.layer_ids, whole[:-1])
     head.read(states, torch.arange(len(whole) - 1, device=whole.device).unsqueeze(0), context)
     for anchors in torch.arange(prompt - 1, len(whole) - 1).split(BLOCKS_IN_A_PASS):
-        # what follows the text is read by no token that counts
+        # the index is clamped, because no scored token reads tokens after the end of the text
         given = (anchors.unsqueeze(1) + torch.arange(k)).clamp_max(len(whole) - 1)
         logits = head.text_logits(whole[given], _copies(context, anchors))  # [A, K, V]
         for age in range(k):
-            drafted = anchors + age + 1  # the token of each block that has this age
+            drafted = anchors + age + 1  # index in the text of token age + 1 of each block
             drafted = drafted[drafted < len(whole)]
             if len(drafted):
                 rows = logits[: len(drafted), age, :vocab].float()
@@ -82,7 +86,7 @@ def _score(
 
 
 def _copies(context: BlockCache, anchors: Tensor) -> BlockCache:
-    """Return a copy of the context for the block of each anchor, with the positions before the anchor in use."""
+    """Return a cache with a copy of the context for each anchor's block, which reads positions before the anchor."""
     rows = (-1, len(anchors), -1, -1, -1)
     keys, values = context.keys.expand(rows).clone(), context.values.expand(rows).clone()
     return BlockCache(keys, values, anchors.tolist())

@@ -1,8 +1,10 @@
-"""Log-probabilities of given tokens along the chains of an EAGLE-3 or P-EAGLE head: pass a drafts token a + 1 of all.
+"""Log-probabilities of given tokens along the chains that an EAGLE-3 or P-EAGLE head drafts, all chains in one pass.
+
+Each pass of the head drafts the next token of all chains.
 
 n scored tokens of a text, K drafted tokens, T positions of the head, D hidden, V vocab. At position i the head reads
 the target's states of token i and the embedding of token i + 1 (engine/drafters/eagle.py). The chain that begins at
-position i drafts tokens i + 2, i + 3, ...; it attends to the target's states up to i and to its own states.
+position i drafts tokens i + 2, i + 3, ..., and attends to the target's states up to i and to its own states.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,13 +31,15 @@ def score_chains(
     k: int,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[TokenLogprobs]:
-    """Return log-probability and rank of each token in the head's chains, arrays [n, K], as score_offsets does.
+    """Return log-probability and rank of each token in the chains that a head drafts, as arrays [n, K] for each text.
 
-    Entry [i, a] is for token i as token a + 1 of its chain. Chains that would begin before the prompt's last token have
-    probability 0.
+    Entry [i, a] is for token i as drafted token a + 1 of a chain. Chains that would begin before the prompt's last
+    token have probability 0.
 
     Args:
         vocab: Number of logits that count; further logits are padding.
+        k: Number of tokens of a chain, K.
+        advance: Function that is called with the number of scored texts.
 
     Raises:
         UserError: A text is longer than the context of the head or of the target.
@@ -65,7 +69,7 @@ def _score(
     first, places = (
         max(0, len(prompt) - 2),
         len(whole) - 2,
-    )  # first position that drafts; number of positions
+    )  # first position at which a chain begins, and number of positions
     result = TokenLogprobs.unlikely(len(completion), k, vocab)
     if places <= first:
         return result
@@ -76,7 +80,7 @@ def _score(
         head.shape.kv_heads,
         places * k,
         head.shape.head_dim,
-    )  # may exceed the head's context
+    )  # the cache may be longer than the head's context
     cache = Cache(head.embed.new_zeros(size), head.embed.new_zeros(size))
     for age, metadata in enumerate(_passes(head, places, min(k, places - first))):
         # only chains that do not count read the tokens that roll wraps around
@@ -94,7 +98,7 @@ def _score(
 
 
 def target_states(target: Llama | HFDecoder, layer_ids: tuple[int, ...], ids: Tensor) -> Tensor:
-    """Return the states of the target after these layers, [1, T, A E]."""
+    """Return the target's states after the A layers `layer_ids`, each of width E, joined: [1, T, A E]."""
     cache: Any = target.new_cache(1, len(ids))
     states = cache.layer_states = target.new_layer_states(cache, layer_ids)
     target.forward(ids[None], cache, last=1)
@@ -102,7 +106,10 @@ def target_states(target: Llama | HFDecoder, layer_ids: tuple[int, ...], ids: Te
 
 
 def _passes(head: EagleLlama, places: int, k: int) -> list[AttentionMetadata]:
-    """Return the attention metadata of k passes. Pass a drafts token a + 1 of all chains."""
+    """Return the attention metadata of k passes, each of which drafts the next token of all chains.
+
+    places: Number of positions at which chains begin.
+    """
     own = torch.eye(places, dtype=torch.bool, device=head.device)
     passes, causal = [], torch.ones_like(own).tril()
     for age in range(k):

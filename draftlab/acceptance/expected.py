@@ -1,12 +1,12 @@
-"""Expected acceptance of every K from one teacher-forced pass over the target's text: arithmetic on probabilities.
+"""Expected acceptance at every K, computed from one teacher-forced pass over the target's text.
 
 Given the target's own text, its tokens are accepted independently: token t with probability min(1, q(x_t) / p(x_t)) if
-target and draft sample, and 0 or 1 if both are greedy. After a rejection the target emits the same token t. So a
-recursion from the first token gives the probability that a step begins at each token, exactly and without decoding.
+target and draft sample, and 0 or 1 if both are greedy. After a rejection the target emits the same token t. A recursion
+from the first token therefore gives the probability that a step begins at each token, exactly and without decoding.
 These probabilities give the expectation of every count of live speculation.
 
-R texts, padded to n tokens, D deepest draft. A step of age a at token i began at token i - a, and has accepted all a
-tokens since.
+R texts, padded to n tokens, D largest number of drafted tokens in a row. A step of age a at token i began at token
+i - a, and has accepted all a tokens since then.
 """
 
 from dataclasses import dataclass
@@ -20,18 +20,20 @@ ROWS = 1024  # texts per recursion, so that its arrays stay in the processor's c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Expected counts over the steps of each of R texts; integers if all chances are 0 or 1.
+    """Expected counts of speculative decoding for each of R texts.
 
-    A step is a pass with a draft. A pass that emits the last token before the length limit has no draft.
+    The counts are integers if all acceptance probabilities are 0 or 1.
+
+    A step is a target pass with a draft. A pass that emits the last token before the length limit has no draft.
     """
 
     starts: np.ndarray  # [R, n] target passes that begin at each token
-    tokens: np.ndarray  # [R]
+    tokens: np.ndarray  # [R] tokens of the text
     passes: np.ndarray  # [R] target passes
-    steps: np.ndarray  # [R] passes with a draft
-    drafted: np.ndarray  # [R]
-    reached: np.ndarray  # [R, D + 1] steps that accepted at least a tokens
-    # [R, D] steps that accepted a tokens and drafted one more, inside the text
+    steps: np.ndarray  # [R] target passes with a draft
+    drafted: np.ndarray  # [R] drafted tokens
+    reached: np.ndarray  # [R, D + 1] in column a, steps that accepted at least a tokens
+    # [R, D] in column a, steps that accepted a tokens and drafted one more token inside the text
     examined: np.ndarray
     # [R] steps that ended the text with a drafted token, so that the target's next token was dropped
     truncated: np.ndarray
@@ -41,7 +43,7 @@ class Counts:
         return self.reached[:, 1:].sum(1)
 
     def acceptance(self) -> AcceptanceMetrics:
-        """Return the acceptance over all texts."""
+        """Return the acceptance metrics over all texts together."""
         return acceptance_from_counts(
             reached=self.reached.sum(0).tolist(),
             eligible=self.examined.sum(0).tolist(),
@@ -56,23 +58,26 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts padded to n tokens, with their lengths and the length limits of decoding, [R] each."""
+    """Texts padded to n tokens, with their lengths and their length limits in decoding, [R] each."""
 
-    # [R, n], or [R, n, D] if the chances differ by the age of the step
+    # acceptance probability of each token, [R, n], or [R, n, D] if it depends on the place in the draft
     chances: np.ndarray
     lengths: np.ndarray
     limits: np.ndarray
 
     def room(self) -> np.ndarray:
-        """Return how many tokens a step may draft if it begins at each token, [R, n]. The target adds one token."""
+        """Return, for each token, how many tokens a step that begins there may draft before the length limit, [R, n].
+
+        One token before the limit is left for the target, which adds a token to every draft.
+        """
         return np.clip(self.limits[:, None] - np.arange(self.chances.shape[1]) - 1, 0, None)
 
 
 def chances(log_q: np.ndarray, log_p: np.ndarray) -> np.ndarray:
     """Return the probability that each of the target's tokens is accepted: min(1, q / p) (Leviathan et al.).
 
-    Pass log_p = 0 for a greedy target, and for the match rule, which accepts a drafted token if it equals the target's
-    own sample: the probability is then q. A greedy draft has q = 0 or 1.
+    With log_p = 0 the probability is q, which is right for a greedy target, and for the match rule, which accepts a
+    drafted token if it equals the target's own sample. A greedy draft has q = 0 or 1.
     """
     return np.exp(np.minimum(0.0, np.asarray(log_q, dtype=np.float64) - log_p))
 
@@ -87,19 +92,23 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Texts:
-    """Return the texts with these chances, padded. limits: Default: the length of each text."""
+    """Return texts, padded to the same length, with the acceptance probabilities `chances` of their tokens.
+
+    limits: Length limit of each text in decoding. None takes the text's length.
+    """
     lengths = np.array([len(c) for c in chances], dtype=np.int64)
     return Texts(padded(chances), lengths, lengths if limits is None else limits)
 
 
 def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
-    """Return the expected number of steps that begin at each token, [n] or [R, n]. Their sum is the target passes.
+    """Return the expected number of steps that begin at each token, [n] or [R, n]. Their sum is the number of passes.
 
     Later tokens have no influence, so padding may have any value.
 
     Args:
-        chances: Probability that each token is accepted, [n] or [R, n], or by the age of the step [R, n, D].
-        k: Number of tokens drafted per step. An array has the number for a step that begins at each token.
+        chances: Probability that each token is accepted, [n] or [R, n]. [R, n, D] has a column for each place in the
+            draft.
+        k: Number of drafted tokens per step. An array has a number for each token at which a step may begin.
     """
     rows = np.atleast_2d(np.asarray(chances, dtype=np.float64))
     lengths = np.full(len(rows), rows.shape[1])
@@ -108,13 +117,19 @@ def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
 
 
 def chain(texts: Texts, k: int | np.ndarray) -> Counts:
-    """Count steps that draft chains of k tokens. An array k [R, n] has the length of a chain at each token."""
+    """Return the expected counts if every step drafts a chain of k tokens.
+
+    k: An array [R, n] has a length for each token at which a chain may begin.
+    """
     depth = np.minimum(k, texts.room())
     return count(texts.lengths, texts.chances, depth, depth, int(np.max(k)))
 
 
 def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
-    """Return tokens and expected passes of each text, [R, 2]. The ratio of their sums is the tokens per target pass."""
+    """Return the tokens and the expected target passes of each text, [R, 2], if every step drafts k tokens.
+
+    Texts without tokens are left out. The sum of all tokens divided by the sum of all passes is the acceptance length.
+    """
     counts = chain(texts_of([c for c in chances if len(c)]), k)
     return np.stack([counts.tokens, counts.passes], 1)
 
@@ -122,13 +137,13 @@ def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
 def count(
     lengths: np.ndarray, chances: np.ndarray, depth: np.ndarray, drafted: np.ndarray, deepest: int
 ) -> Counts:
-    """Count steps by the recursion from the first token, ROWS texts at a time.
+    """Return the expected counts for R texts, by a recursion from the first token of each text.
 
     Args:
-        chances: Probability that each token is accepted, [R, n], or by the age of the step [R, n, D].
-        depth: Depth of the draft of a step that begins at each token, [R, n].
-        drafted: Number of tokens of the same draft, [R, n].
-        deepest: Largest depth to count.
+        chances: Probability that each token is accepted, [R, n]. [R, n, D] has a column for each place in the draft.
+        depth: Depth of the draft that begins at each token, [R, n]: the length of its longest path.
+        drafted: Number of tokens of the draft that begins at each token, [R, n]. For a chain, this is its depth.
+        deepest: Largest depth, D.
     """
     by_age = chances[:, :, None] if chances.ndim == 2 else chances[:, :, :deepest]
     parts: list[Counts] = []
@@ -146,7 +161,7 @@ def _walk(
 ) -> Counts:
     rows, n = depth.shape
     chances = np.ascontiguousarray(by_age.transpose(1, 2, 0))  # [n, 1 or D, R]
-    # depth of the step of each age
+    # row deepest + i has the depth of the drafts that begin at token i
     depths = np.concatenate([np.zeros((deepest, rows), dtype=depth.dtype), depth.T])
     ages = np.arange(deepest + 1)[:, None]
     now = np.zeros((deepest + 1, rows))  # expected steps of each age at token i

@@ -18,8 +18,8 @@ from draftlab.model.decoder import Decoder
 from draftlab.model.parallel import pack
 from draftlab.sampling import SamplingParams
 
-MAX_LOGITS = 1 << 25  # logits in a pass over several texts: larger passes are no faster
-BYTES_PER_LOGIT = 16  # peak memory: the model's own logits, a copy in fp32, and probabilities
+MAX_LOGITS = 1 << 25  # most logits in a pass over several texts; larger passes are no faster
+BYTES_PER_LOGIT = 16  # peak memory of the model's own logits, a copy in fp32, and probabilities
 
 Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
 
@@ -28,7 +28,7 @@ Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
 class TokenLogprobs:
     """A model's log-probability and rank of each token of a completion, [n].
 
-    Arrays [n, K] have an entry for each age of the step that drafts the token, see acceptance/expected.py.
+    Arrays [n, K] have a column for each place in the draft: entry [i, a] is for token i as drafted token a + 1.
     """
 
     logprobs: np.ndarray  # log-probability in the distribution that the model would sample from
@@ -36,7 +36,7 @@ class TokenLogprobs:
 
     @classmethod
     def unlikely(cls, n: int, k: int, vocab: int) -> "TokenLogprobs":
-        """Return probability 0 and rank `vocab` for all tokens, [n, k]."""
+        """Return arrays [n, k] in which all tokens have probability 0 and the rank `vocab`."""
         return cls(np.full((n, k), -np.inf), np.full((n, k), vocab))
 
     def put(self, index: Any, own: "TokenLogprobs") -> None:
@@ -51,11 +51,12 @@ def score_tokens(
     advance: Callable[[int], None] = lambda done: None,
     memory: float = 2.0,
 ) -> list[TokenLogprobs]:
-    """Return the log-probabilities of completions given their prompts. Long texts are scored first.
+    """Return log-probability and rank of each token of the completions, given the prompts. Long texts run first.
 
     Args:
         vocab: Number of logits that count; further logits are padding.
-        memory: GB for the logits of a pass.
+        advance: Function that is called with the number of scored texts.
+        memory: Gigabytes for the logits of a pass.
 
     Raises:
         UserError: A text is longer than the model's context.
@@ -80,16 +81,16 @@ def score_tokens(
 
 
 def check_fits(model: Decoder, texts: Sequence[Text]) -> None:
-    """Raises UserError: a text is longer than the model's context."""
+    """Check that all texts fit into the model's context. Raises UserError: a text is longer."""
     longest = max((_length(text) for text in texts), default=0)
     if longest > model.context + 1:  # the last token is not fed
         raise UserError(
-            f"a text has {longest} tokens with its prompt, and the model's context is {model.context}"
+            f"a text has {longest} tokens with its prompt, but the model's context has only {model.context}"
         )
 
 
 def max_positions(vocab: int, memory: float) -> int:
-    """Return the number of positions whose logits fit `memory` GB."""
+    """Return the number of positions whose logits fit into `memory` gigabytes."""
     return max(1, int(memory * 1e9 / (BYTES_PER_LOGIT * vocab)))
 
 
@@ -97,9 +98,10 @@ def max_positions(vocab: int, memory: float) -> int:
 def logits_in_parts(
     model: Decoder, ids: Tensor, first: int, limit: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the logits of ids [B, W] from position `first` on, in parts: first position, and logits [B, t, V].
+    """Yield the logits of ids [B, W] from position `first` on, in parts of t positions.
 
-    A part has t B <= limit, unless t = 1. Several parts share a KV cache.
+    A part is its first position and its logits, [B, t, V]. B t is at most `limit`, unless t is 1. If there are several
+    parts, a KV cache connects them.
     """
     rows, width = ids.shape
     step = max(1, limit // rows)
@@ -142,7 +144,7 @@ def _concatenated(parts: list[TokenLogprobs]) -> TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, sampling: SamplingParams) -> TokenLogprobs:
-    """Return log-probability and rank of tokens [n] by logits [n, V]; NaN where a model's logits are not finite."""
+    """Return log-probability and rank of tokens [n] under logits [n, V]. Logits that are not finite give NaN."""
     own = logits.gather(1, tokens[:, None])  # [n, 1]
     lower_ids = torch.arange(logits.shape[1], device=logits.device) < tokens[:, None]
     ranks = ((logits > own) | ((logits == own) & lower_ids)).sum(1)
@@ -172,13 +174,14 @@ def score_offsets(
     advance: Callable[[int], None] = lambda done: None,
     memory: float = 2.0,
 ) -> list[TokenLogprobs]:
-    """Return log-probability and rank of each token at each offset of a parallel draft, arrays [n, K].
+    """Return log-probability and rank of each token at each offset of a parallel draft, as arrays [n, K] for each text.
 
-    Entry [i, a] is for token i at offset a + 1 from token i - a - 1, as a step of age a drafts it
-    (acceptance/expected.py). Offsets from tokens before the prompt's last token have probability 0.
+    Entry [i, a] is for token i, predicted at offset a + 1 from token i - a - 1. Offsets from tokens before the prompt's
+    last token have probability 0.
 
     Args:
-        token: The mask token. All other arguments are those of score_tokens.
+        offsets: Number of offsets, K.
+        token: Id of the mask token. All other arguments are those of score_tokens.
 
     Raises:
         UserError: A text is longer than the model's context.
@@ -205,7 +208,7 @@ def _score_offsets(
     prompt, completion = text
     whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64)).to(model.device)
     first, result = len(prompt) - 1, TokenLogprobs.unlikely(len(completion), offsets, vocab)
-    for at in range(first, len(whole) - 1, step):  # the positions that draft, in parts
+    for at in range(first, len(whole) - 1, step):  # `step` of the positions that draft at a time
         end = min(at + step, len(whole) - 1)
         depths = torch.zeros(1, len(whole) - 1, dtype=torch.long, device=model.device)
         depths[0, at:end] = (len(whole) - 1 - torch.arange(at, end)).clamp_max(offsets)

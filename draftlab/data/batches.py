@@ -1,6 +1,6 @@
-"""Batches of token ids to train on, held-out windows and prompts. A batch is a function of seed and step.
+"""Batches of token ids to train on, held-out windows and prompts. A batch depends only on seed and step.
 
-B rows, T predicted tokens of a row, k listed tokens, N tokens of a stream or windows.
+B rows, T predicted tokens of a row, k listed tokens, N tokens of a stream, or number of windows.
 """
 
 import functools
@@ -45,13 +45,13 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Token ids [B, T + 1] and a mask [B, T]: 1 at positions whose next token is trained on or scored.
+    """Rows of token ids, [B, T + 1], with a mask, [B, T]. The mask is 1 where the next token is trained on or scored.
 
     Args:
-        top_logprobs: Most probable tokens of the target that a store has for these positions.
+        top_logprobs: The target's most probable tokens at each position, from stored target outputs.
         positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
-        depths: Number of tokens that a parallel draft predicts from each position, [B, T]. With None, each position of
-            the mask predicts its next token.
+        depths: Number of tokens that a parallel draft predicts from each position, [B, T]. If None, each position with
+            mask 1 predicts its next token.
     """
 
     ids: np.ndarray
@@ -62,16 +62,19 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return how many tokens of each row a model must read, [B]: to its last position in the mask, at least 1."""
+        """Return how many tokens of each row a model must read, [B].
+
+        These are the tokens up to the last position with mask 1, and at least one token.
+        """
         return np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)
 
     @property
     def predictions(self) -> int:
-        """Return the number of predictions; with depths, a token may be predicted several times."""
+        """Return the number of predictions. With depths, a token may be predicted several times."""
         return int(self.mask.sum() if self.depths is None else self.depths.sum())
 
     def predictions_by_offset(self, offsets: int) -> np.ndarray:
-        """Return the number of predictions at each of the offsets 1, 2, ..., [offsets]."""
+        """Return the number of predictions at each offset from 1 on, [offsets]."""
         if self.depths is None:
             return np.full(offsets, self.predictions)
         return (self.depths[..., None] > np.arange(offsets)).sum((0, 1))
@@ -80,7 +83,7 @@ class Batch:
         return self._picked(index, self.mask.shape[1])
 
     def split(self, rows: int) -> "list[Batch]":
-        """Return parts of at most `rows` rows."""
+        """Split the batch into batches of at most `rows` rows."""
         return [self.rows(slice(i, i + rows)) for i in range(0, len(self.ids), rows)]
 
     def packed(self) -> "Batch":
@@ -95,7 +98,12 @@ class Batch:
         return self if len(rows) == len(self.ids) else self._joined(rows, needed, width)
 
     def _joined(self, rows: list[list[int]], needed: np.ndarray, width: int) -> "Batch":
-        """Return a row of `width` tokens for each list of sequences. Each padding token is a sequence of its own."""
+        """Return a batch with one row of `width` tokens for each list of sequences.
+
+        Each padding token is a sequence of its own.
+
+        rows: Indices of the sequences of each new row. needed: Number of tokens of each sequence, [B].
+        """
         number, place = np.full((len(rows), width), -1), np.zeros((len(rows), width), np.int64)
         for row, numbers in enumerate(rows):
             lengths = needed[numbers]
@@ -112,17 +120,17 @@ class Batch:
         return Batch(ids, np.where(ends[:, :-1], 0, self.mask[at]), top, place[:, :-1])
 
     def parts(self, tokens: int) -> "list[Batch]":
-        """Split the batch into parts of at most `tokens` tokens, but at least one row; 0 gives a single part.
+        """Split the batch into parts of at most `tokens` tokens each. A part has at least one row.
 
-        Rows of similar length share a part.
+        Rows of similar length are in the same part. With tokens=0, there is a single part.
         """
         return [part for _, part in self.numbered_parts(tokens)]
 
     def numbered_parts(self, tokens: int) -> "list[tuple[list[int], Batch]]":
-        """Return the parts that `parts` returns, each with the numbers of its rows in the batch.
+        """Return the parts that `parts` returns, each with the indices of its rows in this batch.
 
-        A part is cut after the last position in the mask of its rows. The mask tokens of a parallel draft count as
-        tokens.
+        The rows of a part are shortened to the last position that any of their masks selects. Mask tokens of a parallel
+        draft count towards the limit `tokens`, too.
         """
         lengths = self.lengths
         fed = lengths if self.depths is None else lengths + np.maximum(self.depths - 1, 0).sum(1)
@@ -145,9 +153,9 @@ class Batch:
         return Batch(self.ids[rows, : length + 1], self.mask[index], top, positions, depths)
 
     def shard(self, index: int, count: int) -> "Batch":
-        """Return the rows of process `index` out of `count`: every count-th row.
+        """Return the rows of one process out of `count`: every count-th row, from row `index` on.
 
-        Without rows, return one with an empty mask.
+        A process without rows gets one row with an empty mask.
         """
         if index < len(self.ids):
             return self.rows(slice(index, None, count))
@@ -157,7 +165,10 @@ class Batch:
 
 
 def _first_fit(lengths: np.ndarray, width: int) -> list[list[int]]:
-    """Assign the numbers of sequences to rows of `width` tokens by first fit, the longest sequence first."""
+    """Assign sequences to rows of `width` tokens by first fit, the longest sequence first. Return indices for each row.
+
+    lengths: Number of tokens of each sequence, [B].
+    """
     rows: list[list[int]] = []
     room: list[int] = []
     for number in np.argsort(-lengths, kind="stable").tolist():
@@ -171,7 +182,7 @@ def _first_fit(lengths: np.ndarray, width: int) -> list[list[int]]:
 
 
 def text_batch(rows: list[np.ndarray]) -> Batch:
-    """Return rows of T + 1 ids as a batch with a full mask."""
+    """Return rows of T + 1 ids each as a batch in which every token is predicted."""
     ids = np.stack(rows).astype(np.int64)
     return Batch(ids, np.ones((len(ids), ids.shape[1] - 1), dtype=np.float32))
 
@@ -179,9 +190,9 @@ def text_batch(rows: list[np.ndarray]) -> Batch:
 def tokenize(
     docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
 ) -> np.ndarray:
-    """Return documents as one stream of at most `limit` token ids, [N]: bos, text, eos, bos, text, ...
+    """Join documents to one stream of at most `limit` token ids, [N]: bos, text, eos, bos, text, ...
 
-    The chat template renders conversations.
+    If the tokenizer has a chat template, the template renders conversations.
     """
     eos: int | None = tokenizer.eos_token_id  # pyright: ignore[reportAssignmentType]
     ends = [] if eos is None else [eos]
@@ -206,11 +217,13 @@ def _ids(doc: Document, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatches:
-    """Batches of a weighted mixture of token streams; batch t is a function of (seed, t).
+    """Batches of a weighted mixture of token streams. A batch depends only on seed and step.
 
-    Each source has the same number of rows in every batch: its weight, rounded by largest remainder. A source is read
-    in a new random order each epoch, and no row repeats within an epoch. Sources in `conversations` have rows with
-    masks in place of a stream.
+    A source has the same number of rows in every batch: its weight times the batch size, rounded by largest remainder.
+    A source is read in a new random order each epoch, and no row repeats within an epoch.
+
+    streams: Token ids of each source, [N]. conversations: Sources of conversations, which have rows with masks in place
+    of a stream.
     """
 
     streams: dict[str, np.ndarray]
@@ -221,7 +234,7 @@ class TokenBatches:
     conversations: dict[str, Batch] = field(default_factory=dict)
 
     def rows_of(self, weights: dict[str, float] | None = None) -> dict[str, int]:
-        """Return the number of rows of each source in a batch, by weights or, if None, by self.weights."""
+        """Return the number of rows of each source in a batch. weights: None takes the weights of the mixture."""
         exact = {name: weight * self.rows for name, weight in (weights or self.weights).items()}
         rows = {name: int(value) for name, value in exact.items()}
         for name in sorted(exact, key=lambda n: rows[n] - exact[n])[
@@ -234,7 +247,7 @@ class TokenBatches:
         return self.picked(places(self.rows_of(), step, dict.fromkeys(self.weights, 0)))
 
     def picked(self, places: list[tuple[str, int]]) -> Batch:
-        """Return a batch of rows. places: Source and index of each row."""
+        """Return a batch of chosen rows. places: Source and index of each row."""
         if not self.conversations:
             return text_batch([self.row(*place) for place in places])
         parts = [
@@ -256,7 +269,10 @@ class TokenBatches:
     def row(self, name: str, index: int) -> np.ndarray:
         """Return a row of a source, [seq_len + 1].
 
-        index: Number of the row, which continues to count from epoch to epoch.
+        index: Index of the row. Indices do not start again in a new epoch.
+
+        Raises:
+            UserError: The source has fewer tokens than a row.
         """
         stream = self.streams[name]
         chunks = (len(stream) - 1) // self.seq_len
@@ -271,7 +287,10 @@ class TokenBatches:
 
 
 def places(rows: dict[str, int], step: int, read: dict[str, int]) -> list[tuple[str, int]]:
-    """Return the source and the index of each row of a step. read: Number of rows of each source before step 0."""
+    """Return the source and the index of each row of a step.
+
+    rows: Number of rows of each source in a batch. read: Number of rows of each source that were read before step 0.
+    """
     chosen: list[tuple[str, int]] = []
     for name, n in rows.items():
         first = read[name] + step * n
@@ -283,15 +302,18 @@ def places(rows: dict[str, int], step: int, read: dict[str, int]) -> list[tuple[
 class DynamicBatches:
     """A mixture that gives more rows to the sources whose loss exceeds their reference loss.
 
-    This is the dynamic batch loading of Sheared-LLaMA (2310.06694, algorithm 1). A batch depends on its step and on the
-    weights that were set before this step. The state dict has all weights, so a resumed run reads the same text.
+    This is the dynamic batch loading of Sheared LLaMA (2310.06694, algorithm 1). A batch depends on its step and on the
+    weights that were set before this step. The state dict has all earlier weights, so a resumed run reads the same
+    text.
+
+    heldout: Held-out batches of each source.
     """
 
     base: TokenBatches
     heldout: dict[str, list[Batch]]
     reference: dict[str, float]  # expected cross-entropy of each source
     every: int  # steps between changes of the weights
-    # first step of each phase, its weights, and the rows of each source that were read before
+    # for each phase with the same weights: its first step, weights, and number of rows of each source read before
     phases: list[tuple[int, dict[str, float], dict[str, int]]]
 
     @classmethod
@@ -311,7 +333,10 @@ class DynamicBatches:
         return self.base.picked(places(self.base.rows_of(weights), step - start, read))
 
     def reweigh(self, step: int, losses: dict[str, float]) -> None:
-        """Multiply the weights from `step` on by exp(max(0, loss - reference)), with a lower bound on each share."""
+        """Multiply each source's weight by exp(max(0, loss - reference)) from `step` on. No share falls to 0.
+
+        losses: Held-out cross-entropy of each source.
+        """
         start, weights, read = self.phases[-1]
         rows = self.base.rows_of(weights)
         scaled = {
@@ -344,8 +369,11 @@ def open_batches(
     """Return training batches of a mixture's train split, without copies of held-out standard-library files.
 
     Args:
-        loss_on: Tokens of a conversation that count; each conversation is then one row. None reads conversations as
-            text.
+        spec: The mixture, as in "a=0.7,b=0.3".
+        rows: Rows per batch.
+        steps: Number of batches for which text is read.
+        loss_on: Tokens of conversations that count in the loss. Each conversation is then one row. None reads
+            conversations as plain text.
     """
     weights = split_domains(parse_mixture(spec))
     heldout = documents("stdlib", "heldout") if PYTHON_SOURCES.keys() & weights else []
@@ -361,10 +389,12 @@ def open_batches(
 
 
 def loss_on_of(spec: str, asked: LossOn | None) -> LossOn | None:
-    """Return which tokens of conversations count, by default the assistant's; None for data without conversations.
+    """Return which tokens of conversations count in the loss, or None for data without conversations.
+
+    asked: Value of --loss-on. None takes the assistant's tokens.
 
     Raises:
-        UserError: `asked` is set, and the mixture has no conversations.
+        UserError: `asked` is set, but the mixture has no conversations.
     """
     if any(has_conversations(name) for name in parse_mixture(spec)):
         return asked or "assistant"
@@ -404,15 +434,18 @@ def _conversations(
         )
     if not counting:
         raise UserError(
-            f"data {source!r}: the assistant says nothing in the first --seq-len {seq_len} tokens; raise it, or "
-            "add --text target, so that the target writes the answers"
+            f"data {source!r}: the assistant says nothing in the first {seq_len} tokens of any conversation; raise "
+            "--seq-len, or add --text target, so that the target writes the answers"
         )
     return Batch(np.stack([ids for ids, _ in counting]), np.stack([mask for _, mask in counting]))
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Windows of held-out text. They overlap by one token, so that every token except the first is predicted."""
+    """Windows of held-out text. Neighbours overlap by one token, so every token except the first is predicted.
+
+    bytes_per_token: Bytes of the text divided by its number of tokens.
+    """
 
     batches: list[Batch]
     bytes_per_token: float
@@ -423,20 +456,23 @@ class HeldOut:
         return np.concatenate([batch.ids for batch in self.batches])
 
     def subset(self, count: int) -> "HeldOut":
-        """Return `count` windows, spread evenly over the text, in one batch; all windows if there are fewer."""
+        """Return `count` windows, spread evenly over the text, in one batch. If there are fewer, return all windows."""
         ids, mask = self.ids, np.concatenate([batch.mask for batch in self.batches])
         count = min(count, len(ids))
         chosen = [i * len(ids) // count for i in range(count)]
         return HeldOut([Batch(ids[chosen], mask[chosen])], self.bytes_per_token)
 
     def starts(self, count: int, length: int) -> list[np.ndarray]:
-        """Return the first `length` ids of `count` windows. A conversation ends before its first token that counts."""
+        """Return the first `length` ids of `count` windows, as prompts.
+
+        The start of a conversation ends before the first token that counts, and may have any length.
+        """
         masks = itertools.chain.from_iterable(batch.mask for batch in self.batches)
         rows = zip(self.ids[:count], masks, strict=False)
         return [ids[:length] if mask.all() else ids[: int(mask.argmax()) + 1] for ids, mask in rows]
 
     def batched(self, rows: int) -> "HeldOut":
-        """Return the same windows in batches of rows."""
+        """Return the same windows in batches of at most `rows` windows."""
         parts = itertools.chain.from_iterable(batch.split(rows) for batch in self.batches)
         return HeldOut(list(parts), self.bytes_per_token)
 
@@ -458,8 +494,11 @@ def open_heldout(
     """Return the first `most_rows` held-out windows of a mixture's first source, `rows` windows in a batch.
 
     Args:
-        loss_on: Same as in open_batches.
-        least: If set, a text of more than `least` and at most seq_len tokens becomes a single shorter window.
+        spec: The mixture, as in "a=0.7,b=0.3".
+        loss_on: Tokens of conversations that count. Each conversation is then one window. None reads conversations as
+            plain text.
+        least: Fewest tokens of a held-out text that is shorter than seq_len. Such a text becomes a single shorter
+            window. None requires a full window.
 
     Raises:
         UserError: The text is shorter than a window.
@@ -476,16 +515,16 @@ def open_heldout(
     stream = tokenize(docs, tokenizer)
     if least is not None and least < len(stream) <= seq_len:
         note(
-            f"data {source!r}: its held-out split has {len(stream)} tokens, fewer than {seq_len}; add text, or "
-            "lower --seq-len"
+            f"data {source!r}: its held-out split has only {len(stream)} tokens, so the held-out window is shorter "
+            f"than {seq_len}; add text, or lower --seq-len"
         )
         seq_len = len(stream) - 1
     count = min(most_rows, (len(stream) - 1) // seq_len)
     if count < 1:
         needed = least or seq_len
         raise UserError(
-            f"data {source!r}: its held-out split has {len(stream)} tokens, but a window needs {needed}; add "
-            f"text, up to about {math.ceil(needed / HELDOUT_SHARE):,} tokens in total, or use --data stdlib"
+            f"data {source!r}: its held-out split has {len(stream)} tokens, but a window needs {needed}; add text "
+            f"until the source has about {math.ceil(needed / HELDOUT_SHARE):,} tokens, or use --data stdlib"
         )
     windows = [stream[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)]
     batches = [text_batch(windows[i : i + rows]) for i in range(0, count, rows)]
@@ -495,7 +534,9 @@ def open_heldout(
 def heldout_prompts(
     spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int
 ) -> list[list[int]]:
-    """Return `count` prompts of `length` tokens: starts of held-out documents, then later parts of these documents.
+    """Return `count` held-out prompts of `length` tokens each from a mixture's first source, in random order.
+
+    The prompts are starts of documents and, if these are too few, later parts of the same documents.
 
     Raises:
         UserError: The held-out split of the mixture's first source is too short.
@@ -515,7 +556,7 @@ def heldout_prompts(
 
 
 def _permuted(position: int, n: int, key: str) -> int:
-    """Return position after a pseudo-random permutation of range(n), an affine map that key decides."""
+    """Return the image of `position` under a pseudo-random permutation of range(n), an affine map that key decides."""
     step = int(unit_hash(key + ":step") * n) | 1
     while np.gcd(step, n) != 1:
         step += 2
@@ -524,13 +565,13 @@ def _permuted(position: int, n: int, key: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitSize:
-    """The size of the training or the held-out text of a source.
+    """The size of the training text or of the held-out text of a source.
 
     Attributes:
         rows: Number of documents.
         conversations: Number of documents that are conversations.
-        answers: Number of the assistant's turns.
-        questions: Number of prompts in the conversations, see prompts_of.
+        answers: Number of turns of the assistant.
+        questions: Number of prompts in the conversations (see prompts_of).
     """
 
     rows: int = 0

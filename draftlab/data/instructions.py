@@ -1,4 +1,4 @@
-"""Prompts made from templates, and from the standard library's docstrings, for chat models without prompts of users.
+"""Make prompts for chat models from templates and from docstrings, if no prompts of users exist.
 
 python -m draftlab.data.instructions COUNT prints the prompts as conversations without answers, one per line.
 """
@@ -97,7 +97,7 @@ def questions(rng: random.Random) -> Iterator[str]:
 
 
 def code(rng: random.Random) -> Iterator[str]:
-    """Yield tasks to write a function of the standard library by its docstring."""
+    """Yield prompts that ask for a function of the standard library, described by its docstring."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     rng.shuffle(files)
     for file in files:
@@ -112,7 +112,7 @@ def code(rng: random.Random) -> Iterator[str]:
 
 
 def mixed(seed: int, count: int) -> list[dict[str, str]]:
-    """Return `count` distinct prompts with their categories, in a random order."""
+    """Return `count` different prompts with their categories, in random order."""
     rng = random.Random(seed)
     sources = {"instruction": instructions(rng), "question": questions(rng), "code": code(rng)}
     share = -(-count // len(sources))

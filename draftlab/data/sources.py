@@ -2,9 +2,10 @@
 
 A source is ``stdlib`` (the Python standard library on this disk, without its tests), ``stdlib-tests``, ``packages``
 (Python packages installed with draftlab), ``hf:NAME`` (a data set of the hub), or the path of a ``.txt``, ``.md``,
-``.py``, ``.jsonl``, ``.json`` or ``.parquet`` file or of a folder of such files. data/text.py has the forms of rows. A
-mixture is written ``stdlib=0.5,packages=0.5``. ``SET#COLUMN`` is the mixture of the domains that a column of a data set
-or of a file of rows names, in their own shares; ``SET#COLUMN:DOMAIN`` is one of them.
+``.py``, ``.jsonl``, ``.json`` or ``.parquet`` file or of a folder of such files. data/text.py describes the formats of
+rows. A mixture is written ``stdlib=0.5,packages=0.5``. ``SET#COLUMN`` divides a data set or a file of rows by the
+values of a column, which are its domains. ``SET#COLUMN`` is the mixture of all domains, by their shares of the text,
+and ``SET#COLUMN:DOMAIN`` is a single domain.
 """
 
 import functools
@@ -26,7 +27,9 @@ from draftlab.model.hub import ROW_FILES
 from draftlab.reading import reading
 
 Split = Literal["train", "heldout"]
-Parse = Callable[[Any, str], TextRow]  # from a row and its place to its text
+Parse = Callable[
+    [Any, str], TextRow
+]  # from the content of a row, and its name for errors, to its text
 HELDOUT_SHARE = 0.08  # share of the documents that is held out, by a hash of their names
 HUB_ROWS = 50_000  # rows streamed from a hub data set; calibration and distillation need no more
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -35,14 +38,15 @@ NOT_STDLIB = {
     "dist-packages",
     "encodings",
     "pydoc_data",
-}  # the last two files are generated tables
+}  # encodings and pydoc_data are generated tables
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with a name that is the same on all machines. A conversation's text joins the contents of its messages.
+    """A text with a name that is the same on all machines.
 
-    domain: Value of the source's column of domains; "" without one.
+    text: For a conversation, the joined contents of its messages. domain: Value in the source's column of domains, or
+    "" without such a column.
     """
 
     name: str
@@ -62,7 +66,7 @@ def line_name(path: Path, number: int) -> str:
 
 
 def parse_mixture(spec: str) -> dict[str, float]:
-    """Parse ``a=0.7,b=0.3`` or a source's name to weights that sum to 1.
+    """Parse ``a=0.7,b=0.3``, or the name of a single source. Return the weight of each source, with a sum of 1.
 
     Raises:
         UserError: A weight is not a positive number.
@@ -85,7 +89,10 @@ def parse_mixture(spec: str) -> dict[str, float]:
 
 
 def split_domains(weights: dict[str, float]) -> dict[str, float]:
-    """Return a mixture with the domains of SET#COLUMN in place of the set, by their shares of its training text."""
+    """Replace each SET#COLUMN of a mixture by its domains, SET#COLUMN:DOMAIN. Return the new weights.
+
+    The weight of the set is divided among the domains by their bytes of training text.
+    """
     split: dict[str, float] = {}
     for source, weight in weights.items():
         _, column, domain = hub.split_column(source)
@@ -101,12 +108,12 @@ def split_domains(weights: dict[str, float]) -> dict[str, float]:
 
 
 def domain_of(source: str) -> str:
-    """Return the domain of SET#COLUMN:DOMAIN, or the name of another source."""
+    """Return DOMAIN for a source SET#COLUMN:DOMAIN, and the name of any other source."""
     return hub.split_column(source)[2] or source
 
 
 def documents(source: str, split: Split | None = None) -> list[Document]:
-    """Return the documents of a source, or of one split of the source, in the order of a hash of their names.
+    """Return the documents of a source, ordered by a hash of their names. split: None returns both splits.
 
     Raises:
         UserError: The source is unknown or unreadable, or the split is empty.
@@ -124,16 +131,16 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
 
 
 def take_bytes(docs: list[Document], limit: int) -> list[Document]:
-    """Return the first documents, with at most `limit` bytes of text, but at least one document."""
+    """Return documents from the first on, with at most `limit` bytes of text in total, but at least one document."""
     sizes = np.cumsum([len(d.text.encode()) for d in docs])
     return docs[: max(1, int(np.searchsorted(sizes, limit, side="right")))]
 
 
 def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -> list[Document]:
-    """Drop documents that share more than a fifth of their long lines with held-out text.
+    """Return the candidates without documents that share more than a fifth of their long lines with held-out text.
 
-    Packages contain copies of standard-library modules (setuptools has distutils), which would improve held-out
-    numbers.
+    Packages contain copies of standard-library modules (setuptools has distutils). Training on such copies would
+    flatter the held-out numbers.
     """
     heldout_lines: set[str] = set().union(*(_long_lines(d.text) for d in heldout))
     return [d for d in candidates if _overlap(_long_lines(d.text), heldout_lines) <= 0.2]
@@ -144,7 +151,7 @@ def in_split(name: str, split: Split) -> bool:
 
 
 def is_chat_file(source: str) -> bool:
-    """Return whether a source is one file of conversations."""
+    """Return whether a source is a single file of conversations."""
     return Path(source).suffix in ROW_FILES and Path(source).is_file() and has_conversations(source)
 
 
@@ -234,18 +241,23 @@ def _text_file(path: Path) -> Iterator[Document]:
 
 @functools.lru_cache(maxsize=1)
 def _hub_domains(name: str, column: str) -> list[Document]:
-    """Return the documents of a hub data set with their domains; each domain asks for them."""
+    """Return the documents of a hub data set with their domains. They are cached, because every domain needs them."""
     parse = partial(_row_with_domain, column)
     return list(_hub_dataset(name.removeprefix("hf:"), parse))
 
 
 def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
-    """Return a row with its domain as the category. column: Name, with a dot before each key inside a column."""
+    """Return the text of a row, with its domain as the category.
+
+    column: Column of the domain. Dots separate nested keys, as in metadata.topic. where: Name of the row for errors.
+    """
     domain = value
     for key in column.split("."):
         domain = domain.get(key) if isinstance(domain, dict) else None
     if domain is None:
-        raise UserError(f"{where}: no column {column!r} in {', '.join(map(str, value))}")
+        raise UserError(
+            f"{where}: the row has no column {column!r}, only {', '.join(map(str, value))}"
+        )
     return replace(row_of(value, where), category=str(domain))
 
 

@@ -2,8 +2,8 @@
 
 A row is a conversation (`messages`, ShareGPT's `conversations`, or TRL's `prompt` with `completion`), the turns of a
 user (`turns`), or a plain text. The content of a message is a text or a list of parts, whose texts are joined. Calls
-and answers of tools are left out. A chat template renders a conversation, and the assistant's tokens are marked.
-n tokens.
+and answers of tools are left out. Conversations are rendered by a chat template, and the assistant's tokens are marked.
+In shapes, n is the number of tokens.
 """
 
 import re
@@ -30,18 +30,18 @@ FORMS = (
 )
 SHARE_GPT = {"human": "user", "gpt": "assistant", "function_call": "tool", "observation": "tool"}
 TOOLS = ("tool", "function")
-MOST_BAD = 0.01  # largest share of a file's rows that may be bad and left out
+MOST_BAD = 0.01  # largest share of a file's rows that may be left out because they are bad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRow:
-    """A row of text.
+    """The text of a row.
 
     Args:
         text: The text. For a conversation, the joined contents of its messages.
-        messages: The messages of a conversation.
-        later: Turns of the user after the first turn, for rows without answers.
-        left_out: Number of messages without text.
+        messages: The messages, if the row is a conversation.
+        later: Turns of the user after the first turn, if the row has turns without answers.
+        left_out: Number of messages that are left out, because they have no text.
     """
 
     text: str
@@ -52,12 +52,15 @@ class TextRow:
 
     @property
     def asked(self) -> list[tuple[Message, ...]]:
-        """Return the prompts of the conversation."""
+        """Return the prompts of the conversation, as prompts_of does."""
         return prompts_of(self.messages)
 
 
 def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
-    """Return the messages before each answer as a prompt. A conversation that ends with the user is a single prompt."""
+    """Return the prompts of a conversation: the messages before each answer of the assistant to the user.
+
+    A conversation that ends with the user is a single prompt.
+    """
     if messages and messages[-1]["role"] == "user":
         return [messages]
     roles = [message["role"] for message in messages]
@@ -67,19 +70,29 @@ def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
 
 
 def rows_of(file: Path, parse: "Callable[[Any, str], TextRow]") -> Iterator[tuple[int, TextRow]]:
-    """Yield number (from 1 on) and content of every row of a file that is not blank; see checked_rows."""
+    """Yield the number of every row of a file, counted from 1, and its parsed content. Blank lines are skipped.
+
+    Bad rows are left out. Too many bad rows raise UserError, as in checked_rows.
+    """
     return checked_rows(str(file), _values(file), parse)
 
 
 def check_prompts(file: Path) -> None:
-    """Raises UserError: there is no such file, or too many of its rows are no prompts."""
+    """Check that the rows of a file have prompts.
+
+    Raises:
+        UserError: The file is missing, or too many of its rows have no prompt.
+    """
     deque(rows_of(file, prompt_of), maxlen=0)
 
 
 def checked_rows(
     name: str, values: Iterable[tuple[int, Any]], parse: "Callable[[Any, str], TextRow]"
 ) -> Iterator[tuple[int, TextRow]]:
-    """Yield numbers and parsed values of a source's rows. Bad rows are left out, up to a share of MOST_BAD.
+    """Yield number and parsed content of each row of a source. Bad rows are left out, up to the share MOST_BAD.
+
+    values: Number and raw content of each row. parse: Function that parses a row's content, and takes the row's name
+    for errors.
 
     Raises:
         UserError: The first row is bad, or too many rows are bad.
@@ -109,10 +122,12 @@ def checked_rows(
 
 
 def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:
-    """Return a row of text to train on. A plain text comes from the first of `columns` that the row has.
+    """Return the text of a row, to train on. A plain text is in the first of `columns` that the row has.
+
+    value: Raw content of the row. where: Name of the row for errors.
 
     Raises:
-        UserError: The row has none of the forms.
+        UserError: The row has none of the supported formats.
     """
     if not isinstance(value, dict):
         raise UserError(f"{where}: the row is not a JSON object; it needs {FORMS}")
@@ -123,22 +138,25 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> T
         left_out = len(given) - len(messages)
         return TextRow(text=text, messages=tuple(messages), category=category, left_out=left_out)
     if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
-        raise UserError(f"{where}: turns must be a list of texts, the user's turns")
+        raise UserError(f"{where}: turns must be a list of texts, one for each turn of the user")
     if turns:
         return TextRow(text=turns[0], later=tuple(turns[1:]), category=category)
     text = next((value[column] for column in columns if isinstance(value.get(column), str)), None)
     if text is None:
         raise UserError(
-            f"{where}: its columns ({', '.join(map(str, value))}) have no text; the row needs {FORMS}"
+            f"{where}: the row's columns ({', '.join(map(str, value))}) have no text; it needs {FORMS}"
         )
     return TextRow(text=text, category=category)
 
 
 def prompt_of(value: Any, where: str) -> TextRow:
-    """Return a row that has a prompt: a text, or a conversation in which the user says something to answer.
+    """Return the text of a row that must have a prompt: a plain text, or a conversation that asks for an answer.
+
+    value: Raw content of the row. where: Name of the row for errors.
 
     Raises:
-        UserError: The row has none of the forms, its text is empty, or its conversation has no turn of the user.
+        UserError: The row has none of the supported formats, its text is empty, or no message of the user asks for an
+            answer.
     """
     row = row_of(value, where, PROMPT_COLUMNS)
     if row.messages and isinstance(value.get("prompt"), str):  # TRL's prompt with completion
@@ -154,7 +172,7 @@ def prompt_of(value: Any, where: str) -> TextRow:
 
 
 def read_messages(value: object, where: str) -> list[Message]:
-    """Return the messages that have text. Raises UserError: `value` is no list of messages, or none has text."""
+    """Return the messages that have text. Raises UserError: `value` is no list of messages, or no message has text."""
     messages: list[Message] = []
     for each in value if isinstance(value, list) else [None]:
         given = each if isinstance(each, dict) else {}
@@ -180,7 +198,7 @@ def read_messages(value: object, where: str) -> list[Message]:
 
 
 def _messages(value: dict[str, Any]) -> list[Any] | None:
-    """Return the unchecked messages of a conversation's row, or None for a row of another form."""
+    """Return the messages of a row, which are not checked yet, or None if the row is not a conversation."""
     for name in ("messages", "conversations"):
         if name in value:
             return value[name] if isinstance(value[name], list) else []
@@ -198,7 +216,7 @@ def _messages(value: dict[str, Any]) -> list[Any] | None:
 
 
 def _values(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of every row. A line that is not JSON yields its UserError as the value."""
+    """Yield number and raw content of every row. For a line that is not JSON, the content is a UserError."""
     if file.suffix == ".parquet":
         from datasets import load_dataset
 
@@ -226,13 +244,17 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Token ids [n] and `counted` [n]: True for all tokens, or only for the assistant's with its end-of-turn tokens."""
+    """The n tokens of a conversation.
+
+    counted: Whether each token counts in the loss, [n]: all tokens, or only the assistant's tokens and the end-of-turn
+    tokens after them.
+    """
 
     ids: np.ndarray
     counted: np.ndarray
 
     def row(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids [seq_len + 1] and the mask of predicted tokens [seq_len], cut or padded."""
+        """Return ids [seq_len + 1], cut or padded, and the mask of the next tokens that count, [seq_len]."""
         ids, mask = np.zeros(seq_len + 1, np.int64), np.zeros(seq_len, np.float32)
         length = min(len(self.ids), seq_len + 1)
         ids[:length] = self.ids[:length]
@@ -247,7 +269,7 @@ def chat_ids(
     *,
     reply: bool = True,
 ) -> list[int]:
-    """Return the ids of a conversation. With reply, the ids end with the start of the assistant's answer.
+    """Return the ids of a conversation. With `reply`, the ids end with the header of the assistant's answer.
 
     Raises:
         UserError: The chat template refuses the conversation, or renders nothing.
@@ -264,14 +286,14 @@ def chat_ids(
 def render(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, loss_on: LossOn
 ) -> Conversation:
-    """Return a conversation's tokens, and which of them count.
+    """Return a conversation's tokens, and which of the tokens count in the loss.
 
     The assistant's tokens are marked by the template's generation tags or, without tags, by rendering the messages
     before and up to each answer.
 
     Raises:
-        UserError: There is no template, the template refuses the conversation, or it renders a message differently once
-            more messages follow.
+        UserError: There is no chat template, the template refuses the conversation, or it renders a message differently
+            if more messages follow.
     """
     if not tokenizer.chat_template:
         raise UserError(
@@ -302,7 +324,7 @@ def render(
 
 
 def _end_of_turn(ids: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the position after the turn's last special token, or len(ids) without a special token."""
+    """Return the position after the last special token from `start` on, or len(ids) without a special token."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     places = [place for place in range(start, len(ids)) if ids[place] in special]
     return places[-1] + 1 if places else len(ids)

@@ -1,1 +1,1 @@
-"""Structured pruning: importance, what to keep, the cut, the refit."""
+"""Structured pruning: score the source's weights, choose what to keep, cut, and refit the draft to the source."""

@@ -1,4 +1,4 @@
-"""The choice of layers, hidden dimensions, heads and neurons, by importance or by a baseline's rule.
+"""Choose the layers, hidden dimensions, heads and neurons to keep, by importance or by the rule of a baseline.
 
 L layers, D hidden, H heads, K kv heads, F ffn.
 """
@@ -15,10 +15,12 @@ from draftlab.pruning.importance import Importance, Scores
 
 
 def choose(scores: Scores, source: Shape, shape: Shape, layers: list[int]) -> Keep:
-    """Return the indices with the highest scores that make a shape. layers: Layers of the source to keep.
+    """Choose the hidden dimensions, heads and neurons of the source with the highest scores, as many as `shape` has.
 
     Every kept kv head serves the same number of query heads. The best kv groups are chosen first, then the best query
     heads in each group.
+
+    layers: Layers of the source to keep.
     """
     picked = [_keep_heads(scores.heads[layer], source, shape) for layer in layers]
     return Keep(
@@ -36,9 +38,9 @@ def top(scores: Tensor, count: int) -> list[int]:
 
 
 def influential(importance: Importance, count: int) -> list[int]:
-    """Return the layers that change the direction of their input most, always including the first and the last layer.
+    """Return the `count` layers that change the direction of their input most.
 
-    A count of 1 keeps the first layer alone.
+    The first and the last layer are always included. With count=1, only the first layer is returned.
     """
     scores = importance.layers.clone()
     scores[0] = torch.inf
@@ -48,7 +50,7 @@ def influential(importance: Importance, count: int) -> list[int]:
 
 
 def even(total: int, count: int) -> list[int]:
-    """Return evenly spaced layers from the first to the last."""
+    """Return `count` out of `total` layers, evenly spaced from the first to the last."""
     return [round(i * (total - 1) / (count - 1)) for i in range(count)] if count > 1 else [0]
 
 

@@ -1,6 +1,6 @@
-"""Lazy views of a source's weights, cut to the kept indices or rotated, by the axis table of model/shape.py.
+"""Lazy views of a source's weights: cut to the kept indices, or rotated. model/shape.py names the axes of each tensor.
 
-D hidden dimensions of the source. Each tensor is read, rotated and cut at look-up.
+D hidden dimensions of the source. A tensor is read, rotated and cut when it is looked up.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from draftlab.model.devices import exact_products
 from draftlab.model.shape import Axis, Shape
 from draftlab.reading import FileModel
 
-# role of a matrix -> role of the norm whose output the matrix reads
+# a matrix -> the norm whose output the matrix reads, both by their roles in model/shape.py
 READS = {
     "q": "input_norm",
     "k": "input_norm",
@@ -25,9 +25,11 @@ READS = {
 
 
 class Keep(FileModel):
-    """Indices of the source to keep, ascending. heads, kv_heads and ffn have one list per kept layer.
+    """Indices of the layers, hidden dimensions, heads and neurons of the source to keep, ascending.
 
-    In a rotated basis, hidden numbers the principal components: index 0 is the largest component.
+    heads, kv_heads and ffn have one list for each kept layer.
+
+    If the residual stream is rotated, `hidden` has indices of principal components, of which 0 is the largest.
     """
 
     layers: list[int]
@@ -49,7 +51,7 @@ def keep_all(shape: Shape) -> Keep:
 
 
 class TensorView(Mapping[str, Tensor]):
-    """A lazy view of weights that has the tensors of a shape."""
+    """A lazy mapping of weights, whose keys are the tensor names of a shape."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape) -> None:
         self.weights, self.shape, self.axes = weights, shape, shape.axes()
@@ -65,14 +67,14 @@ class TensorView(Mapping[str, Tensor]):
 
 
 class Untied(TensorView):
-    """A tied source with a separate head, which is a copy of the embedding."""
+    """The weights of a source with tied embeddings, plus a separate head, which is a copy of the embedding."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.weights[self.shape.names()["embed"] if self.roles[name] == "head" else name]
 
 
 class Cut(TensorView):
-    """The source's tensors, cut to a shape."""
+    """The weights of the source, cut to a smaller shape."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, keep: Keep) -> None:
         super().__init__(weights, shape)
@@ -89,7 +91,7 @@ class Cut(TensorView):
         return tensor.contiguous()
 
     def _indices(self, axis: Axis, layer: int | None) -> Tensor | None:
-        """Return the source indices to keep along an axis of a draft's layer, or None to keep all."""
+        """Return the indices of the source to keep along an axis, or None to keep all. layer: Layer of the draft."""
         if axis == "hidden":
             return torch.tensor(self.keep.hidden)
         if layer is None or axis in ("vocab", "head_dim"):
@@ -103,11 +105,11 @@ class Cut(TensorView):
 
 
 class Rotated(TensorView):
-    """The source with its residual stream x rotated to x R, R [D, D] orthogonal. The model's outputs stay the same.
+    """The weights of the source after a rotation of its residual stream from x to x R. The logits stay the same.
 
-    An RMSNorm commutes with a rotation once its scale is moved into the matrices that read its output (SliceGPT,
-    2401.15024, eq. 2). One R for all layers keeps the model a plain LLaMA. A tied head cannot absorb the last norm's
-    scale, so only untied models can be rotated. Products are computed on the device of R.
+    R is orthogonal, [D, D]. An RMSNorm commutes with a rotation once its scale is moved into the matrices that read its
+    output (SliceGPT, 2401.15024, eq. 2). One R for all layers keeps the model a plain LLaMA. A tied head cannot absorb
+    the last norm's scale, so only untied models can be rotated. Products are computed on the device of R.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, rotation: Tensor) -> None:

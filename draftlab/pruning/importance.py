@@ -25,7 +25,7 @@ SAMPLED_TOKENS = 512  # number of tokens whose residual streams are compared aro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Scores of layers, hidden dimensions, heads and neurons, by any rule."""
+    """Scores of layers, hidden dimensions, heads and neurons. The highest are kept."""
 
     layers: Tensor  # [L]
     hidden: Tensor  # [D]
@@ -35,18 +35,18 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importance(Scores):
-    """The result of one calibration.
+    """The scores of one calibration.
 
     A layer's score is the mean of 1 - cosine between its input and its output (ShortGPT, 2403.03853). A hidden
-    dimension's score is its magnitude over the outputs of all norms. The score of a head or neuron is activations x
-    weights, after Minitron (2407.14679, 3.1).
+    dimension's score is its magnitude in the outputs of all norms. The score of a head or neuron is the magnitude of
+    its activations times the norm of the weights that read them, after Minitron (2407.14679, 3.1).
     """
 
-    # [D, D], covariance of the inputs of all norms, with each token scaled to mean square 1
+    # [D, D], sum over tokens of the outer products of the inputs of all norms, each scaled to mean square 1
     covariance: Tensor
 
     def principal(self, count: int, device: torch.device = CPU) -> tuple[Tensor, float]:
-        """Return the largest principal directions, [D, count], and the share of the energy in these directions."""
+        """Return the `count` largest principal directions, [D, count], and the share of the energy in them."""
         covariance = self.covariance.to(device if device.type == "cuda" else "cpu").double()
         energy, directions = (part.cpu() for part in torch.linalg.eigh(covariance))
         directions = directions.flip(1)[:, :count]
@@ -57,9 +57,9 @@ class Importance(Scores):
 def calibrate(
     walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[[int], None]
 ) -> Importance:
-    """Run chunks of token ids, [1, T] each, layer by layer.
+    """Run a model on chunks of token ids, [1, T] each, layer by layer, and return the importance of its parts.
 
-    advance: Function that takes the number of finished layers.
+    advance: Function that is called with the number of finished layers.
     """
     sums = _Sums(shape, walk.device)
     streams = walk.embed(chunks)
@@ -92,7 +92,11 @@ def calibrate(
 
 
 def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> None:
-    """Write importance to a file. facts: Settings that decide the scores. Raises UserError: the write fails."""
+    """Write importance to a file, with `facts`, the settings that decide the scores.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
     tensors = {
         field.name: getattr(importance, field.name).contiguous() for field in fields(Importance)
     }
@@ -100,7 +104,11 @@ def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> No
 
 
 def load_scores(file: Path, facts: dict[str, str]) -> Importance:
-    """Read a file of save_scores. Raises UserError: the file has other facts, or is damaged."""
+    """Read importance from a file that save_scores wrote with the same `facts`, the settings that decide the scores.
+
+    Raises:
+        UserError: The file has other facts, or is damaged.
+    """
     with reading(file), safe_open(file, framework="pt") as handle:
         stored = handle.metadata() or {}
         for key, value in facts.items():
@@ -119,7 +127,7 @@ Listener = Callable[[Tensor, Tensor], object]  # a function of a module's input 
 
 
 class _Sums:
-    """Running sums over tokens, on the device of the model."""
+    """Running sums of a calibration over tokens, on the device of the model."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         def zeros(*size: int) -> Tensor:
@@ -134,7 +142,7 @@ class _Sums:
         self.heads, self.ffn = zeros(shape.layers, shape.heads), zeros(shape.layers, shape.ffn)
 
     def listeners(self, layer: nn.Module, index: int) -> list[tuple[nn.Module, Listener]]:
-        """Return the submodules of a layer whose activations are summed, each with its listener."""
+        """Return the submodules of a layer whose activations are summed, each with the function that sums them."""
         listeners: dict[str, Listener] = {
             "input_layernorm": self.norm,
             "post_attention_layernorm": self.norm,
@@ -150,7 +158,7 @@ class _Sums:
         self.covariance += x.T @ x
 
     def weigh(self, layer: nn.Module, index: int) -> None:
-        """Multiply a layer's summed activations by the norms of the weight columns that read them."""
+        """Set the scores of a layer's heads and neurons: their summed activations times norms of weight columns."""
         o, down = (
             layer.get_parameter(f"{name}.weight") for name in ("self_attn.o_proj", "mlp.down_proj")
         )
@@ -163,7 +171,9 @@ class _Sums:
 def _hooked(listeners: list[tuple[nn.Module, Listener]]) -> Iterator[None]:
     def hook(listener: Listener) -> Callable[..., None]:
         def call(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            listener(args[0], output)  # no return: a value would replace the output
+            listener(
+                args[0], output
+            )  # the hook returns nothing, because a value would replace the output
 
         return call
 
@@ -176,7 +186,7 @@ def _hooked(listeners: list[tuple[nn.Module, Listener]]) -> Iterator[None]:
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """Return the square of the mean magnitude over tokens, [1, T, N] -> [N]."""
+    """Return the square of each feature's mean absolute value over tokens, [1, T, N] -> [N]."""
     return x[0].to(exact_dtype(x.device)).abs().mean(0).square()
 
 
@@ -191,6 +201,6 @@ def _sample(streams: list[Tensor], stride: int) -> Tensor:
 
 
 def _turns(samples: list[Tensor]) -> Tensor:
-    tokens = samples[0].square().sum()  # each row has length 1
+    tokens = samples[0].square().sum()  # each token's vector has length 1
     rows = torch.stack(samples)  # [L + 1, n D]
     return (1 - rows @ rows.T / tokens).diagonal(1)

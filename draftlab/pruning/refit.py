@@ -1,7 +1,7 @@
-"""The refit after a cut.
+"""Refit a draft after the cut, so that its residual stream follows the source's.
 
-Source and draft run side by side, one layer at a time. Each output matrix of the draft is fitted to make the draft's
-residual stream follow the source's.
+Source and draft run side by side, one layer at a time. The matrices that write to the draft's residual stream are
+fitted by least squares.
 
 T tokens, D hidden of the source, D' of the draft, N input features of a matrix, V vocab. Streams are [1, T, D].
 """
@@ -25,9 +25,9 @@ class Refit:
     """Adjustments after the cut that make the draft follow the source.
 
     Args:
-        norms: Scale the norms to the smaller width.
-        layers: Fit o_proj and down_proj to the source's residual stream.
-        head: Fit lm_head to the source's logits.
+        norms: Whether to scale the weights of the norms for the smaller width.
+        layers: Whether to fit o_proj and down_proj to the source's residual stream.
+        head: Whether to fit lm_head to the source's logits.
         ridge: Strength of the ridge penalty that pulls a fit toward the cut weights.
     """
 
@@ -38,7 +38,7 @@ class Refit:
 
     @property
     def fits(self) -> bool:
-        """Return whether the adjustments depend on text."""
+        """Return whether any adjustment is on. All adjustments need text."""
         return self.norms or self.layers or self.head
 
 
@@ -52,7 +52,11 @@ REFITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """A teacher-forced comparison of draft and source on held-out tokens. acceptance: Mean of sum min(p, q)."""
+    """A teacher-forced comparison of draft and source on held-out tokens, in means over tokens.
+
+    source_cross_entropy, cross_entropy: Cross-entropy of source and draft in nats. acceptance: Mean of sum min(p, q).
+    top1: Share of tokens at which both have the same argmax.
+    """
 
     tokens: int
     source_cross_entropy: float
@@ -62,10 +66,10 @@ class Agreement:
 
 
 class Lockstep:
-    """A run of source and draft over the same text, layer by layer.
+    """A run of source and draft over the same text, layer by layer, that fits the draft's weights.
 
-    Layer j of the draft is fitted to the source's stream before the next kept layer, so layer j also replaces the
-    dropped layers in between.
+    Layer j of the draft is fitted to the source's residual stream before the next kept layer, so layer j also makes up
+    for the dropped layers in between.
     """
 
     def __init__(
@@ -78,12 +82,12 @@ class Lockstep:
         refit: Refit,
         head_ids: list[int] | None = None,
     ) -> None:
-        """Set up source and draft.
+        """Set up the run.
 
         Args:
-            layers: Kept layers of the source.
-            basis: Map from the source's stream to the draft's stream, [D, D'].
-            head_ids: Ids of a trimmed head. None for a complete head.
+            layers: Layers of the source that the draft keeps.
+            basis: Map from the source's residual stream to the draft's, [D, D'].
+            head_ids: Token ids of the draft's trimmed head. None for a complete head.
         """
         self.source, self.draft, self.layers, self.refit = source, draft, layers, refit
         self.basis = basis.to(source.device, torch.float32)
@@ -96,8 +100,9 @@ class Lockstep:
         """Yield the draft's tensors, fitted on chunks of token ids [1, T].
 
         Args:
-            heldout: Token ids, [1, T + 1]. A matrix keeps its cut weights unless its fit lowers the error on these ids.
-            advance: Function that is called with the number of source layers done.
+            heldout: Held-out token ids, [1, T + 1] each. A matrix keeps its cut weights unless the fit lowers the error
+                on this text.
+            advance: Function that is called with the number of finished layers of the source.
         """
         self.fitted = len(chunks)
         ids = chunks + [row[:, :-1] for row in heldout]
@@ -135,7 +140,12 @@ class Lockstep:
         return streams
 
     def _rescale(self, norm: nn.Module, streams: list[Stream]) -> None:
-        """Rescale a norm to match the source's normed stream, because its mean square is now over fewer dimensions."""
+        """Multiply a norm's weight by a factor, so that its output matches the cut output of the source's norm.
+
+        The mean square by which the norm divides is now over fewer dimensions.
+
+        streams: The source's residual stream before the norm, for each chunk.
+        """
         if not self.refit.norms:
             return
         ratios = torch.cat(
@@ -151,9 +161,10 @@ class Lockstep:
         draft_streams: list[Stream],
         targets: list[Stream],
     ) -> None:
-        """Fit a matrix of a layer.
+        """Fit one matrix of a layer of the draft, so that the residual stream after it comes closer to `targets`.
 
-        names: Names of the matrix and, unless the matrix is the layer's last, of the norm after it.
+        names: Name of the matrix, then the name of the norm that reads its result; the last matrix of a layer has no
+        such norm.
         """
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
@@ -195,7 +206,7 @@ class Lockstep:
 
 
 def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[Tensor]:
-    """Run a module. Return the inputs of the named submodules, and then the output of the module."""
+    """Run a module on a stream. Return the inputs of the named submodules, and last the output of the module."""
     inputs: dict[str, Tensor] = {}
 
     def hook(name: str) -> Callable[..., None]:
@@ -214,10 +225,12 @@ def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[
 def _fit_matrix(
     linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitted: int, ridge: float
 ) -> None:
-    """Add dW to a weight, if it lowers the held-out error. dW minimises |E - X dW|^2 + ridge |dW|^2.
+    """Fit a weight matrix by adding the dW that minimises |E - X dW|^2 + ridge |dW|^2.
 
-    pairs: Features X [T, N] and errors E [T, M] of each chunk. The first `fitted` chunks are for the fit, the other
-    chunks are held out.
+    The weight stays as it is if dW does not lower the error on held-out chunks.
+
+    pairs: For each chunk, the inputs X of the matrix, [T, N], and the errors E of its output, [T, M]. The first
+    `fitted` chunks are for the fit, and all other chunks are held out. ridge: Penalty relative to the mean square of X.
     """
     weight = linear.get_parameter("weight")  # [M, N]
     gram = torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
@@ -238,7 +251,7 @@ def _fit_matrix(
 
 
 def ridge_solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """Return (X'X + ridge mean(diag X'X) I)^-1 X'E in fp64, or zeros if X is zero.
+    """Solve a ridge regression from X to E in fp64: return (X'X + ridge mean(diag X'X) I)^-1 X'E, or zeros if X is 0.
 
     gram: X'X, [N, N]. cross: X'E, [N, M].
     """
@@ -257,9 +270,9 @@ def _rms(x: Tensor) -> Tensor:
 def _agreement(
     rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int] | None
 ) -> Agreement:
-    """Compare source and draft. rows: For each chunk, both logits, [1, T, V], and the token ids, [1, T + 1].
+    """Compare the draft with the source by their logits. Tokens that a trimmed head lacks add nothing to the sums.
 
-    Tokens that a trimmed head lacks add nothing to cross-entropy and acceptance.
+    rows: For each chunk, the logits of source and draft, [1, T, V] each, and the token ids, [1, T + 1].
     """
     sums, tokens = torch.zeros(4, dtype=torch.float64), 0
     for source, draft, ids in rows:

@@ -1,4 +1,4 @@
-"""A prune from start to end: calibrate, select what to keep, cut, refit, compare with the source, and write."""
+"""Prune from start to end: calibrate, select what to keep, cut, refit, compare with the source, and write the draft."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -30,14 +30,19 @@ from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_texts
 
 HELDOUT_TOKENS = 4096  # most held-out tokens on which draft and source are compared
-LEAST_TOKENS = 32  # fewest held-out tokens of a comparison
+LEAST_TOKENS = 32  # fewest held-out tokens on which draft and source are compared
 HELDOUT_SHARE = 16  # every 16th stored text is held out if the store has no held-out texts
-COUNTED_TOKENS = 2_000_000  # most tokens in which ids are counted for a trimmed head
+COUNTED_TOKENS = (
+    2_000_000  # most tokens that are counted to find the frequent ids of a trimmed head
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """Text to calibrate on: a mixture of data, or stored outputs of the target."""
+    """Text to calibrate and refit on: a mixture of data, or stored outputs of the target.
+
+    outputs: Directory of stored outputs, which replace `data`. tokens: Number of tokens to calibrate on.
+    """
 
     data: str
     outputs: Path | None = None
@@ -69,7 +74,7 @@ class Text:
         return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
 
     def heldout(self, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-        """Return chunks of held-out token ids, [1, seq_len + 1], or shorter chunks if there is less text."""
+        """Return chunks of held-out token ids, [1, seq_len + 1] each, or a shorter chunk if there is less text."""
         rows = max(1, HELDOUT_TOKENS // self.seq_len)
         if self.outputs is not None:
             own = self.outputs / HELDOUT
@@ -85,7 +90,7 @@ class Text:
         return [torch.from_numpy(batch.ids) for batch in text.batches]
 
     def counted(self, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-        """Return token ids of texts, in which the ids for a trimmed head are counted."""
+        """Return the token ids of texts, which are counted to find the frequent ids of a trimmed head."""
         if self.outputs is not None:
             return [output.ids for output in read_texts(self.outputs)]
         text = open_batches(self.data, tokenizer, rows=1, seq_len=COUNTED_TOKENS, steps=1, seed=0)
@@ -96,9 +101,9 @@ class Text:
 
 
 def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[Tensor]:
-    """Join texts in random order, and return at most `rows` chunks [1, length].
+    """Join texts in random order, and return at most `rows` chunks of token ids, [1, length] each.
 
-    If all texts together are shorter than one chunk, they are repeated to fill one.
+    If all texts together are shorter than a chunk, the texts are repeated to fill a single chunk.
     """
     order = np.random.default_rng(seed).permutation(len(texts))
     ids = np.concatenate([texts[i] for i in order])
@@ -123,11 +128,12 @@ Depth = Literal["influence", "even"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """A selection of what to keep of the source.
+    """What to keep of the source.
 
     Args:
-        weights: The source's weights, rotated if the draft is rotated, but not cut.
-        basis: Map from the source's residual stream to the draft's stream, [D, D'].
+        keep: Indices of the source to keep.
+        basis: Map from the source's residual stream to the draft's, [D of the source, D of the draft].
+        weights: The source's weights, which are not cut yet, but may be rotated or multiplied by masks.
         save: Function that writes further files to the draft's directory.
     """
 
@@ -139,7 +145,10 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadIds:
-    """The ids of a trimmed head. coverage: See frequent_ids. None if the source's head has the same ids."""
+    """The token ids of a trimmed head.
+
+    coverage: Share of tokens that are among the ids (see frequent_ids). None if the source's head has the same ids.
+    """
 
     ids: list[int]
     coverage: float | None
@@ -147,7 +156,11 @@ class HeadIds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunedDraft:
-    """A finished draft. agreement: Comparison with the source on held-out text. None for a copy of the source."""
+    """A finished draft.
+
+    keep: Indices of the source that were kept. agreement: Comparison with the source on held-out text. None for a copy
+    of the source. disk_bytes: Size of the draft's weights on disk. head: Ids of a trimmed head.
+    """
 
     source: Shape
     shape: Shape
@@ -159,9 +172,9 @@ class PrunedDraft:
 
 @dataclass(frozen=True, kw_only=True)
 class Prune:
-    """A draft to cut from a source.
+    """A draft to cut from a source. The draft has the dtype of the source.
 
-    Weights keep the source's dtype. A draft with the source's shape gets exactly the source's weights.
+    A draft with the shape of the source is an exact copy of the source's weights.
     """
 
     source: Source
@@ -178,11 +191,14 @@ class Prune:
         rotate: bool = True,
         scores_cache: Path | None = None,
     ) -> PrunedDraft:
-        """Select what to keep by importance or by a baseline, and write the draft.
+        """Select what to keep by importance or by a baseline's scores, and write the draft.
 
         Args:
+            method: Source of the scores. All except "importance" are baselines.
+            depth: Whether "importance" keeps the most influential layers or evenly spaced layers.
             rotate: Whether to rotate the residual stream to its principal directions before cutting the width. A model
                 with tied embeddings is never rotated.
+            scores_cache: File that stores the importance for later runs.
         """
         if self.is_copy():
             return self.copy()
@@ -205,7 +221,10 @@ class Prune:
     def is_copy(self) -> bool:
         """Return whether the draft is a copy of the source, except for a trimmed head.
 
-        Raises UserError: the disk or the held-out text is too small.
+        Also check the disk and the text, before hours of work.
+
+        Raises:
+            UserError: There is too little space on the disk, or too little held-out text.
         """
         self.output.check_space(
             self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft"
@@ -216,7 +235,7 @@ class Prune:
         return is_copy
 
     def copy(self) -> PrunedDraft:
-        """Write the source's weights unchanged, with the draft's head."""
+        """Write the source's weights unchanged, except that the draft's head may be separate or trimmed."""
         source, keep = self.source, keep_all(self.source.shape)
         with self.output.directory() as work:
             weights = source.with_head(checkpoint.Weights(source.directory)).items()
@@ -263,7 +282,7 @@ class Prune:
 
     @cached_property
     def _head(self) -> HeadIds | None:
-        """Return the ids of a trimmed head, or None for a complete head. Raises the errors of frequent_ids."""
+        """Return the token ids of a trimmed head, or None for a complete head. Raises the errors of frequent_ids."""
         directory, vocab = self.source.directory, self.source.shape.vocab
         if self.shape.draft_vocab is None:
             return None
@@ -271,8 +290,8 @@ class Prune:
             return HeadIds(ids=ids, coverage=None)
         if self.text.outputs is None:
             note(
-                f"frequent ids are counted in {self.text.data}; the target's answers (--outputs) would show them "
-                "better"
+                f"the ids of the trimmed head are the most frequent in {self.text.data}; the target's answers "
+                "(--outputs) would be a better sample"
             )
         special = template_ids(self._tokenizer) | set(checkpoint.eos_token_ids(directory))
         ids, coverage = frequent_ids(
@@ -321,7 +340,11 @@ class Prune:
         return Selection(keep=keep, basis=rotation, weights=rotated)
 
     def _importance(self, file: Path | None) -> Importance:
-        """Return the importance in a file. If there is no file, compute the importance and write it."""
+        """Return the importance of the source's parts.
+
+        file: File that stores the importance. If the file exists, the importance is read from it. Otherwise the
+        importance is computed, and written to the file.
+        """
         source, text = self.source, self.text
         facts = {
             "source": provenance.fingerprint(source.directory) if file else "",

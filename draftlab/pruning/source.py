@@ -1,6 +1,6 @@
-"""The checkpoint that a draft is cut from, with the dtypes in which it is stored and computed.
+"""The checkpoint that a draft is cut from, with its stored dtype and the dtype of its passes.
 
-A small random model of the same class checks that the axis table describes the architecture.
+A small random model of the same class checks that model/shape.py describes the architecture.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,9 @@ TOLERANCE = 1e-3
 
 
 def prunable_shape(name: str) -> tuple[str, Shape]:
-    """Return the short name and the shape of a source, which is a shape or a checkpoint. Weights are not needed.
+    """Return the short name and the shape of a source to prune. The source's weights are not needed.
+
+    name: Name of a known shape, or name or directory of a checkpoint.
 
     Raises:
         UserError: There is no such source, or drafts cannot be cut from it.
@@ -48,17 +50,17 @@ def check_buildable(config: dict[str, object], shape: Shape) -> None:
     for name, axes in shape.axes().items():
         if built.get(name) != shape.dims(axes):
             raise UserError(
-                f"in transformers {name} of a {config.get('model_type')} model is {built.get(name)}, but this "
-                f"shape gives {shape.dims(axes)}; choose heads x head_dim = width"
+                f"transformers builds {name} of a {config.get('model_type')} model with the size {built.get(name)}, "
+                f"but this shape gives {shape.dims(axes)}; choose heads x head_dim = width"
             )
 
 
 def check_prunable(config: dict[str, object], source: Shape) -> None:
     """Refuse a model that has LLaMA's tensors but computes something else with them, such as Gemma's norms.
 
-    Half of a small model's hidden dimensions and heads are zeroed. Cutting them, and rescaling the norms to the smaller
-    width, must not change its logits. A norm that adds 1 to its scale changes them, and so does an embedding that is
-    scaled by the width.
+    Half of the hidden dimensions and heads of a small random model are zeroed. Cutting them, and rescaling the norms
+    to the smaller width, must not change the model's logits. A norm that adds 1 to its scale changes the logits, and so
+    does an embedding that is scaled by the width.
 
     Raises:
         UserError: The logits change, or transformers cannot build the small model.
@@ -106,7 +108,7 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint to cut.
+    """A checkpoint to cut a draft from.
 
     untied: Whether the draft gets a separate head although the checkpoint ties its head to the embedding.
     """
@@ -128,20 +130,24 @@ class Source:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the cut weights and of the draft's passes: float32 if the stored dtype is slow."""
+        """Return the dtype of the cut weights and of the draft's passes.
+
+        This is the stored dtype, or float32 if the device computes the stored dtype slowly.
+        """
         return checkpoint.compute_dtype(self.directory, self.device)
 
     @cached_property
     def planned_dtype(self) -> torch.dtype:
-        """Return the dtype that config.json names, before any weight is read."""
+        """Predict `dtype` from the dtype that config.json names, without reading weights."""
         stored = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
         return checkpoint.computed_dtype(checkpoint.resolve_dtype(stored, self.device), self.device)
 
     @cached_property
     def pass_dtype(self) -> torch.dtype:
-        """Return the dtype of the source's passes: bfloat16 for float16 weights on a CPU with fast bfloat16.
+        """Return the dtype of the source's passes.
 
-        These passes are only for calibration. No weight of the draft is rounded to bfloat16.
+        This is `dtype`, or bfloat16 on a CPU that computes the stored dtype (float16) slowly, but bfloat16 fast. The
+        source only runs for calibration and for the refit, so no weight of the draft is rounded to bfloat16.
         """
         slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
         return (
@@ -155,7 +161,7 @@ class Source:
         return self.with_head(checkpoint.Weights(self.directory, self.dtype))
 
     def with_head(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the weights, with a separate head added if the source is untied."""
+        """Return the weights. If `untied` is set, a copy of the embedding is added as a separate head."""
         return (
             Untied(weights, self.shape)
             if self.untied and "lm_head.weight" not in weights
@@ -166,15 +172,18 @@ class Source:
         return Walk(self.weights, self.config, self.pass_dtype, self.device)
 
     def config_for(self, shape: Shape, layers: list[int] | None = None) -> dict[str, object]:
-        """Return config.json of a draft of this shape. layers: Layers of the source to keep. Default: the first."""
+        """Return the content of config.json for a draft of this shape.
+
+        layers: Layers of the source to keep. None keeps the first layers.
+        """
         return checkpoint.config_for(shape, self.config, layers or list(range(shape.layers)))
 
 
 def check_cut(config: dict[str, object], have: Shape, shape: Shape) -> None:
-    """Check that transformers builds source and draft with the tensor sizes of model/shape.py.
+    """Check that a source can be pruned, and that transformers builds the draft with the tensor sizes of its shape.
 
     Raises:
-        UserError: A tensor or a size differs. The message names it.
+        UserError: Cutting the source would not be exact (see check_prunable), or the size of a tensor differs.
     """
     check_prunable(config, have)
     check_buildable(checkpoint.config_for(shape, config, list(range(shape.layers))), shape)

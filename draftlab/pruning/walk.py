@@ -1,4 +1,4 @@
-"""Models run one layer at a time, so that models larger than memory can be calibrated and refitted.
+"""Run a model one layer at a time, so that models larger than memory can be calibrated and refitted.
 
 T tokens, D hidden, V vocab. The layers are modules of transformers, so every architecture runs unchanged.
 """
@@ -17,9 +17,9 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Walk:
-    """A model as embedding, layers and head. Each module is in memory only inside its `with` block.
+    """A model that runs as embedding, layers and head. Each module is in memory only inside its `with` block.
 
-    Residual streams are [1, T, D], all with the same T.
+    Residual streams are [1, T, D] and have the same T.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class Walk:
         self.logits_scaling = float(str(config.get("logits_scaling", 1.0)))
         self._arguments: list[
             dict[str, Any]
-        ] = []  # keyword arguments with which each layer is called
+        ] = []  # keyword arguments that the model passes to each layer
         for module in self.model.modules():
             if not list(module.parameters()):
-                module.to(device)  # the module's rotary tables
+                module.to(device)  # modules without parameters have rotary tables
 
     @torch.inference_mode()
     def embed(self, ids: list[Tensor]) -> list[Tensor]:
-        """Return the residual streams before layer 0, from token ids [1, T] each."""
+        """Return the residual streams before layer 0. ids: Token ids, [1, T] each."""
         with (
             self._loaded("model.embed_tokens"),
             self._loaded("model.norm"),
@@ -58,7 +58,7 @@ class Walk:
 
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[tuple[nn.Module, Run]]:
-        """Yield a layer, which is in memory inside the block, and a function that runs the layer."""
+        """Yield a layer, which is in memory inside the `with` block, and a function that runs the layer."""
         with self._loaded(f"model.layers.{index}"):
             module, arguments = self.layers[index], self._arguments[index]
 
@@ -70,7 +70,7 @@ class Walk:
 
     @contextlib.contextmanager
     def head(self) -> Iterator[tuple[nn.Module, Run]]:
-        """Yield the model with its last norm and head in memory, and a function from streams to logits, [1, T, V]."""
+        """Yield the model with its last norm and head in memory, and a function from a stream to logits, [1, T, V]."""
         norm = self.model.get_submodule("model.norm")
 
         @torch.inference_mode()
@@ -109,7 +109,7 @@ class Walk:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[list[tuple[Tensor, dict[str, Any]]]]:
-        """Yield a list that records the calls of layers. Inside the block, each layer returns its input unchanged."""
+        """Yield a list that records the calls of layers, which return their inputs unchanged in the `with` block."""
         calls: list[tuple[Tensor, dict[str, Any]]] = []
 
         def record(stream: Tensor, **arguments: Any) -> Tensor:

@@ -1,1 +1,1 @@
-"""Training: divergences, the teacher's text, and the one loop (distillation and plain cross-entropy alike)."""
+"""Training of drafts: losses, training text, and one loop for distillation and for plain cross-entropy."""

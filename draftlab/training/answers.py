@@ -1,4 +1,4 @@
-"""The target's answers to a file of prompts: written once, and stored for later runs."""
+"""Training text from a file of prompts: the target answers them once, and later runs read the stored answers."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ from draftlab.training.loop import Hardware
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFile:
-    """A file of prompts. The target answers the prompts, and a student learns from the answers.
+    """A file of prompts that the target answers, so that a student can learn from the answers.
 
-    name: Target as --target has it. of_data: Whether the file is --data. The held-out conversations of --data are not
-    answered, as `score` takes its prompts from held-out text.
+    name: Value of the option --target. target: Checkpoint of the target. of_data: Whether --data names the file. The
+    held-out conversations of such a file stay unanswered, because `draftlab score` takes its prompts from them.
     """
 
     name: str
@@ -43,7 +43,11 @@ class PromptFile:
     hardware: Hardware
 
     def check(self, loss_temperature: float) -> None:
-        """Raises UserError: stores have no log-normalisers for this temperature of the loss."""
+        """Check that a loss at this temperature can use stored answers.
+
+        Raises:
+            UserError: Stored answers have no log-normalisers for this temperature.
+        """
         if loss_temperature not in TEMPERATURES:
             known = ", ".join(f"{value:g}" for value in TEMPERATURES)
             raise UserError(
@@ -52,7 +56,7 @@ class PromptFile:
             )
 
     def prompts(self) -> Prompts:
-        """Return the prompts that the target answers. Raises UserError: The errors of file_prompts."""
+        """Read the prompts that the target answers. Raises UserError: the errors of file_prompts."""
         return file_prompts(
             self.file,
             checkpoint.load_tokenizer(self.target),
@@ -62,11 +66,13 @@ class PromptFile:
         )
 
     def describe(self) -> str:
-        """Return text that describes the target's work, for a dry run. Raises UserError: The errors of file_prompts."""
+        """Return a phrase for a dry run that says what the target will answer. Raises UserError: see prompts."""
         return f"the target's answers to {len(self.prompts().rows)} prompts of {self.file}"
 
     def store(self) -> Path:
-        """Return the directory with the answers. One process writes the answers that are missing.
+        """Return the directory of the stored answers. If answers are missing, the target writes them first.
+
+        Only the main process writes answers, and all other processes wait.
 
         Raises:
             UserError: The errors of target_outputs.build.
@@ -109,7 +115,7 @@ class PromptFile:
         )
 
     def _settings(self) -> OutputsBuildConfig:
-        """Return settings of `outputs build` that write the answers to a directory named by a hash of all inputs."""
+        """Return the settings of `draftlab outputs build` for the answers. A hash of all inputs names the directory."""
         text = (
             {"data": str(self.file), "text": "target"}
             if self.of_data

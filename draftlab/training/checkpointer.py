@@ -1,4 +1,4 @@
-"""Files of an unfinished training: checkpoints to resume from, and the best weights so far."""
+"""Files of an unfinished training run: checkpoints to resume from, and the best weights so far."""
 
 import atexit
 import contextlib
@@ -35,14 +35,14 @@ from draftlab.model.checkpoint import resolve_device
 from draftlab.trust import trusts_remote_code
 
 BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"
-# time that processes wait while one of them generates text; NCCL's default is ten minutes
+# timeout of processes that wait while one process generates text; NCCL's default is ten minutes
 PATIENCE = timedelta(days=1)
 
 
 def process_state(*, cpu: bool = False) -> PartialState:
-    """Return accelerate's state of the run's processes, on CPUs if there is no accelerator.
+    """Return accelerate's PartialState, which the first call creates. Without a GPU, the run trains on CPUs.
 
-    cpu: Whether to train on CPUs. The first call decides.
+    cpu: Whether to train on CPUs even if there is a GPU. Later calls cannot change this.
     """
     cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
     if processes() == 1:
@@ -51,9 +51,9 @@ def process_state(*, cpu: bool = False) -> PartialState:
 
 
 def select_device(name: str) -> torch.device:
-    """Set the device to train on, and return it.
+    """Choose the device to train on, and return it. Call this before any use of accelerate.
 
-    auto lets accelerate choose. Call this before any use of accelerate.
+    name: Device such as cuda:1, or auto, which lets accelerate choose.
     """
     if name == "auto":
         return cast(torch.device, process_state().device)
@@ -65,14 +65,14 @@ def select_device(name: str) -> torch.device:
 
 @atexit.register
 def _destroy_process_group() -> None:
-    """End the group's threads while Python runs: a thread that frees a tensor later aborts the process."""
+    """Destroy the process group before Python ends. A thread that frees a tensor later would abort the process."""
     if dist.is_available() and dist.is_initialized():
         gc.collect()  # because FSDP2 keeps its last transfers in reference cycles
         dist.destroy_process_group()
 
 
 class Best:
-    """The best evaluation of a run so far, whose metric and step are in every checkpoint."""
+    """The best evaluation of a run so far. Every checkpoint stores its metric and its step."""
 
     def __init__(self) -> None:
         self.metric, self.step = -math.inf, 0
@@ -80,7 +80,10 @@ class Best:
     def offer(
         self, metric: float, step: int, accelerator: Accelerator, module: nn.Module, state: Path
     ) -> None:
-        """Save the trained weights in `state` if the metric is the highest so far. Every process must call this."""
+        """Save the trained weights to the directory `state` if `metric` is the highest so far.
+
+        Every process must call this.
+        """
         if not metric > self.metric:
             return
         self.metric, self.step = float(metric), step
@@ -102,14 +105,20 @@ class Best:
 
 
 def best_weights(state: Path, part: str) -> dict[str, Tensor]:
-    """Return the trained weights of the best evaluation. part: "student" or "constraint"."""
+    """Return the trained weights of the best evaluation, by parameter name.
+
+    state: Directory of the run's checkpoints. part: Module to return, "student" or "constraint" (pruning masks).
+    """
     prefix = part + "."
     return {n.removeprefix(prefix): w for n, w in load(state, BEST).items() if n.startswith(prefix)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The objects of a run that checkpoints save and restore. counters: Objects whose state has no tensors."""
+    """The objects of a training run that checkpoints save and restore.
+
+    counters: Objects whose state_dict has plain values instead of tensors.
+    """
 
     accelerator: Accelerator
     module: nn.Module
@@ -118,16 +127,18 @@ class Training:
 
     @property
     def sharded(self) -> bool:
-        """Return whether weights are sharded, so that accelerate must save them, in a format with pickles."""
+        """Return whether FSDP or DeepSpeed shards the weights. Accelerate then saves them, in a format with pickles."""
         return self.accelerator.distributed_type in (
             DistributedType.FSDP,
             DistributedType.DEEPSPEED,
         )
 
     def save(self, state: Path, step: int, *, ended: bool = False) -> None:
-        """Write the checkpoint step-N under a temporary name, rename it, and remove earlier checkpoints.
+        """Write the checkpoint step-N to the directory `state`, and remove earlier checkpoints.
 
-        ended: Whether all steps are done; the checkpoint then has no weights.
+        The checkpoint has a temporary name until it is complete.
+
+        ended: Whether all steps are done. This last checkpoint has no weights.
 
         Raises:
             UserError: `state` cannot be written.
@@ -160,10 +171,11 @@ class Training:
         self.accelerator.wait_for_everyone()
 
     def restore(self, state: Path) -> int | None:
-        """Load the newest checkpoint into the prepared objects, and return its step; None without a checkpoint.
+        """Load the newest checkpoint of the directory `state`, and return its step, or None without a checkpoint.
 
         Raises:
-            UserError: The checkpoint is damaged, of another run, or of another version of draftlab or torch.
+            UserError: The checkpoint is damaged, belongs to another run, comes from another version of draftlab or
+                torch, or has pickles that are not trusted.
         """
         if self.accelerator.is_main_process:
             shutil.rmtree(state / WRITING, ignore_errors=True)
@@ -193,7 +205,7 @@ class Training:
         }
         if ended:
             return content
-        # training uses no other global random generators
+        # training uses no global random generators except these
         random = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
         content["random"] = gather_object([random])
         if not self.sharded:
@@ -220,15 +232,15 @@ class Training:
             torch.cuda.set_rng_state_all(random["cuda"][: torch.cuda.device_count()])
         else:
             note(
-                f"the checkpoint was made by {before} processes, but this run has {now}, so its results may "
-                "differ slightly"
+                f"the checkpoint was made by {before} processes, but this run has {now}, so results may differ "
+                "slightly"
             )
 
     def _own_weights(self) -> dict[str, Tensor]:
-        """Return trained parameters and buffers. Frozen parameters are loaded from the run's inputs again."""
+        """Return the trained parameters and the buffers. A resumed run loads frozen parameters from its inputs."""
         module = self.accelerator.unwrap_model(self.module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        # this counts tied parameters once
+        # tied parameters appear under one name here
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         return {
             n: value
@@ -238,7 +250,7 @@ class Training:
 
 
 def save(state: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Write tensors and numbers of the run that claimed the directory `state` atomically.
+    """Write tensors and numbers atomically to the file `name` in the directory `state`, which the run has claimed.
 
     Raises:
         OSError, RuntimeError: The file cannot be written.
@@ -253,10 +265,10 @@ def save(state: Path, name: str, content: Mapping[str, Any]) -> None:
 
 
 def load(state: Path, name: str) -> dict[str, Any]:
-    """Return the content that save wrote. Code in pickles is not run.
+    """Return the content of a file that `save` wrote. Code in pickles is not run.
 
     Raises:
-        UserError: The file is missing, damaged or of another run.
+        UserError: The file is missing or damaged, or belongs to another run.
     """
     file = state / name
     advice = f"give --force to start again, or remove {file.parent}"
@@ -267,17 +279,20 @@ def load(state: Path, name: str) -> dict[str, Any]:
         content = stored["content"]
     except Exception as error:  # zipfile, pickle and torch raise errors of many types
         raise UserError(
-            f"{file} is missing, damaged, or of another version of draftlab; {advice}"
+            f"{file} is missing, damaged, or from another version of draftlab; {advice}"
         ) from error
     if stored["run"] != run_identity(state):
-        raise UserError(f"{file} is of another run; {advice}")
+        raise UserError(f"{file} belongs to another run; {advice}")
     return content
 
 
 def load_or_make(
     state: Path, name: str, make: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """Return the arrays in a file. One process makes a missing file, and a resumed run reads the same arrays."""
+    """Return the arrays in the file `name` of the directory `state`. If there is no file, `make` computes the arrays.
+
+    Only the main process calls `make`. A resumed run reads the same arrays from the file.
+    """
     with process_state().main_process_first():
         if not (state / name).exists():
             save(state, name, {n: torch.from_numpy(array) for n, array in make().items()})
@@ -285,7 +300,11 @@ def load_or_make(
 
 
 def check_resumable(state: Path) -> None:
-    """Raises UserError: the newest checkpoint has pickles without --trust-remote-code. Call before loading models."""
+    """Check that a run may load its newest checkpoint, before time is spent on loading models.
+
+    Raises:
+        UserError: The checkpoint has pickles, and --trust-remote-code is not set.
+    """
     for checkpoint in _checkpoints(state)[-1:]:
         if any(file.is_file() and file.name != CONTENT for file in checkpoint.rglob("*")):
             _check_trusted(checkpoint)
@@ -305,7 +324,10 @@ def _checkpoints(state: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """Yield a list that collects SIGTERM, SIGHUP and the first Ctrl-C, so that a run can save a checkpoint and stop."""
+    """Yield a list that collects SIGTERM, SIGHUP and the first Ctrl-C, so that a run can save a checkpoint and stop.
+
+    A second Ctrl-C raises KeyboardInterrupt.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -332,7 +354,13 @@ def deferred_signals() -> Iterator[list[int]]:
 
 
 def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
-    """Raises UserError: the launcher chose DeepSpeed or FSDP, which cannot train this optimizer or masks."""
+    """Check that DeepSpeed or FSDP, if the launcher chose one of them, can run this training.
+
+    masks: Whether pruning masks are trained.
+
+    Raises:
+        UserError: DeepSpeed and FSDP cannot train with Muon, and DeepSpeed cannot train masks.
+    """
     chosen = next((name for name in ("DeepSpeed", "FSDP") if _chosen(name)), None)
     if chosen and optimizer == "muon":
         raise UserError(
@@ -346,10 +374,11 @@ def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
 
 
 def new_accelerator(dtype: str, clip: float) -> Accelerator:
-    """Return an accelerator that computes in dtype on fp32 weights.
+    """Return an Accelerator that computes in `dtype` with fp32 weights.
 
-    clip: Largest gradient norm. DeepSpeed clips and accumulates gradients by itself. Its configuration is overwritten,
-    so that only the settings of the command decide a run.
+    The command's settings overwrite those of the launcher and of DeepSpeed's configuration.
+
+    clip: Largest gradient norm, which DeepSpeed needs because it clips gradients itself.
     """
     if not _chosen("DeepSpeed"):
         # the training loop accumulates gradients, so the launcher's setting is overwritten
@@ -366,7 +395,7 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
     for name in ("optimizer", "scheduler"):
         config.pop(name, None)
     config |= {
-        # DeepSpeed requires it, but the loop distributes the rows
+        # DeepSpeed requires this setting, but the training loop distributes the rows
         "train_micro_batch_size_per_gpu": 1,
         "train_batch_size": accelerator.num_processes,
         "gradient_accumulation_steps": 1,
@@ -375,13 +404,13 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
         "fp16": {"enabled": False},
         "torch_autocast": {"enabled": dtype == "bfloat16", "dtype": "bfloat16"},
     }
-    # this gathers fp32 weights, too
+    # despite its name, this setting also gathers fp32 weights
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return accelerator
 
 
 def _chosen(name: str) -> bool:
-    """Return whether accelerate uses DeepSpeed or FSDP, by name. On CPUs accelerate uses only DDP."""
+    """Return whether the launcher chose `name`, "DeepSpeed" or "FSDP". On CPUs accelerate uses only DDP."""
     return parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}") and not parse_flag_from_env(
         "ACCELERATE_USE_CPU"
     )

@@ -1,8 +1,8 @@
 """Train a DFlash head in the common training loop, on many blocks of each text in one pass.
 
 B rows, T positions, A blocks of a row, M tokens of a block, K drafted tokens, N predictions, D hidden, H query heads in
-G groups, C head_dim, L layers read. A block begins at an anchor, a random token of the text. It reads the target's
-states of the tokens before its anchor, and its own tokens: the anchor and mask tokens.
+G groups, C head_dim, L layers of the target that the head reads. A block begins at an anchor, a random token of the
+text. The block consists of the anchor and mask tokens, and reads the target's states of the tokens before the anchor.
 """
 
 import math
@@ -45,10 +45,11 @@ from draftlab.training.trainer import TrainingSetup
 def run_layer(
     layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor
 ) -> Tensor:
-    """Return a layer's output for blocks x [B, A M, D], whose attention also reads the context [B, T, D].
+    """Return the output of a Qwen3DecoderLayer for A blocks of M tokens, which attend to context and blocks.
 
-    layer: A Qwen3DecoderLayer. rotary: Cosines and sines of the context's positions, then of the blocks', [B, T + A M,
-    C] each. mask: [B, 1, A M, T + A M].
+    x: Input of the blocks' tokens, [B, A M, D]. context: The target's states after fc, [B, T, D]. rotary: Cosines and
+    sines for the positions of the context and then of the blocks, [B, T + A M, C] each. mask: Whether each token of a
+    block attends to each position of context and blocks, [B, 1, A M, T + A M].
     """
     attention, own = layer.self_attn, layer.input_layernorm(x)
     both = torch.cat([context, own], 1)
@@ -70,12 +71,19 @@ def run_layer(
 
 
 class BlockHead(StatesStudent):
-    """The student. Its parameters have the names of z-lab. The target's embedding and output layer are frozen."""
+    """A DFlash head to train. It uses the frozen embedding and LM head of the target.
+
+    The parameters have the names of z-lab's checkpoints.
+    """
 
     def __init__(
         self, config: DFlashShape, layer: Any, embedding: Tensor, output: nn.Module
     ) -> None:
-        """layer: Configuration of the layers. embedding, output: Embedding [V, D] and output layer of the target."""
+        """Create a head with random weights.
+
+        layer: Qwen3Config of the head's layers. embedding: The target's embedding, [V, D]. output: The target's LM
+        head.
+        """
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.layer_ids) * config.hidden, config.hidden, bias=False)
@@ -91,13 +99,13 @@ class BlockHead(StatesStudent):
     def forward(
         self, ids: Tensor, states: Tensor, anchors: Tensor, positions: Tensor | None = None
     ) -> Tensor:
-        """Return the input of the output layer for the drafted tokens of each block, [B, A, K, D].
+        """Return the input of the LM head for the K drafted tokens of each block, [B, A, K, D].
 
         Args:
             ids: Token ids, [B, T].
-            states: States of the target, [B, T, L D].
-            anchors: Place of each block's first token in its row, [B, A].
-            positions: Same as in Batch.
+            states: The target's states after the L layers that the head reads, [B, T, L D].
+            anchors: Index of the first token of each block in its row, [B, A].
+            positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
         """
         c, count = self.config, anchors.shape[1]
         if positions is None:
@@ -118,9 +126,12 @@ class BlockHead(StatesStudent):
     def _mask(
         self, window: int | None, causal: bool, anchors: Tensor, positions: Tensor, at: Tensor
     ) -> Tensor:
-        """Return whether each token of a block reads each state, then each token of a block, [B, 1, A M, T + A M].
+        """Return whether each token of a block attends to each state of the text, and then to each token of the blocks.
 
-        positions: Positions of the text in its sequences, [B, T]. at: Positions of the blocks' tokens, [B, A M].
+        The mask is [B, 1, A M, T + A M].
+
+        positions: Position of each token of the text in its sequence, [B, T]. at: The same for the tokens of the
+        blocks, [B, A M].
         """
         size = self.config.block_size
         block = torch.arange(at.shape[1], device=at.device) // size
@@ -139,14 +150,20 @@ class BlockHead(StatesStudent):
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
-    """Random blocks of each batch. share: Share of the predicted positions that begin a block. most: K of a block."""
+    """A rule that draws random anchors in each batch. A block of drafted tokens begins at each anchor.
+
+    share: Share of the predicted positions that become anchors. most: Number of drafted tokens of a block, K.
+    """
 
     share: float
     most: int
     seed: int
 
     def drawn(self, batch: Batch, number: int) -> Batch:
-        """Return the batch with the number of tokens that count after each anchor, at most K, as depths."""
+        """Return the batch with random anchors. The run's seed and `number` decide the draw.
+
+        The depth of an anchor is the number of tokens to predict after it, at most K. Other positions have depth 0.
+        """
         counted = batch.mask > 0
         order = random_ranks(counted, self.seed, number)
         chosen = order < np.ceil(self.share * counted.sum(1, keepdims=True))
@@ -155,7 +172,10 @@ class Anchors:
 
 
 class BlockObjective(Objective):
-    """The student and its loss: drafted token k of a block weighs exp(-(k - 1) / gamma), scaled to a mean of 1."""
+    """A DFlash head with its loss. Drafted token k of a block has the weight exp(-(k - 1) / gamma).
+
+    The weights are scaled to a mean of 1.
+    """
 
     takes_packed = True
 
@@ -173,16 +193,18 @@ class BlockObjective(Objective):
         positions: Tensor | None,
         depths: Tensor,
     ) -> Tensor:
-        """Return the sums of DistillStep over the predictions, [1, 6]; without gradients unweighted by age, [K, 6].
+        """Return the sums that DistillStep.forward returns, here over all predictions of the blocks, [1, 6].
+
+        In evaluation, without gradients, each of the K drafted tokens has its own sums, [K, 6], and gamma is not used.
 
         Args:
             ids: Token ids, [B, T + 1].
-            mask: Weights of the next tokens, [B, T].
-            positions: Same as in Batch.
-            depths: Tokens to predict after each anchor, [B, T]; 0 for other tokens.
+            mask: Weight of each next token in the loss, [B, T].
+            positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
+            depths: Number of tokens to predict after each anchor, [B, T]. Tokens that are no anchors have 0.
         """
         most = max(1, int((depths > 0).sum(1).max()))
-        # places without a block fill up rows that have fewer
+        # a row with fewer anchors is filled up with positions of depth 0, which predict nothing
         anchors = (depths > 0).long().argsort(dim=1, descending=True, stable=True)[:, :most]
         hidden = self.student(ids[:, :-1], teacher.states, anchors, positions)
         age = torch.arange(hidden.shape[2], device=ids.device)
@@ -211,7 +233,10 @@ class BlockObjective(Objective):
         teacher: TargetPass,
         decay: Tensor | float = 1.0,
     ) -> Tensor:
-        """Return the sums over predictions. predicted: Flat place of the token before each of them, [N]."""
+        """Return the sums over N predictions, [6].
+
+        predicted: Index of the token before each predicted token in the flattened mask, [N].
+        """
         weights = mask.flatten()[predicted] * decay
         target = chosen(teacher.distributions, mask.flatten().nonzero().squeeze(1), predicted)
         head = self.student.get_output_embeddings().get_parameter("weight")
@@ -222,7 +247,7 @@ class BlockObjective(Objective):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenBlockHead:
-    """A head in training. content: Its config.json."""
+    """A DFlash head in training. content: Content of the head's config.json."""
 
     module: BlockHead
     setup: TrainingSetup
@@ -230,7 +255,7 @@ class OpenBlockHead:
     content: Mapping[str, object]
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the head of the best evaluation in z-lab's layout."""
+        """Write the head of the best evaluation to the directory `work`, in z-lab's layout."""
         self.module.load_state_dict(best_weights(state, "student"))
         dtype = checkpoint.stored_dtype(self.target)
         weights = {name: weight.to(dtype) for name, weight in self.module.weights().items()}
@@ -242,7 +267,7 @@ def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], 
     """Return the config.json of the head to train, its sizes, and the configuration of its layers.
 
     Raises:
-        UserError: The head does not fit the target, or has an output layer of its own.
+        UserError: The head does not fit the target, or predicts only some of the target's ids.
     """
     target = job.target
     assert target is not None  # a head reads the target's states
@@ -250,7 +275,8 @@ def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], 
         config, layer, content = dflash.read_shape(job.draft, target, "dflash")
         if config.draft_vocab < config.vocab:
             raise UserError(
-                f"--draft {job.draft} predicts {config.draft_vocab} ids; the student dflash predicts all ids"
+                f"--draft {job.draft} predicts only {config.draft_vocab} ids, but distill trains DFlash heads that "
+                "predict all ids of the target"
             )
         return dict(content), config, layer
     sizes = TargetSizes.of(target)
@@ -265,7 +291,7 @@ def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], 
 
 
 def facts(spec: DFlashStudent, job: Distillation) -> Mapping[str, object]:
-    """Describe the head and the costs of its training, without reading weights."""
+    """Return facts on the head and the cost of its training, for a dry run, without reading weights."""
     _, config, _ = head_of(spec, job)
     weights = sum(math.prod(size) for size in config.sizes().values())
     described = f"blocks of {config.block_size} tokens, {config.layers} layers"
@@ -274,10 +300,10 @@ def facts(spec: DFlashStudent, job: Distillation) -> Mapping[str, object]:
 
 
 def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockHead:
-    """Return a head on the frozen target, with its text.
+    """Load the frozen target, and return the DFlash head to train with its text.
 
     Raises:
-        UserError: The target or the text cannot be used.
+        UserError: The target, the text or the head of --draft cannot be used.
     """
     target = job.target
     assert target is not None  # a head reads the target's states
@@ -297,13 +323,15 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockH
         config.check_tensors(found, job.draft, "a DFlash head")
         if own := sorted(tensors.keys() - config.sizes().keys()):
             raise UserError(
-                f"--draft {job.draft} has {own[0]}; distill trains heads that share the target's"
+                f"--draft {job.draft} has its own {own[0]}, but distill trains only heads that use the target's"
             )
         student.load_state_dict(tensors)
-    note(f"mask token {config.mask_token_id}")
+    note(f"the mask token has the id {config.mask_token_id}")
 
     def measure() -> dict[str, np.ndarray]:
-        sampled = sample(teacher, batches, job.loop, job.text.seq_len, "sizes of states")
+        sampled = sample(
+            teacher, batches, job.loop, job.text.seq_len, "measuring the target's states"
+        )
         return {"scale": sampled.states.pow(2).mean(0).sqrt().clamp_min(config.eps).cpu().numpy()}
 
     student.scale.copy_(torch.from_numpy(load_or_make(state, "start.pt", measure)["scale"]))

@@ -38,8 +38,8 @@ from draftlab.training.trainer import TrainingSetup
 class OpenDraft:
     """A draft model in training.
 
-    like: Checkpoint that training starts from. offsets: Offsets of a parallel draft. vocab: Number of logits to write;
-    None writes as many as `like` has.
+    like: Checkpoint that training starts from. offsets: Offsets that a parallel draft learns. vocab: Number of logits
+    of the written draft. None writes as many logits as `like` has.
     """
 
     module: PreTrainedModel
@@ -49,7 +49,7 @@ class OpenDraft:
     vocab: int | None
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the best weights in the dtype of `like`. Return notes for the record."""
+        """Write the weights of the best evaluation in the dtype of `like`. Return notes for the record."""
         trained = checkpointer.best_weights(state, "student")
         dtype, config = checkpoint.stored_dtype(self.like), checkpoint.read_config(self.like)
         if self.offsets is not None:
@@ -66,12 +66,14 @@ class OpenDraft:
 
 
 def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
-    """Return facts on the models and the cost of a distillation, for a dry run. Text in files is opened as in training.
+    """Return facts on the models and the cost of a distillation, for a dry run.
+
+    Text that is on this machine is opened as in training, so that a dry run reports its errors.
 
     Raises:
         UserError: The text cannot be read.
     """
-    assert job.draft is not None  # starts_from_draft
+    assert job.draft is not None  # because of starts_from_draft
     reads_data = job.outputs is None and job.answers is None
     if reads_data and all(map(hub.is_on_disk, parse_mixture(job.text.data))):
         job.text.open(checkpoint.load_tokenizer(job.draft), job.loop)
@@ -83,17 +85,20 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     cost = training_cost(student, teacher, tokens=tokens, seq_len=seq_len)
     described = models | text | cost
     if offsets is not None:
-        described["in parallel"] = f"{offsets.cost:.2f} tokens are read for each training token"
+        described["in parallel"] = (
+            f"the draft reads {offsets.cost:.2f} tokens for each training token, because mask tokens count, too"
+        )
     return described
 
 
 def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenDraft:
-    """Return the draft in fp32 with its teacher and text.
+    """Load the draft in fp32, and return it with its teacher and text.
 
     Raises:
-        UserError: The errors of stored_setup, served_teacher and TrainingText.open.
+        UserError: The stored outputs, the server or the text cannot be used (see stored_setup, served_teacher and
+            TrainingText.open).
     """
-    assert job.draft is not None  # starts_from_draft
+    assert job.draft is not None  # because of starts_from_draft
     student = _load(job, job.draft, offsets)
     if job.outputs is not None:
         loop = job.loop
@@ -125,7 +130,7 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
         student.gradient_checkpointing_enable()
     if offsets is not None:
         name = checkpoint.load_tokenizer(draft).convert_ids_to_tokens(offsets.token)
-        note(f"mask token {offsets.token}: {name}")
+        note(f"the mask token has the id {offsets.token} and is written {name}")
         offsets.prepare(student)
     return student
 
@@ -133,10 +138,12 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
 def stored_setup(
     outputs: Path, draft: Path, loss: str, temperature: float, *, rows: int, seed: int
 ) -> TrainingSetup:
-    """Return a setup from stored target outputs. temperature: Temperature of both distributions in the loss.
+    """Return a training setup that reads stored target outputs in place of running the target.
+
+    temperature: Temperature of both distributions in the loss. rows: Sequences per batch.
 
     Raises:
-        UserError: The vocabularies differ, or the outputs are unfinished, corrupt or not stored at this temperature.
+        UserError: The vocabularies differ, or the outputs are unfinished, corrupt, or unusable at this temperature.
     """
     check_embeds(draft)
     batches, heldout = open_stored(
@@ -152,15 +159,15 @@ def stored_setup(
 
 
 def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
-    """Return a teacher that asks a server for its k most probable tokens.
+    """Return a teacher that asks a server for the k most probable tokens at each position of a text.
 
     Raises:
-        UserError: The tokenizers differ, or the server cannot score given text.
+        UserError: The tokenizers differ, or the server returns no log-probabilities of a given text.
     """
     check_server_tokenizer(server, draft)
     if not server.adapter.has_prompt_logprobs:
         raise UserError(
-            f"{server.kind} returns no log-probabilities of given text; use a vLLM or SGLang server, or store "
+            f"{server.kind} returns no log-probabilities of a given text; use a vLLM or SGLang server, or store "
             "target outputs and give --outputs"
         )
     return ServedTeacher(server, k, logits_of(draft))
@@ -169,10 +176,10 @@ def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
 def _text_setup(
     job: Distillation, student: PreTrainedModel, draft: Path, state: Path, offsets: Offsets | None
 ) -> TrainingSetup:
-    """Return a setup from text, with the target as teacher in memory or on a server, or without a teacher.
+    """Return the training setup for text. The teacher is the target in memory, the target on a server, or none.
 
-    The target first writes all its text, which is stored in `state`. It is never in memory twice, as writer and as
-    teacher.
+    The target first writes its text, which is stored in the directory `state`. Only then is the target loaded as the
+    teacher, so it is never in memory twice.
     """
     tokenizer, loss = checkpoint.load_tokenizer(draft), parse_loss(job.loss)
     served = None if job.server is None else served_teacher(job.server, draft, job.top_logprobs)
@@ -204,7 +211,7 @@ def _mixed(
     author: Author | None,
     state: Path,
 ) -> Batches:
-    """Return batches that mix data, text of the target and text of the draft by their shares of the steps."""
+    """Return batches that take turns between data, text of the target and text of the draft, by shares of the steps."""
     text, sources = job.text, {"data": data}
     if author is not None and "target" in text.shares:
         sources["target"] = target_text(text, data, author, state)
@@ -225,7 +232,7 @@ def _mixed(
 def _with_target(
     job: Distillation, setup: TrainingSetup, student: PreTrainedModel, target: Path
 ) -> TrainingSetup:
-    """Return the setup with the target as teacher, and with held-out batches whose logits fit into memory."""
+    """Load the target, and return the setup with the target as teacher and with held-out batches that fit memory."""
     dtype, seq_len = training_dtype(job.loop.dtype), job.text.seq_len
     operations = 2 * (Weights(target).parameters + student.num_parameters()) * seq_len
     note(f"loading {hub.checkpoint_name(target)} as teacher in {dtype}")

@@ -37,12 +37,15 @@ from draftlab.training.texts import HELDOUT_ROWS, Author, continued, in_turns, t
 from draftlab.training.trainer import TrainingSetup
 from draftlab.training.vocabulary import special_ids
 
-HELDOUT_SHARE = 0.05  # share that is held out if a store has no held-out text
+HELDOUT_SHARE = 0.05  # share of the stored texts that is held out if a store has no held-out part
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Batches of stored sequences, in a new random order each epoch. Batch t is a function of (seed, t)."""
+    """Batches of stored sequences in a new random order each epoch. The batch of a step depends only on seed and step.
+
+    rows: Sequences per batch.
+    """
 
     outputs: list[TargetOutput]
     rows: int
@@ -61,7 +64,10 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class ChainBatches:
-    """Batches in which the first L positions of a row do not count, because no chain of L steps ends there."""
+    """Batches in which the first `steps` positions of a row predict nothing.
+
+    A head learns a token as the end of a chain of `steps` drafted tokens, and no such chain ends at these positions.
+    """
 
     batches: Batches
     steps: int
@@ -79,10 +85,11 @@ def within_chains(batch: Batch, steps: int) -> Batch:
 def open_texts(
     directory: Path, target: Path, seq_len: int, loop: Loop
 ) -> tuple[StoredRows, HeldOut]:
-    """Return training rows and held-out text of a store, without log-probabilities.
+    """Read training rows and held-out text from a store of target outputs. Log-probabilities are not read.
 
     Raises:
-        UserError: The tokenizer differs, the store is unfinished, or too few answers begin within seq_len tokens.
+        UserError: The store has another tokenizer than the target or is unfinished, or too few answers begin within
+            seq_len tokens.
     """
     check_tokenizer(finished_manifest(directory), target)
     outputs = _sequences(directory, seq_len)
@@ -104,15 +111,16 @@ def _sequences(directory: Path, seq_len: int) -> list[TargetOutput]:
     return [output for output in read_texts(directory) if len(output.prompt) < seq_len]
 
 
-BYTES = 16  # bytes per trained weight: fp32, its gradient and two moments
+BYTES = 16  # bytes per trained weight: the fp32 weight, its gradient and two optimizer moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenHead:
-    """A head in training.
+    """An EAGLE-3 head in training.
 
-    begun: Head to train further; None for a new head. ids: Id of each draft id in the target's vocabulary, [W].
-    coverage: Share of tokens that are draft ids. k: Number of tokens that the head learns to draft.
+    begun: Trained head that this run trains further. None for a new head. ids: The target's token id for each of W
+    draft ids, [W]. coverage: Share of the training tokens that are draft ids. k: Number of tokens that the head learns
+    to draft.
     """
 
     module: EagleHead
@@ -124,7 +132,7 @@ class OpenHead:
     k: int
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the head of the best evaluation in SpecForge's layout. Return notes for the record."""
+        """Write the head of the best evaluation to the directory `work`, in SpecForge's layout. Return notes."""
         student, dtype = self.module, checkpoint.stored_dtype(self.target)
         student.load_state_dict(best_weights(state, "student"))
         weights = {name: weight.to(dtype) for name, weight in student.weights().items()}
@@ -157,9 +165,10 @@ def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
 def costs(
     job: Distillation, described: str, layer_ids: Sequence[int], weights: int, passes: float
 ) -> Mapping[str, object]:
-    """Describe the text, a head and the costs of its training.
+    """Return facts on the text, a head and the cost of its training, for a dry run.
 
-    weights: Parameters of the head. passes: Passes of the head per token of the text.
+    described: Further facts on the head, in words. weights: Number of the head's parameters. passes: Number of tokens
+    that the head reads for each token of the text.
     """
     assert job.target is not None  # a head reads the target's states
     dtype, size = checkpoint.DTYPES[training_dtype(job.loop.dtype)], read_size(job.target)
@@ -170,21 +179,21 @@ def costs(
     memory = size.weight_bytes(dtype.itemsize) + BYTES * weights + states * dtype.itemsize
     text = {} if job.answers is None else {"text": job.answers.describe()}
     return text | {
-        "head": f"layers {', '.join(map(str, layer_ids))} of {size.describe()}; {described}, "
+        "head": f"reads layers {', '.join(map(str, layer_ids))} of {size.describe()}; {described}, "
         f"{format_count(weights)} parameters",
         "tokens": f"{tokens:,}",
         "flops": tokens * per_token,
-        "memory": f"about {memory / 1e9:.2g} GB and activations",
+        "memory": f"about {memory / 1e9:.2g} GB, plus activations",
         "disk": f"{2 * weights / 1e6:,.4g} MB, and up to {12 * weights / 1e6:,.4g} MB more during the run; no "
         "states are stored",
     }
 
 
 def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
-    """Return a head on the frozen target, with its text.
+    """Load the frozen target, and return the EAGLE-3 head to train with its text.
 
     Raises:
-        UserError: The target or the text cannot be used.
+        UserError: The target, the text or the head of --draft cannot be used.
     """
     target = job.target
     assert target is not None  # a head reads the target's states
@@ -219,7 +228,10 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
 
 
 def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, HeldOut]:
-    """Return training and held-out text of a head: stored outputs, data, or the target's continuations of data."""
+    """Return the text to train a head on, and held-out text.
+
+    The text is stored target outputs, data, or data that the target continues.
+    """
     text, loop = job.text, job.loop
     if job.outputs is not None:
         return open_texts(job.outputs, target, text.seq_len, loop)
@@ -238,9 +250,10 @@ def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, Hel
 def _draft_ids(
     head: HeadShape, begun: Head | None, batches: Batches, steps: int, target: Path, state: Path
 ) -> tuple[np.ndarray, float]:
-    """Return the most frequent ids of the training text, and the share of tokens that these ids cover.
+    """Return the ids that the head predicts, and the share of the training tokens that these ids cover.
 
-    A head whose training continues keeps its ids. The ids are stored in `state`.
+    A new head predicts the most frequent ids of the training text. A head that is trained further (`begun`) keeps its
+    ids. The ids are stored in the directory `state`.
 
     Raises:
         UserError: The head has too few ids for the special tokens.
@@ -269,9 +282,9 @@ def start_head(
     seq_len: int,
     state: Path,
 ) -> EagleHead:
-    """Return the head to train: `begun`, or a new head with weights by least squares.
+    """Return the head to train: `begun`, or a new head whose initial weights are found by least squares.
 
-    state: Directory that stores it.
+    The initial weights are stored in the directory `state`, so that a resumed run has the same.
     """
     torch.manual_seed(loop.seed)
     if begun is None:
@@ -280,7 +293,7 @@ def start_head(
             "computing the head's initial weights by least squares",
         )
     else:
-        student, what = EagleHead.of(begun, teacher.embedding), "sizes of states"
+        student, what = EagleHead.of(begun, teacher.embedding), "measuring the target's states"
     student.to(teacher.device)
 
     def find() -> dict[str, np.ndarray]:

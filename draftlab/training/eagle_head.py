@@ -1,12 +1,12 @@
 """EAGLE-3 heads as modules to train with training-time test: a head reads its own states in training, as in decoding.
 
-B rows, T positions, N tokens that count, L steps, D hidden, E hidden of the target, A layers read, V vocab, W draft
-vocab.
+B rows, T positions, N tokens that count, L steps, D hidden, E hidden of the target, A layers of the target that the
+head reads, V vocab, W draft vocab.
 
 The head at position i reads the target's states of token i and the token at i + 1, and predicts the token at i + 2. In
 step l of a chain that begins at i, the head reads the token at i + 1 + l and its own state of step l - 1, at rotary
-position i + l. It attends to the target's states up to i and to its own states of the chain, as in servers. One pass of
-the target gives the distributions and the states.
+position i + l. As in servers, the head attends to the target's states up to i and to its own states of the chain. One
+pass of the target gives the distributions and the states.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,10 @@ from draftlab.training.teachers import LocalTeacher, logits_of
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """Outputs of the target that a head learns from: distributions over the draft ids, and states [B, T, A E]."""
+    """Outputs of the target that a head learns from: distributions over the draft ids, and states.
+
+    states: States after each of the A layers that the head reads, joined, [B, T, A E].
+    """
 
     distributions: Dense
     states: Tensor
@@ -45,10 +48,10 @@ class TargetPass:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Rotary embeddings and attention masks of the steps.
+    """Rotary embeddings and attention masks of the steps of training-time test.
 
-    rotary: Cosines and sines of each step. masks: Positions that each step reads, [B, 1, T, T]; None reads all earlier
-    positions. A mask separates the sequences of a row, and limits positions to a sliding window.
+    rotary: Cosines and sines of each step. masks: For each step, whether a position attends to another, [B, 1, T, T].
+    A mask separates the sequences of a row, and applies the sliding window. None is a plain causal mask.
     """
 
     rotary: list[tuple[Tensor, Tensor]]
@@ -56,7 +59,10 @@ class Places:
 
 
 class Attention(nn.Module):
-    """The attention of one step. Position i reads the positions up to i of step 0, and position i of later steps."""
+    """The attention of an EAGLE-3 head, for one step of training-time test.
+
+    Position i attends to positions up to i of step 0, and only to position i of later steps.
+    """
 
     def __init__(self, config: HeadShape) -> None:
         super().__init__()
@@ -75,7 +81,10 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, at: "Places", step: int, earlier: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Attend from x [B, T, 2 D], and append this step's keys and values [B, H, T, C] to `earlier`."""
+        """Return the attention output for x [B, T, 2 D], and append the step's keys and values to `earlier`.
+
+        earlier: Keys and values of the steps before, [B, H, T, C] each.
+        """
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -94,7 +103,12 @@ class Attention(nn.Module):
 def _attend_along_chains(
     q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor | None
 ) -> Tensor:
-    """Attend from position i of q [B, H, T, C] to positions up to i of step 0, and to position i of later steps."""
+    """Return the attention output for the queries of a step, [B, H, T, C].
+
+    Position i attends to positions up to i of step 0, and only to position i of later steps.
+
+    steps: Keys and values of each step, [B, H, T, C] each.
+    """
     (first_k, first_v), *own = steps
     width, scale = q.shape[2], q.shape[3] ** -0.5
     scores = torch.matmul(q, first_k.transpose(2, 3))  # [B, H, T, T]
@@ -129,7 +143,7 @@ class Layer(nn.Module):
         step: int,
         earlier: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Return the layer's output [B, T, D], from token embeddings and states, [B, T, D] each."""
+        """Return the layer's output [B, T, D] for token embeddings and states, [B, T, D] each."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         x = residual + self.self_attn(
@@ -139,10 +153,10 @@ class Layer(nn.Module):
 
 
 class StatesStudent(nn.Module):
-    """A head in training, whose fc reads the target's states.
+    """A head in training, whose first layer `fc` reads the target's states.
 
-    scale: Root mean square of each feature of the states, [A E], by which training divides them, because some are a
-    thousand times as large as others.
+    scale: Root mean square of each feature of the states, [A E]. In training, fc reads the states divided by `scale`,
+    because some features are a thousand times as large as others.
     """
 
     fc: nn.Linear
@@ -156,16 +170,19 @@ class StatesStudent(nn.Module):
         return self
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of an equal head that reads states without dividing them by `scale`."""
+        """Return the weights of an equivalent head that reads the states without dividing them by `scale`."""
         tensors = self.state_dict()
         return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
 
 
 class EagleHead(StatesStudent):
-    """The student. Its parameters have the names of speculators. The target's embedding is frozen."""
+    """An EAGLE-3 head to train. Its embedding is frozen.
+
+    The parameters have the names of the library speculators.
+    """
 
     def __init__(self, config: HeadShape, embedding: Tensor) -> None:
-        """embedding: Embedding of the target, [V, E]."""
+        """Create a head with random weights. embedding: Token embedding that the head reads, [V, E]."""
         super().__init__()
         self.config = config
         layers, size = len(config.layer_ids), config.target_hidden
@@ -197,14 +214,14 @@ class EagleHead(StatesStudent):
     def forward(
         self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None
     ) -> list[Tensor]:
-        """Return the input of lm_head for each step, [B, T, D] each.
+        """Return the input of lm_head for each step of training-time test, [B, T, D] each.
 
-        The last 1 + l positions of a sequence are invalid in step l.
+        In step l, counted from 0, the last 1 + l positions of a sequence are invalid.
 
         Args:
             ids: Token ids, [B, T].
-            states: States of the target, [B, T, A E].
-            positions: Same as in Batch.
+            states: The target's states after the A layers that the head reads, [B, T, A E].
+            positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
         """
         embedded = F.embedding(ids, self.embedding[0]).to(states)
         hidden, earlier, outputs = self.fc(self.features(states)), [], []
@@ -217,7 +234,7 @@ class EagleHead(StatesStudent):
         return outputs
 
     def features(self, states: Tensor) -> Tensor:
-        """Return the input of fc from the target's states, normed or divided by `scale`, [..., A E]."""
+        """Return the input of fc, [..., A E]: the target's states after the head's norms, or divided by `scale`."""
         norms = self.norms_before_fc
         if not norms:
             return states / self.scale
@@ -241,16 +258,16 @@ class EagleHead(StatesStudent):
 
 
 class EagleObjective(Objective):
-    """The student and its loss: the mean over the steps of training-time test. All steps predict the same tokens."""
+    """An EAGLE-3 head with its loss, a mean over the steps of training-time test. All steps predict the same tokens."""
 
     takes_packed = True
-    # lm_head starts as the target's, and has little to learn
+    # lm_head starts with weights of the target, and has little to learn
     rates = MappingProxyType({"lm_head.weight": 0.25})
 
     def __init__(
         self, student: EagleHead, ids: Tensor, loss: Loss, temperature: float, steps: int
     ) -> None:
-        """ids: Id in the target's vocabulary of each draft id, [W]."""
+        """Create the objective. ids: The target's token id for each draft id, [W]."""
         super().__init__()
         self.student, self.loss, self.temperature, self.steps = student, loss, temperature, steps
         self.trimmed = TrimmedHead.of(ids, student.config.vocab)
@@ -263,21 +280,21 @@ class EagleObjective(Objective):
         positions: Tensor | None = None,
         depths: None = None,
     ) -> Tensor:
-        """Return the sums of DistillStep, [G, 6].
+        """Return the sums that DistillStep.forward returns, here as means over the L steps, [1, 6].
 
-        G is 1, for the mean over the steps. In evaluation, without gradients, G is L: each step has its own sums.
+        In evaluation, without gradients, each step has its own sums, [L, 6].
 
         Args:
             ids: Token ids, [B, T + 1].
-            mask: Weights of the next tokens, [B, T]. The first L positions of a sequence must be 0, as no chain of L
-                steps ends there.
-            positions: Same as in Batch.
-            depths: Unused; only parallel drafts have depths.
+            mask: Weight of each next token in the loss, [B, T]. The first L positions of a sequence must be 0, because
+                no chain of L steps ends there.
+            positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
+            depths: Unused, because only parallel drafts have depths.
         """
         counted = mask.flatten().nonzero().squeeze(1)
         labels, weights = ids[:, 1:].flatten()[counted], mask.flatten()[counted]
         outputs = self.student(ids[:, :-1], teacher.states, self.steps, positions)
-        # L tensors [N, D]
+        # the input of lm_head at the counted positions in each step, L tensors [N, D]
         read = [out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)]
         target = teacher.distributions
         if not torch.is_grad_enabled():
@@ -296,7 +313,7 @@ class EagleObjective(Objective):
         return torch.stack([*(value.detach() for value in sums), sums.objective])
 
 
-ROWS = 256  # positions per block of logits over the whole vocabulary
+ROWS = 256  # number of positions whose logits over the whole vocabulary are in memory at a time
 
 
 class EagleTeacher:
@@ -313,9 +330,10 @@ class EagleTeacher:
         temperature: float,
         device: torch.device,
     ) -> None:
-        """Add the hooks. temperature: The loss's temperature.
+        """Freeze the model, and add the hooks.
 
-        ids: Id of each draft id in the target's vocabulary, [W]. None if the head predicts all ids.
+        ids: The target's token id for each draft id, [W]. None if the head predicts all ids. temperature: Temperature
+        of the loss.
 
         Raises:
             UserError: The model's layers are not found.
@@ -336,7 +354,7 @@ class EagleTeacher:
         keep_states(model, layer_ids, self.states)
 
     def head_rows(self) -> Tensor:
-        """Return the rows of the target's lm_head for the draft ids, [W, E]."""
+        """Return the rows of the target's lm_head that belong to the draft ids, [W, E]."""
         weight = output_head(self.model).get_parameter("weight").detach()
         return weight[self.ids.to(weight.device)].to(self.device)
 
@@ -362,7 +380,7 @@ class EagleTeacher:
         return self._joined(), read.to(self.device)
 
     def _joined(self) -> Tensor:
-        """Return the states of the last pass, [B, T, A E]."""
+        """Return the states of the target's last pass, joined over the A layers that the head reads, [B, T, A E]."""
         return torch.cat([self.states[i].to(self.device) for i in sorted(self.states)], -1)
 
     def _log_total(self, logits: Tensor) -> Tensor:

@@ -1,16 +1,17 @@
 """Initial weights of an EAGLE-3 head: a linear prediction of the target's next state, by least squares.
 
-N tokens, D hidden, E hidden of the target (D = E here), A layers read, R rank of the values, C size of a head.
+N tokens, D hidden, E hidden of the target (D = E here), A layers of the target that the head reads, R rank of the
+values, C head_dim.
 
 With random weights, a head needs most of a short run to learn a linear map that least squares gives at once. Let u(i)
-be the input of the target's lm_head at position i, each feature divided by its root mean square. fc starts as the best
-linear map from the layers' states to u(i). Attention starts by reading its own position only. v and o start as the best
-map of rank R from the output of fc and the next token's embedding to u(i + 1) - u(i). The MLP starts at 0, and lm_head
-as the target's. The last norm's weight starts as the best scale of the output, which is small if little of u(i + 1) is
-predicted.
+be the input of the target's lm_head at position i, with each feature divided by its root mean square. fc starts as the
+best linear map from the layers' states to u(i). Attention starts with each position attending to itself only. v_proj
+and o_proj start as the best map of rank R from the output of fc and the next token's embedding to u(i + 1) - u(i). The
+MLP starts with an output of 0, and lm_head with the target's weights. The last norm's weight starts as the best scale
+of the output, which is small if little of u(i + 1) is predicted.
 
 Norms before fc start with weights that give fc inputs of mean square 1. With norm_output, the state that is fed back
-has the sizes of the target's states: fc and attention write states of these sizes, and hidden_norm divides by them.
+has the scale of the target's states: fc and attention write states of this scale, and hidden_norm divides by it.
 """
 
 import math
@@ -27,19 +28,19 @@ from draftlab.training.eagle_head import EagleHead, EagleTeacher, Layer
 from draftlab.training.loop import Batches, Loop
 
 FITTED_TOKENS = 16_384  # tokens of text for the least squares that give a head's initial weights
-RIDGE = 1e-2  # ridge penalty as a share of a feature's mean square
+RIDGE = 1e-2  # ridge penalty, as a share of the mean square of the features
 # attention score of a position with itself; its scores with other positions are about N(0, 1)
 OWN = 12.0
-# outliers, states above this multiple of the median norm, are left out; first tokens often have them
+# states whose norm is above this multiple of the median are left out; first tokens often have such states
 LARGE = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Data for the least squares, from N positions.
+    """Data for the least squares: N pairs of neighbouring positions i and i + 1.
 
-    states: The target's states at positions i, [N, A E]. embedded: Embeddings of the tokens at i + 1, [N, E]. now,
-    after: Inputs of the target's lm_head at i and i + 1, [N, E].
+    states: The target's states at i, after each of the A layers that the head reads, [N, A E]. embedded: Embeddings of
+    the tokens at i + 1, [N, E]. now, after: Inputs of the target's lm_head at i and at i + 1, [N, E].
     """
 
     states: Tensor
@@ -50,9 +51,9 @@ class Sample:
 
 @torch.no_grad()
 def sample(teacher: EagleTeacher, batches: Batches, loop: Loop, seq_len: int, what: str) -> Sample:
-    """Run the target on the first batches. Return the pairs of neighbouring positions, without outliers.
+    """Run the target on the first batches, and return pairs of neighbouring positions without outliers.
 
-    what: Name of the work, for its progress.
+    what: Label of the progress bar.
     """
     count = min(loop.steps, math.ceil(FITTED_TOKENS / (loop.batch_size * seq_len)))
     parts: list[list[Tensor]] = []
@@ -74,7 +75,7 @@ def sample(teacher: EagleTeacher, batches: Batches, loop: Loop, seq_len: int, wh
 
 @torch.no_grad()
 def start_linear(student: EagleHead, sampled: Sample) -> None:
-    """Set the student's weights by least squares."""
+    """Set the initial weights of a new head by least squares on sampled positions."""
     layer, c = cast(Layer, student.layers[0]), student.config
     unit = sampled.now.pow(2).mean(0).sqrt()
     now, after = sampled.now / unit, sampled.after / unit
@@ -110,14 +111,17 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
 
 @torch.no_grad()
 def start_again(student: EagleHead, sampled: Sample) -> None:
-    """Scale the inputs of a trained head to mean square 1, and fc by the inverse, so that outputs stay the same."""
+    """Set `scale` so that the inputs of a trained head's fc have mean square 1, without changing the head's outputs.
+
+    fc.weight is multiplied by `scale` in return. A head with norms before fc stays as it is.
+    """
     if not student.norms_before_fc:
         _measure_scale(student, sampled)
         student.fc.weight.mul_(student.scale)
 
 
 def _measure_scale(student: EagleHead, sampled: Sample) -> None:
-    """Scale the inputs of fc to mean square 1, by the weights of the norms before fc or by the student's scale."""
+    """Scale the inputs of fc to mean square 1: by the weights of the norms before fc, or else by the head's `scale`."""
     size = student.features(sampled.states).pow(2).mean(0).sqrt().clamp_min(student.config.eps)
     norms = student.norms_before_fc
     if not norms:
@@ -128,16 +132,17 @@ def _measure_scale(student: EagleHead, sampled: Sample) -> None:
 
 
 def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, size: int) -> None:
-    """Make one query head per key head attend to its own position, by the same map of the token's embedding for both.
+    """Make one query head per key head attend to its own position only: query and key are the same map of a token.
 
-    own: Number of that query head, for each key head. embedded: Normed embeddings, [N, D]. size: Size of a head.
+    q, k: Weights of q_proj and k_proj. own: Index of the query head for each key head. embedded: Normed token
+    embeddings, [N, D]. size: head_dim.
     """
     hidden = embedded.shape[1]
     mean = torch.nn.functional.normalize(embedded.mean(0), dim=0)
     queries, keys = (weight.unflatten(0, (-1, size)) for weight in (q, k.zero_()))
     for number, head in enumerate(own.tolist()):
         random = torch.randn(hidden, size).to(k)
-        # without the mean of all embeddings, which does not distinguish positions
+        # the mean of all embeddings is left out, because it does not distinguish positions
         random -= torch.outer(mean, mean @ random)
         directions = torch.linalg.qr(random).Q.T if size <= hidden else random.T * hidden**-0.5
         directions = (
@@ -149,7 +154,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
 
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:
-    """Return the matrix [I, O] of the ridge regression from x [N, I] to y [N, O], solved in fp64."""
+    """Return the matrix [I, O] of a ridge regression from x [N, I] to y [N, O], solved in fp64."""
     x, outputs = exact(x), exact(y)
     gram = x.T @ x
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())

@@ -1,4 +1,4 @@
-"""Acceptance length of a student: tokens per target pass on the target's text, at every K from one pass per text.
+"""Measure a student's acceptance length (tokens per target pass) on the target's text. One pass per text serves all K.
 
 R texts, P prompt tokens, N generated tokens of all texts.
 """
@@ -28,7 +28,7 @@ from draftlab.training.texts import Author
 KS = range(1, 9)
 EVALUATED_TEXTS = 48  # number of texts on which acceptance length is measured
 EVALUATED_PROMPT = EVALUATED_LENGTH = 64  # prompt tokens and generated tokens of each text
-# operations per evaluation on a CPU, about four seconds; they limit the number of texts
+# most operations of an evaluation on a CPU, about four seconds; they limit the number of texts
 CPU_OPERATIONS = 7e11
 
 
@@ -50,8 +50,9 @@ class LengthComparison:
 
 @dataclass(frozen=True, slots=True)
 class TargetText:
-    """Text that the target wrote: ids of (prompt, continuation), and log-probabilities of the continuations.
+    """Text that the target wrote.
 
+    texts: Token ids of each prompt and of its continuation. log_p: Log-probabilities of each continuation's tokens.
     temperature: Temperature of the sampling and of log_p. 0 is greedy.
     """
 
@@ -61,7 +62,7 @@ class TargetText:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], temperature: float = 0.0) -> "TargetText":
-        """Convert the arrays that arrays_of() returns."""
+        """Build the text from the arrays that arrays_of returns."""
         ends, starts = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["prompt_lengths"])[:-1]
         texts = list(
             zip(np.split(arrays["prompts"], starts), np.split(arrays["ids"], ends), strict=True)
@@ -70,7 +71,11 @@ class TargetText:
 
 
 def arrays_of(prompts: Sequence[np.ndarray], texts: Sequence[Completion]) -> dict[str, np.ndarray]:
-    """Return R prompts and the texts after them as arrays to store: prompts, lengths [R], ids [N] and log_p [N]."""
+    """Return R prompts and their continuations as flat arrays to store.
+
+    prompts and ids join the tokens of all prompts and of all continuations. prompt_lengths and lengths [R] divide them
+    into texts. log_p has a log-probability for each of ids.
+    """
     return {
         "prompts": np.concatenate(prompts),
         "prompt_lengths": np.array(list(map(len, prompts))),
@@ -83,9 +88,12 @@ def arrays_of(prompts: Sequence[np.ndarray], texts: Sequence[Completion]) -> dic
 def acceptance_probabilities(
     student: PreTrainedModel, text: TargetText, memory: float = 2.0, offsets: Offsets | None = None
 ) -> list[np.ndarray]:
-    """Return for each text the acceptance probability of each token after the first, which the prefill emits.
+    """Return the acceptance probabilities of each text's generated tokens, [n] each.
 
-    offsets: Offsets of a parallel draft. The result for a text is then [n, K], with one column for each offset.
+    The first generated token is left out, because the prefill emits it.
+
+    memory: Gigabytes for the logits of a pass. offsets: Offsets of a parallel draft. The result for a text is then
+    [n, K], with one column for each offset.
     """
     was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
     sampling = SamplingParams(temperature=text.temperature)
@@ -104,7 +112,10 @@ def acceptance_probabilities(
 
 
 def affordable(most: int, operations: float, device: torch.device) -> int:
-    """Return how many texts to evaluate on: `most`, or fewer on a CPU if texts are costly, but at least a quarter."""
+    """Return how many texts to evaluate on: `most`, or on a CPU fewer if texts are costly, but at least a quarter.
+
+    operations: Floating-point operations per text.
+    """
     return (
         most
         if device.type != "cpu"
@@ -114,7 +125,11 @@ def affordable(most: int, operations: float, device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TargetTextEvaluator:
-    """Evaluates a student on the target's text. state: Directory that stores the probabilities of every evaluation."""
+    """A function that measures the acceptance length of a student on the target's text.
+
+    state: Directory that stores the acceptance probabilities of every evaluation. memory: Gigabytes for the logits of a
+    pass. offsets: Offsets of a parallel draft.
+    """
 
     text: TargetText
     state: Path
@@ -131,7 +146,10 @@ class TargetTextEvaluator:
         offsets: Offsets | None = None,
         temperature: float = 0.0,
     ) -> "TargetTextEvaluator | None":
-        """Let the target write the texts. Return None if no prompt fits the context, or if every text has one token."""
+        """Let the target write the texts to evaluate on.
+
+        Return None if no prompt fits the context, or if the target ends every text with its first token.
+        """
         context = min(max_model_len(author.target), max_model_len(draft))
         prompt = min(EVALUATED_PROMPT, context // 2)
         sampling = author.sampling(min(EVALUATED_LENGTH, context - prompt), temperature)
@@ -158,7 +176,7 @@ class TargetTextEvaluator:
         return cls(TargetText.of(arrays, temperature), state, author.hardware.memory, offsets)
 
     def __call__(self, student: PreTrainedModel, step: int) -> float:
-        """Return tokens per target pass at K = 4, or at a parallel draft's number of offsets if that is smaller."""
+        """Return the tokens per target pass at K = 4, or at the number of offsets of a parallel draft with fewer."""
         chances = acceptance_probabilities(student, self.text, self.memory, self.offsets)
         checkpointer.load_or_make(
             self.state, _file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)}
@@ -168,12 +186,12 @@ class TargetTextEvaluator:
         return float(tokens / passes)
 
     def compare(self, before: int, after: int) -> list[LengthComparison]:
-        """Compare two evaluated steps at every K."""
+        """Compare the evaluations after two training steps, at every K."""
         comparisons, chances = [], [self._stored(step) for step in (before, after)]
         for k in range(1, self.offsets.count + 1) if self.offsets else KS:
             old, new = (tokens_per_pass(rows, k) for rows in chances)
             now = ratio(new)
-            # both have the same tokens, so this is a ratio of passes
+            # both evaluations have the same tokens, so this is a ratio of passes
             gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))
             first = float(old[:, 0].sum() / old[:, 1].sum())
             comparisons.append(

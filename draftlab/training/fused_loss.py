@@ -8,8 +8,8 @@ chunk. The loss goes through a chunk in blocks that fit the processor's cache, a
 A student with a trimmed head has S of the V logits. The teacher's distribution is not renormalised over these S ids.
 Acceptance is then the same as in the engine, which never accepts a lost id (an id outside the head). An additional
 column, whose probability rounds to 0, stands for all lost ids. No gradient goes through this column. The losses are
-then divergences of measures whose mass is less than 1: fkl leaves out the infinite part, p log p / q of the lost ids,
-and counts their p; all other losses are exact, up to a constant. Cross-entropy leaves out tokens that the head lacks.
+then divergences of measures whose mass is less than 1. fkl leaves out the infinite part, p log p / q of the lost ids,
+and counts their p. All other losses are exact, up to a constant. Cross-entropy leaves out tokens that the head lacks.
 If the teacher lists k tokens, the bucket for all tokens that are not listed includes lost ids.
 """
 
@@ -28,7 +28,7 @@ from draftlab.training.losses import Loss, Pair, log_probs, wide
 CPU_BUDGET, BUDGET = (
     128 << 20,
     1 << 30,
-)  # bytes of fp32 logits in a chunk, for student and teacher together
+)  # most bytes of fp32 logits in a chunk, for student and teacher together
 CPU_ROWS, ROWS = (
     512,
     4096,
@@ -41,11 +41,10 @@ SLICE = 512
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Distributions over all ids, as hidden states [N, D] and head [V, D], or as logits [N, V] without a head.
+    """Distributions over all ids, as hidden states [N, D] and head [V, D]. Without a head, `hidden` has logits [N, V].
 
-    rows: If tokens share distributions, the row of each token in `hidden`, ascending, [tokens]. log_total: If the
-    teacher's logits are only those of a trimmed student's S ids, the log-normalisers over all ids at the loss's
-    temperature, [N].
+    rows: Row of `hidden` for each token, ascending, if several tokens share a distribution. log_total: Log-normalisers
+    over all ids at the loss's temperature, [N], if the logits cover only the S ids of a trimmed student.
     """
 
     hidden: Tensor
@@ -67,7 +66,7 @@ class Dense:
         return self.hidden.new_empty(rows, self.vocab, dtype=self.dtype)
 
     def logits(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
-        """Return logits [c, V]. A head writes its logits into the buffer, if there is one."""
+        """Return the logits of a slice of tokens, [c, V]. With a head, logits are written into `buffer`, if given."""
         if self.rows is None:
             return self._product(self.hidden[rows], buffer)
         distinct, of_token = self.rows[rows].unique_consecutive(return_inverse=True)
@@ -83,7 +82,7 @@ class Dense:
         )
 
     def total(self, tokens: slice) -> Tensor | None:
-        """Return the log-normalisers of some tokens, or None without log_total."""
+        """Return the log-normalisers of a slice of tokens, or None without log_total."""
         if self.log_total is None:
             return None
         return self.log_total[tokens if self.rows is None else self.rows[tokens]]
@@ -102,13 +101,17 @@ class TopK:
 
 
 Teacher = Dense | TopK | None
-# token slice, values and gradient of a chunk: see _chunks
+# token slice, values and gradient of a chunk, as _chunks yields them
 Chunk = tuple[slice, Tensor, Tensor]
 Chunks = Callable[[Dense], Iterator[Chunk]]
 
 
 def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
-    """Return a teacher's distributions at `places`, some of its `counted` positions. Places ascend, and may repeat."""
+    """Return a teacher's distributions at some of its positions.
+
+    counted: Positions of the teacher's distributions, ascending. places: Wanted positions, a subset of `counted`. They
+    ascend, and may repeat.
+    """
     rows = torch.searchsorted(counted, places)
     if isinstance(teacher, Dense):
         return replace(teacher, rows=rows)
@@ -116,10 +119,11 @@ def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
 
 
 class Sums(NamedTuple):
-    """Weighted sums over tokens. Only objective carries a gradient.
+    """Weighted sums over tokens. Only `objective` carries a gradient.
 
-    acceptance is exact for distributions over all ids. From k tokens and a tail, acceptance is a lower bound and
-    acceptance + slack an upper bound. slack: The smaller tail mass of student and teacher.
+    acceptance is exact if the teacher's distributions cover all ids. For a teacher with k listed tokens, acceptance is
+    a lower bound, and acceptance + slack is an upper bound. slack: The smaller of the masses that student and teacher
+    give to tokens that are not listed.
     """
 
     objective: Tensor
@@ -140,13 +144,15 @@ def fused_loss(
     budget: int | None = None,
     trimmed: TrimmedHead | None = None,
 ) -> Sums:
-    """Return weighted sums over tokens of the loss and of the reported values. Only one backward pass is possible.
+    """Return weighted sums over tokens of the loss and of the reported metrics. Only one backward pass is possible.
 
     Args:
-        hidden: Input of the head, [N, D], or logits [N, V] without a head.
-        head: [V, D], or [S, D] if trimmed.     labels: Next tokens, [N].     weights: [N].
-        temperature: Temperature of p and q in the divergence, but not in cross-entropy.
-        trimmed: Ids of the student's logits. None for a student with all ids.
+        hidden: Input of the student's head, [N, D], or logits [N, V] without a head.
+        head: The student's head, [V, D], or [S, D] if trimmed.
+        labels: Next tokens, [N].     weights: Weight of each token, [N].
+        temperature: Temperature of both distributions in the divergence, but not in cross-entropy.
+        budget: Bytes of logits in memory at a time. None takes the default of the device.
+        trimmed: The student's trimmed head. None if the student's logits cover all ids.
     """
 
     def chunks(student: Dense) -> Iterator[Chunk]:
@@ -199,7 +205,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
-    """Return the student's distributions, with its head in the dtype of autocast."""
+    """Return the student's distributions. Under autocast, the head has the dtype of autocast."""
     device = hidden.device.type
     if (
         head is not None
@@ -226,9 +232,9 @@ def _chunks(
     objective: "_Objective",
     budget: int | None,
 ) -> Iterator[Chunk]:
-    """Yield each chunk's token slice, its values [5, c], and the gradient of the weighted loss by its logits [c, V].
+    """Yield each chunk's slice of tokens, its values [5, c], and the gradient of the weighted loss by logits, [c, V].
 
-    All chunks share the memory of the gradient.
+    The values are those of Sums. All chunks share the memory of the gradient.
     """
     total, on_cpu = len(student.hidden), _on_cpu(student.hidden)
     budget = budget or (CPU_BUDGET if on_cpu else BUDGET)
@@ -260,9 +266,10 @@ class _Objective:
     def block(
         self, z: Tensor, labels: Tensor, teacher: Tensor | TopK | None, log_total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return values [5, b] of tokens with logits z [b, V], and the gradient of each token's loss by z, [b, V].
+        """Return the values of Sums for b tokens, [5, b], and the gradient of each token's loss by its logits, [b, V].
 
-        log_total: Same as in Dense.
+        z: The student's logits, [b, V]. log_total: The teacher's log-normalisers over all ids, [b], if its logits cover
+        only some ids.
         """
         loss, temperature = self.loss, self.temperature
         log_q1, labels = self._with_lost(log_probs(z, 1)), self._rows(labels).unsqueeze(1)
@@ -290,9 +297,9 @@ class _Objective:
     def _dense(
         self, log_q: Tensor, log_p: Tensor, whole: bool
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return the divergence, [acceptance, slack, agreement] and the gradient.
+        """Return the divergence, the list of acceptance, slack and agreement, and the gradient.
 
-        whole: Whether log_p covers all ids of the teacher; else log_p covers only the ids of a trimmed head.
+        whole: Whether log_p covers all ids of the teacher. Otherwise it covers only the ids of a trimmed head.
         """
         top = log_p.max(-1, keepdim=True).indices
         if whole and self.trimmed is not None:
@@ -303,9 +310,9 @@ class _Objective:
         return value, [x.alpha, torch.zeros_like(x.alpha), _tops(log_q, top)], gradient
 
     def _listed(self, log_q: Tensor, teacher: TopK) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return what _dense returns, for k listed tokens and a bucket.
+        """Return the same as _dense for a teacher that lists k tokens. All other tokens form a bucket.
 
-        The bucket's slope is split over its tokens by their q.
+        The slope of the bucket is divided over its tokens in proportion to q.
         """
         ids, q, listed = self._rows(teacher.ids), log_q.exp(), teacher.log_p
         if self.trimmed is not None:
@@ -328,7 +335,7 @@ class _Objective:
         return ids if self.trimmed is None else self.trimmed.rows[ids]
 
     def _with_lost(self, log_probs: Tensor) -> Tensor:
-        """Append a column for all ids that a trimmed head lacks, [b, S + 1]."""
+        """Append a column that stands for all ids that a trimmed head lacks, [b, S + 1]."""
         return log_probs if self.trimmed is None else pad(log_probs, (0, 1), value=LOST)
 
 

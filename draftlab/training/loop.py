@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class Batches(Protocol):
-    """The text of a run. The rows of a step are a pure function of the step."""
+    """The training text of a run. The rows of a batch are a pure function of the step."""
 
     def batch(self, step: int) -> Batch: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Where the target runs. memory: GB that the target's logits and KV caches may take."""
+    """The devices on which the target runs. memory: Gigabytes that the target's logits and KV caches may take."""
 
     device: str = "auto"
     device_map: str | None = None
@@ -36,9 +36,9 @@ class Loop:
     """Settings of the training loop, for every kind of student and text.
 
     batch_size: Sequences per step, over all processes. lr: Peak learning rate. warmup_ratio: Share of the steps in
-    which the rate rises. dtype: bfloat16 is autocast with fp32 weights; auto takes bfloat16 on devices that are fast in
-    it. micro_batch_tokens: Most tokens per forward pass; 0 feeds a step in one pass. eval_steps: Steps between held-out
-    evaluations. save_steps: Steps between checkpoints.
+    which the rate rises. dtype: bfloat16 means autocast with fp32 weights. auto is bfloat16 on devices that compute
+    bfloat16 fast, else float32. micro_batch_tokens: Most tokens per forward pass and process. With 0, a step is a
+    single forward pass. eval_steps: Steps between held-out evaluations. save_steps: Steps between checkpoints.
     """
 
     steps: int
@@ -55,6 +55,9 @@ class Loop:
     save_steps: int = 100
 
     def rate(self, step: int) -> float:
-        """Return a step's share of the peak rate: linear warm-up, then linear decay to 0 (Bergsma et al. 2025)."""
+        """Return the learning rate of a step as a share of the peak rate.
+
+        The rate rises linearly in the warm-up, and then falls linearly to 0 (Bergsma et al. 2025).
+        """
         warmup = max(1, round(self.warmup_ratio * self.steps))
         return min((step + 1) / warmup, (self.steps - step) / max(1, self.steps - warmup), 1.0)

@@ -1,10 +1,10 @@
-"""Divergences between the teacher's distribution p and the student's q, per token: the readable reference.
+"""Divergences between the teacher's distribution p and the student's distribution q, per token.
 
 N tokens, A atoms: the vocabulary, or k tokens and one bucket for all other tokens. A divergence D takes a pair of
 distributions [N, A] and returns its value [N] in nats and its slope q h [N, A], with h = dD/dq up to a constant. Values
-are written so that they stay non-negative and exact when p and q nearly agree: there the textbook sum cancels
-(``p (log p - log q)`` loses all digits in fp32 at an acceptance of 0.996). The gradient of every loss with respect to
-the student's logits z follows from its slope: dD/dz = (q h - q sum(q h)) / temperature.
+are written so that they stay non-negative and exact when p and q nearly agree. The textbook sum would cancel:
+``p (log p - log q)`` loses all digits in fp32 at an acceptance of 0.996. The gradient of every loss with respect to the
+student's logits z follows from its slope: dD/dz = (q h - q sum(q h)) / temperature.
 """
 
 import math
@@ -26,7 +26,7 @@ SWITCH = 0.2  # share of a run after which ``a -> b`` switches from a to b
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """p and q with their logs, [N, A] each, and the acceptance probability.
+    """The teacher's distribution p and the student's q, with their logs, [N, A] each, and the acceptance probability.
 
     alpha: sum min(p, q) = 1 - total variation, [N] in [0, 1]: the probability that a sampled draft token is accepted
     (Leviathan et al. 2023, corollary 3.6).
@@ -51,8 +51,9 @@ Divergence = Callable[[Pair], tuple[Tensor, Tensor]]  # value [N] and slope [N, 
 class Kind:
     """A kind of loss.
 
-    make: Returns the divergence for an argument. default, high: Default and upper bound of the argument, which must be
-    above 0. A kind with default None has no argument. hint: Start of the message if the argument is out of range.
+    make: Function that returns the divergence for an argument. default: Default of the argument. None if the kind has
+    no argument. high: Upper bound of the argument, which must be above 0. hint: Start of the message if the argument is
+    out of range.
     """
 
     make: Callable[[float], Divergence]
@@ -62,7 +63,7 @@ class Kind:
 
 
 def loss(name: str) -> Callable[[Divergence], Divergence]:
-    """Return a decorator that registers a divergence without an argument as a name for --loss."""
+    """Return a decorator that registers a divergence as the value `name` of --loss."""
 
     def decorate(divergence: Divergence) -> Divergence:
         LOSSES.register(name)(Kind(lambda _: divergence))
@@ -74,7 +75,10 @@ def loss(name: str) -> Callable[[Divergence], Divergence]:
 def loss_of(
     name: str, default: float, *, high: float = math.inf, hint: str = ""
 ) -> Callable[[Callable[[float], Divergence]], Callable[[float], Divergence]]:
-    """Return a decorator that registers a divergence with an argument between 0 and high, as NAME(0.5)."""
+    """Return a decorator that registers a divergence with an argument, which --loss takes as NAME(0.5).
+
+    The argument must be above 0 and below `high`. hint: Start of the message if the argument is out of range.
+    """
 
     def decorate(make: Callable[[float], Divergence]) -> Callable[[float], Divergence]:
         LOSSES.register(name)(Kind(make, default, high, hint))
@@ -85,35 +89,45 @@ def loss_of(
 
 @loss("fkl")
 def fkl(x: Pair) -> tuple[Tensor, Tensor]:
-    """Forward KL(p || q) = sum p (log p - log q), in [0, inf). Hinton et al. 2015, less the teacher's entropy."""
+    """Return the forward KL(p || q) = sum p (log p - log q), in [0, inf), and its slope.
+
+    This is the cross-entropy of Hinton et al. 2015 less the teacher's entropy.
+    """
     return kl_terms(x.p, x.q, x.log_q - x.log_p).sum(-1), -x.p
 
 
 @loss("rkl")
 def rkl(x: Pair) -> tuple[Tensor, Tensor]:
-    """Reverse KL(q || p), in [0, inf). Mode-seeking; Gu et al. 2024 (MiniLLM)."""
+    """Return the reverse KL(q || p), in [0, inf), and its slope.
+
+    This loss is mode-seeking (MiniLLM, Gu et al. 2024).
+    """
     gap = x.log_p - x.log_q
     return kl_terms(x.q, x.p, gap).sum(-1), -x.q * gap
 
 
 @loss("tvd")
 def tvd(x: Pair) -> tuple[Tensor, Tensor]:
-    """Total variation, 1 - alpha, in [0, 1]. The slope is -q where q < p, 0 where q > p, and -q / 2 where q = p."""
+    """Return the total variation 1 - alpha, in [0, 1], and its slope.
+
+    The slope is -q where q < p, 0 where q > p, and -q / 2 where q = p.
+    """
     return 1 - x.alpha, -0.5 * x.q * (1 + (x.p - x.q).sign())
 
 
 @loss("nla")
 def nla(x: Pair) -> tuple[Tensor, Tensor]:
-    """-log alpha, in [0, inf): the negative log of the acceptance probability (LK losses, 2602.23881)."""
+    """Return -log alpha, the negative log of the acceptance probability, and its slope (LK losses, 2602.23881)."""
     alpha = x.alpha.clamp_min(LOWEST_ALPHA)
     return -alpha.log(), tvd(x)[1] * ((x.alpha > LOWEST_ALPHA) / alpha).unsqueeze(-1)
 
 
 @loss_of("jsd", 0.5, high=1, hint="at the ends use fkl (0) or rkl (1); ")
 def jsd(beta: float) -> Divergence:
-    """Generalised Jensen-Shannon: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q.
+    """Return the generalised Jensen-Shannon divergence: beta KL(p || m) + (1 - beta) KL(q || m).
 
-    In [0, H(beta)], with H(1/2) = ln 2. beta weighs the teacher, as in GKD (Agarwal et al. 2024, eq. 1).
+    m = beta p + (1 - beta) q, so beta is the weight of the teacher, as in GKD (Agarwal et al. 2024, eq. 1). Values are
+    in [0, H(beta)] with the binary entropy H, H(1/2) = ln 2.
     """
 
     def divergence(x: Pair) -> tuple[Tensor, Tensor]:
@@ -129,9 +143,10 @@ def jsd(beta: float) -> Divergence:
 
 @loss_of("lk", 3.0)
 def lk(eta: float) -> Divergence:
-    """lambda FKL + (1 - lambda) TVD with lambda = exp(-eta alpha), a constant in the gradient (2602.23881).
+    """Return the divergence lambda fkl + (1 - lambda) tvd with lambda = exp(-eta alpha) (LK losses, 2602.23881).
 
-    Forward KL dominates where acceptance is low, total variation where acceptance is high.
+    Forward KL dominates where acceptance is low, total variation where acceptance is high. No gradient goes through
+    lambda.
     """
 
     def divergence(x: Pair) -> tuple[Tensor, Tensor]:
@@ -186,11 +201,11 @@ class Loss:
         return bool(self.terms) or (self.then is not None and self.then.needs_teacher)
 
     def at(self, progress: float) -> "Loss":
-        """Return the loss that applies at a share of the run."""
+        """Return the loss that applies when the share `progress` of the run is done."""
         return self if self.then is None or progress < self.until else self.then.at(progress)
 
     def divergence(self, x: Pair) -> tuple[Tensor, Tensor]:
-        """Return value [N] and slope [N, A], without cross-entropy."""
+        """Return value [N] and slope [N, A] of the weighted sum of divergences, without cross-entropy."""
         if not self.terms:
             return torch.zeros_like(x.log_q[..., 0]), torch.zeros_like(x.log_q)
         parts = [(weight, *divergence(x)) for weight, divergence in self.terms]
@@ -210,7 +225,7 @@ def parse_loss(spec: str) -> Loss:
     text, _, share = last.partition("@")
     if share:
         raise UserError(
-            f"loss {spec!r}: the last loss applies to the end; leave out @{share.strip()}"
+            f"loss {spec!r}: the last loss applies until the end of the run; leave out @{share.strip()}"
         )
     parsed = _phase(text)
     for phase in reversed(earlier):
@@ -234,7 +249,7 @@ def _phase(text: str, until: float = 1.0, then: Loss | None = None) -> Loss:
 
 
 def _divergence(name: str) -> Divergence:
-    """Return the divergence of NAME or NAME(ARGUMENT)."""
+    """Parse NAME or NAME(ARGUMENT), and return the divergence."""
     match = re.fullmatch(r"([a-z_]+)(?:\(([^()]*)\))?", name)
     stem, argument = (match[1], match[2]) if match else (name, None)
     kind: Kind = LOSSES.get(stem, f"loss {name!r}")

@@ -34,7 +34,10 @@ class Depths(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offsets:
-    """The offsets that a parallel draft learns, 1 to count. token: Id of the mask token. share, floor: See drawn."""
+    """The offsets that a parallel draft learns. At offset j, from 1 to count, the draft predicts the j-th next token.
+
+    token: Id of the mask token. share, floor: They decide how many positions predict each offset (see drawn).
+    """
 
     count: int
     token: int
@@ -57,7 +60,10 @@ class Offsets:
         }
 
     def prepare(self, student: PreTrainedModel) -> None:
-        """Give the mask token the mean embedding, unless the student already is a parallel draft with this token."""
+        """Set the embedding of the mask token to the mean embedding.
+
+        A student that already is a parallel draft with this mask token keeps its embedding.
+        """
         if student.config.to_dict().get(parallel.PARD_TOKEN) != self.token:
             embedding = student.get_input_embeddings().get_parameter("weight")
             with torch.no_grad():
@@ -66,9 +72,9 @@ class Offsets:
     def drawn(self, batch: Batch, number: int) -> Batch:
         """Return the batch with random depths. The seed and `number` decide the draw.
 
-        If n positions of a row count, max(share^(j - 1), floor) n positions predict offset j. They are a subset of the
-        positions for offset j - 1. A position predicts offset j only if all j tokens after it count, so no draft
-        crosses the end of an answer.
+        If n positions of a row count, at most max(share^(j - 1), floor) n positions predict offset j. All of these also
+        predict offset j - 1. A position predicts offset j only if all j tokens after it count, so no draft crosses the
+        end of an answer.
         """
         counted = batch.mask > 0
         ahead, order = run_lengths(counted), random_ranks(counted, self.seed, number)
@@ -81,13 +87,19 @@ class Offsets:
 
 
 def random_ranks(counted: np.ndarray, seed: int, number: int) -> np.ndarray:
-    """Return a random rank of each position within its row, [B, T]; positions that count come first."""
+    """Return a random rank of each position within its row, [B, T]. Positions that count get the first ranks.
+
+    counted: Whether each position counts, [B, T]. seed and number decide the draw.
+    """
     rng = np.random.default_rng((seed, number + (1 << 32)))
     return np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
 
 
 def run_lengths(counted: np.ndarray) -> np.ndarray:
-    """Return the length of the run of counted positions that begins at each position, [B, T]."""
+    """Return the number of consecutive positions that count, from each position on, [B, T].
+
+    counted: Whether each position counts, [B, T].
+    """
     width = counted.shape[1]
     # index of the next position that does not count
     ends = np.where(counted, width, np.arange(width))
@@ -103,11 +115,13 @@ Result = TypeVar("Result")
 
 
 class Constraint(Protocol):
-    """A module with its own parameters that is trained with a student, such as masks."""
+    """A module with its own parameters that is trained together with a student, such as pruning masks."""
 
     progress: float  # share of the run that is done
 
-    def draw(self) -> None: ...  # draws the random state; called before every forward pass
+    def draw(
+        self,
+    ) -> None: ...  # samples the module's random values; called before every forward pass
 
     def penalty(self) -> Tensor: ...
 
@@ -116,11 +130,11 @@ class Constraint(Protocol):
 
 
 class Objective(nn.Module):
-    """Student and loss in one forward pass, so that the hooks of DDP and FSDP cover both.
+    """A student and its loss in one module, so that the hooks of DDP and FSDP cover both in one forward pass.
 
-    Arguments and results are those of DistillStep. takes_packed: Whether rows of a batch may hold several sequences.
-    rates: Share of the learning rate for some of the student's parameters, by name. progress: Share of the run that is
-    done, for schedules.
+    forward has the arguments and the result of DistillStep.forward. takes_packed: Whether rows of a batch may hold
+    several sequences. rates: Share of the learning rate that some of the student's parameters get, by name. progress:
+    Share of the run that is done, for schedules.
     """
 
     takes_packed = False
@@ -128,9 +142,9 @@ class Objective(nn.Module):
     progress = 0.0
 
     def around(self, work: Callable[[], Result]) -> Result:
-        """Return work(), which may call the student directly.
+        """Call `work`, which may run the student without `forward`, and return its result.
 
-        FSDP2 gathers the weights outside of layers for it, as for forward.
+        FSDP2 gathers the weights that are outside of the layers, as it does for `forward`.
         """
         return work()
 
@@ -169,15 +183,17 @@ class DistillStep(Objective):
         positions: Tensor | None = None,
         depths: Tensor | None = None,
     ) -> Tensor:
-        """Return sums over tokens, [G, 6]: objective, cross-entropy, acceptance, slack, agreement, objective + penalty.
+        """Return weighted sums over tokens, [1, 6].
 
-        G is 1. For a parallel draft without gradients G is K: each offset has its own sums.
+        The sums are those of objective, cross-entropy, acceptance, slack, agreement, and objective + penalty. In the
+        evaluation of a parallel draft, without gradients, each of the K offsets has its own sums, [K, 6].
 
         Args:
             ids: Token ids, [B, T + 1].
-            mask: Weights of the next tokens, [B, T].
-            teacher: Distributions at the N positions whose weight is not 0.
-            positions, depths: Same as in Batch.
+            mask: Weight of each next token in the loss, [B, T].
+            teacher: The target's distributions at the N positions whose weight is not 0.
+            positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
+            depths: Number of tokens that a parallel draft predicts from each position, [B, T].
         """
         if self.constraint is not None:
             self.constraint.progress = self.progress
@@ -220,7 +236,7 @@ class DistillStep(Objective):
         sums = fused_loss(
             hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed
         )
-        # times the number of tokens, because the objective is a sum over tokens
+        # the penalty is multiplied by the number of tokens, because the objective is a sum over tokens
         total = sums.objective + (
             0 if self.constraint is None else self.constraint.penalty() * weights.sum()
         )

@@ -24,9 +24,9 @@ from draftlab.training.loop import Batches
 
 @dataclass(frozen=True, slots=True)
 class MixedBatches:
-    """Batches from several sources in turn.
+    """Batches that come from several sources in turn.
 
-    turns: For each step, its source and the number of the batch in that source.
+    turns: For each step, the name of the source and the index of the batch in this source.
     """
 
     sources: Mapping[str, Batches]
@@ -36,7 +36,10 @@ class MixedBatches:
     def of(
         cls, sources: Mapping[str, Batches], weights: dict[str, float], steps: int
     ) -> "MixedBatches":
-        """Distribute the steps over the sources by weight, so that at no time a source is more than one step off."""
+        """Distribute the steps over the sources in proportion to their weights.
+
+        After any number of steps, no source is more than one step away from its exact share.
+        """
         counts, turns = dict.fromkeys(weights, 0), []
         for number in range(1, steps + 1):
             name = max(weights, key=lambda n: weights[n] * number - counts[n])
@@ -51,9 +54,10 @@ class MixedBatches:
 
 @dataclass(frozen=True, slots=True)
 class StudentBatches:
-    """Rows that the student generates after prompts with its current weights. Seed and step decide the samples.
+    """Batches in which the student, with its current weights, continues prompts. Seed and step decide the samples.
 
-    prompt: Number of prompt tokens. ends: Stop token ids. known: Number of ids that may be sampled.
+    prompts: Batches whose rows begin with the prompts. prompt: Number of prompt tokens. ends: Stop token ids. known:
+    Number of ids that may be sampled. memory: Gigabytes for logits and KV caches.
     """
 
     student: PreTrainedModel
@@ -66,7 +70,7 @@ class StudentBatches:
     memory: float = 2.0
 
     def batch(self, step: int) -> Batch:
-        """Return all rows of a step. Every process generates its share."""
+        """Return all rows of a step, of which every process generates a share."""
         prompts, state = self.prompts.batch(step).ids, process_state()
         rows, processes = len(prompts), state.num_processes
         # equal shares, so that all processes run the same passes
@@ -99,16 +103,17 @@ class StudentBatches:
 
 
 def _in_all_processes(count: int) -> int:
-    """Return the sum of a number over all processes. FSDP and ZeRO need every process in every pass."""
+    """Return the sum of `count` over all processes, because FSDP and ZeRO need every process in every pass."""
     local = torch.tensor(count, device=process_state().device)
     return int(cast(Tensor, reduce(local, "sum")))
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedRows:
-    """Prompts and a model's text after them, ids [N, P + G].
+    """Batches of prompts that a model has continued.
 
-    lengths: Number of generated tokens in each row, [N]; later ids are padding. prompt: P. rows: Rows in a batch.
+    ids: Token ids of prompts and continuations, [N, P + G]. lengths: Number of generated tokens in each row, [N]; later
+    ids are padding. prompt: Number of prompt tokens, P. rows: Rows in a batch.
     """
 
     ids: np.ndarray
@@ -120,7 +125,7 @@ class GeneratedRows:
     def of(
         cls, prompts: np.ndarray, texts: Sequence[Completion], length: int, rows: int
     ) -> "GeneratedRows":
-        """Join prompts [N, P] and texts. length: G, to which shorter texts are padded."""
+        """Join prompts [N, P] with their continuations. length: Number of tokens to pad continuations to, G."""
         ids = np.zeros((len(texts), prompts.shape[1] + length), dtype=np.uint32)
         ids[:, : prompts.shape[1]] = prompts
         for row, text in zip(ids, texts, strict=True):
@@ -128,7 +133,7 @@ class GeneratedRows:
         return cls(ids, np.array([len(text.ids) for text in texts]), prompts.shape[1], rows)
 
     def batch(self, step: int) -> Batch:
-        """Return the next rows in order: the prompts are in random order already."""
+        """Return the rows of a step. Rows are read in order, because the prompts already are in random order."""
         picked = (step * self.rows + np.arange(self.rows)) % len(self.ids)
         # index of each predicted token in the generated text
         place = np.arange(self.ids.shape[1] - 1) - (self.prompt - 1)

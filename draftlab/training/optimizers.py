@@ -1,4 +1,4 @@
-"""Optimizers, AdamW or Muon for matrices, and the dtype to train in."""
+"""The optimizers of a run (AdamW, or Muon together with AdamW) and the dtype to train in."""
 
 import re
 from collections.abc import Mapping
@@ -18,11 +18,13 @@ def optimizers_for(
     other_groups: list[dict[str, Any]],
     shares: Mapping[str, float] = MappingProxyType({}),
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW, or Muon (Jordan et al. 2024) for the matrices of the blocks with AdamW for all other parameters.
+    """Return the optimizers of a model: AdamW alone, or Muon for the matrices in layers and AdamW for all else.
 
-    Muon's update is scaled to the size of AdamW's update (Liu et al. 2025), so both optimizers use the same learning
-    rate. other_groups: AdamW's parameter groups with their own rates. shares: Share of the learning rate for some
-    parameters by name, which AdamW trains.
+    The update of Muon (Jordan et al. 2024) is scaled to the size of AdamW's update (Liu et al. 2025), so both
+    optimizers use the same learning rate.
+
+    other_groups: Further parameter groups for AdamW, with their own learning rates. shares: Names of parameters with
+    the share of the learning rate that they get. AdamW trains these parameters.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     slower = [{"params": [p], "lr": shares[name] * loop.lr} for name, p in named if name in shares]
@@ -57,9 +59,9 @@ def optimizers_for(
 
 
 class Float32Muon(torch.optim.Muon):
-    """torch's Muon with Newton-Schulz iterations in float32, for CPUs where bfloat16 iterations take most of a step.
+    """torch's Muon with Newton-Schulz iterations in float32, for CPUs on which bfloat16 iterations are slow.
 
-    Its state is the state of torch's Muon, so a run may resume with either class.
+    The state is the same as that of torch's Muon, so a run may resume with either class.
     """
 
     @torch.no_grad()
@@ -76,16 +78,16 @@ class Float32Muon(torch.optim.Muon):
                 update = orthogonal(
                     update, group["ns_coefficients"], group["ns_steps"], group["eps"]
                 )
-                # match_rms_adamw
+                # the scale that torch's Muon calls match_rms_adamw
                 weight.add_(update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5)
 
 
 def orthogonal(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Return the matrix with all singular values near 1, by Newton-Schulz iterations in float32 (Jordan et al.
+    """Return a matrix with the same singular vectors and singular values near 1.
 
-    2024).
+    The matrix is computed by Newton-Schulz iterations in float32 (Jordan et al. 2024). steps: Number of iterations.
     """
     a, b, c = coefficients
     x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
@@ -97,7 +99,7 @@ def orthogonal(
 
 
 def training_dtype(name: str) -> str:
-    """Resolve "auto" to bfloat16 on devices that are fast in bfloat16, else to float32 (CPUs without AVX-512)."""
+    """Return the dtype to train in. "auto" is bfloat16 on devices that compute bfloat16 fast, else float32."""
     if name != "auto":
         return name
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

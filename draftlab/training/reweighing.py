@@ -1,4 +1,4 @@
-"""Dynamic batch loading of Sheared LLaMA (2310.06694): sources that lag their expected loss get more rows."""
+"""Dynamic batch loading of Sheared LLaMA (2310.06694): sources whose loss exceeds its expected value get more rows."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from draftlab.training.loop import Hardware
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
 
-ROWS, BATCH = 16, 8  # held-out windows of each source, and windows in a pass
+ROWS, BATCH = 16, 8  # number of held-out windows of each source, and of windows in a pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reweighing:
-    """The sources' weights follow the student's held-out losses.
+    """Settings that let the weights of a mixture's sources follow the student's held-out losses.
 
     Args:
-        every: Steps between updates of the weights.
-        reference: Expected loss of each source in nats per token, by name or domain; or a checkpoint, whose held-out
-            losses are expected.
+        every: Number of steps between updates of the weights.
+        reference: Expected loss of each source in nats per token, by the source's name or domain; or a checkpoint,
+            whose held-out losses become the expected losses.
     """
 
     every: int
@@ -34,7 +34,10 @@ class Reweighing:
 
     @classmethod
     def of(cls, every: int, reference: str | Path | None, data: str, weights: bool) -> "Reweighing":
-        """Return the reweighing of a mixture. reference: SOURCE=LOSS,... or the name or directory of a checkpoint.
+        """Return the settings for the mixture `data`.
+
+        reference: SOURCE=LOSS,..., or the name or directory of a checkpoint. weights: Whether a checkpoint must have
+        its weights on this machine.
 
         Raises:
             UserError: See parse_reference.
@@ -52,14 +55,16 @@ class Reweighing:
         hardware: Hardware,
         loss_on: LossOn | None = None,
     ) -> DynamicBatches:
-        """Return batches of the same sources whose weights change. dtype, hardware: For a checkpoint's losses.
+        """Return batches of the same sources, whose weights now follow the losses.
+
+        dtype, hardware: Dtype and devices for a reference checkpoint, which computes its held-out losses here.
 
         Raises:
             UserError: There is only one source, a source has no held-out window, or the expected losses are not those
                 of the sources.
         """
         if len(batches.weights) < 2:
-            raise UserError("--reweigh-steps: the data is a single source; name a mixture")
+            raise UserError("--reweigh-steps: --data is a single source; name a mixture of several")
         reference = self.reference
         if not isinstance(reference, Path):
             check_names(reference, batches.weights)
@@ -86,10 +91,12 @@ class Reweighing:
 
 
 def parse_reference(text: str, data: str, weights: bool) -> Mapping[str, float] | Path:
-    """Parse --reference-losses, SOURCE=LOSS,... or a checkpoint.
+    """Parse --reference-losses: SOURCE=LOSS,..., or the name or directory of a checkpoint.
+
+    data: The mixture. weights: Whether a checkpoint must have its weights on this machine.
 
     Raises:
-        UserError: A loss is not a positive number, or the sources are not those of `data`; or there is no checkpoint.
+        UserError: A loss is not a positive number, the sources are not those of `data`, or the checkpoint is missing.
     """
     if "=" not in text:
         return hub.locate_model(text, weights)
@@ -101,7 +108,9 @@ def parse_reference(text: str, data: str, weights: bool) -> Mapping[str, float] 
         except ValueError:
             losses[name] = 0.0
         if not name or not 0 < losses[name] < float("inf"):
-            raise UserError(f"want SOURCE=LOSS with nats per token above 0, got {part.strip()!r}")
+            raise UserError(
+                f"want SOURCE=LOSS, a loss above 0 in nats per token, got {part.strip()!r}"
+            )
     sources = hub.source_names(data)
     if all(hub.split_column(name)[1] is None for name in sources):
         check_names(losses, sources)
@@ -109,7 +118,11 @@ def parse_reference(text: str, data: str, weights: bool) -> Mapping[str, float] 
 
 
 def check_names(losses: Mapping[str, float], sources: Iterable[str]) -> None:
-    """Raises UserError: some source has no expected loss, or a loss has no source."""
+    """Check that every source has an expected loss, and every expected loss has a source.
+
+    Raises:
+        UserError: The names differ.
+    """
     domains = [domain_of(name) for name in sources]
     if set(losses) != set(domains):
         raise UserError(

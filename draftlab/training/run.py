@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], None]]:
     """Yield a function that logs a record to the named trackers of accelerate.
 
-    Numbers of a step are named train/..., numbers of an evaluation heldout/... A tracker's files go next to the output,
-    into a folder with the tracker's name.
+    The names of a step's numbers begin with train/, those of an evaluation's numbers with heldout/. A tracker writes
+    its files next to the output, to a folder with the tracker's name.
     """
     trackers = [_start(name, output) for name in names]
 
@@ -52,7 +52,11 @@ def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], No
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises UserError: accelerate does not know a tracker, or its package is not installed."""
+    """Check that accelerate knows the trackers, and that their packages are installed.
+
+    Raises:
+        UserError: A tracker is unknown, or its package is not installed.
+    """
     known = [str(name) for name in tracking.LOGGER_TYPE_TO_CLASS]
     installed = [str(name) for name in tracking.get_available_trackers()]
     for name in names:
@@ -81,11 +85,11 @@ RECORD: TypeAdapter[StepRecord | EvalRecord] = TypeAdapter(StepRecord | EvalReco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """Measurements of a finished run.
+    """Measurements of a finished training run.
 
-    after: The best evaluation, whose weights are written. seconds: Time of all steps, also of steps before a resume.
-    lengths: Tokens per target pass for every K; empty if no target could write text. notes: The student's notes on its
-    output.
+    before: The evaluation before the first step. after: The best evaluation, whose weights are written. tokens: Number
+    of predictions in all steps. seconds: Time of all steps, including steps before a resume. lengths: Tokens per target
+    pass for every K; empty if not measured. notes: The student's notes on its output.
     """
 
     before: EvalRecord
@@ -103,11 +107,11 @@ class TrainingResult:
 
 
 def claimed_state(output: Output, inputs: Sequence[Path]) -> Path:
-    """Claim the state directory for this run, and return it in every process.
+    """Claim the state directory, where checkpoints are written, for this run. Return it in every process.
 
     Raises:
-        UserError: The directory belongs to another run and force is off, or cannot be written, or its checkpoint has
-            pickles that are not trusted.
+        UserError: The directory belongs to another run and --force is not set, or it cannot be written, or its
+            checkpoint has pickles that are not trusted.
     """
     with process_state().main_process_first():
         output.claim_state(inputs)
@@ -125,7 +129,10 @@ def fit(
     constraint: Constraint | None = None,
     log: Callable[[StepRecord | EvalRecord], None] | None = None,
 ) -> TrainingResult:
-    """Train student in place. state: Directory of checkpoints, log and best weights, which the caller removes.
+    """Train the student in place, and return measurements.
+
+    state: Directory of checkpoints, log and best weights, which the caller removes. what: Label of the progress bar.
+    log: Function that is called with every record.
 
     Raises:
         UserError: `state` cannot be written, the disk is too small for checkpoints, or training fails.
@@ -146,12 +153,12 @@ def fit(
             advance(record.step, text + alpha)
     processes.wait_for_everyone()
     records = read_log(state / LOG_FILE)
-    if processes.is_main_process:  # log each step once, as in a run that was never killed
+    if processes.is_main_process:  # the log has each step once, as if the run was never killed
         lines = [json.dumps(asdict(record)) + "\n" for record in records]
         write_atomic(state / LOG_FILE, "".join(lines))
     steps = [r for r in records if isinstance(r, StepRecord)]
     evals = [r for r in records if isinstance(r, EvalRecord)]
-    # of equal evaluations the first, as in Best
+    # max returns the first of equal evaluations, as Best does
     best = max(evals, key=lambda r: r.selection_metric)
     after = best if constraint is None else evals[-1]
     return TrainingResult(
@@ -165,20 +172,20 @@ def fit(
 
 
 def _checkpoint_bytes(student: PreTrainedModel, loop: Loop) -> int:
-    """Return the bytes of the best weights, and of checkpoints with weights and two optimizer moments, all in fp32."""
+    """Return the bytes on disk of the best weights, and of checkpoints with weights and two moments, all in fp32."""
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
-    # the newest checkpoint, and the next while it is written
+    # the newest checkpoint, and the next checkpoint while it is written
     count = min(2, loop.steps // loop.save_steps)
     return 4 * trained * (1 + 3 * count)
 
 
 def read_log(path: Path) -> list[StepRecord | EvalRecord]:
-    """Return the records of a log, each step once. The last record of a step replaces records from before a resume.
+    """Return the records of a log. If a resumed run logged a step again, only the last record of this step is returned.
 
-    An unfinished last line, which a kill may leave, is skipped.
+    A killed run may leave an unfinished last line, which is skipped.
 
     Raises:
-        UserError: Another line is damaged, or the evaluation before the first step is missing.
+        UserError: A line is damaged, or the evaluation before the first step is missing.
     """
     latest: dict[tuple[bool, int], StepRecord | EvalRecord] = {}
     for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
@@ -197,18 +204,21 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
 
 
 class OpenStudent(Protocol):
-    """A student in memory with its teacher and text."""
+    """A student in memory, with its teacher and text."""
 
     @property
     def module(self) -> Any:
-        """The module to train: a PreTrainedModel or a module with the same methods."""
+        """Return the module to train: a PreTrainedModel, or a module with the same methods."""
         ...
 
     @property
     def setup(self) -> TrainingSetup: ...
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the best weights in `state` to the directory `work`. Return notes for the record."""
+        """Write a checkpoint with the best weights, which are in the directory `state`, to the directory `work`.
+
+        Return notes for the record.
+        """
         ...
 
 
@@ -217,13 +227,16 @@ class Distillation:
     """Settings of a distillation.
 
     Args:
+        student: Kind of student, with its options.
         draft: Checkpoint to train. None trains a new student that is made for the target.
-        target: None if this machine does not load a target.
+        target: Checkpoint of the target. None if this machine does not load the target.
         temperature: Temperature of both distributions in the loss.
-        vocab: Number of ids that the student can propose. None takes the default of the kind of student.
-        outputs: Stored outputs to learn from, in place of text and target.
-        answers: Prompts that the target answers first; the answers become `outputs`.
-        server: Server that runs the target, and lists its top_logprobs most probable tokens.
+        vocab: Number of ids that the student can predict. None takes the default of the kind of student.
+        outputs: Directory of stored target outputs to learn from, in place of text and target.
+        answers: Prompts that the target answers first. The stored answers become `outputs`.
+        server: Server that runs the target.
+        top_logprobs: Number of most probable tokens that the server lists for each position.
+        report_to: Names of accelerate's trackers.
     """
 
     student: StudentSpec
@@ -244,7 +257,7 @@ class Distillation:
 
     @property
     def target_vocab(self) -> int | None:
-        """Return the target's number of logits, None if unknown. Raises UserError: `outputs` is unfinished."""
+        """Return the target's number of logits, or None if unknown. Raises UserError: `outputs` is unfinished."""
         if self.outputs is not None:
             from draftlab.target_outputs.store import finished_manifest
 
@@ -256,7 +269,7 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
     """Train a student, and write the weights of its best evaluation.
 
     Raises:
-        UserError: Checkpoints, text or outputs cannot be used, or training fails.
+        UserError: Checkpoints, text or stored outputs cannot be used, or training fails.
         Interrupted: SIGTERM or Ctrl-C, after a checkpoint was saved.
     """
     if job.answers is not None:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Distributions(Protocol):
-    """A source of the target's distributions. The student's objective decides what `distributions` returns.
+    """A source of the target's distributions for each batch. The student's objective decides their type.
 
-    takes_packed: Whether rows of a batch may hold several sequences.
+    takes_packed: Whether a row of a batch may hold several sequences.
     """
 
     @property
@@ -38,12 +38,13 @@ class Distributions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """The output head of a model.
+    """The output head (LM head) of a model.
 
     plain: Whether logits are just the product of head and last hidden states, which can be computed in parts. This is
     False for models that scale or cap their logits, and for heads on disk or in other processes.
-    vocab: Number of first logits that count; further logits are padding. With a trimmed head, the logits of its ids
-    count. takes_packed: Whether the model separates the sequences of a row by their positions.
+    vocab: Number of logits that count, from the first on. Further logits are padding. If the model has a trimmed head,
+    the logits of its ids count instead. takes_packed: Whether the model separates the sequences of a row by their
+    positions.
     """
 
     plain: bool
@@ -52,7 +53,7 @@ class OutputHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel, vocab: int) -> "OutputHead":
-        """Return a model's output head, whose properties are found by running a few tokens."""
+        """Return a model's output head. The model runs a few tokens to find out the head's properties."""
         head = output_head(model)
         weight = head.get_parameter("weight")
         if weight.is_meta or isinstance(weight, DTensor):
@@ -72,10 +73,12 @@ class OutputHead:
         positions: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states [N, D] and head [V, D], or logits [N, V] and None, at the counted positions of ids.
+        """Return the last hidden states [N, D] and the head [V, D] of a model, or logits [N, V] and None.
 
-        positions: Position of each token in its sequence, [B, T], if rows hold several sequences. attention_mask: Mask
-        [B, 1, T, T], if attention is not causal.
+        Logits are returned if they are not just the product of hidden states and head (`plain` is False).
+
+        counted: Indices of the N wanted positions in the flattened ids. positions: Position of each token in its
+        sequence, [B, T], if rows hold several sequences. attention_mask: Mask [B, 1, T, T], if attention is not causal.
         """
         trimmed = trimmed_head_of(model)
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
@@ -99,10 +102,10 @@ class OutputHead:
 
 @torch.no_grad()
 def _keeps_apart(model: PreTrainedModel) -> bool:
-    """Return whether positions that restart at 0 separate two sequences in a row, by running a few tokens.
+    """Return whether two sequences in one row stay separate if the positions of the second restart at 0.
 
-    State-space models do not separate sequences. To tell rounding from a leak, the second sequence's change is compared
-    with its change when its positions continue those of the first.
+    The model runs a few tokens to find out. State-space models do not separate sequences. To tell rounding from a leak,
+    the change of the second sequence's states is compared with their change if the positions continue.
     """
     decoder, was_training = model.get_decoder(), model.training
     if (
@@ -128,7 +131,7 @@ def logits_of(model: PreTrainedModel) -> int:
 
 
 def shard_by_layer(model: PreTrainedModel) -> None:
-    """Shard a model's weights over all processes (FSDP2). A layer's weights are gathered while the layer runs."""
+    """Shard a model's weights over all processes by FSDP2. A layer's weights are gathered while the layer runs."""
     for layer in model.get_decoder().get_submodule("layers").children():
         fully_shard(layer)
     fully_shard(model)
@@ -141,11 +144,13 @@ class LocalTeacher:
         self.model, self.vocab, self.device = model, vocab, device
         self.head = OutputHead.of(model, vocab)
         self.takes_packed = self.head.takes_packed
-        self._weight: Tensor | None = None  # copy of the frozen head, if it is on another device
+        self._weight: Tensor | None = (
+            None  # copy of the frozen head on `device`, if the head is on another
+        )
 
     @torch.no_grad()
     def distributions(self, batch: Batch) -> Dense:
-        """Return the target's distributions at the N positions in the mask of the batch."""
+        """Return the target's distributions at the N positions that the mask of the batch selects."""
         ids = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device)
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1)
         positions = None if batch.positions is None else torch.from_numpy(batch.positions)
@@ -165,7 +170,7 @@ class StoredTeacher:
     takes_packed: bool = True
 
     def distributions(self, batch: Batch) -> TopK:
-        """Return the target's distributions at the N positions in the mask of the batch.
+        """Return the target's distributions at the N positions that the mask of the batch selects.
 
         Raises:
             ValueError: The batch has no top log-probabilities.
@@ -187,7 +192,7 @@ class ServedTeacher:
     takes_packed: bool = False  # a server reads every sequence as a separate text
 
     def distributions(self, batch: Batch) -> TopK:
-        """Return the target's distributions at the N positions in the mask of the batch.
+        """Return the target's distributions at the N positions that the mask of the batch selects.
 
         Raises:
             UserError: The server fails, or lists an id that is not below vocab.
@@ -202,7 +207,7 @@ class ServedTeacher:
 def moved_to(device: torch.device, teacher: Dense | TopK) -> Dense | TopK:
     """Return a teacher's distributions on a device.
 
-    Only listed tokens are moved, as dense distributions are there already.
+    Only lists of most probable tokens are moved, because dense distributions already are on the device.
     """
     if not isinstance(teacher, TopK):
         return teacher

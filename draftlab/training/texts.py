@@ -1,4 +1,4 @@
-"""Text to train on: text of data sources, of the target and of the draft.
+"""Text to train on: data, and data that the target or the draft continues.
 
 N rows, P prompt tokens, G generated tokens.
 """
@@ -36,12 +36,13 @@ class TrainingText:
     """Text to train on in sequences of seq_len tokens.
 
     Args:
+        data: A source of text, or a mixture of sources.
         shares: Share of the steps for each kind of text: "data", "target" (the target continues starts of the data) and
             "draft" (the student continues starts of the data).
-        loss_on: Tokens of conversations that count. None for data without conversations.
-        prompt_tokens: Length of the starts that a model continues.
+        loss_on: Tokens of conversations that count in the loss. None for data without conversations.
+        prompt_tokens: Number of tokens of a start that a model continues.
         temperature: Temperature of generated text.
-        reweighing: How the weights of a mixture follow its losses. None keeps fixed weights.
+        reweighing: Settings that let the weights of a mixture follow its losses. None keeps the weights fixed.
     """
 
     data: str
@@ -64,8 +65,8 @@ class TrainingText:
         """
         if self.loss_on is not None and self.generated:
             raise UserError(
-                "--text: the data has conversations, which only --text target can use, with a single .json, "
-                ".jsonl or .parquet file as --data; for other settings use data without conversations"
+                "--text: --data has conversations, which a model answers only with --text target and a single .json, "
+                ".jsonl or .parquet file; for other settings use data without conversations"
             )
         rows, seq_len, loss_on = loop.batch_size, self.seq_len, self.loss_on
         heldout = open_heldout(
@@ -90,9 +91,9 @@ class TrainingText:
 
 @dataclass(frozen=True)
 class Author:
-    """The target as a writer of text. It is loaded at first use.
+    """The target as a writer of text. The model is loaded at first use.
 
-    known: Number of ids that the target may write; the draft knows all of them.
+    known: Number of ids that the target may write. The draft knows all of these ids.
     """
 
     target: Path
@@ -125,7 +126,7 @@ class Author:
     ) -> list[Completion]:
         """Return the target's continuations of prompts.
 
-        purpose: End of "the target writes text to ..." on the progress bar.
+        purpose: End of the label of the progress bar, "the target writes text to ...".
         """
         batching = Batching(vocab=self.known, memory=self.hardware.memory)
         with progress(f"the target writes text to {purpose}", len(prompts)) as advance:
@@ -135,7 +136,7 @@ class Author:
 
 
 def in_turns(text: TrainingText, sources: Mapping[str, Batches], loop: Loop) -> Batches:
-    """Return the batches of several sources in turn, by their shares of the steps."""
+    """Return batches that come from several sources in turn, by their shares of the steps."""
     shares = dict(text.shares)
     return (
         sources[next(iter(shares))]
@@ -145,7 +146,7 @@ def in_turns(text: TrainingText, sources: Mapping[str, Batches], loop: Loop) -> 
 
 
 def target_text(text: TrainingText, data: Batches, author: Author, state: Path) -> GeneratedRows:
-    """Return rows that continue the starts of data rows with the target's text. The rows are stored in `state`."""
+    """Let the target continue the starts of data rows, and return the rows. The directory `state` stores them."""
     loop = author.loop
     steps = min(loop.steps, math.ceil(loop.steps * text.shares["target"]) + 1)
     starts = [data.batch(step).ids[:, : text.prompt_tokens] for step in range(steps)]
@@ -155,9 +156,10 @@ def target_text(text: TrainingText, data: Batches, author: Author, state: Path) 
 def continued(
     prompts: np.ndarray, text: TrainingText, author: Author, state: Path, name: str, purpose: str
 ) -> GeneratedRows:
-    """Return prompts [N, P] with the target's text after them, up to the length of a row.
+    """Let the target continue prompts [N, P] up to the length of a row, and return the rows.
 
-    name: Name of the file in `state` that stores the rows. purpose: See Author.write.
+    state: Directory that stores the rows. name: Name of their file. purpose: End of the label of the progress bar, "the
+    target writes text to ...".
     """
     rows, length = author.loop.batch_size, text.seq_len + 1 - prompts.shape[1]
 

@@ -54,9 +54,11 @@ MAX_GRAD_NORM = 1.0
 class TrainingSetup:
     """Teacher, text, loss and evaluation of a student.
 
-    teacher: None learns from the text alone. temperature: Temperature of both distributions in the divergence. offsets:
-    Offsets that a parallel draft learns. depths: Rule for the depths of each batch; by default the offsets. objective:
-    Replaces DistillStep for a student that is no language model by itself.
+    teacher: The target, or a source of its distributions. None trains on the text alone. temperature: Temperature of
+    both distributions in the divergence. length: Function that measures acceptance length in evaluations. offsets:
+    Offsets that a parallel draft learns. depths: Rule for how many tokens are predicted from each position; by default
+    `offsets`. objective: Student with its loss, for a student that is not a language model by itself. None takes
+    DistillStep.
     """
 
     teacher: TeacherModel
@@ -74,8 +76,9 @@ class TrainingSetup:
 class StepRecord:
     """One optimizer step.
 
-    loss: Nats per token. acceptance: Mean of sum min(p, q), None without a teacher. grad_norm: None if the norm is not
-    finite, or DeepSpeed does not report the norm.
+    loss: Nats per token. acceptance: Mean of sum min(p, q) over tokens. None without a teacher. grad_norm: Norm of all
+    gradients before clipping. None if the norm is not finite, or if DeepSpeed does not report the norm. tokens: Number
+    of predictions, over all processes.
     """
 
     step: int
@@ -91,10 +94,11 @@ class StepRecord:
 class EvalRecord:
     """A held-out evaluation: teacher-forced means over tokens.
 
-    agreement: Share of tokens where student and teacher have the same argmax. acceptance and agreement are None without
-    a teacher. slack: If only the most probable tokens are stored, the true acceptance is at most acceptance + slack.
-    mean_acceptance_length: Tokens per target pass at K = 4, None if not measured. offsets: Acceptance at each offset of
-    a parallel draft, whose loss is a mean over all offsets, and whose other means are those of offset 1.
+    agreement: Share of tokens at which student and teacher have the same argmax. acceptance and agreement are None
+    without a teacher. slack: If the teacher lists only its most probable tokens, the true acceptance is at most
+    acceptance + slack. mean_acceptance_length: Tokens per target pass at K = 4. None if not measured. offsets:
+    Acceptance at each offset of a parallel draft. The loss of such a draft is a mean over all offsets, and its other
+    means are those of offset 1.
     """
 
     step: int
@@ -109,7 +113,7 @@ class EvalRecord:
 
     @property
     def selection_metric(self) -> float:
-        """The value that is highest at the best step: acceptance length, else acceptance, else the negative loss."""
+        """Return the metric that selects the best step: acceptance length, else acceptance, else the negative loss."""
         if self.mean_acceptance_length is not None:
             return self.mean_acceptance_length
         if self.acceptance is None:
@@ -124,12 +128,13 @@ def train(
     state: Path,
     constraint: Constraint | None = None,
 ) -> Iterator[StepRecord | EvalRecord]:
-    """Train student in place, and yield a record of each step and of each held-out evaluation.
+    """Train the student in place, and yield a record of each step and of each held-out evaluation.
 
     Evaluations run before, during and after training.
 
     state: Directory of checkpoints and of the best evaluation's weights (checkpointer.best_weights). Training resumes
-    from its newest checkpoint. constraint: Module trained with the student; the last evaluation then counts as best.
+    from the newest checkpoint. constraint: Module that is trained together with the student. The last evaluation then
+    counts as the best.
 
     Raises:
         UserError: The loss needs a teacher and there is none, the loss is not finite, or `state` cannot be written.
@@ -137,7 +142,7 @@ def train(
     """
     if setup.loss.needs_teacher and setup.teacher is None:
         raise UserError(
-            f"loss {setup.loss.name!r} compares with a target; give one by --target, or use --loss ce"
+            f"loss {setup.loss.name!r} compares the draft with a target; give --target, or use --loss ce"
         )
     trainer = Trainer(student, setup, loop, state, constraint)
     start = trainer.training.restore(state)
@@ -245,7 +250,7 @@ class Trainer:
             cure = (
                 f"lower --lr ({self.loop.lr:g})"
                 if index
-                else "the logits of draft or target are NaN, or overflow in its dtype; try --training-dtype float32"
+                else "logits of draft or target are NaN, or overflow in their dtype; try --training-dtype float32"
             )
             raise UserError(f"loss is {objective} at step {index}: {cure}")
         return StepRecord(
@@ -259,7 +264,7 @@ class Trainer:
         )
 
     def reweigh(self, done: int) -> None:
-        """Update the weights of the text's mixture if an update is due after `done` steps."""
+        """Update the weights of the mixture of data if an update is due after `done` steps."""
         batches = self.setup.batches
         if isinstance(batches, DynamicBatches) and done % batches.every == 0:
             losses = {
@@ -273,9 +278,10 @@ class Trainer:
         return bool(self._total(torch.tensor(int(flag))))
 
     def _micro_batches(self, index: int) -> list[Batch]:
-        """Return this process's rows of a step, in parts.
+        """Return this process's share of a step as micro-batches.
 
-        The batch is split into parts before processes take their shares, so all processes run the same passes.
+        The batch is first split into micro-batches, and then each micro-batch into shares. All processes thus run the
+        same number of passes.
         """
         processes = self.accelerator.num_processes
         batch = self.objective.around(lambda: self.setup.batches.batch(index))
@@ -285,14 +291,19 @@ class Trainer:
     def _packed(self, batch: Batch, draw: int) -> Batch:
         """Pack short sequences into shared rows, unless the student or the teacher needs one sequence per row.
 
-        draw: Number that, with the seed, decides which offsets a parallel draft predicts.
+        Then draw how many tokens are predicted from each position, if the student predicts several.
+
+        draw: Number that decides this draw together with the seed.
         """
         batch = batch.packed() if self.packs else batch
         depths = self.setup.depths or self.setup.offsets
         return batch if depths is None else depths.drawn(batch, draw)
 
     def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:
-        """Return the sums of DistillStep over all parts, [6]. tokens: Predictions of the step in all processes."""
+        """Run forward and backward passes over micro-batches, and return the sums of DistillStep.forward, [6].
+
+        parts: This process's micro-batches of a step. tokens: Number of predictions of the step in all processes.
+        """
         totals, accelerator = torch.zeros(6, dtype=torch.float64), self.accelerator
         for number, part in enumerate(parts, 1):
             # DeepSpeed clips gradients and takes the step in its last backward pass
@@ -317,7 +328,7 @@ class Trainer:
         with torch.no_grad():
             for i, batch in enumerate(
                 batches
-            ):  # split by rows, because FSDP needs every process in every forward pass
+            ):  # processes share the rows of a batch, because FSDP needs every process in every pass
                 part = self._packed(batch, -1 - i).shard(
                     self.accelerator.process_index, self.accelerator.num_processes
                 )
@@ -352,7 +363,7 @@ class Trainer:
     def _total(self, values: Tensor) -> Tensor:
         """Return the sum over all processes.
 
-        A single process does not move the values, because Apple's GPUs lack float64.
+        A single process leaves the values on their device, because Apple's GPUs lack float64.
         """
         if self.accelerator.num_processes == 1:
             return values
@@ -364,7 +375,7 @@ def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]
 
 
 def _shared_vocab(student: PreTrainedModel, teacher: TeacherModel) -> int:
-    """Return how many logits student and teacher share. Further logits of either model are padding."""
+    """Return how many logits student and teacher have in common. Further logits of either model are padding."""
     own = logits_of(student)
     if teacher is None:
         return own
@@ -381,7 +392,7 @@ def _prepare_teacher(
         shard_by_layer(model)
     elif (
         getattr(model, "hf_device_map", None) is None
-    ):  # unless accelerate has spread the model over devices
+    ):  # accelerate has not spread the model over devices
         model.to(cast(Any, accelerator.device))
     if compiled:
         model.get_decoder().compile()

@@ -1,4 +1,4 @@
-"""The logits of a trained draft: as many as the target's, or those of a trimmed head. V vocab."""
+"""Give a trained draft as many logits as the target has, or a trimmed head with fewer. V vocab."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,10 +20,11 @@ COUNTED_TOKENS = 4_000_000  # most tokens to count for a trimmed head
 
 
 def resize(directory: Path, vocab: int) -> str | None:
-    """Resize a checkpoint to `vocab` logits. Return the change for the record, or None without a change.
+    """Resize a checkpoint to `vocab` logits. Return a note on the change for the record, or None without a change.
 
-    Rows beyond `vocab` are dropped. Added rows are the mean of the old rows. Their logit is the mean logit, so by
-    Jensen's inequality the probability of an added id is less than 1 / V for any text, and far less in practice.
+    Rows of embedding and head beyond `vocab` are dropped. Added rows are the mean of the old rows. The logit of an
+    added id is then the mean logit, so by Jensen's inequality its probability is less than 1 / V for any text, and far
+    less in practice.
 
     Raises:
         UserError: No tensor has the name of the embedding or head in transformers, or config.json has no vocab_size.
@@ -51,7 +52,9 @@ def resize(directory: Path, vocab: int) -> str | None:
 def trim(
     student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], models: Iterable[Path]
 ) -> None:
-    """Trim a student's head to the `size` most frequent ids of texts. models: Checkpoints whose special ids stay.
+    """Trim a student's head to the `size` most frequent ids of texts.
+
+    models: Checkpoints whose special ids stay in the head.
 
     Raises:
         UserError: The errors of frequent_ids.
@@ -67,12 +70,15 @@ def trim(
 
 
 def special_ids(model: Path) -> set[int]:
-    """Return the ids that every trimmed head keeps: those of the chat template, special tokens and stop tokens."""
+    """Return the ids that every trimmed head keeps: ids of the chat template, special tokens and stop tokens."""
     return template_ids(checkpoint.load_tokenizer(model)) | set(checkpoint.eos_token_ids(model))
 
 
 def trained_texts(batches: Batches, steps: int) -> list[np.ndarray]:
-    """Return the tokens of the training text. Text that the student has yet to write is replaced by its data."""
+    """Return the tokens that are predicted in training, up to about COUNTED_TOKENS.
+
+    In place of text that the student has yet to write, the data that the student will continue is counted.
+    """
     texts: list[np.ndarray] = []
     tokens = 0
     for step in range(steps):
@@ -92,7 +98,7 @@ def _without_student(batches: Batches, step: int) -> Batch:
 
 
 def _rows_of_ids(config: dict[str, object]) -> set[str]:
-    """Return the names of the parameters of embedding and head, with and without the base model's prefix."""
+    """Return the parameter names of embedding and head, both with and without the base model's prefix."""
     model = checkpoint.meta_model(config, torch.float32)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     own = {

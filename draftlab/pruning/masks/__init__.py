@@ -1,1 +1,1 @@
-"""Learned pruning masks (Sheared LLaMA, CoFi)."""
+"""Pruning with learned masks (Sheared LLaMA, CoFi)."""

@@ -1,7 +1,7 @@
 """Learned masks: Sheared LLaMA's targeted structured pruning (Xia et al., 2310.06694), with heads by KV group.
 
-L layers, D hidden, K kv heads, G query heads per kv head, H = K G, F ffn. The masks of one dimension are [rows, n]:
-each row ends with an exact number of non-zero entries.
+L layers, D hidden, K kv heads, G query heads per kv head, H = K G, F ffn. The masks of one dimension are [rows, n].
+After training, the deterministic masks have an exact number of non-zero entries in each row.
 """
 
 import math
@@ -18,7 +18,7 @@ from draftlab.pruning.cut import Keep
 
 Dimension = Literal["hidden", "layers", "kv_heads", "heads", "ffn"]
 
-# hard concrete (Louizos et al., 1712.01312): a sigmoid stretched to [LOW, HIGH] at temperature BETA, clipped to [0, 1]
+# hard concrete (Louizos et al., 1712.01312): a sigmoid at temperature BETA, stretched to [LOW, HIGH], clipped to [0, 1]
 LOW, HIGH, BETA = -0.1, 1.1, 2 / 3
 EPSILON = 1e-6
 BOUND = math.log(100)  # log-odds stay within +- this
@@ -42,7 +42,10 @@ class Values:
 
 
 def mask_sizes(source: Shape, shape: Shape) -> dict[Dimension, MaskSize]:
-    """Return the mask sizes of the dimensions to cut. The mask of a kv head multiplies the masks of its query heads."""
+    """Return the sizes of the masks, for each dimension in which the shape is smaller than the source.
+
+    The mask of a kv head multiplies the masks of its query heads.
+    """
     group, target = source.heads // source.kv_heads, shape.heads // shape.kv_heads
     sizes: dict[Dimension, MaskSize] = {
         "hidden": MaskSize(1, source.hidden, shape.hidden),
@@ -55,10 +58,10 @@ def mask_sizes(source: Shape, shape: Shape) -> dict[Dimension, MaskSize]:
 
 
 class Masks(nn.Module):
-    """Log-odds of every mask, and the Lagrange multipliers that bring each dimension to its target size.
+    """Trainable masks: log-odds of every mask, and Lagrange multipliers that bring each dimension to its target size.
 
-    A masked model reads ``values``. ``draw`` sets ``values`` before every forward pass: to a sample in training, and to
-    the deterministic masks otherwise.
+    A masked model multiplies by `values`. `draw` sets `values` before every forward pass: to a sample in training, and
+    to the deterministic masks otherwise.
     """
 
     def __init__(self, source: Shape, shape: Shape, seed: int) -> None:
@@ -79,7 +82,7 @@ class Masks(nn.Module):
         self.values = self._values({})
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return parameter groups: descent on log-odds and ascent on multipliers, at the published rate of 1."""
+        """Return AdamW's parameter groups: descent on log-odds, ascent on multipliers, at the published rate of 1."""
         same = {"lr": 1.0, "weight_decay": 0.0}
         return [
             {"params": list(self.log_odds.parameters()), **same},
@@ -87,7 +90,7 @@ class Masks(nn.Module):
         ]
 
     def draw(self) -> None:
-        """Set values for one forward pass."""
+        """Set `values` for the next forward pass."""
         if not self.training:
             self.values = self.deterministic()
             return
@@ -97,7 +100,10 @@ class Masks(nn.Module):
         self.values = self._values({name: sample(self._odds(name)) for name in self.sizes})
 
     def deterministic(self) -> Values:
-        """Return masks with the zeros that the target shape needs: the smallest entries of each row."""
+        """Return masks without randomness, in which the smallest entries of each row are 0.
+
+        Each row has as many non-zero entries as the target shape needs.
+        """
         masks = {}
         for name, size in self.sizes.items():
             soft = torch.sigmoid(0.8 * self._odds(name).clamp(-BOUND, BOUND) / BETA)
@@ -117,7 +123,7 @@ class Masks(nn.Module):
         return total
 
     def gaps(self) -> dict[str, float]:
-        """Return the mean over rows of |expected - target sparsity|, by dimension."""
+        """Return the mean absolute difference between expected and target sparsity, by dimension."""
         return {name: float(gap.detach().abs().mean()) for name, gap in self._gaps(1.0).items()}
 
     def keep(self) -> Keep:
@@ -144,7 +150,10 @@ class Masks(nn.Module):
         return cast(Tensor, self.log_odds[name])
 
     def _gaps(self, share: float) -> dict[str, Tensor]:
-        """Return expected minus target sparsity of each row. share: Factor of the final target sparsity."""
+        """Return expected minus target sparsity of each row, by dimension.
+
+        share: Factor of the final target sparsity, which rises during the warm-up.
+        """
         return {
             name: 1
             - keep_probability(self._odds(name)).mean(-1)

@@ -1,7 +1,7 @@
-"""A transformers model that computes with masks, and weights into which the same masks are folded.
+"""Let a transformers model compute with pruning masks, and fold the same masks into its weights.
 
-B rows, T tokens, D hidden, F ffn, C head_dim. A model masked with zeros gives the logits of the smaller model without
-the masked entries. Folding extends this to soft masks.
+B rows, T tokens, D hidden, H heads, F ffn, C head_dim. If masks are 0 or 1, the masked model gives the logits of the
+smaller model without the masked entries. With folded weights this also holds for masks between 0 and 1.
 """
 
 import contextlib
@@ -21,9 +21,11 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 
 @contextlib.contextmanager
 def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
-    """Let a model compute with masks.values inside the `with` block.
+    """Let a transformers model compute with `masks.values` inside the `with` block.
 
-    Masks multiply the weights of a projection, since there are fewer weights than activations.
+    Masks multiply the weights of a projection, not its activations, because there are fewer weights.
+
+    eps: Epsilon of the model's norms.
     """
     handles, patched = [], []
     for path, module in model.named_modules():
@@ -51,7 +53,7 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
 
 
 class Folded(TensorView):
-    """A source's weights, multiplied by the mask values. Cutting the zeros then leaves the logits unchanged."""
+    """A source's weights, multiplied by the mask values. Cutting the zeros then does not change the logits."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, values: Values) -> None:
         super().__init__(weights, shape)
@@ -76,14 +78,16 @@ class Folded(TensorView):
 
 
 def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor], Tensor]:
-    """Return an RMSNorm over the dimensions that are not masked, as the cut model computes it."""
+    """Return the forward function of an RMSNorm over the dimensions that are not masked, as in the cut model."""
 
     def forward(x: Tensor) -> Tensor:
         z = masks.values.hidden
         on = (z != 0).float()
         h = x.float()
         scale = (h.square() @ on / on.sum() + eps).rsqrt()  # [B, T]
-        weight = norm.get_parameter("weight")  # looked up in each pass: FSDP replaces it
+        weight = norm.get_parameter(
+            "weight"
+        )  # looked up in each pass, because FSDP replaces the parameter
         return (h * scale.unsqueeze(-1)).to(x.dtype) * (weight * z).to(x.dtype)
 
     return forward
@@ -92,7 +96,10 @@ def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor]
 def _masked_linear(
     linear: nn.Linear, masks: Masks, part: str, layer: int
 ) -> Callable[[Tensor], Tensor]:
-    """Return an o_proj or down_proj whose inputs, heads [H C] or neurons [F], and outputs [D] are masked."""
+    """Return the forward function of an o_proj or down_proj with masked inputs and outputs.
+
+    The inputs are heads, [H C], or neurons, [F]; the outputs are hidden dimensions, [D].
+    """
 
     def forward(x: Tensor) -> Tensor:
         values = masks.values

@@ -1,4 +1,4 @@
-"""Mask training on disk: masks are trained to a target sparsity, with the weights frozen or trained as well."""
+"""Prune with masks that are trained to a target sparsity, while the weights are frozen or trained as well."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ from draftlab.training.reweighing import Reweighing
 from draftlab.training.run import claimed_state, fit
 from draftlab.training.trainer import TrainingSetup
 
-# in a folder, because runtimes load every safetensors file next to config.json
+# the file is in a folder of its own, because runtimes load every safetensors file next to config.json
 MASKS_FILE = "masks/masks.safetensors"
-LR = 1.0e-4  # rate of the weights; frozen weights do not use it, and masks have a separate rate
+LR = 1.0e-4  # learning rate of the trainer if the weights are frozen; masks have a separate rate
 HELDOUT_ROWS = 32
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
 SAVE_STEPS = 100  # most steps between checkpoints to resume from
@@ -39,7 +39,8 @@ SAVE_STEPS = 100  # most steps between checkpoints to resume from
 class MaskTraining:
     """Settings of mask training.
 
-    lr: Peak learning rate of the weights. None freezes the weights. reweighing: None keeps a mixture's weights.
+    lr: Peak learning rate of the weights. None freezes the weights. reweighing: Settings that let the weights of a
+    mixture of data follow the losses. None keeps them fixed.
     """
 
     steps: int
@@ -50,7 +51,7 @@ class MaskTraining:
     reweighing: Reweighing | None = None
 
     def loop(self, seed: int) -> Loop:
-        """Return the trainer's settings."""
+        """Return the settings of the training loop."""
         return Loop(
             steps=self.steps,
             batch_size=self.batch_size,
@@ -64,10 +65,10 @@ class MaskTraining:
 
 
 def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
-    """Train masks, and write the draft that they select. Several processes may train. A killed run resumes.
+    """Train masks, and write the draft that the masks select. Several processes may train. A killed run resumes.
 
     Raises:
-        UserError: The loss is not finite, or the errors of claimed_state.
+        UserError: The loss is not finite, or the run cannot use its state directory (see claimed_state).
     """
     if cut.is_copy():
         return cut.copy()
@@ -86,7 +87,7 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
 def _select(
     source: Source, shape: Shape, text: Text, training: MaskTraining, state: Path
 ) -> Selection:
-    """Train masks that cut the source to a shape. state: Directory of checkpoints. Raises as prune_by_masks."""
+    """Train masks that cut the source to a shape, and return what to keep. state: Directory of checkpoints."""
     masks = Masks(source.shape, shape, text.seed)
     student = _student(source, training)
     setup = _setup(source, text, training)
@@ -104,7 +105,7 @@ def _select(
         (work / MASKS_FILE).parent.mkdir()
         masks.save(work / MASKS_FILE)
 
-    # basis maps the source's residual stream to the draft's, with soft masks included
+    # the basis maps the source's residual stream to the draft's, so it includes masks between 0 and 1
     return Selection(
         keep=keep, basis=torch.diag(hidden)[:, keep.hidden], weights=weights, save=save
     )

@@ -1,4 +1,4 @@
-"""The kinds of students that distill trains, one module per kind without torch at import."""
+"""The kinds of students that `draftlab distill` trains, one module for each. The modules do not import torch."""
 
 from draftlab.config.kinds import STUDENTS, StudentSpec, parse_student, student
 

@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 
 @student("dflash")
 class DFlashStudent(StudentSpec):
-    """block_size: tokens of a block, of which the first is the text's last token and the others are drafted.
+    """Options of a DFlash head.
 
-    num_layers: layers of the head; by default a sixth of the target's, from 1 to 5. layer_ids: layers of the target
-    whose states the head reads, as 2+12+21; by default 2, n / 2 and n - 3 of n layers. mask_token_id: by default an id
-    that no text has. anchors: share of the predicted positions, drawn anew in each step, at which a block begins.
-    gamma: a drafted token k has the weight exp(-(k - 1) / gamma) in the loss; by default half the block size.
+    block_size: Number of tokens of a block. The first is the last token of the text, and the others are drafted.
+    num_layers: Number of layers of the head; by default a sixth of the target's number, from 1 to 5. layer_ids: Layers
+    of the target whose states the head reads, as 2+12+21; by default 2, n / 2 and n - 3 of n layers. mask_token_id: Id
+    of the mask token; by default an id that no text has. anchors: Share of the predicted positions at which a block
+    begins. The positions are drawn anew in each step. gamma: Drafted token k has the weight exp(-(k - 1) / gamma) in
+    the loss; by default half the block size.
     """
 
     unused = EagleStudent.unused | {"vocab"}
-    lr_share = 1.0  # 0.004; on tiny 0.008 was better yet after 60 steps
+    lr_share = 1.0  # gives 0.004; on the embedded target tiny, 0.008 was even better after 60 steps
     block_size: int = Field(8, ge=2, le=32)
     num_layers: int | None = Field(None, ge=1)
     layer_ids: Layers = None
@@ -35,17 +37,17 @@ class DFlashStudent(StudentSpec):
 
     @property
     def made(self) -> set[str]:
-        """Return the options that are set and decide the shape of the head."""
+        """Return the names of the options that are set and that decide the shape of the head."""
         return self.model_fields_set - {"text", "anchors", "gamma"}
 
     def check(self, job: "Distillation") -> None:
         if "draft" in job.text.shares:
             raise UserError(
-                "--text: the text of a DFlash head is the target's own; want data and target"
+                "--text: a DFlash head trains on data and on text of the target, not of the draft; use data and target"
             )
         if job.draft is not None and self.made:
             raise UserError(
-                f"--draft {job.draft} has a shape of its own; leave out {', '.join(sorted(self.made))}"
+                f"--draft {job.draft} already decides the shape of the head; leave out {', '.join(sorted(self.made))}"
             )
         from draftlab.training.dflash import head_of
 

@@ -1,4 +1,4 @@
-"""An ordinary draft: a language model with the target's vocabulary, which drafts one token per pass."""
+"""An ordinary draft: a language model with the target's vocabulary that drafts one token per pass."""
 
 from collections.abc import Mapping
 from pathlib import Path

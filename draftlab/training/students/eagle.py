@@ -12,7 +12,9 @@ from draftlab.errors import UserError
 if TYPE_CHECKING:
     from draftlab.training.run import Distillation, OpenStudent
 
-LARGEST_DEFAULT = 32_000  # most draft ids by default, as in heads of SafeAILab and speculators
+LARGEST_DEFAULT = (
+    32_000  # largest default number of draft ids, as in heads of SafeAILab and speculators
+)
 
 Layers = Annotated[
     list[int] | None,
@@ -22,13 +24,16 @@ Layers = Annotated[
 
 @student("eagle")
 class EagleStudent(StudentSpec):
-    """ttt_steps: steps of training-time test, and so the number of tokens in a row that the head learns to draft.
+    """Options of an EAGLE-3 head, with the names of the library speculators.
 
-    layer_ids: layers of the target whose states the head reads, as 2+12+21; by default 2, n / 2 and n - 3 of n layers.
-    norm_before_residual: use hidden_norm's output, not its input, as the residual; SGLang does not support this.
-    EAGLE-3.1 has norm_before_fc (one RMSNorm of the target's states) or fc_norm (one RMSNorm for each layer),
-    norm_output (feed back the normed state) and sliding_window (number of latest tokens that the head reads). Names are
-    those of speculators.
+    ttt_steps: Number of steps of training-time test, which is the number of tokens in a row that the head learns to
+    draft. layer_ids: Layers of the target whose states the head reads, as 2+12+21; by default 2, n / 2 and n - 3 of n
+    layers. norm_before_residual: Whether hidden_norm's output, not its input, is the residual. SGLang does not support
+    this.
+
+    EAGLE-3.1 has the further options norm_before_fc (one RMSNorm for all states of the target) or fc_norm (one RMSNorm
+    for the states of each layer), norm_output (the normed state is fed back) and sliding_window (number of latest
+    tokens that the head reads).
     """
 
     unused = frozenset(
@@ -63,8 +68,8 @@ class EagleStudent(StudentSpec):
             )
         if job.draft is not None and (job.vocab or self.model_fields_set - {"text", "ttt_steps"}):
             raise UserError(
-                f"--draft {job.draft} already has ids, layers and norms; leave --vocab and the options of "
-                "--student out"
+                f"--draft {job.draft} already decides the head's ids, layers and norms; leave out --vocab and the "
+                "options of --student"
             )
         from draftlab.training.eagle import head_of
 

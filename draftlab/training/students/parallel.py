@@ -1,4 +1,4 @@
-"""A parallel draft (PARD, An et al. 2025, 2504.18583): a pass drafts K tokens, all but the first from mask tokens."""
+"""A parallel draft (PARD, An et al. 2025, 2504.18583) drafts K tokens in one pass, all but the first at mask tokens."""
 
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 @student("parallel")
 class ParallelStudent(DraftSpec):
-    """tokens: number of tokens that one pass drafts. token: id of the mask token; by default an id that no text has.
+    """Options of a parallel draft.
 
-    share: share of an offset's positions that also predict the next offset. floor: least share of all positions that
-    predict an offset. share and floor are from PARD.
+    tokens: Number of tokens that one pass drafts. token: Id of the mask token; by default an id that no text has.
+    share: Of the positions that predict an offset, the share that also predicts the next offset. floor: Least share of
+    all positions that predict an offset. share and floor are PARD's.
     """
 
     tokens: int = Field(8, ge=2, le=32)
@@ -31,7 +32,9 @@ class ParallelStudent(DraftSpec):
         self.offsets(job)
 
     def offsets(self, job: "Distillation") -> "Offsets":
-        """Return the offsets. The mask token is that of the options, else of the draft, else an unused id.
+        """Return the offsets that the draft learns to predict.
+
+        The mask token is the token of the options, else the mask token that the draft already has, else an unused id.
 
         Raises:
             UserError: The engine does not run the draft, or the vocabulary has no id for the mask token.
@@ -39,7 +42,7 @@ class ParallelStudent(DraftSpec):
         from draftlab.model import checkpoint, llama, parallel
         from draftlab.training.objectives import Offsets
 
-        assert job.draft is not None  # starts_from_draft
+        assert job.draft is not None  # because of starts_from_draft
         llama.check_supported(job.draft)
         vocab = checkpoint.vocab_size(job.draft)
         if job.target_vocab is not None:
@@ -49,7 +52,7 @@ class ParallelStudent(DraftSpec):
             token = parallel.unused_id(job.draft, vocab)
         if token >= vocab:
             raise UserError(
-                f"--student: token {token} is not in the vocabulary, which has the ids 0 to {vocab - 1}"
+                f"--student: the mask token {token} is not in the vocabulary, which has the ids 0 to {vocab - 1}"
             )
         return Offsets(
             count=self.tokens, token=token, share=self.share, floor=self.floor, seed=job.loop.seed

@@ -1,4 +1,4 @@
-"""Texts of the target and times of passes, from which some drafters choose their shape."""
+"""Texts of the target and durations of passes, from which some drafters choose their shape."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +14,20 @@ from draftlab.model.llama import Llama
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_store
 
-STORED_TEXTS = 32  # number of texts that are read from a store
+STORED_TEXTS = 32  # number of texts that are read from a store of target outputs
 CALIBRATION = (
     6,
     64,
     96,
-)  # number of texts of the training split, tokens of each prompt, and tokens that the target adds
-PASSES = 15
+)  # number of prompts from the training split, tokens of each prompt, and tokens that the target adds
+PASSES = 15  # number of timed passes at each width
 
 
 def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
-    """Return prompts with the target's completions: stored outputs, or new answers to prompts from the run's data."""
+    """Return prompts with the target's completions.
+
+    outputs: Directory of stored target outputs. If empty, the target completes prompts from the run's data.
+    """
     if outputs:
         return [(output.prompt.astype(np.int64), output.ids) for output in spread_outputs(outputs)]
     count, length, max_tokens = CALIBRATION
@@ -38,9 +41,9 @@ def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
 
 
 def spread_outputs(outputs: str) -> list[TargetOutput]:
-    """Return STORED_TEXTS evenly spaced texts of a store.
+    """Return STORED_TEXTS evenly spaced texts from a store of target outputs.
 
-    The texts come from the held-out part of the store if it has one, because drafts are not trained on that part.
+    If the store has a held-out part, the texts come from this part, because drafts are not trained on it.
     """
     store, heldout = Path(outputs), Path(outputs) / HELDOUT
     written = [
@@ -54,7 +57,7 @@ def spread_outputs(outputs: str) -> list[TargetOutput]:
 def pass_ms(
     context: DrafterContext, models: dict[str, Llama], widths: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Return the milliseconds of a pass at each width, by model."""
+    """Return the milliseconds of a pass of each model over each number of tokens (width)."""
     curves = measure_latency(
         models, widths=list(widths), context=96, passes=PASSES, clock=context.clock
     )

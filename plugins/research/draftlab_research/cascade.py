@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @drafter("cascade")
 class CascadeSpec(DraftModelSpec, NgramSpec):
-    """Options of a cascade, in addition to those of ngram.
+    """Options of a cascade, in addition to those of a draft model and of ngram.
 
-    inner: Cheaper drafter. inner_tokens: Tokens that it drafts at a time.
+    inner: The cheaper drafter. inner_tokens: Number of tokens that the cheaper drafter drafts at a time.
     """
 
     inner: Literal["ngram", "prompt-lookup"] = "ngram"

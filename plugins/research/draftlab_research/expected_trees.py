@@ -6,11 +6,13 @@ from draftlab.acceptance.expected import Counts, Texts, count
 
 
 def tree(texts: Texts, ranks: np.ndarray, widths: list[int]) -> Counts:
-    """Count steps that draft a full tree: each node at depth j has the widths[j] most probable tokens as children.
+    """Return the expected counts if every step drafts a full tree.
 
-    ranks: Rank of each token in the draft's distribution, 0 for the most probable, [R, n], or [R, n, D] with a column
-    per depth in the tree. texts.chances is ignored. The counts also hold for a target that samples, because the rule
-    accepts the target's token whenever the tree has that token.
+    In this tree, each node at depth j has the widths[j] most probable tokens as children. The counts also hold for a
+    target that samples, because the verify rule accepts the target's token whenever the tree has this token.
+
+    texts: Only lengths and limits are used, not chances. ranks: Rank of each token in the draft's distribution, 0 for
+    the most probable token, [R, n]. [R, n, D] has a column for each depth in the tree.
     """
     nodes = np.concatenate([[0], np.cumsum(np.cumprod(widths))])
     depth = np.minimum(len(widths), texts.room())

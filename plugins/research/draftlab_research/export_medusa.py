@@ -1,4 +1,4 @@
-"""python -m draftlab_research.export_medusa: write Medusa heads as vLLM loads them, with a script that serves them."""
+"""python -m draftlab_research.export_medusa: write Medusa heads in vLLM's layout, with a script that serves them."""
 
 import json
 import shlex
@@ -27,7 +27,7 @@ def prepare(config: ExportMedusaConfig, weights: bool) -> Job[ExportMedusaConfig
 
 @command(ExportMedusaConfig, prepare=prepare)
 def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
-    """Write Medusa heads as vLLM loads them, with a script that serves them; vLLM drafts greedily with them."""
+    """Write Medusa heads in vLLM's layout, with a script that serves them. vLLM drafts greedily with Medusa heads."""
     import torch
     from safetensors.torch import save_file
 
@@ -39,7 +39,7 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
     k = len(heads) if config.k is None else config.k
     if k > len(heads):
         raise UserError(
-            f"--k {k}: {config.heads} has {len(heads)} heads, so it drafts at most {len(heads)} tokens"
+            f"--k {k}: {config.heads} has {len(heads)} heads, which draft at most {len(heads)} tokens"
         )
     shared_head = weights[
         "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"

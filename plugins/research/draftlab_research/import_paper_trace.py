@@ -1,4 +1,4 @@
-"""python -m draftlab_research.import_paper_trace: store a trace of the paper's scripts, to replay drafts on."""
+"""python -m draftlab_research.import_paper_trace: store the texts of a paper's trace, to replay drafts on them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 
 
 class ImportPaperTraceConfig(OutputConfig):
-    file: Path = option(help="Trace file: tensor([[...]]) of token ids per prompt.", argument=True)
+    file: Path = option(
+        help="Trace file, with a tensor([[...]]) of token ids for each prompt.", argument=True
+    )
     prompt_file: Path = option(help="JSON-lines file with the prompts of the trace.")
     target: str = shared.target()
     tokenizer: Path | None = option(
-        None, "Directory of the target's tokenizer, if not that of --target."
+        None, "Directory of the target's tokenizer. Default: the tokenizer of --target."
     )
     num_prompts: int | None = option(
-        None, "Number of prompts to import, from the first on. Default: all.", ge=1
+        None, "Number of prompts to import, from the first prompt on. Default: all.", ge=1
     )
-    name: str = option("llama-65b", "Name of the target.")
+    name: str = option("llama-65b", "Name of the target that wrote the texts, for the record.")
 
     only = (
         Only(
@@ -40,7 +42,7 @@ def prepare(config: ImportPaperTraceConfig, weights: bool) -> Job[ImportPaperTra
 
 @command(ImportPaperTraceConfig, prepare=prepare, resumes=True)
 def import_paper_trace(config: ImportPaperTraceConfig, output: Output) -> Outcome:
-    """Store the texts of a trace file of "Decoding Speculative Decoding", each for one prompt."""
+    """Store a trace file of the paper "Decoding Speculative Decoding", with one text for each prompt."""
     manifest = _write(config, output)
     facts: dict[str, object] = {
         "path": str(output.out),

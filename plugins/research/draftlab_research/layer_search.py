@@ -1,4 +1,4 @@
-"""Search for the layers that a target skips when it drafts for itself."""
+"""Search for the layers that a target can skip when it drafts for itself."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,10 @@ MAX_K = 8  # largest K that is considered for a set of layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSet:
-    """Layers to keep, with the predicted result at the best K. speedup: Over plain decoding."""
+    """A set of layers to keep, with the predicted result at the best K.
+
+    speedup: Predicted speed-up over decoding without a draft.
+    """
 
     layers: tuple[int, ...]
     k: int
@@ -27,13 +30,13 @@ class LayerSet:
 def search_layers(
     target: Llama, texts: Sequence[Text], sampling: SamplingParams, cost: Callable[[int], float]
 ) -> Iterator[LayerSet]:
-    """Repeatedly drop the layer that costs the least predicted speed-up, and yield each set of remaining layers.
+    """Repeatedly drop the layer without which the predicted speed-up is highest, and yield each set of kept layers.
 
-    The search follows Draft & Verify (2309.08168) and SWIFT, but uses expected acceptance in place of timed runs, on
-    texts that the target generated under the same sampling. Sets of one size cost the same, so the set with the most
-    tokens per pass wins.
+    The search follows Draft & Verify (2309.08168) and SWIFT, but uses expected acceptance in place of timed runs.
 
-    cost: Function of a number of layers. Returns the time of a pass relative to a pass of the target.
+    texts: Texts that the target generated with the same sampling parameters. cost: Function from a number of layers to
+    the time of a pass over these, relative to a pass of the target. Sets of the same size have the same cost, so the
+    set with the most tokens per target pass wins.
     """
     greedy = sampling.temperature == 0
     own = [] if greedy else score_tokens(target, texts, target.shape.vocab, sampling)

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 @drafter("layer-skip")
 class LayerSkipSpec(OutputsSpec):
-    """Options of layer skipping. layers: Layers to keep. Empty: the set that is predicted to be fastest.
+    """Options of layer skipping.
 
-    The prediction replays the outputs, or texts that the target writes first.
+    layers: Layers of the target to keep. If empty, a search finds the layers with the highest predicted speed. outputs:
+    Directory of stored target outputs for this search. If empty, the target first writes texts.
     """
 
     own_engine = True
@@ -30,7 +31,7 @@ class LayerSkipSpec(OutputsSpec):
     @model_validator(mode="after")
     def _ascending(self) -> Self:
         if self.layers != sorted(set(self.layers)):
-            raise ValueError("layers must ascend, each once")
+            raise ValueError("layers must ascend, without repeats")
         if self.layers and self.outputs:
             raise ValueError("give layers or outputs, not both")
         return self

@@ -21,14 +21,18 @@ TRAINED_BY = "draftlab distill --student medusa"
 
 @drafter("medusa", served_by=("vllm",))
 class MedusaSpec(WidthsSpec):
-    """Options of Medusa heads. heads: Output of draftlab distill --student medusa. widths: Of a tree; [] is a chain."""
+    """Options of Medusa heads.
+
+    heads: Output of draftlab distill --student medusa. widths: Number of children of each node of a tree, by depth. If
+    empty, the heads draft a chain.
+    """
 
     heads: str
 
     @model_validator(mode="after")
     def _siblings_are_of_a_tree(self) -> Self:
         if not self.widths and "siblings" in self.model_fields_set:
-            raise ValueError("siblings: only with widths")
+            raise ValueError("siblings: works only with widths")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Medusa heads (Cai et al. 2024, 2401.10774) as a student of distill."""
+"""Medusa heads (Cai et al. 2024, 2401.10774) as a student of `draftlab distill`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @student("medusa")
 class MedusaStudent(StudentSpec):
-    """Options of the student. heads: Number of heads, one for each drafted token."""
+    """Options of Medusa heads as a student. heads: Number of heads, one for each drafted token."""
 
     unused = frozenset(
         {
@@ -42,16 +42,16 @@ class MedusaStudent(StudentSpec):
                 "--text: Medusa heads train on data only; for the target's text, store it with draftlab outputs "
                 "build and give --outputs"
             )
-        assert job.target is not None  # a head reads its states
-        llama.check_supported(job.target)  # the engine drafts with the states that the heads read
+        assert job.target is not None  # a head reads the target's states
+        llama.check_supported(job.target)  # in decoding, heads read states of draftlab's own engine
 
     def facts(self, job: "Distillation") -> Mapping[str, object]:
         from draftlab.model import llama
 
-        assert job.target is not None  # a head reads its states
+        assert job.target is not None  # a head reads the target's states
         shape = llama.check_supported(job.target)
         return {
-            "heads": f"{self.heads} of {shape.hidden**2:,} parameters each",
+            "heads": f"{self.heads}, with {shape.hidden**2:,} parameters each",
             "steps": job.loop.steps,
         }
 

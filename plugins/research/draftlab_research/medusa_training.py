@@ -1,9 +1,9 @@
-"""Training of Medusa heads as a student of distill: the frozen target teaches the heads its later predictions.
+"""Train Medusa heads as a student of `draftlab distill`: the frozen target teaches the heads its later predictions.
 
 B rows of text, N heads, T positions, D hidden. A batch has B N rows: each text once for every head. At each position,
-row k of a text holds the state of head k from k positions earlier. Head k thus predicts the same token as the target at
-this position, and learns from the target's distribution. The heads share no trained weight, so the paper's weights of
-the heads' losses (0.8^k) would not change AdamW's steps, and are left out.
+row k of a text has the state of head k from k positions earlier. Head k thus predicts the same token as the target at
+this position, and learns from the target's distribution. The heads have no trained weight in common, so the paper's
+weights of the heads' losses (0.8^k) would not change AdamW's steps, and are left out.
 """
 
 from collections.abc import Mapping
@@ -31,33 +31,36 @@ from draftlab.training.teachers import logits_of
 from draftlab.training.trainer import TrainingSetup
 from draftlab_research.drafting.medusa import apply_heads, write
 
-# forward KL from the target's distribution of the token that a head predicts
+# forward KL between the target's and the head's distribution of the token that a head predicts
 LOSS = parse_loss("fkl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenHeads:
-    """Heads in training, on a frozen target."""
+    """Medusa heads in training, on a frozen target."""
 
     module: PreTrainedModel
     setup: TrainingSetup
     target: Path
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the heads of the best evaluation. Return held-out acceptance and agreement of each head."""
+        """Write the heads of the best evaluation to the directory `work`.
+
+        Return held-out acceptance and agreement of each head, as notes for the record.
+        """
         best, stored = best_weights(state, "student"), checkpoint.stored_dtype(self.target)
         write(work, {name: weight.to(stored) for name, weight in best.items()}, self.target)
         return {"heads": evaluate_heads(cast(Heads, self.module), best, self.setup)}
 
 
 def open_heads(count: int, job: Distillation) -> OpenHeads:
-    """Return heads on the frozen target of a distillation, with its text.
+    """Load the frozen target of a distillation, and return `count` new heads with the text to train on.
 
     Raises:
         UserError: The text cannot be used.
     """
     target = job.target
-    assert target is not None  # a head reads its states
+    assert target is not None  # a head reads the target's states
     dtype, device = (
         checkpoint.DTYPES[training_dtype(job.loop.dtype)],
         select_device(job.hardware.device),
@@ -70,7 +73,7 @@ def open_heads(count: int, job: Distillation) -> OpenHeads:
 
 
 class FrozenTarget:
-    """The frozen target. It caches the last states, because heads and teacher read the states of the same texts."""
+    """The frozen target. The last states are cached, because heads and teacher read the states of the same texts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -92,7 +95,10 @@ class FrozenTarget:
 
 
 class Heads(nn.Module):
-    """The student, whose only parameters are the heads. A head starts at zero, where it predicts as the target does."""
+    """The student: a frozen target with Medusa heads, which are the only parameters.
+
+    The weights of a head start at zero. Because of its residual connection it then predicts the same as the target.
+    """
 
     def __init__(self, target: FrozenTarget, count: int) -> None:
         super().__init__()
@@ -108,7 +114,12 @@ class Heads(nn.Module):
         return CausalLMOutput(logits=self.get_output_embeddings()(self.states(input_ids)))
 
     def states(self, ids: Tensor) -> Tensor:
-        """Return the inputs of the target's LM head, [B N, T, D]. The first k positions of head k are undefined."""
+        """Return the inputs of the target's LM head for each text and head, [B N, T, D].
+
+        The states of head k are shifted by k positions, so its first k positions are undefined.
+
+        ids: Token ids, [B N, T], with each text once for every head.
+        """
         count = len(self.heads)
         states = self.target(ids[::count])
         # [B, T, N, D]
@@ -127,7 +138,10 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class SelfTeacher:
-    """The target's distributions for rows in which each text is repeated once per head."""
+    """The target as teacher of Medusa heads, for batches that have each text once for every head.
+
+    count: Number of heads.
+    """
 
     target: FrozenTarget
     count: int
@@ -156,9 +170,9 @@ class RepeatedBatches:
 
 
 def repeat_rows(batch: Batch, count: int) -> Batch:
-    """Return each row once for every head.
+    """Return a batch that has each row once for every one of `count` heads.
 
-    The first k positions of head k are masked, because it predicts nothing there.
+    The first k positions of the row for head k are masked, because the head predicts nothing there.
     """
     mask = batch.mask.repeat(count, 0)
     for k in range(1, count + 1):
@@ -167,7 +181,10 @@ def repeat_rows(batch: Batch, count: int) -> Batch:
 
 
 def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingSetup:
-    """Return the setup: one process and undivided batches, because the rows of a text must stay in one batch."""
+    """Return the training setup of Medusa heads, whose batches have each text once for every head.
+
+    Training needs a single process and undivided batches, because the rows of a text must stay together.
+    """
     count = len(student.heads)
     repeated = replace(heldout, batches=[repeat_rows(batch, count) for batch in heldout.batches])
     return TrainingSetup(
@@ -182,7 +199,10 @@ def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingS
 def evaluate_heads(
     student: Heads, weights: Mapping[str, Tensor], setup: TrainingSetup
 ) -> list[dict[str, float]]:
-    """Return held-out acceptance and agreement of each head with these weights, teacher-forced."""
+    """Return held-out acceptance and agreement (same argmax as the target) of each head, teacher-forced.
+
+    weights: Weights of the heads, by parameter name.
+    """
     student.load_state_dict(weights)
     count = len(student.heads)
     teacher = SelfTeacher(student.target, count)

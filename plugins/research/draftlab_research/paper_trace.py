@@ -1,4 +1,4 @@
-"""Trace files of the scripts of "Decoding Speculative Decoding": tensor([[...]]) of token ids per prompt, greedy."""
+"""Read trace files that the scripts of "Decoding Speculative Decoding" print: token ids of a greedy text per prompt."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,10 @@ TENSOR = re.compile(r"tensor\(\s*\[\[(.*?)\]\]", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class PaperTrace:
-    """The greedy texts of a trace file, one per prompt. with_prompts: Whether every text begins with its prompt."""
+    """The greedy texts of a trace file, one for each prompt.
+
+    texts: Token ids of each text. with_prompts: Whether every text begins with its prompt.
+    """
 
     prompts: list[Prompt]
     texts: list[np.ndarray]
@@ -33,17 +36,17 @@ class PaperTrace:
         vocab: int,
         eos_ids: tuple[int, ...],
     ) -> "PaperTrace":
-        """Read the first `count` texts.
+        """Read the first `count` texts of a trace file. None reads all texts.
 
         Raises:
-            UserError: The file is no trace or is incomplete, the numbers of texts and prompts differ, or an id is not
-                below vocab.
+            UserError: The file is not a trace or is incomplete, the numbers of texts and prompts differ, or an id is
+                not below vocab.
         """
         texts = paper_texts(file)[:count]
         if len(texts) != len(prompts):
             raise UserError(
-                f"{file} has {len(texts)} texts for {len(prompts)} prompts; give the prompts of this trace, or "
-                "import the first of both by --num-prompts"
+                f"{file} has {len(texts)} texts, but there are {len(prompts)} prompts; give the prompts of this trace, "
+                "or set --num-prompts to import only the first texts and prompts"
             )
         for number, text in enumerate(texts, 1):
             if text.max() >= vocab:
@@ -60,7 +63,7 @@ class PaperTrace:
         return max(map(len, self.texts))
 
     def output(self, number: int) -> TargetOutput:
-        """Return a prompt with its text up to the first end-of-text token. number: Number of the prompt."""
+        """Return a prompt with its text up to the first end-of-text token. number: Index of the prompt, from 0 on."""
         prompt = self.prompts[number]
         ids = self.texts[number][len(prompt.ids) if self.with_prompts else 0 :]
         text = Completion.truncated(ids, np.zeros(len(ids)), self.eos_ids)
@@ -74,7 +77,11 @@ class PaperTrace:
 
 
 def paper_texts(file: Path) -> list[np.ndarray]:
-    """Return the token ids of each text. Raises UserError as PaperTrace.read does."""
+    """Return the token ids of each text of a trace file.
+
+    Raises:
+        UserError: The file cannot be read, is not a trace, or is incomplete.
+    """
     try:
         content = file.read_text()
     except (OSError, UnicodeDecodeError) as error:

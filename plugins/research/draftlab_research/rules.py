@@ -1,6 +1,6 @@
-"""Verify rules for token trees, which try the children of a node in turn, from the root on.
+"""Verify rules for token trees. From the root on, they try the children of a node one after another.
 
-N drafted tokens, V vocab. Nodes and p are defined in draftlab.engine.verify.
+N drafted tokens, V vocab. draftlab.engine.verify defines nodes and p.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ HALVINGS = 20  # number of times that the interval around rho is halved
 
 @RULES.register("recursive")
 def recursive(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Verify siblings in turn, each against the residual of p that the siblings before it leave.
+    """Verify siblings one after another, each against the residual of p that the rejected siblings leave.
 
-    The residual of each trial uses the distribution that the child was drawn from. The rule covers children drawn
-    independently (SpecInfer, 2305.09781, algorithm 2) or without replacement (Sequoia, 2402.12374), and, with q
-    one-hot, the m most probable tokens (EAGLE). For one child it is Leviathan's rule.
+    The residual after a rejection uses the distribution that the child was drawn from. The rule covers children that
+    were drawn independently (SpecInfer, 2305.09781, algorithm 2) or without replacement (Sequoia, 2402.12374), and,
+    with one-hot q, the most probable tokens as children (EAGLE). For a single child it is Leviathan's rule.
     """
 
     def select(residual: Tensor, children: list[int]) -> tuple[int | None, Tensor]:
@@ -36,7 +36,10 @@ def recursive(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 @RULES.register("k-sequential")
 def k_sequential(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Select among children drawn independently from one q (SpecTr, 2310.15141, algorithm 3)."""
+    """Verify siblings that were drawn independently from the same q, by SpecTr's k-sequential selection.
+
+    This is algorithm 3 of 2310.15141.
+    """
 
     def select(row: Tensor, children: list[int]) -> tuple[int | None, Tensor]:
         q = tokens.drawn_from(children[0], p)
@@ -54,9 +57,12 @@ def k_sequential(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 
 def smallest_rho(p: Tensor, q: Tensor, n: int) -> float:
-    """Return the smallest rho in [1, n] that is lossless, which accepts the most tokens (SpecTr, theorem 2).
+    """Return the smallest rho in [1, n] with which k-sequential selection is lossless (SpecTr, theorem 2).
 
-    The solution of 1 - (1 - beta)^n = rho beta, with beta(rho) = sum min(q, p / rho), is approached from above.
+    The smallest rho accepts the most tokens. It solves 1 - (1 - beta)^n = rho beta, where beta = sum min(q, p / rho),
+    and is approached from above.
+
+    n: Number of siblings.
     """
     low, high = 1.0, float(n)
     while n > 1 and high - low > 2.0**-HALVINGS:

@@ -1,4 +1,4 @@
-"""The tree with the highest predicted speed, from texts of the target and times of passes."""
+"""Search for the tree with the highest predicted speed, from texts of the target and durations of passes."""
 
 import numpy as np
 
@@ -24,9 +24,11 @@ MAX_DEPTH = 8
 def parents_of(
     spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None = None
 ) -> tuple[int, ...]:
-    """Return the parents of the tree with the spec's widths, or of the tree with the highest predicted speed.
+    """Return the parent of each node of the tree to draft.
 
-    offsets: Largest number of tokens that a parallel draft drafts. None for an ordinary draft.
+    The tree has the widths of `spec` or, without widths, the highest predicted speed.
+
+    offsets: Largest number of tokens that a parallel draft drafts in a row. None for an ordinary draft.
     """
     target = context.own_engine(spec, context.target)
     if spec.widths:
@@ -37,7 +39,10 @@ def parents_of(
     ms = pass_ms(context, {"draft": model, "target": target}, widths)
 
     def step_ms(levels: int, tokens: int, accepted: float) -> float:
-        """Return the milliseconds of a step. A parallel draft reads accepted tokens and levels - 1 mask tokens."""
+        """Return the milliseconds of drafting and verifying a tree of `tokens` tokens on `levels` levels.
+
+        A parallel draft reads the `accepted` tokens of the last step and levels - 1 mask tokens.
+        """
         drafts, read = (levels, 1) if offsets is None else (1, accepted + levels - 1)
         return drafts * np.interp(read, widths, ms["draft"]) + np.interp(
             tokens + 1, widths, ms["target"]
@@ -47,7 +52,7 @@ def parents_of(
     gain, shares = speed * ms["target"][0], ", ".join(f"{share((rank,)):.2f}" for rank in range(3))
     note(
         f"{spec.text}: {len(parents)} tokens with parents {', '.join(map(str, parents))} (0: the text); predicted "
-        f"speed-up {gain:.2f}; share of right first tokens by their rank in the draft: {shares}"
+        f"speed-up {gain:.2f}; share of target tokens that the draft ranks 1, 2 and 3: {shares}"
     )
     return parents
 
@@ -55,7 +60,7 @@ def parents_of(
 def _path_shares(
     spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None
 ) -> PathShare:
-    """Return the path shares: how often the tokens of each path are the target's next tokens."""
+    """Return a function from a path to the share of positions at which the target's next tokens are that path."""
     texts = calibration_texts(context, spec.outputs)
     if offsets is not None:
         scored = score_offsets(

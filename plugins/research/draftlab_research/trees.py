@@ -1,4 +1,4 @@
-"""Token trees, drafted by a draft model, by a parallel draft or by an EAGLE-3 head: static, searched or dynamic."""
+"""Token trees of a draft model, a parallel draft or an EAGLE-3 head. Their shape is fixed, searched or dynamic."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,7 +21,11 @@ Siblings = Literal["top", "sampled", "distinct"]
 
 
 class WidthsSpec(DrafterSpec):
-    """Options of a fixed tree. widths: Number of children of each node, by depth. siblings: How children are drawn."""
+    """Options of a fixed tree.
+
+    widths: Number of children of each node, by depth. siblings: How the children of a node are drawn when sampling:
+    independently (sampled), without replacement (distinct), or the most probable tokens (top).
+    """
 
     own_engine = True
     rejection_rule = "recursive"
@@ -39,7 +43,7 @@ class WidthsSpec(DrafterSpec):
 
     @property
     def drawn(self) -> Siblings:
-        """Return how siblings are drawn above temperature 0."""
+        """Return how the children of a node are drawn at temperatures above 0."""
         return self.siblings
 
     def check(self, run: RunFacts) -> None:
@@ -50,15 +54,15 @@ class WidthsSpec(DrafterSpec):
             )
         if run.rule == "k-sequential" and self.drawn != "sampled":
             raise UserError(
-                f"--rule k-sequential needs independently sampled siblings, but those of --drafter {self.text} "
-                f"are {self.drawn}; add siblings=sampled, or use --rule recursive"
+                f"--rule k-sequential needs independently sampled siblings, but --drafter {self.text} takes "
+                f"{self.drawn} siblings; add siblings=sampled, or use --rule recursive"
             )
 
 
 class SearchedTreeSpec(WidthsSpec, OutputsSpec):
     """Options of a fixed tree or, without widths, of a searched tree.
 
-    nodes: Most tokens of a searched tree.
+    nodes: Largest number of tokens of a searched tree.
     """
 
     nodes: int | None = Field(None, ge=1, le=MAX_TREE_TOKENS)
@@ -77,8 +81,8 @@ class SearchedTreeSpec(WidthsSpec, OutputsSpec):
 class DynamicTreeSpec(WidthsSpec):
     """Options of a fixed tree or of EAGLE-2's dynamic tree, which has the `nodes` tokens of highest probability.
 
-    topk: Number of tokens that the model reads on each level, and of children of each token. None for a fixed tree.
-    depth: Number of levels.
+    topk: Number of tokens that the model reads on each level, and number of children of each. None for a fixed tree.
+    depth: Number of levels of a dynamic tree.
     """
 
     topk: int | None = Field(None, ge=1, le=64)

@@ -1,4 +1,4 @@
-"""The fixtures of draftlab's own tests."""
+"""Make the fixtures of draftlab's own tests available to the plug-in's tests."""
 
 from tests.conftest import family_dirs, tokenizer_dir
 from tests.drafters.conftest import context, corpus, eagle_head, parallel_draft, stored

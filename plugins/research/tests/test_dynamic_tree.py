@@ -1,4 +1,4 @@
-"""EAGLE-2's tree: the most probable paths of the draft, another tree for each text, and the target's distribution."""
+"""EAGLE-2's dynamic tree has the draft's most probable paths for each text, and keeps the target's distribution."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,10 @@ TOPK, DEPTH, NODES = 3, 3, 7
 def plain_tree(
     log_q: Callable[[list[int]], Tensor], topk: int, depth: int, nodes: int
 ) -> set[tuple[int, ...]]:
-    """The paths that are drafted, by the paper's words. log_q: of the tokens that follow a path, [V]."""
+    """Return the paths that EAGLE-2 drafts, computed as the paper describes.
+
+    log_q: Function from a path to the draft's log-probabilities of the next token, [V].
+    """
     values: dict[tuple[int, ...], float] = {}
     level: list[tuple[int, ...]] = [()]
     for _ in range(depth):
@@ -56,7 +59,7 @@ def paths(draft, row: int) -> set[tuple[int, ...]]:
 
 @pytest.fixture(scope="module", params=["eager", "native"])
 def models(request: pytest.FixtureRequest, tmp_path_factory) -> dict[str, Any]:
-    """A target, a head for it, and a draft that agrees with it at times."""
+    """Return a target, an EAGLE-3 head for this target, and a draft that sometimes agrees with the target."""
     root = tmp_path_factory.mktemp("dynamic")
     target, head = target_and_head(root / "target")
     torch.manual_seed(5)
@@ -92,7 +95,7 @@ def proposed(drafter, target, texts: list[list[int]], count: int):
 
 def test_a_draft_models_tree_is_the_papers_of_every_row(models):
     draft = proposed(drafter_of(models, "draft"), models["target"], PROMPTS, NODES)
-    # else rows could share a tree
+    # otherwise all rows could have the same tree
     assert len({tuple(draft.parents_of(row)) for row in range(3)}) > 1
     for row, text in enumerate(PROMPTS):
 
@@ -107,7 +110,7 @@ def test_a_draft_models_tree_is_the_papers_of_every_row(models):
 
 
 def test_a_smaller_tree_is_the_beginning_of_a_larger_one(models):
-    """Else the samples of a row with little room would depend on the room of the other rows."""
+    """Otherwise the samples of a row with little room would depend on the room of the other rows."""
     large = proposed(drafter_of(models, "draft"), models["target"], PROMPTS, NODES)
     for count in range(1, NODES):
         small = proposed(drafter_of(models, "draft"), models["target"], PROMPTS, count)
@@ -117,7 +120,7 @@ def test_a_smaller_tree_is_the_beginning_of_a_larger_one(models):
 
 
 def test_a_heads_tree_is_the_papers_of_every_row(models):
-    """By chains of the head, which other tests hold to a plain one."""
+    """The reference runs chains of the head, which other tests compare with a plain implementation."""
     texts = [prompt[:7] for prompt in (PROMPTS[0], PROMPTS[1])]
     draft = proposed(drafter_of(models, "head"), models["target"], texts, NODES)
     target, head = models["target"], models["head"]
@@ -184,7 +187,7 @@ def test_a_pass_over_another_tree_in_each_row_is_that_of_the_rows_alone(models):
 
 @dataclass
 class Markov(Decoder):
-    """A decoder by a matrix of probabilities."""
+    """A decoder whose next token depends on the last token only, by a matrix of probabilities."""
 
     matrix: Tensor  # [V, V]
     context = 100
@@ -221,7 +224,7 @@ def test_every_outcome_enumerated_is_the_targets_distribution(topk, nodes):
         assert error(p, drafting, rule) < 1e-12
 
     def biased(p_rows: Tensor, tokens: Tokens, chance: Any) -> Any:
-        """A control: acceptance by the draft's own probability, as if it had been drawn."""
+        """Verify wrongly, as a control: after a rejection, return p itself in place of the residual."""
         path, rest = recursive(p_rows, tokens, chance)
         return path, p_rows[0] if not path else rest
 

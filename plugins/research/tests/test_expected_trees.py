@@ -1,4 +1,4 @@
-"""Expected acceptance of a token tree is what walking the tree gives."""
+"""The expected acceptance of a token tree equals the acceptance that is counted by walking the tree."""
 
 import numpy as np
 from hypothesis import given, settings

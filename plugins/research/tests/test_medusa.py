@@ -1,4 +1,4 @@
-"""Medusa heads: what they read and learn from is where it should be, and text is the target's whatever they say."""
+"""Medusa heads read and learn from the right states, and the text is the target's whatever the heads draft."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def random_heads(seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_heads_of_zero_repeat_the_token_that_the_target_chose_last(target, k, rows):
-    """They are its own head on the state before it: any other place of the cache would say something else."""
+    """Heads of zero are the target's LM head on the last state. States at other positions would give other tokens."""
     drafter = recording(MedusaDrafter, target, torch.zeros(HEADS, HIDDEN, HIDDEN))
     sampling = SamplingParams(max_tokens=24)
     found = output_tokens(speculative_decode(target, drafter, PROMPTS[:rows], k, sampling))
@@ -186,13 +186,13 @@ def test_broken_heads_are_refused(trained, family_dirs, tmp_path, file, content,
 @pytest.mark.parametrize("parents", [None, (0, 0, 0, 1, 1, 2, 4)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_heads_draft_the_same_in_every_mode(target, parents, temperature):
-    """Chains and trees read the state that the mode's pass stored after the last layer."""
+    """Chains and trees read the state that a pass in each mode stored after the last layer."""
     sampling, found = SamplingParams(max_tokens=32, temperature=temperature), []
     for model in (target, NativeLlama(target), CudaGraphLlama(target)):
         drafter = recording(MedusaDrafter, model, random_heads(), parents)
         steps = speculative_decode(model, drafter, PROMPTS, len(parents or "123"), sampling)
         texts = output_tokens(steps)
-        # later drafts are as long as the room in the texts, or as a graph
+        # only the first two drafts are compared, because a mode with graphs may draft more than the texts have room for
         found.append((texts, [draft.ids.tolist() for _, draft in drafter.seen[:2]]))
     assert found[0] == found[1] == found[2]
     if temperature == 0:
@@ -221,7 +221,7 @@ def heads(family_dirs: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def test_medusa_heads_are_vllms(heads, family_dirs, target, tmp_path):
-    """What vLLM's model computes of the file, after its models/medusa.py, is what draftlab drafts."""
+    """Compare draftlab's drafts with a reimplementation of vLLM's models/medusa.py on the exported file."""
     out = tmp_path / "out"
     export_medusa(heads=heads, target=str(family_dirs["llama"]), out=out)
     config, tensors = (
@@ -263,7 +263,7 @@ def test_the_program_shows_its_options():
 
 
 def test_medusas_target_takes_ids_of_its_own_device():
-    """Its first ids are compared with none, which are on the CPU."""
+    """The first ids are compared with the empty cached ids, which are on the CPU."""
     target = FrozenTarget(build("llama"))
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(1, 4, dtype=torch.long, device="cuda")
@@ -285,7 +285,7 @@ def test_heads_are_those_of_a_run_on_the_cpu(family_dirs, text, tmp_path, monkey
     load = checkpoint.load_model
 
     def loaded(directory: Path, dtype: torch.dtype, device: torch.device, *others: Any) -> Any:
-        with without_second_device():  # transformers means something else by meta
+        with without_second_device():  # transformers gives the device meta another meaning
             model = load(directory, dtype, torch.device("cpu"), *others)
         return model.to(cast(Any, device))
 

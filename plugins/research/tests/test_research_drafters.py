@@ -1,4 +1,4 @@
-"""The drafters of the plug-in obey the laws of draftlab's own; a tree keeps what it should."""
+"""The plug-in's drafters pass the tests of draftlab's own drafters, and trees have the expected acceptance."""
 
 from collections.abc import Sequence
 
@@ -144,7 +144,10 @@ def test_q_is_what_was_sampled(models, ngrams, name):
 
 
 def test_what_a_staged_drafter_samples_is_the_draft_model():
-    """Of a bigram draft model and a one-sided inner drafter: frequencies of token pairs against the exact ones."""
+    """Compare frequencies of token pairs with the exact distribution of a bigram draft model.
+
+    The inner drafter always proposes the same token.
+    """
     q = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3], [0.3, 0.3, 0.4]])
     staged = CascadeDrafter(Bigrams(q.log()), None, Always(1), 2)
     staged.reset(1, 8)
@@ -196,7 +199,10 @@ def test_an_unsure_model_that_is_never_unsure_is_the_model(models):
 
 
 def pair_statistic(target: Tensor, drafter: Drafter, rule=None, n: int = 500) -> float:
-    """Chi-square of the second and third token that are emitted, both drafted in one step, against the exact pair."""
+    """Return the chi-square statistic of the second and third emitted token against their exact joint distribution.
+
+    Both tokens are drafted in the same step.
+    """
     p = torch.softmax(target, -1)
     counts = torch.zeros(3, 3)
     for seed in range(n):
@@ -221,7 +227,7 @@ def test_what_trees_emit_has_the_targets_distribution(siblings):
 
 def test_chi_square_rejects_a_tree_whose_q_is_not_what_it_sampled(monkeypatch):
     def claims(logits, elder, siblings, sampling, uniform):
-        """Return the most probable token, said to be sampled."""
+        """Return the most probable token, with a q as if the token had been sampled."""
         ids, _ = draw_child(logits, elder, siblings, sampling, uniform)
         return ids, distribution(logits, sampling)
 
@@ -230,7 +236,7 @@ def test_chi_square_rejects_a_tree_whose_q_is_not_what_it_sampled(monkeypatch):
     assert (
         pair_statistic(TARGET, TreeDrafter(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top"), match)
         < CRITICAL
-    )  # looks at no q
+    )  # the match rule does not use q
 
 
 def test_a_tree_of_one_branch_is_the_model(models):
@@ -264,7 +270,7 @@ def test_the_best_tree_is_found_by_hand():
 
 
 def test_no_tree_of_five_tokens_keeps_more():
-    """Against every tree of at most three levels and three siblings."""
+    """Compare the best tree with every tree of at most three levels and three siblings."""
     ranked = [0.5, 0.3, 0.1]
 
     def kept(parents: tuple[int, ...]) -> float:
@@ -295,12 +301,15 @@ def test_the_fastest_tree_is_a_chain_where_width_costs_and_wide_where_levels_cos
 
 
 def test_the_best_tree_over_offsets_keeps_most_of_the_texts_that_it_was_found_in():
-    """Against every tree of five tokens: a step begins at each token, and keeps as far as ranks are in the tree."""
+    """Compare the best tree with every tree of five tokens.
+
+    A step begins at each token, and accepts tokens as long as the path of their ranks is in the tree.
+    """
     rng = np.random.default_rng(0)
     texts = [rng.choice(3, (n, 3), p=(0.5, 0.3, 0.2)) for n in (90, 2, 140)]
     for ranks in (
         texts
-    ):  # offsets of a step depend on each other: after a wrong one the next is hardly right
+    ):  # offsets of a step depend on each other: after a wrong token the next token is rarely right
         wrong = np.flatnonzero(ranks[:-1, 0] > 0)
         ranks[wrong + 1, 1] = rng.choice(9, len(wrong), p=[0.2, *[0.1] * 8])
 
@@ -358,12 +367,14 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path):
     ]
     found = list(search_layers(target, texts, SamplingParams(), lambda layers: layers / 3))
     assert found[0].layers == (0, 2)
-    assert found[0].tokens_per_pass == pytest.approx(found[0].k + 1)  # all stands
+    assert found[0].tokens_per_pass == pytest.approx(
+        found[0].k + 1
+    )  # all drafted tokens are accepted
     assert [len(x.layers) for x in found] == [2, 1]
 
 
 class RightForFirst(Drafter):
-    """Drafts the tokens that follow the first text, and wrong tokens after all others."""
+    """A drafter of the right tokens after the first text, and of wrong tokens after all other texts."""
 
     def __init__(self, follows: list[int]) -> None:
         self.follows = follows
@@ -383,7 +394,7 @@ class RightForFirst(Drafter):
 
 @pytest.mark.parametrize("inner_tokens", [1, 2])
 def test_a_staged_row_that_is_done_is_not_fed_beyond_the_capacity(models, inner_tokens):
-    """The first text is finished and as long as texts may be; the second still drafts."""
+    """The first text is finished and as long as the capacity, while the second text still drafts."""
     texts, k = [list(range(3, 43)), [0, 90, 91]], 3
     sampling = SamplingParams(max_tokens=8)
     whole = output_tokens(decode(models["noisy"], texts, sampling))

@@ -1,4 +1,4 @@
-"""The kinds of drafters that the plug-in adds: their options, their checks, and that they decode as the target does."""
+"""The plug-in's kinds of drafters: their options and checks, and greedy texts that are the same as the target's."""
 
 import itertools
 import re
@@ -46,7 +46,7 @@ def quick(monkeypatch):
 
 @pytest.fixture(scope="module")
 def heads(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A --drafter with two heads."""
+    """Return a value of --drafter with two Medusa heads."""
     folder, generator = tmp_path_factory.mktemp("heads"), torch.Generator().manual_seed(0)
     weights = {name: torch.randn(64, 64, generator=generator) * 0.05 for name in "ab"}
     medusa.write(folder, weights, family_dirs["llama"])
@@ -99,14 +99,16 @@ def test_a_tree_drafts_all_its_tokens_whatever_k_is(context):
 def test_the_best_tree_over_offsets_is_that_of_the_targets_own_texts(
     context, stored, parallel_draft, monkeypatch, capsys
 ):
-    """The draft has the target's weights, so its first offset is always right, and a second child is worth nothing."""
+    """The draft has the target's weights, so the first offset is always right, and a second child is never accepted."""
     clock = itertools.count()
-    # every pass takes as long: only tokens count
+    # every pass takes the same time, so only the number of accepted tokens matters
     monkeypatch.setattr(context, "clock", lambda: float(next(clock)))
     way = built(context, f"parallel-tree:draft={parallel_draft},nodes=9,outputs={stored}")
     assert isinstance(way.drafter, ParallelTreeDrafter)
     assert way.drafter.parents.count(0) == 1
-    assert max(node_depths(way.drafter.parents)) <= 4  # offsets that it was trained for
+    assert (
+        max(node_depths(way.drafter.parents)) <= 4
+    )  # number of offsets that the draft was trained for
     assert way.ks == [len(way.drafter.parents)]
     assert "in the draft: 1.00, 0.00, 0.00" in capsys.readouterr().err
 
@@ -172,7 +174,7 @@ def test_a_tree_of_heads_has_a_level_for_each_head_at_most(context, heads):
     assert (way.ks, way.drafter.parents) == ([6], (0, 0, 1, 1, 2, 2))
     with pytest.raises(UserError, match="at most 2 levels"):
         built(context, f"{heads},widths=2x2x1")
-    with pytest.raises(UserError, match="siblings: only with widths"):
+    with pytest.raises(UserError, match="siblings: works only with widths"):
         parse_drafter(f"{heads},siblings=top")
 
 
@@ -240,7 +242,7 @@ def test_the_rules_are_offered():
 
 
 def test_layers_are_replayed_and_what_cannot_be_replayed_is_refused(family_dirs, stored, tmp_path):
-    """All layers are the target, whose greedy texts it then expects for certain."""
+    """With all layers, the draft is the target, so replay expects that all tokens of greedy texts are accepted."""
     asked: dict[str, Any] = {
         "directory": stored,
         "target": str(family_dirs["llama"]),

@@ -1,4 +1,4 @@
-"""The rules for token trees emit the target's distribution, by the enumeration that proves draftlab's own rules."""
+"""The verify rules for token trees emit the target's distribution, as an enumeration of all outcomes shows."""
 
 import itertools
 
@@ -59,7 +59,7 @@ def test_what_is_emitted_is_the_targets(name):
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(st.lists(probabilities(3), min_size=6, max_size=6))
 def test_what_is_emitted_is_the_targets_whatever_has_no_chance(name, rows):
-    """Zeros and one-hot distributions anywhere."""
+    """The distributions of target and draft may have zeros or be one-hot."""
     rule, drafting, parents = LOSSLESS[name]
     assert error(table(rows[:3]), drafting(table(rows[3:]), parents), rule) < 1e-12
 
@@ -82,7 +82,7 @@ def test_six_tokens_three_drafts(rule, drafting):
 
 
 def test_one_child_is_leviathans_rule():
-    """The same uniforms, the same verdict as the vectorised form that the engine runs."""
+    """With the same uniform draws, the verdict is that of the vectorised rule that the engine runs."""
     rng = torch.Generator().manual_seed(1)
     for _ in range(50):
         p = torch.rand(4, 5, generator=rng).softmax(-1)
@@ -95,7 +95,7 @@ def test_one_child_is_leviathans_rule():
 
 
 def without_replacement_one_q(q: Table, parents):
-    """Children drawn without replacement, judged as if each had been drawn from q."""
+    """Draw children without replacement, but claim that each was drawn from q, as a wrong control."""
 
     def drafting(chance) -> Tokens:
         tokens = distinct(q, parents)(chance)
@@ -105,7 +105,7 @@ def without_replacement_one_q(q: Table, parents):
 
 
 def siblings_against_p(p: Tensor, tokens: Tokens, chance) -> Verdict:
-    """Every sibling tried against p itself."""
+    """Verify every sibling against p itself in place of the residual, as a wrong control."""
     for child in tokens.children(0):
         assert tokens.q is not None
         if chance.coin(p[0, tokens.ids[child]] / tokens.q[child, tokens.ids[child]]):
@@ -138,7 +138,10 @@ def test_the_same_test_rejects_a_rho_that_is_too_small():
 
 
 def test_more_drafts_keep_more():
-    """Without replacement beats with; both beat one draft. K-sequential is within 1 - 1/e of the best (theorem 2)."""
+    """Siblings without replacement are accepted more often than independent siblings, and both more than one child.
+
+    K-sequential selection is within 1 - 1/e of the best rule (SpecTr, theorem 2).
+    """
     one, three = sampled(table(DRAFTS), (0,)), sampled(table(DRAFTS), WIDE)
     least = length_of(recursive, one)
     assert least < length_of(k_sequential, three)
@@ -159,7 +162,7 @@ def test_rho_solves_spectrs_equation():
 
 
 def test_rounding_never_makes_an_impossible_token():
-    """p and q agree to the last bits in fp32; the residual must not be 0 / 0."""
+    """If p and q differ only in the last bits of fp32, the residual must not be 0 / 0."""
     p = torch.rand(4, 1000).softmax(-1)
     q = (p[:3] * (1 + 1e-7)).float()
     for rule, u in itertools.product((recursive, k_sequential), (0.0, 0.5, 1 - 2**-24)):

@@ -1,1 +1,1 @@
-"""The drafters, with torch. The modules one folder above declare the options."""
+"""The drafters themselves, which need torch. The modules one folder above declare their options."""

@@ -1,6 +1,6 @@
 """A draft model that verifies the tokens of a cheaper drafter.
 
-B rows, K drafted, V vocab.
+B rows, K drafted tokens, V vocab.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from draftlab.sampling import SamplingParams
 class CascadeDrafter(ModelDrafter):
     """A drafter in which a cheaper drafter drafts for a draft model (Spector and Re 2023, 2308.04623).
 
-    The drafted tokens are samples of the draft model, so its distributions are the q of the target's rule.
+    The drafted tokens are samples of the draft model, so the target verifies them with the draft model's q.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CascadeDrafter(ModelDrafter):
         draws = self._draws(uniform)  # [B, K, 2 inner_tokens + 1]
         while min(done := list(map(len, tokens)), default=count) < count:
             u = draws[torch.arange(len(done)), [min(n, count - 1) for n in done]]
-            # finished rows are fed without drafted tokens, so that they stay within the cache's capacity
+            # a row with enough tokens is read without its drafted tokens, so that it stays within the cache
             so_far = [
                 text + (more if len(more) < count else [])
                 for text, more in zip(texts, tokens, strict=True)
@@ -70,7 +70,10 @@ class CascadeDrafter(ModelDrafter):
         )
 
     def _draws(self, uniform: Tensor) -> Tensor:
-        """Return 2 inner_tokens + 1 draws for each inner step, expanded from one draw per row and position."""
+        """Return 2 inner_tokens + 1 uniform draws for each row and drafted position, [B, K, 2 inner_tokens + 1].
+
+        The first draw of a row in `uniform` seeds the row's draws.
+        """
         width = 2 * self.inner_tokens + 1
         draws = [
             torch.rand(

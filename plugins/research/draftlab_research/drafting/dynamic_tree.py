@@ -1,9 +1,9 @@
-"""EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858), of the tokens that the draft considers most probable.
+"""EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858), which has the paths that the draft considers most probable.
 
 B rows, N drafted tokens, M candidates, V vocab. The value of a token is the product of the draft's probabilities on its
-path. On each level, the topk tokens of highest value are read, and each has topk children. The N candidates of highest
-value are drafted. A parent's value is at least its child's, so these candidates form a tree. The tree and its tokens
-depend only on the text, so q is one-hot, and verification is lossless.
+path. On each level, the draft reads the topk tokens of highest value, and each of these has topk children. The N
+candidates of highest value are drafted. A parent's value is at least that of its child, so these candidates form a
+tree. The tree and its tokens depend only on the text, so q is one-hot, and verification is lossless.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,14 @@ from draftlab_research.rules import recursive
 
 
 class DynamicTreeDrafter(Drafter):
-    """Drafts a dynamic tree, level by level, with the logits of another drafter of trees."""
+    """A drafter of dynamic trees. Another drafter of trees computes its logits, level by level."""
 
     def __init__(self, reader: TreeDrafter, topk: int, depth: int) -> None:
-        """reader: Drafter that computes the logits. Its own tree is not drafted."""
+        """Create the drafter.
+
+        reader: Drafter that computes the logits; the tree of `reader` itself is not used. topk: Number of tokens that
+        are read on each level, and number of children of each. depth: Number of levels.
+        """
         self.reader, self.topk, self.depth = reader, topk, depth
         reader.spare = topk * (depth - 1)  # more tokens may be read than are drafted
 
@@ -48,7 +52,7 @@ class DynamicTreeDrafter(Drafter):
         # tokens, values and parents of candidates, [B, .] each
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
         ids: list[Tensor] = []  # candidates that the model reads
-        parents = number[:, :0]  # parent of each read candidate, as an index of read candidates
+        parents = number[:, :0]  # parent of each read candidate, as an index among read candidates
         for level in range(self.depth):
             if level:
                 logits = self.reader.read(texts, ids, _rows(parents))[:, -number.shape[1] :]
@@ -65,20 +69,21 @@ class DynamicTreeDrafter(Drafter):
                 rows, -1
             )
             number, ids = first + chosen, [*ids, *tokens.gather(1, chosen).unbind(1)]
-        # the positions after the text are the tree's
+        # cached positions after the text belong to the tree
         self.reader.cache.used = [len(text) for text in texts]
         tokens, values, number = (torch.cat(part, 1) for part in zip(*levels, strict=True))
         return _most_valuable(tokens, values, number, count)
 
 
 def _most_valuable(tokens: Tensor, values: Tensor, parents: Tensor, count: int) -> Draft:
-    """Return a draft of the `count` candidates of highest value, out of tokens [B, M], the highest first.
+    """Return a draft of the `count` candidates of highest value in each row, the highest first.
 
-    A row with room for fewer tokens verifies the first of them, which are the tree of that size.
+    A row with room for fewer tokens verifies only the first tokens, which form the best tree of that size.
 
-    parents: Number of each candidate's parent, counted from 1. 0 is the last token of the text.
+    tokens, values: Token ids and values of the candidates, [B, M] each. parents: Index of each candidate's parent among
+    the candidates, counted from 1; 0 is the last token of the text.
     """
-    # stable, so that parents stay before children of equal value
+    # the sort is stable, so that parents stay before children of equal value
     order = values.sort(dim=1, descending=True, stable=True).indices
     chosen = order[:, :count]
     place = parents.new_zeros(len(parents), parents.shape[1] + 1)

@@ -15,10 +15,14 @@ from draftlab_research.drafting.tree import Siblings, TreeDrafter
 
 
 class EagleTreeDrafter(TreeDrafter):
-    """A head that drafts a tree of fixed shape with one pass per level. siblings: See TreeDrafter."""
+    """An EAGLE-3 head that drafts a tree of fixed shape, with one pass per level."""
 
     def __init__(self, drafter: EagleDrafter, parents: Sequence[int], siblings: Siblings) -> None:
-        """drafter: Drafter of chains that feeds the target's states to the head."""
+        """Create the drafter.
+
+        drafter: Drafter of chains that feeds the target's states to the head. siblings: How the children of a node are
+        drawn (see TreeDrafter).
+        """
         super().__init__(drafter.head, drafter.vocab, parents, siblings)
         self.drafter, self.head = drafter, drafter.head
 
@@ -37,17 +41,19 @@ class EagleTreeDrafter(TreeDrafter):
     def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
         logits, self.state = self.drafter.last_logits(texts)
         self.first = logits.unsqueeze(1)  # [B, 1, V]
-        self.states = self.state  # after the text and after each drafted token, [B, nodes, D]
+        self.states = (
+            self.state
+        )  # the head's states after the text and each drafted token, [B, nodes, D]
         return self.first
 
     def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
         """Return the logits after the text and after each drafted token, [B, nodes, V]."""
         self.cache.used = [len(text) - 1 for text in texts]
         rooted = Tree.from_parents(parents, self.head.device)
-        # the root of the tree is in the cache
+        # the root of the tree already is in the cache
         tree = Tree(rooted.depth[..., 1:] - 1, rooted.mask[..., 1:, 1:].contiguous())
         rows = torch.arange(len(texts), device=self.head.device).unsqueeze(1)
-        # states of each token's parent
+        # the head's state at each token's parent
         beside = self.states[rows, torch.tensor(parents, device=self.head.device)]
         logits, states = self.head.step(
             torch.stack(ids, 1), beside, self.cache, last=len(ids), tree=tree

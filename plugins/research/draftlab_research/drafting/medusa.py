@@ -1,4 +1,4 @@
-"""Medusa heads (Cai et al. 2024, 2401.10774): the target drafts from its last hidden state.
+"""Medusa heads (Cai et al. 2024, 2401.10774), which draft from the target's last hidden state.
 
 B rows, K drafted tokens, N heads, D hidden, V vocab. The target predicts the next token from h. Head k predicts the
 token k positions later: softmax(W_lm (SiLU(W_k h) + h)). W_lm is the target's LM head, so a head adds only W_k.
@@ -28,7 +28,7 @@ WEIGHTS = "heads.safetensors"
 
 
 class Manifest(FileModel):
-    """Number and size of the heads, and the fingerprint of the target."""
+    """The content of medusa.json: number and size of the heads, and the fingerprint of the target."""
 
     heads: int = Field(ge=1, le=1000)
     hidden: int = Field(ge=1, le=1 << 24)
@@ -36,10 +36,10 @@ class Manifest(FileModel):
 
 
 class MedusaDrafter(Drafter):
-    """Drafts the tokens of all heads in one matrix product: a chain, or a tree with the same distribution in a level.
+    """A drafter that computes the tokens of all Medusa heads in one matrix product, as a chain or as a tree.
 
-    No drafted token depends on the drafted tokens before it. The heads' distributions therefore hold after any earlier
-    tokens, and the rules for chains and trees apply.
+    All tokens on a level of a tree have the same distribution. No drafted token depends on the drafted tokens before
+    it, so the verify rules for chains and trees apply with the heads' distributions.
     """
 
     def __init__(
@@ -49,13 +49,17 @@ class MedusaDrafter(Drafter):
         parents: tuple[int, ...] | None = None,
         siblings: Siblings = "sampled",
     ) -> None:
-        """heads: W of each head, [N, D, D]. parents, siblings: See TreeDrafter; None drafts a chain."""
+        """Create the drafter.
+
+        heads: Weight of each head, [N, D, D]. parents: Parent of each node of a tree (see TreeDrafter). None drafts a
+        chain. siblings: How the children of a node are drawn (see TreeDrafter).
+        """
         self.target, self.heads = target, heads.to(target.embed)
         self.parents = parents
         self.siblings: Siblings = siblings
 
     def reset(self, rows: int, capacity: int) -> None:
-        """Do nothing: the states are the target's."""
+        """Do nothing, because the drafter keeps no state of its own."""
 
     def attach(self, cache: Cache) -> None:
         self.states = self.target.new_layer_states(cache, (self.target.shape.layers,))
@@ -64,12 +68,12 @@ class MedusaDrafter(Drafter):
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
-        # the last token was not fed yet: the target predicted it from the token before
+        # the target has not read the last token yet, so its last state is that of the token before
         at = [len(text) - 2 for text in texts]
         read = self.states.states[torch.arange(len(at)), at].to(self.heads)
         state = rms_norm(
             read, self.target.norm, self.target.eps
-        )  # what the target's head reads, [B, D]
+        )  # the input of the target's LM head, [B, D]
         parents = None if self.parents is None else self.parents[:count]
         used = count if parents is None else max(node_depths(parents))
         hidden = apply_heads(state, self.heads[:used])  # [B, levels, D]
@@ -84,13 +88,16 @@ class MedusaDrafter(Drafter):
 
 
 def apply_heads(hidden: Tensor, heads: Tensor) -> Tensor:
-    """Return the inputs of the target's LM head, [..., N, D]. hidden: States, [..., D]. heads: [N, D, D]."""
+    """Return the inputs of the target's LM head for each Medusa head, [..., N, D].
+
+    hidden: The target's last hidden states, [..., D]. heads: Weight of each head, [N, D, D].
+    """
     product = F.linear(hidden, heads.flatten(0, 1)).unflatten(-1, heads.shape[:2])
     return F.silu(product) + hidden.unsqueeze(-2)
 
 
 def write(folder: Path, heads: Mapping[str, Tensor], target: Path) -> None:
-    """Write the heads in order. heads: W of each head, [D, D]."""
+    """Write the weights of heads, and their manifest, to a folder. heads: Weights in order, [D, D] each."""
     save_file(
         {f"{number:02d}": w.contiguous() for number, w in enumerate(heads.values(), 1)},
         folder / WEIGHTS,
@@ -101,7 +108,7 @@ def write(folder: Path, heads: Mapping[str, Tensor], target: Path) -> None:
 
 
 def read(folder: Path, target: Path) -> Tensor:
-    """Return the W of all heads, [N, D, D].
+    """Read the weights of all heads in a folder, [N, D, D].
 
     Raises:
         UserError: There are no heads, a file is damaged, or the heads belong to another target.

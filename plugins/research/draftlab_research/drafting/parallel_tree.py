@@ -20,7 +20,7 @@ class ParallelTreeDrafter(TreeDrafter):
     def __init__(
         self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings
     ) -> None:
-        """Raises UserError: the model is not a parallel draft."""
+        """Create the drafter. Raises UserError: the model is not a parallel draft."""
         super().__init__(model, vocab, parents, siblings)
         self.token = mask_token(model)
 

@@ -1,4 +1,4 @@
-"""Draft models that stop drafting early.
+"""Draft models that end a draft early.
 
 B rows, V vocab.
 """
@@ -13,24 +13,30 @@ from draftlab.engine.generate import Draft, ModelDrafter, Sampler
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
 
-# the draft's probabilities at temperature 1, [B, V] -> [B] bool
+# a function from the draft's probabilities at temperature 1, [B, V], to whether each row stops, [B]
 StopRule = Callable[[Tensor], Tensor]
 
 
 def confidence_below(threshold: float) -> StopRule:
-    """Stop if the largest probability is below the threshold, like transformers' assistant_confidence_threshold."""
+    """Return a rule that stops if the largest probability is below the threshold.
+
+    transformers does the same with assistant_confidence_threshold.
+    """
     return lambda p: p.amax(-1) < threshold
 
 
 def entropy_above(nats: float) -> StopRule:
-    """Stop if the draft's entropy is above a number of nats. Entropy bounds the acceptance rate (SVIP, 2411.18462)."""
+    """Return a rule that stops if the draft's entropy is above a number of nats.
+
+    Entropy bounds the acceptance rate (SVIP, 2411.18462).
+    """
     return lambda p: torch.special.entr(p).sum(-1) > nats
 
 
 class ConfidenceStopDrafter(ModelDrafter):
-    """A draft model that ends its draft after the first token with low confidence.
+    """A draft model that ends its draft after the first token at which a rule stops.
 
-    This token stays in the draft, because dropping it for its probability would bias the output.
+    This token stays in the draft, because dropping tokens by their probability would bias the output.
     """
 
     def __init__(self, model: Decoder, vocab: int | None, stops: StopRule) -> None:

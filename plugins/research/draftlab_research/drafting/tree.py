@@ -1,6 +1,6 @@
 """Token trees that a model drafts level by level, and the search for the fastest tree.
 
-B rows, N drafted tokens, V vocab. parents are those of generate.Draft: the node that each token follows, where node 0
+B rows, N drafted tokens, V vocab. As in generate.Draft, `parents` has the node that each drafted token follows. Node 0
 is the last token of the text.
 """
 
@@ -21,15 +21,16 @@ from draftlab.sampling import SamplingParams
 from draftlab_research.rules import recursive
 
 Siblings = Literal["top", "sampled", "distinct"]
-# maps a path, as ranks in the draft's distributions, to the share of texts in which the path's tokens are the target's
+# maps a path, as ranks in the draft's distributions, to the share of positions with these as the target's next tokens
 PathShare = Callable[[tuple[int, ...]], float]
 
 
 class TreeDrafter(ModelDrafter):
-    """A draft model that drafts a tree of fixed shape with one pass per level.
+    """A draft model that drafts a tree of fixed shape, with one pass per level.
 
-    siblings: Children are the most probable tokens (top), or drawn independently (sampled) or without replacement
-    (distinct). Greedy decoding always takes the most probable tokens. spare: Cache slots beyond the text and the tree.
+    parents: Node that each drafted token follows, level by level; node 0 is the last token of the text. siblings: How
+    the children of a node are drawn: independently (sampled), without replacement (distinct), or the most probable
+    tokens (top), which greedy decoding always takes. spare: Number of cache slots beyond the text and the tree.
     """
 
     spare = 0
@@ -37,7 +38,7 @@ class TreeDrafter(ModelDrafter):
     def __init__(
         self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings
     ) -> None:
-        """Raises ValueError: parents are not sorted by level."""
+        """Create the drafter. Raises ValueError: parents are not sorted by level."""
         self.parents = tuple(parents)
         self.siblings: Siblings = siblings
         self.levels = node_depths(parents)
@@ -92,7 +93,10 @@ def draw_child(
     sampling: SamplingParams,
     uniform: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the next child after its elder siblings, [B], and the distribution of the draw, [B, V]."""
+    """Return the next child of a node, [B], and the distribution that it was drawn from, [B, V], or None if not drawn.
+
+    logits: Logits after the node, [B, V]. elder: Children of the node so far, [B] each. uniform: Uniform draws, [B].
+    """
     if sampling.temperature == 0 or siblings == "top":
         return logits.topk(len(elder) + 1).indices[:, -1], None
     q = distribution(logits, sampling)
@@ -100,7 +104,7 @@ def draw_child(
         for sibling in elder:
             q = q.scatter(1, sibling.unsqueeze(1), 0)
         total = q.sum(1, keepdim=True)
-        # if no token is left to draw, any distribution is right
+        # if no token is left to draw, any distribution will do
         q = torch.where(total > 0, q / total, 1 / q.shape[1])
     return draw(q, uniform.to(q.device)), q
 
@@ -112,7 +116,7 @@ def draft_levels(
     sampling: SamplingParams,
     uniform: Tensor,
 ) -> Draft:
-    """Draft a tree in which all tokens of a level have the same distribution. logits: By level, [B, levels, V]."""
+    """Draft a tree in which all tokens of a level have the same distribution. logits: One per level, [B, levels, V]."""
     ids: list[Tensor] = []
     q: list[Tensor] = []
     for token, level in enumerate(node_depths(parents)):
@@ -132,7 +136,7 @@ def draft_levels(
 
 
 def full_tree(widths: Sequence[int]) -> tuple[int, ...]:
-    """Return the parents of a tree in which each node at depth j has widths[j] children, level by level."""
+    """Return the parents, level by level, of a tree in which each node at depth j has widths[j] children."""
     parents: list[int] = []
     level = [0]
     for width in widths:
@@ -143,7 +147,7 @@ def full_tree(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:
-    """Return the depth of each token. Tokens that follow the text have depth 1."""
+    """Return the depth of each token of a tree. Tokens that directly follow the text have depth 1."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent - 1] + 1 if parent else 1)
@@ -151,18 +155,21 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 def independent(ranked: Sequence[float]) -> PathShare:
-    """Return the path shares if the rank of a token did not depend on earlier tokens (Sequoia, 2402.12374).
+    """Return a function from a path to its share, as if ranks did not depend on earlier tokens (Sequoia, 2402.12374).
 
-    ranked: Share of tokens in which the target's token has each rank.
+    The share of a path is the share of positions at which the target's next tokens are that path.
+
+    ranked: For each rank, the share of positions at which the target's token has this rank in the draft's distribution.
     """
     return lambda path: math.prod(ranked[rank] for rank in path)
 
 
 def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
-    """Return the share of positions at which each path was the target's next tokens, for a parallel draft's scores.
+    """Return a function from a path to the share of positions at which the target's next tokens are that path.
 
-    texts: Rank of each of n tokens, with a column per position in the draft, [n, K] (acceptance/token_logprobs.py).
-    Whole paths are counted, because after a wrong first token later tokens are wrong more often.
+    Whole paths are counted, because a parallel draft with a wrong first token has wrong later tokens more often.
+
+    texts: Rank of each of a text's n tokens in the draft's distributions, with a column for each offset, [n, K].
     """
     paths = []
     for ranks in texts:
@@ -182,10 +189,11 @@ def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
 def best_tree(
     share: PathShare, siblings: int, nodes: int, depth: int
 ) -> tuple[tuple[int, ...], float]:
-    """Return the tree with the most tokens per pass within these limits, and its tokens per pass.
+    """Return the tree with the most expected tokens per pass, and that number of tokens.
 
-    The value of a node is the share of its path. The best tree consists of the nodes of highest value. Sequoia's
-    dynamic program finds the same tree.
+    The tree has at most `nodes` nodes, `siblings` children per node and `depth` levels. share(path) is the share of
+    positions at which the target's next tokens are that path. The best tree consists of the paths with the largest
+    shares; Sequoia's dynamic program finds the same tree.
     """
     queue: list[tuple[float, tuple[int, ...]]] = [(-share((0,)), (0,))]
     chosen: list[tuple[int, ...]] = []
@@ -198,7 +206,7 @@ def best_tree(
         following += [(*path, 0)] if len(path) < depth else []
         for each in following:
             heapq.heappush(queue, (-share(each), each))
-    # a stable sort, so that elder siblings, which were chosen earlier, stay in front
+    # the sort is stable, so that siblings stay in the order of their ranks
     chosen.sort(key=len)
     number = {path: place for place, path in enumerate([(), *chosen])}
     return tuple(number[path[:-1]] for path in chosen), tokens
@@ -211,9 +219,11 @@ def fastest_tree(
     nodes: int,
     depth: int,
 ) -> tuple[tuple[int, ...], float]:
-    """Return the tree with the most tokens per millisecond within these limits, and its tokens per millisecond.
+    """Return the tree with the most expected tokens per millisecond, and that speed.
 
-    step_ms: Milliseconds to draft and verify a tree, by depth, nodes and tokens per pass of the tree (Sequoia).
+    The tree has at most `nodes` nodes, `siblings` children per node and `depth` levels. share: As in best_tree.
+    step_ms: Function from a tree's depth, number of nodes and expected tokens per pass to the milliseconds of drafting
+    and verifying the tree (Sequoia).
     """
     trees = [
         best_tree(share, siblings, n, d)

@@ -1,4 +1,4 @@
-"""Text: documents of sources, token batches to train on, held-out windows and prompts."""
+"""Text: the documents of data sources, token batches to train on, held-out windows and prompts."""
 
 from draftlab.data.batches import Batch as Batch
 from draftlab.data.batches import DynamicBatches as DynamicBatches

@@ -1,1 +1,1 @@
-"""Typed settings of each command: one frozen class, from the command line or a file to the library. No torch."""
+"""The typed settings of commands: one frozen class for each, built from the command line or a file. No torch."""

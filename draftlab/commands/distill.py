@@ -74,7 +74,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         "mixture: target=0.7,draft=0.3.",
     )
     outputs: Path | None = option(
-        None, "Stored target outputs to distil from, instead of a target and text."
+        None, "Stored target outputs to distil from, in place of the target and the text."
     )
     prompt_file: Path | None = option(
         None,

@@ -121,7 +121,7 @@ def check_space(out: Path, needed: int, contents: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Write a temporary file next to `path`, to check that this is possible. Raises UserError: it is not."""
+    """Check that a file can be written next to `path`, by writing a temporary file. Raises UserError: it cannot be."""
     with _writing(path):
         TemporaryFile(dir=_existing_parent(path)).close()
 
@@ -130,7 +130,8 @@ def check_writable(path: Path) -> None:
 def locked(out: Path) -> Iterator[None]:
     """Lock `out` against other draftlab processes during the block.
 
-    Unfinished files of killed processes are removed first. New folders and states without work are removed at the end.
+    Unfinished files of killed processes are removed first. At the end, remove a state directory without work, and the
+    folders that were made for the lock if they are empty.
 
     Raises:
         UserError: Another process is making `out`, or the lock file cannot be written.

@@ -58,7 +58,7 @@ def typer_function(command: Command) -> Callable[..., None]:
     """Return a function that Typer turns into a command, with one parameter per setting."""
 
     def call(ctx: typer.Context, **values: Any) -> None:
-        # compared by name, because typer >= 0.27 has a copy of click with a different enum
+        # sources are compared by name, because typer >= 0.27 has a copy of click with another enum
         sources = {name: ctx.get_parameter_source(name) for name in values}
         typed = {
             name
@@ -114,7 +114,7 @@ def _check_processes(command: str) -> None:
     """Check that a launcher did not start several processes of a command that runs in one process only.
 
     Raises:
-        UserError: It did.
+        UserError: The launcher started several processes.
     """
     if processes() > 1 and command not in LAUNCHED:
         raise UserError(

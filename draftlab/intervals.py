@@ -16,7 +16,7 @@ BLOCK = 100  # samples that are in memory at a time
 SPLITS = 20
 
 Timing = tuple[int, float]  # tokens, seconds
-# [K, R] with drafts, [R] without drafts
+# timings with drafts, [K, R], and timings without drafts, [R]
 Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]
 
 
@@ -46,8 +46,8 @@ def bootstrap(
     The same seed draws the same samples, so two statistics of the same prompts can be paired.
 
     Args:
-        statistic: Function from how often each sample has each row, [BLOCK, R], to the statistic of each sample,
-            [BLOCK, ...].
+        statistic: Function that returns the statistic of each sample, [BLOCK, ...]. Its argument is how often each
+            sample has each row, [BLOCK, R].
         rows: Number of rows, R.
     """
     import numpy as np
@@ -104,7 +104,7 @@ def median_repeat(repeats: Sequence[Timing]) -> Timing:
 
 
 def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
-    """Return the longest time per token of all repeats over the shortest, or 1 if the shortest is 0."""
+    """Return the ratio of the longest to the shortest time per token of the repeats, or 1 if the shortest is 0."""
     times = list(map(_seconds_per_token, repeats))
     return max(times) / min(times) if min(times) > 0 else 1.0
 

@@ -49,7 +49,7 @@ class Prompts:
     source: str
     sha256: str
     tokens: int | None  # length to which prompts were cut
-    # whether the chat template is applied, with the start of the assistant's answer
+    # whether the prompts have the chat template, which ends with the start of the assistant's answer
     chat: bool = False
 
     @property
@@ -99,9 +99,9 @@ def load_prompts(
 ) -> Prompts:
     """Return `count` prompts: evenly spaced prompts of a prompt file, or prompts from the data source if file is None.
 
-    The defaults of count and tokens are the whole file with whole prompts, or 16 prompts of 64 tokens from a source.
-    If the source is a file of conversations, tokens is None and the tokenizer has a chat template, the prompts are
-    held-out conversations in the chat template: without count, at most 16.
+    Without count, all prompts of a file are used, or 16 prompts from a source. Without tokens, prompts of a file are
+    not cut, and prompts from a source have 64 tokens. If the source is a file of conversations, tokens is None and the
+    tokenizer has a chat template, the prompts are held-out conversations in this template: without count, at most 16.
 
     Raises:
         UserError: There are fewer prompts than count, or a prompt cannot be used.
@@ -141,7 +141,7 @@ def file_prompts(
         tokens: Number of tokens to which every prompt is cut. None: prompts are not cut.
         chat: Whether to apply the chat template. With the template, later turns of a row are kept for turns.answered.
             Without the template, only the first turn is used.
-        split: Split of the text, of which only the rows are used. None: all rows.
+        split: Only rows of this split, train or heldout, are used. None: all rows are used.
 
     Raises:
         UserError: The file is missing, a row has no text, a prompt is empty or too short or does not fit the chat

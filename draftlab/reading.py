@@ -43,7 +43,7 @@ def reading(what: object) -> Iterator[None]:
             raise
         text = one_line(getattr(error, "strerror", None) or error)
         if type(error).__name__ == "SafetensorError":
-            text = f"damaged, or not whole ({text})"
+            text = f"damaged or incomplete ({text})"
         if " " not in text:  # the text of a KeyError is only the key
             text = f"{type(error).__name__} {text}".strip()
         raise UserError(f"{what}: {text}") from error

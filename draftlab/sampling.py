@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-FinishReason = Literal["length", "stop"]  # length: max_tokens were written; stop: a stop token was
+FinishReason = Literal["length", "stop"]  # length: the text has max_tokens; stop: a stop token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

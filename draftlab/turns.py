@@ -19,7 +19,7 @@ from draftlab.reading import read_json_lines
 from draftlab.sampling import SamplingParams
 
 FOLDER = "turns"  # folder under the workspace's runs
-# number of conversations that are answered together; a killed run loses the answers to these
+# number of conversations that are answered together; if a run is killed, at most their answers are lost
 TOGETHER = 64
 Messages = tuple[Message, ...]
 Answer = Callable[[list[Prompt], list[int]], Sequence[Sequence[int]]]

@@ -242,7 +242,7 @@ class Comparison:
             return text
         first = [f"{(own + (total - own) / count) / 1e9:.3g}" for count in DEVICES]
         counts = ", ".join(map(str, DEVICES))
-        return f"{text}; spread evenly over {counts} devices, the first takes {', '.join(first)} GB"
+        return f"{text}; split evenly, the first of {counts} devices takes {', '.join(first)} GB"
 
     def check(self) -> None:
         """Check that drafts, drafters, requests and engine fit each other. No model is loaded.

@@ -86,10 +86,10 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     @property
     def sampled_rule(self) -> str | None:
-        """Return the verify rule (--server-rule) of the server that the export starts, if it decodes by sampling.
+        """Return the --server-rule that stands for the server as the start script of an export runs it.
 
-        The start script of an export may choose another rule than the server's default: for vLLM it lets the draft
-        sample. The result is None for greedy decoding and for draftlab's own engine.
+        The rule may differ from the server's default, because the script for vLLM lets the draft sample. The result is
+        None for greedy decoding and for draftlab's own engine.
         """
         if self.temperature == 0 or self.server is None:
             return None

@@ -308,7 +308,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
 
     @property
     def may_answer_data(self) -> bool:
-        """Return whether the target answers the conversations of --data, should the data have conversations."""
+        """Return whether the target answers conversations of --data, in case the data has conversations."""
         return self.text == "target" and self.outputs is None and self.data.endswith(ROW_FILES)
 
     @property

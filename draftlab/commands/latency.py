@@ -326,7 +326,7 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
 
 @command(PredictConfig, prepare=prepare_predict)
 def predict(drafts: "list[DraftPrediction]") -> Predicted:
-    """Predict the speed-up at every K from acceptance and latency profiles, which different machines may measure."""
+    """Predict the speed-up at every K from acceptance and latency profiles, even of different machines."""
     from draftlab.commands.latency_tables import best_k_table, draft_table, k_table
     from draftlab.latency.predict import verdict
 

@@ -270,7 +270,7 @@ def _prune(
 
     Args:
         cut: Function that makes the Prune for an output.
-        training: Settings of --method masks.
+        training: Settings of --method masks. None for other methods.
         how: Arguments of Prune.by_scores, which all other methods call.
     """
     from draftlab.pruning.masks.training import prune_by_masks

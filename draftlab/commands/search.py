@@ -36,7 +36,7 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     )
     widths: Numbers | None = option(
         None,
-        "Hidden sizes to try. Default: from half the source's to the source's.",
+        "Hidden sizes to try. Default: half, three quarters and all of the source's hidden size.",
         typed=str,
         panel=CANDIDATES,
     )
@@ -198,7 +198,7 @@ def search(result: "Search", output: Output) -> Searched:
 
 
 def _rung_table(search: "Search") -> "Table":
-    """Return a table with one row per candidate: its results on the last rung of the search that it reached."""
+    """Return a table with one row per candidate, with the results of the last rung that the candidate reached."""
     from draftlab.model.shape import format_count
     from draftlab.results.ranking import NO_DRAFT
     from draftlab.results.tables import terminal_table

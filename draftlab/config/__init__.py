@@ -1,1 +1,1 @@
-"""The typed settings of commands: one frozen class for each, built from the command line or a file. No torch."""
+"""The typed settings of commands. The command line or a file fills the frozen class of a command. No torch."""

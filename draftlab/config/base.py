@@ -301,7 +301,7 @@ class OutputConfig(Config):
     """The settings of a command that writes a directory."""
 
     out: Path | None = option(
-        None, "Directory to write. Default: a name under the workspace's runs.", panel=OUTPUT
+        None, "Directory to write. Default: a directory under the workspace's runs.", panel=OUTPUT
     )
 
 

@@ -1,4 +1,4 @@
-"""Drafters and students as options, NAME or NAME:KEY=VALUE,..., and the base class of each of them. No torch.
+"""Drafters and students as values of options, NAME or NAME:KEY=VALUE,..., and the base classes of both. No torch.
 
 Every kind of drafter or student is a module in draftlab/drafters or draftlab/training/students, or a plug-in
 (docs/drafters.md, docs/distilling.md).
@@ -154,7 +154,8 @@ class DrafterSpec(KindSpec):
     by_age: ClassVar[bool] = (
         False  # True: the acceptance of a token depends on its position in the draft
     )
-    cache_lag: ClassVar[int] = 0  # tokens by which the drafter's cache is shorter than the target's
+    # number of tokens by which the drafter's KV cache is shorter than the target's
+    cache_lag: ClassVar[int] = 0
 
     @property
     def name(self) -> str:
@@ -280,7 +281,9 @@ DRAFTERS: Registry[type[DrafterSpec]] = Registry(PACKAGE, "drafter", _modules("d
 
 
 def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKind], DrafterKind]:
-    """Return a decorator that registers a kind of drafter. The class does not inherit served_by and acceptance().
+    """Return a decorator that registers a class as a kind of drafter with this name.
+
+    The class inherits neither served_by nor acceptance() from another kind.
 
     served_by: Names of the servers that have this drafter.
 

@@ -64,7 +64,8 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     num_sequences: int = option(4096, "Number of sequences of data to store.", ge=1)
     num_prompts: int | None = option(
         None,
-        "Number of prompts that the target answers. Default: all prompts of a file; 64 of --data to replay.",
+        "Number of prompts that the target answers. Default: all prompts of a file, or 64 prompts from --data to "
+        "replay.",
         ge=1,
     )
     seq_len: int = option(

@@ -100,7 +100,7 @@ def seed() -> Any:
 
 
 def threads() -> Any:
-    return option(None, "CPU threads. Default: torch's choice.", ge=1, advanced=True)
+    return option(None, "Number of CPU threads. Default: torch's choice.", ge=1, advanced=True)
 
 
 def mode() -> Any:
@@ -133,8 +133,8 @@ def reweigh_steps() -> Any:
 def reference_losses(default: str) -> Any:
     return option(
         None,
-        "Loss that each source is expected to reach: SOURCE=NATS,... by name or domain, or a checkpoint whose losses "
-        f"are taken. Default: the losses of the {default}.",
+        "Expected loss of each source: SOURCE=NATS,... with the name or domain of the source, or a checkpoint whose "
+        f"losses are expected. Default: the losses of the {default}.",
         panel=TRAINING,
         advanced=True,
     )
@@ -167,7 +167,10 @@ def system_prompt(**others: Any) -> Any:
 
 
 def loss_on(**others: Any) -> Any:
-    text = "Tokens of conversations (rows of messages) to train on: the assistant's, or all. Default: assistant."
+    text = (
+        "Tokens of conversations (rows of messages) to train on: those of the assistant, or all. Default: "
+        "assistant."
+    )
     return option(None, text, **others)
 
 
@@ -249,7 +252,7 @@ class SamplingSettings(BaseModel):
 
     top_k: int = option(
         0,
-        "Sample only from the most probable tokens, this many; 0: from all tokens.",
+        "Sample only from this many of the most probable tokens; 0: from all tokens.",
         ge=0,
         panel=SAMPLING,
         advanced=True,

@@ -31,13 +31,8 @@ BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LONGEST_ERROR = 2000  # characters
 LAUNCHED = ("distill", "prune")  # commands that a launcher may run in several processes
-SIZES = (
-    "micro_batch_tokens",
-    "batch_size",
-    "batch",
-    "seq_len",
-    "context",
-)  # settings that decide the size of tensors, the most effective first
+# settings that decide the size of tensors, the most effective first
+SIZES = ("micro_batch_tokens", "batch_size", "batch", "seq_len", "context")
 GROUPS = {  # name -> help, panel
     "outputs": (
         "Store a target's answers and log-probabilities, to distil drafts from them and to replay drafts on them.",

@@ -23,9 +23,8 @@ from draftlab.trust import printable
 
 Advance = Callable[[int, str], None]
 MAX_SILENT_SECONDS = 7.0
-COPIED = re.compile(
-    r"draftlab [a-z]|\w{2,}/\w{2,}|\.sh\b"
-)  # text that a user copies: a command or a path
+# text that a user copies: a command or a path
+COPIED = re.compile(r"draftlab [a-z]|\w{2,}/\w{2,}|\.sh\b")
 
 
 def processes() -> int:

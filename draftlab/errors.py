@@ -32,14 +32,16 @@ def about(option: str) -> Iterator[None]:
         raise
 
 
+# package that only some commands need -> the extra in pyproject.toml that installs it
 EXTRAS = {
     "google.protobuf": "gguf",
     "gguf": "gguf",
     "matplotlib": "report",
     "sentencepiece": "gguf",
-}  # package that only some commands need -> the extra in pyproject.toml that installs it
+}
 
 
+# pattern at the start of pydantic's message -> draftlab's wording
 COMPLAINTS = {
     r"Input should be a valid integer": "want a whole number",
     r"Input should be a valid boolean": "want true or false",
@@ -52,7 +54,7 @@ COMPLAINTS = {
     r"Input should be less than or equal to (.+)": r"want at most \1",
     r"Input should be less than (.+)": r"want less than \1",
     r"Input should be (.+)": r"want \1",
-}  # pattern at the start of pydantic's message -> draftlab's wording
+}
 
 
 class MissingExtra(UserError):

@@ -177,9 +177,10 @@ def _at_cross_validated_k(
         np.einsum("shpr,krx->shpkx", halves, timings, optimize=True)
         for timings in (drafted, judged)
     )  # [S, 2, SPLITS, K, 2]
+    # if the other half has no timing, both halves decide
     others = np.where(
         judging[:, ::-1, :, :, 1:] > 0, judging[:, ::-1], judging.sum(1, keepdims=True)
-    )  # if the other half has no timing, both halves decide
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         rates = np.nan_to_num(others[..., 0] / others[..., 1])  # [S, 2, SPLITS, K]
     best = rates.argmax(-1)[..., None, None]

@@ -14,10 +14,8 @@ from draftlab.console import note
 from draftlab.data.text import Message, TextRow, chat_ids, prompt_of, rows_of
 from draftlab.errors import UserError
 
-FROM_DATA, FROM_DATA_TOKENS = (
-    16,
-    64,
-)  # default number of prompts from a data source, and their length
+# default number of prompts from a data source, and their length
+FROM_DATA, FROM_DATA_TOKENS = (16, 64)
 
 
 @dataclass(frozen=True, slots=True)

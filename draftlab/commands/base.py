@@ -21,9 +21,8 @@ from draftlab.trust import remote_code
 Value = TypeVar("Value")
 Result = TypeVar("Result", covariant=True)
 LARGE_WEIGHTS = 1 << 27  # number of weights with which a dry run measures memory bandwidth
-MODEL_SECONDS = (
-    2.0  # ratio of a model's time to the time of its matrix products, as dry runs assume
-)
+# ratio of a model's time to the time of its matrix products, as dry runs assume
+MODEL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from draftlab.training.run import TrainingResult
 
 GENERATED = "Generated text"  # panel of --help
-PROVEN_LR = {
-    "muon": 4.0e-3,
-    "adamw": 1.0e-3,
-}  # the best learning rates of a sweep (benchmarks/results/distill_quality.json)
+# the best learning rates of a sweep (benchmarks/results/distill_quality.json)
+PROVEN_LR = {"muon": 4.0e-3, "adamw": 1.0e-3}
 TEXTS = ("data", "target", "draft")  # names in the value of --text
 
 

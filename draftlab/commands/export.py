@@ -36,11 +36,8 @@ if TYPE_CHECKING:
     from draftlab.exporting.run import Exported
     from draftlab.results.score import Score
 
-FORMATS = {
-    "hf": "",
-    "gguf": "llama.cpp",
-    "speculators": "vllm",
-}  # format -> the server that loads this format; "" if all servers do
+# format -> the server that loads this format; "" if all servers do
+FORMATS = {"hf": "", "gguf": "llama.cpp", "speculators": "vllm"}
 
 
 class DraftConfig(Config, CheckpointSettings):

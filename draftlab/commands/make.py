@@ -285,7 +285,10 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
             teaches = f"distill --text target trains on the target's answers to {train.questions:,} prompts"
         measures = f"score takes {heldout.questions:,} prompts"
         if heldout.questions < FEW_PROMPTS:
-            measures += f", too few for a narrow interval: add conversations, or name {FEW_PROMPTS} prompts by --prompt-file"
+            measures += (
+                f", too few for a narrow interval: add conversations, or name {FEW_PROMPTS} prompts by "
+                "--prompt-file"
+            )
     return [
         f"{source}: {kind}, {whole.tokens:,} tokens",
         f"  training: {train.rows:,} of them; prune calibrates on {min(calibration, train.tokens):,} tokens, "

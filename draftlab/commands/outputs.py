@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from draftlab.target_outputs.targets import StoreVerification, Target
 
 PROMPTS_OF_DATA = 64
-START_TOKENS, PROMPT_TOKENS = (
-    32,
-    64,
-)  # default length of prompts cut from data, with --use distill and with --use replay
+# default length of prompts cut from data, with --use distill and with --use replay
+START_TOKENS, PROMPT_TOKENS = (32, 64)
 
 
 def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":

@@ -35,9 +35,8 @@ OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
 )  # panels of --help
 Value = TypeVar("Value")
 TRUST = "trust_remote_code"
-MAX_K = (
-    1_000  # largest number of drafted tokens, far above any useful K; tables and loops grow with K
-)
+# largest number of drafted tokens, far above any useful K; tables and loops grow with K
+MAX_K = 1_000
 
 
 def option(

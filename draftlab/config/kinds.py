@@ -148,12 +148,10 @@ class DrafterSpec(KindSpec):
 
     served_by: ClassVar[frozenset[str]] = frozenset()  # servers that have this drafter
     own_engine: ClassVar[bool] = False  # True: the drafter needs draftlab's engine for the target
-    rejection_rule: ClassVar[str] = (
-        REJECTION  # verify rule that --rule rejection selects for this drafter
-    )
-    by_age: ClassVar[bool] = (
-        False  # True: the acceptance of a token depends on its position in the draft
-    )
+    # verify rule that --rule rejection selects for this drafter
+    rejection_rule: ClassVar[str] = REJECTION
+    # True: the acceptance of a token depends on its position in the draft
+    by_age: ClassVar[bool] = False
     # number of tokens by which the drafter's KV cache is shorter than the target's
     cache_lag: ClassVar[int] = 0
 

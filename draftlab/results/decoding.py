@@ -32,12 +32,10 @@ class Generation(FileModel):
     draft_seconds: NonNegativeFloat
     verify_seconds: NonNegativeFloat
     host_seconds: NonNegativeFloat
-    stalled_passes: NonNegativeInt = (
-        0  # passes that other work interrupted; their time is replaced by a median
-    )
-    stalled_seconds: NonNegativeFloat = (
-        0.0  # seconds by which the replacement shortened these passes
-    )
+    # passes that other work interrupted; their time is replaced by a median
+    stalled_passes: NonNegativeInt = 0
+    # seconds by which the replacement shortened these passes
+    stalled_seconds: NonNegativeFloat = 0.0
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Generation":
@@ -97,9 +95,8 @@ class AcceptanceMetrics(FileModel):
     draft_acceptance_rate: float  # accepted / drafted
     # tokens per target pass, the target's own token included (TAR in Decoding Speculative Decoding)
     mean_acceptance_length: float
-    per_position_acceptance: list[
-        float
-    ]  # fraction of steps that accepted at least i tokens, i = 1..K
+    # fraction of steps that accepted at least i tokens, i = 1..K
+    per_position_acceptance: list[float]
     # fraction of steps that accepted token i, of the steps that drafted token i and accepted all tokens before it
     conditional_acceptance: list[float]
     acceptance_histogram: list[int | float]  # number of steps with 0, 1, ..., K accepted tokens

@@ -74,9 +74,8 @@ class Mark:
 
 def short(name: str) -> str:
     """Return a name that fits into a plot. The middle of a long name is left out, where names differ least."""
-    begin = (
-        23 if " (" in name else 10
-    )  # keeps the name of a drafter, which comes before its options
+    # keeps the name of a drafter, which comes before its options
+    begin = 23 if " (" in name else 10
     return (
         name if len(name) <= LABEL_LENGTH else f"{name[:begin]}…{name[begin + 1 - LABEL_LENGTH :]}"
     )

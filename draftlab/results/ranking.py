@@ -31,7 +31,7 @@ REQUESTS = (
 class PairedTest:
     """A test of the accuracy of two drafts on the same items of a task.
 
-    p: p value of McNemar's exact test, or None if the metric is not just right or wrong for each item.
+    p: p value of McNemar's exact test, or None if items have other values than 0 (wrong) and 1 (right).
     """
 
     task: str
@@ -229,7 +229,7 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
             lines.append(f"Cannot tell {name} from {fastest}: {ranked.doubt}.")
         elif ranked.significant is None:
             lines.append(
-                f"Cannot tell {name} from {fastest}: this needs scores over several prompts."
+                f"Cannot tell {name} from {fastest}: the test needs scores with several prompts."
             )
         elif ranked.significant:
             lines.append(f"{name} is slower: {ratio} of the speed-up of {fastest}.")
@@ -323,7 +323,7 @@ def _test_line(test: PairedTest, name: str, other: str) -> str:
 
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
-MANY_STEPS = 0.1  # fraction of the steps
+MANY_STEPS = 0.1  # fraction of truncated steps above which a warning is given
 
 
 def score_warnings(scores: Sequence[Score]) -> list[str]:

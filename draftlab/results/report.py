@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from draftlab.results.plots import Mark
 
 PHASES = ("draft", "verify", "host")
-ACCURACY_METRICS = (
-    "acc",
-    "exact_match",
-)  # names of metrics in lm-eval, without the name of a filter
+# names of metrics in lm-eval, without the name of a filter
+ACCURACY_METRICS = ("acc", "exact_match")
 WIDE = frozenset(
     {
         "TTFT,\nms",

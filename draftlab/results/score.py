@@ -32,9 +32,8 @@ from draftlab.sampling import SamplingParams
 BUSY = 0.5  # fraction of the cores that other work keeps busy
 # fraction of the time in which a thread waits for a core, or the hypervisor gives cores to other machines
 LONG_WAITS = 0.1
-UNDER_PRESSURE = (
-    0.5  # fraction of the time in which any thread waits; short threads of any system cause less
-)
+# fraction of the time in which any thread waits; short threads of any system cause less
+UNDER_PRESSURE = 0.5
 
 
 class Environment(FileModel):
@@ -90,9 +89,8 @@ class Environment(FileModel):
         return None
 
 
-DISAGREE = (
-    1.25  # a larger ratio between implied and measured speed-up means that one of them is wrong
-)
+# a larger ratio between implied and measured speed-up means that one of them is wrong
+DISAGREE = 1.25
 MANY_STALLS = 0.1  # fraction of stalled passes above which times are in doubt
 UNEVEN = 1.5  # ratio of the slowest to the fastest repeat of a prompt above which the machine must have been busy
 # fraction of uneven prompts above which times are in doubt; one prompt in twenty is then slow in two of three repeats,
@@ -166,12 +164,10 @@ class Conditions(FileModel):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int
-    batch: int = (
-        1  # number of prompts decoded at once; each generation gets its part of the batch's seconds
-    )
-    target_weights: (
-        str  # precision of the target in verification: a dtype, int8, or a quantisation method
-    )
+    # number of prompts decoded at once; each generation gets its part of the batch's seconds
+    batch: int = 1
+    # precision of the target in verification: a dtype, int8, or a quantisation method
+    target_weights: str
     draft_weights: str | None  # precision of the draft's weights; None: there is no draft model
     rule: str = "rejection"  # verify rule, which has no effect on greedy decoding
     draft_temperature: float | None = None  # None: the target's temperature
@@ -231,7 +227,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
 
 
 class Score(FileModel):
-    """The content of score.json: one draft, measured with one target, in draftlab's engine or on two equal servers."""
+    """The content of score.json: one draft, measured with one target, in draftlab's engine or on two servers."""
 
     version: Literal[3] = 3
     name: str
@@ -247,9 +243,8 @@ class Score(FileModel):
     rounding: Rounding | None = None  # None: the target had no int8 weights
     # generations with a draft, by K
     speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)
-    counters: dict[int, Counters] = Field(
-        default={}
-    )  # counters of the server by K, if a server decoded
+    # counters of the server by K, if a server decoded
+    counters: dict[int, Counters] = Field(default={})
     # fraction of texts, over all K, that equal the texts of plain decoding; None when sampling
     equal_texts: float | None = Field(ge=0, le=1)
     # fraction of the 4-grams in the target's output that are distinct; low if the output repeats itself, which drafts
@@ -443,7 +438,7 @@ class Score(FileModel):
     def break_even_length(self, k: int) -> float:
         """Return how many tokens per target pass this K needs to be as fast as plain decoding, given its time per step.
 
-        Prefills are left out, but for scores of servers, where their time is unknown.
+        The time of prefills does not count, except in scores of servers, where this time is unknown.
         """
         return self.tokens_per_pass(k) / (self.tpot_speedup_value(k) or self.speedup_value(k))
 

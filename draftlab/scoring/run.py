@@ -204,7 +204,9 @@ class Measurement:
         if not own:
             return {}
         widths = [1, *(k + 1 for k in self.comparison.ks)]
-        note(f"latency of {len(own)} models at widths {widths[0]} to {widths[-1]}, batch {batch}")
+        note(
+            f"timing passes of {len(own)} models over {widths[0]} to {widths[-1]} tokens, batch size {batch}"
+        )
         with heartbeat("latency"):
             return measure_latency(
                 own,

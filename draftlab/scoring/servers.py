@@ -316,7 +316,7 @@ def _check_same(comparison: ServedComparison) -> None:
     """Check that stored answers are from the same kind of server as the speculative server, and to the same requests.
 
     Raises:
-        UserError: They are not.
+        UserError: The kind of server or the requests differ.
     """
     stored = comparison.stored
     if stored is None:

@@ -32,17 +32,13 @@ from draftlab.servers.client import Server
 from draftlab.servers.kinds import Finding, SampleMethod, error, ok, warning
 from draftlab.target_outputs.targets import ROUNDED_BELOW, TOLERANCE, check_server_tokenizer
 
-PROMPTS, PROMPT_TOKENS = (
-    16,
-    48,
-)  # number of requests, and length of prompts from a data source in tokens
+# number of requests, and length of prompts from a data source in tokens
+PROMPTS, PROMPT_TOKENS = (16, 48)
 TOKENS = 48  # length of each answer in tokens
-SAME = (
-    1e-3  # largest mean difference of log-probabilities in nats if the server computes in float32
-)
-SAME_TOKENS = (
-    0.97  # fraction of greedy tokens that must be the same here if the server computes in 16 bits
-)
+# largest mean difference of log-probabilities in nats if the server computes in float32
+SAME = 1e-3
+# fraction of greedy tokens that must be the same here if the server computes in 16 bits
+SAME_TOKENS = 0.97
 
 
 class Asked(NamedTuple):
@@ -128,7 +124,7 @@ class ServedDraft:
         if own == ids or (ids is None and len(own) == count):
             return ok(
                 about,
-                f"all {count} ids of a chat are equal"
+                f"the {count} ids of a chat are the same there and here"
                 if ids
                 else f"a chat has {count} tokens there and here",
             )
@@ -192,10 +188,12 @@ class ServedDraft:
         gap = mean_difference(own, there)
         text = f"log-probabilities of the served tokens differ by {gap:.4f} nats from float32 here"
         if gap > TOLERANCE:
-            fix = f"rounding to 16 bits gives less than {TOLERANCE}, so the target is quantised or has other weights"
+            fix = f"rounding to 16 bits gives less than {TOLERANCE}; the target is quantised or has other weights"
             yield error("precision", text, fix)
         else:
-            yield ok("precision", f"{text}, as {'float32' if gap < SAME else '16 bits'} would")
+            yield ok(
+                "precision", f"{text}, as expected of {'float32' if gap < SAME else '16 bits'}"
+            )
 
     def _acceptance(self, asked: Asked, model: Decoder) -> Iterator[Finding]:
         """Compare the acceptance by position in the draft, and find how the server's draft samples."""

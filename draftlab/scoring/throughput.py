@@ -32,9 +32,8 @@ from draftlab.model.decoder import Decoder
 from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
 
-FACTOR = (
-    3.0  # a step has stalled if it takes more than this multiple of the quantile USUAL of its kind
-)
+# a step has stalled if it takes more than this multiple of the quantile USUAL of its kind
+FACTOR = 3.0
 USUAL = 0.8  # fraction of the steps that are assumed free of stalls
 # least number of steps of a kind whose times are compared; steps of rarer kinds are compared with all steps of the arm
 ENOUGH = 10

@@ -1,4 +1,4 @@
-"""Run the steps of auto's plan, from a target to a served draft. The speed of earlier steps sizes later steps.
+"""Run the steps of auto's plan, from a target to a served draft. Fast early steps let later steps do more.
 
 All decisions depend only on the plan and the records of steps. A run that resumes after a kill therefore decides the
 same.
@@ -53,13 +53,10 @@ PLAN, VERDICT, PAGE, RECIPE = "plan.json", "auto.json", "index.html", "recipe.ya
 # training stops after a round that gains less than this, relative to the tokens per pass before the round
 MIN_GAIN = 0.01
 MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
-LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = (
-    2,
-    3,
-)  # how many tokens a draft model or a head drafts if prompt lookup has no match; from recipes/smollm2.yaml
-CONTINUED_LR = (
-    2.0e-3  # learning rate for a draft that is trained further; from recipes/smollm2.yaml
-)
+# how many tokens a draft model or a head drafts if prompt lookup has no match; from recipes/smollm2.yaml
+LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = (2, 3)
+# learning rate for a draft that is trained further; from recipes/smollm2.yaml
+CONTINUED_LR = 2.0e-3
 MOST_FASTER = 4.0  # largest factor by which generation is taken to be faster or slower than planned
 
 
@@ -276,7 +273,10 @@ class AutoRun:
         return self._run("answers", "outputs build", **settings)
 
     def _drafts(self) -> tuple[list[Arm], TrainingRounds]:
-        """Search for a draft, train it in rounds, and make its variants. Return draft and variants with the rounds."""
+        """Search for a draft, train it in rounds, and make its variants: fallback, parallel and trimmed.
+
+        Return the draft and its variants, and the rounds.
+        """
         kinds = self.plan.candidates
         searched = self._run(
             "search",
@@ -362,7 +362,7 @@ class AutoRun:
     def _tried(
         self, kind: str, steps: int, *, student: StudentSpec, **settings: Any
     ) -> Path | None:
-        """Train a candidate, and return its directory, or None if training fails. The reason is added to left_out."""
+        """Train a candidate, and return its directory. If that fails, add the reason to left_out and return None."""
         try:
             return self._trained(kind, steps, student=student, **settings)
         except UserError as error:

@@ -36,20 +36,16 @@ from draftlab.training.optimizers import training_dtype
 WRITTEN, SEQ_LEN, BATCH_SIZE = 96, 256, 8
 START_SECONDS = 2.0  # seconds of a command until its models are loaded
 CANDIDATE_SECONDS = 2.0  # fixed seconds for each shape in a search
-TRAINING = {
-    "float32": 1.5,
-    "bfloat16": 3.0,
-}  # factor between the time of training and the time of its matrix products: attention, optimizer, Python
-WRITING = 3.0  # the same factor for generation
+# time of training over the time of its matrix products; attention, optimizer and Python take the difference
+TRAINING = {"float32": 1.5, "bfloat16": 3.0}
+WRITING = 3.0  # time of generation over the time of its matrix products
 # a latency law takes LAW_SECONDS, and the time of LAW_PASSES passes of the target
 LAW_SECONDS, LAW_PASSES = 8.0, 600
 LAYER_SECONDS = 3e-5  # fixed seconds for each layer in a pass
 OFFSET_COST = 2.8  # number of tokens that a parallel draft reads in training for each token of text
 MAX_TOKENS = 64  # length of each scored answer in tokens
-TTT_STEPS, HEAD_SHARE = (
-    4,
-    1.5,
-)  # HEAD_SHARE: size of an EAGLE-3 head, counted in layers of the target
+# HEAD_SHARE: size of an EAGLE-3 head, counted in layers of the target
+TTT_STEPS, HEAD_SHARE = (4, 1.5)
 
 
 class Machine(FileModel, extra="ignore"):
@@ -131,7 +127,7 @@ class Costs:
         return self._train(self._token_flops + 6 * layer * TTT_STEPS, steps)
 
     def candidate(self, draft: Shape, first_steps: int) -> float:
-        """Return the seconds in which a search cuts a draft shape, trains it for its first steps and replays it."""
+        """Return the seconds to cut a draft shape, train it for the first steps of a search, and replay it twice."""
         tokens = 8192 * draft.flops_per_token(0) + CHOOSE * WRITTEN * draft.flops_per_token(64)
         seconds = self.machine.slowdown * CANDIDATE_SECONDS + self.train(draft, first_steps)
         return seconds + 2 * tokens / (1e12 * self.machine.tflops)
@@ -213,18 +209,15 @@ LABELS = {  # kind of candidate -> label; {} stands for the shape that the searc
     "fallback": "prompt lookup followed by draft model {}",
     "fallback-eagle": "prompt lookup followed by the EAGLE-3 head",
 }
+# kind of candidate -> name of its drafter, for kinds that servers run
 SERVED = {
     "draft": "model",
     "parallel": "parallel",
     "eagle": "eagle",
     "prompt-lookup": "prompt-lookup",
-}  # kind of candidate -> name of its drafter, for kinds that servers run
-CUT = (
-    "draft",
-    "parallel",
-    "trimmed",
-    "fallback",
-)  # kinds of candidates that are cut from the target
+}
+# kinds of candidates that are cut from the target
+CUT = ("draft", "parallel", "trimmed", "fallback")
 HEADS = ("eagle", "fallback-eagle")
 STEPS = {  # name of a step -> its fraction of the spare time, and what it does
     "ready": (
@@ -248,12 +241,8 @@ STEPS = {  # name of a step -> its fraction of the spare time, and what it does
         "export the chosen draft with a start script and a model card, and write a page",
     ),
 }
-EXPENDABLE = (
-    ("trimmed",),
-    HEADS,
-    ("parallel",),
-    ("draft", "fallback"),
-)  # kinds of candidates that are left out, in this order, until the plan fits the time
+# kinds of candidates that are left out, in this order, until the plan fits the time
+EXPENDABLE = (("trimmed",), HEADS, ("parallel",), ("draft", "fallback"))
 ANSWER_TOKENS = 128
 KS, OFFSETS = (2, 3, 5), 5
 LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
@@ -575,7 +564,7 @@ def _least(
 
 
 def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[int], int]:
-    """Return settings of a search whose first rungs take at most 3/4 of its `seconds`, if there are such settings.
+    """Return settings of a search whose first rungs take at most 3/4 of its `seconds`, or else the cheapest settings.
 
     Returns: the numbers of layers, the widths, and the distillation steps on the first rung.
     """

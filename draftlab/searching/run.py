@@ -47,18 +47,13 @@ from draftlab.training.students.parallel import ParallelStudent
 
 CALIBRATION_TOKENS, SEQ_LEN = 8192, 256
 TOP_LOGPROBS = 64  # number of log-probabilities that are stored for each token, to distil from
-BATCH_SIZE, LR, MOST_STEPS = (
-    8,
-    4.0e-3,
-    1000,
-)  # the learning rate of recipes/quickstart.yaml, for Muon
+# the learning rate of recipes/quickstart.yaml, for Muon
+BATCH_SIZE, LR, MOST_STEPS = (8, 4.0e-3, 1000)
 REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
 FINALISTS, MEASURED_PROMPTS = 2, 16
 MEASURED_SHARE = 0.25  # fraction of the time that is reserved to measure the best candidates
-TRIED_SHARES = (
-    0.3,
-    0.6,
-)  # fraction of the time after which no further candidate is tried, on rung 0 and on later rungs
+# fraction of the time after which no further candidate is tried, on rung 0 and on later rungs
+TRIED_SHARES = (0.3, 0.6)
 REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 
 
@@ -114,7 +109,7 @@ def default_depths(source: Shape) -> list[int]:
 
 
 def default_widths(source: Shape) -> list[int]:
-    """Return the widths that are tried by default: half, three quarters and all of the source's heads."""
+    """Return the widths that are tried by default: half, three quarters and all of the source's, in whole heads."""
     heads = {max(1, source.heads * n // 4) for n in (2, 3, 4)}
     return sorted(n * source.hidden // source.heads for n in heads)
 
@@ -224,7 +219,9 @@ class Searcher:
     def _trial(self, name: str, work: Workload, rejection: float, left: float) -> ShapeTrial:
         """Predict the speed of a candidate as it is, and after one more rung.
 
-        left: Factor by which one more rung is expected to multiply its rejections.
+        work: The target's texts with the acceptance probability of each token.
+        rejection: Mean probability that a drafted token is rejected.
+        left: Factor by which one more rung is expected to multiply the candidate's rejections.
         """
         cost, ks = self._shape_cost(self.shapes[name]), self.wanted.ks
         k, speedup, rate = best_k(cost, self._target_cost, work, ks)

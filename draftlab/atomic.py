@@ -47,7 +47,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a log. First remove an incomplete last line, which a killed process or a full disk leaves.
+    """Append a line to a log. First remove an incomplete last line, which a killed process or a full disk may leave.
 
     Raises:
         UserError: The log cannot be written.

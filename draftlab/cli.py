@@ -152,7 +152,7 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a device ran out of memory. torch is not imported for this check."""
+    """Return whether an error means that a device ran out of memory. torch is not imported for this check."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 

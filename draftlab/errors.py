@@ -20,7 +20,7 @@ class OtherArchitecture(UserError):
 
 @contextlib.contextmanager
 def about(option: str) -> Iterator[None]:
-    """Put an option, such as "--draft", before the message of a UserError from the block.
+    """Put the name of an option, such as "--draft", before the message of any UserError from the block.
 
     A message that starts with "--" stays as it is.
     """

@@ -178,7 +178,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
 
     @property
     def served(self) -> bool:
-        """Return whether running servers decode, not draftlab."""
+        """Return whether servers decode the prompts instead of draftlab's engine."""
         return self.server is not None or self.speculative_server is not None
 
     @model_validator(mode="after")

@@ -438,7 +438,7 @@ def _cost(made: list[Stage] | None) -> list[str]:
 
 
 def _conditions_table(scores: Sequence[Score]) -> Table:
-    """Return a table of all conditions. If drafts differ in a condition, it lists every value with its drafts."""
+    """Return a table of all conditions. If drafts differ in a condition, the row has every value with its drafts."""
     identical = {True: "yes", False: "NO", None: "not comparable when sampling"}
     by_fact: dict[str, dict[str, list[str]]] = {}
     for score in scores:

@@ -58,7 +58,7 @@ class Environment(FileModel):
         return self.busy_cores > BUSY * self.cores
 
     def counts_cpu_seconds(self, device: str, threads: int | None) -> bool:
-        """Return whether times are CPU seconds, which leave out waits. They are if one CPU thread decodes.
+        """Return whether times are measured in CPU seconds, which leave out waits: only if one CPU thread decodes.
 
         device, threads: Device that decodes, and its number of CPU threads.
         """
@@ -69,8 +69,8 @@ class Environment(FileModel):
 
         Other work and other machines slow down a running thread, because they share its caches and its memory. Waits
         for a core count only in wall-clock time. A core that is shared costs CPU seconds as well, and wide steps lose
-        more: benchmarks.noise measured speed-ups of 1.29x to 1.70x where 1.79x is true. `pressure` counts the waits of
-        all threads.
+        more: benchmarks.noise measured 1.29x to 1.70x for a true speed-up of 1.79x. `pressure` counts the waits of all
+        threads.
 
         device, threads: Device that decodes, and its number of CPU threads.
         """
@@ -203,7 +203,7 @@ class Conditions(FileModel):
 
 
 class Rounding(FileModel):
-    """How int8 weights change the target's predictions on the prompts and on the answers of plain decoding.
+    """The effect of int8 weights on the target's predictions, for the prompts and the answers of plain decoding.
 
     Args:
         tokens: Number of compared tokens.
@@ -286,7 +286,7 @@ class Score(FileModel):
 
     @property
     def served(self) -> bool:
-        """Return whether servers decoded, not draftlab."""
+        """Return whether servers decoded the prompts instead of draftlab's engine."""
         return any(isinstance(g, ServedGeneration) for g in self.plain)
 
     @property

@@ -363,9 +363,9 @@ class Comparison:
 
 @contextlib.contextmanager
 def with_rounded_drafts(comparison: Comparison) -> Iterator[Comparison]:
-    """Yield the comparison with rounded copies of all drafts whose names end in @TYPE, such as NAME@q8_0.
+    """Yield a copy of the comparison that has rounded copies of all drafts whose names end in @TYPE, as NAME@q8_0.
 
-    The copies are removed after the block.
+    The rounded drafts are removed after the block.
     """
     drafts = dict(comparison.drafts)
     with contextlib.ExitStack() as stack:

@@ -135,7 +135,10 @@ class Models:
 
     @property
     def other_target(self) -> Decoder | None:
-        """Return the target at the other precision, at which only plain decoding is timed, or None without int8."""
+        """Return the target at its second precision (int8 or full), at which only plain decoding is timed.
+
+        Without int8 there is one precision, and the result is None.
+        """
         return (
             self.running(self.comparison.target, not self.engine.target_int8)
             if self.comparison.two_precisions
@@ -366,7 +369,10 @@ def compare(whole: Decoder, rounded: Decoder, texts: Sequence[Sequence[int]]) ->
 
 
 def _with_turns(comparison: Comparison, models: Models) -> Comparison:
-    """Return the comparison with one prompt for each turn, after the target's answers to the earlier turns."""
+    """Return a copy of the comparison in which every turn of a conversation is a prompt of its own.
+
+    A turn follows the target's answers to the earlier turns.
+    """
     requests, target = comparison.requests, comparison.target
     if requests.prompts.requests == len(requests.prompts.rows):
         return comparison

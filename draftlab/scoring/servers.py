@@ -187,7 +187,9 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
 
 
 def with_turns(comparison: ServedComparison) -> ServedComparison:
-    """Return the comparison with one prompt for each turn, after the plain server's answers to the earlier turns.
+    """Return a copy of the comparison in which every turn of a conversation is a prompt of its own.
+
+    A turn follows the plain server's answers to the earlier turns.
 
     Raises:
         UserError: The answers are missing and the plain server does not run, or the server fails.

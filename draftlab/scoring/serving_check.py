@@ -266,7 +266,7 @@ def mean_difference(own: Sequence[TokenLogprobs], there: Sequence[Sequence[float
 
 
 def extended(texts: TargetTexts, model: Decoder) -> TargetTexts:
-    """Return greedy texts with k more tokens by the target. The last step of the server may draft beyond a text."""
+    """Continue greedy texts by k tokens of the target, because the server's last step may draft beyond their end."""
     rows = [p + c for p, c in zip(texts.prompts, texts.completions, strict=True)]
     more = output_tokens(decode(model, rows, SamplingParams(max_tokens=texts.k)))
     return replace(texts, completions=[c + m for c, m in zip(texts.completions, more, strict=True)])

@@ -238,7 +238,7 @@ class Searcher:
         )
 
     def _last_steps(self, rung: int, steps: int, names: Sequence[str]) -> int:
-        """Return how many steps each candidate of the last rung can be distilled for, in the time that is left.
+        """Return the number of distillation steps of each candidate on the last rung, which must fit the time left.
 
         rung, steps, names: The previous rung, its number of steps, and the candidates of the last rung.
         """

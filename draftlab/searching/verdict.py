@@ -326,7 +326,7 @@ def serve(
 ) -> tuple[str, list[str]]:
     """Export the chosen draft with a start script. Return the command that serves it, and notes for the user.
 
-    Without a server, the command is a draftlab score with the draft.
+    Without a server, the command runs draftlab score with the draft.
 
     Args:
         chosen: The chosen way to draft.

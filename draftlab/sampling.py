@@ -32,7 +32,7 @@ class SamplingParams:
         return (self.temperature, self.top_k, self.top_p, self.min_p) == (1.0, 0, 1.0, 0.0)
 
     def unlimited(self) -> "SamplingParams":
-        """Return a copy with max_tokens and seed 0 and no stop tokens: parameters of the distribution only."""
+        """Return a copy that keeps the distribution, but has max_tokens 0, seed 0 and no stop tokens."""
         return replace(self, max_tokens=0, seed=0, stop_token_ids=())
 
     def describe(self) -> str:

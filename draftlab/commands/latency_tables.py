@@ -52,7 +52,10 @@ def profile_table(profile: Profile) -> Table:
 
 
 def law_table(law: ScalingLaw) -> Table:
-    """Return a table with the latency of each shape: measured, by the law, and the error when the shape is held out."""
+    """Return a table with a row per shape: the measured latency, the law's latency, and the error when held out.
+
+    The error is that of a law that is fitted to all other shapes.
+    """
     first = law.profiles[0]
     rows = []
     for profile, shape, measured, error in zip(

@@ -305,7 +305,7 @@ def _repeat_stalled(
 
 
 def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]]:
-    """Return the runs of an arm in which too many steps stalled, each as its repeat and its group."""
+    """Return the runs of an arm in which too many steps stalled, as pairs of the repeat and the group."""
     mended = iter(without_stalls([run.steps for run in chain.from_iterable(runs.values())]))
     stalled: list[tuple[int, int]] = []
     for at, each in runs.items():

@@ -295,7 +295,10 @@ def would_change(
 
 
 def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
-    """Return whether to serve the fastest way to draft, and why. speedups: Its speed-ups by number of streams."""
+    """Return whether to serve the fastest way to draft, and why.
+
+    speedups: Speed-ups of this way to draft, by number of streams.
+    """
     gains = [n for n, gain in speedups.items() if gain.low > 1]
     losses = [n for n, gain in speedups.items() if gain.value < 1]
     if not gains:

@@ -179,7 +179,7 @@ def file_prompts(
 def data_prompts(
     spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int
 ) -> Prompts:
-    """Return `count` prompts of `tokens` tokens each: the starts of held-out documents of a data source."""
+    """Return `count` prompts of `tokens` tokens each, from held-out documents of a data source: first their starts."""
     rows = [
         Prompt(ids)
         for ids in data.heldout_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)

@@ -1,4 +1,4 @@
-"""python -m draftlab, which launchers such as accelerate need."""
+"""The entry point of python -m draftlab, which launchers such as accelerate need."""
 
 from draftlab.cli import main
 

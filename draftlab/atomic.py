@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written by one process, then renamed, never over finished work. No torch."""
+"""Write files and directories completely or not at all: under a temporary name, which is then renamed. No torch."""
 
 import contextlib
 import json
@@ -29,9 +29,12 @@ def write_atomic(path: Path, text: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write. It replaces `path` when the block ends without an error. Raises OSError.
+    """Yield a temporary path. The file written there replaces `path` if the block ends without an error.
 
-    The temporary name depends only on `path`, so the next writer overwrites the file of a killed process.
+    The temporary name depends only on `path`, so the next writer overwrites what a killed process left.
+
+    Raises:
+        OSError: A file cannot be written.
     """
     part = _beside(path, "new")
     try:
@@ -44,7 +47,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a log. An incomplete last line, from a kill or a full disk, is removed first.
+    """Append a line to a log. First remove an incomplete last line, which a killed process or a full disk may leave.
 
     Raises:
         UserError: The log cannot be written.
@@ -60,8 +63,10 @@ def append_line(path: Path, line: str) -> None:
 def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to `out` if the block succeeds, and removed otherwise.
 
+    force: Whether to replace a finished `out`.
+
     Raises:
-        UserError: `out` has files and force is off, or cannot be written.
+        UserError: `out` has files and force is off, or `out` cannot be written.
     """
     check_free(out, force=force)
     work = _beside(out, "new")
@@ -80,26 +85,32 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
 
 
 def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace it") -> None:
-    """Check that writing `out` overwrites no finished work.
+    """Check that the directory `out` can be written without overwriting finished work.
 
-    remedy: End of the message about a directory with files, after "choose another --out".
+    remedy: Text that follows "choose another --out" in the message about a directory with files.
 
     Raises:
-        UserError: `out` is a file, or a directory with files while force is off, or cannot be written.
+        UserError: `out` is a file, or a directory with files while force is off, or `out` cannot be written.
     """
     if out.name in ("", ".."):
-        raise UserError(f"--out {out}: this is no name for a new directory; write --out NAME")
+        raise UserError(f"--out {out} is not the name of a new directory; write --out NAME")
     with _writing(out):  # the name may be too long
         exists = out.exists()
     if exists and not out.is_dir():
-        raise UserError(f"{out} is a file; choose another --out, which is made as a directory")
+        raise UserError(f"{out} is a file, but --out names a directory; choose another --out")
     if exists and any(out.iterdir()) and not force:
         raise UserError(f"{out} exists and is not empty; choose another --out{remedy}")
     check_writable(out)
 
 
 def check_space(out: Path, needed: int, contents: str) -> None:
-    """Raise UserError if the disk of `out` has fewer than `needed` free bytes. contents: Name in the message."""
+    """Check that the disk of `out` has at least `needed` free bytes.
+
+    contents: What is going to be written, in the plural, for the message.
+
+    Raises:
+        UserError: The disk has less free space.
+    """
     parent = _existing_parent(out)
     free = shutil.disk_usage(parent).free
     if needed > free:
@@ -110,14 +121,17 @@ def check_space(out: Path, needed: int, contents: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Write a temporary file next to `path`. Raises UserError: nothing can be written there."""
+    """Check that a file can be written next to `path`, by writing a temporary file. Raises UserError: it cannot be."""
     with _writing(path):
         TemporaryFile(dir=_existing_parent(path)).close()
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Lock `out` against other processes. Remove leftovers of killed processes, and empty folders and states.
+    """Lock `out` against other draftlab processes during the block.
+
+    Unfinished files of killed processes are removed first. At the end, remove a state directory without work, and the
+    folders that were made for the lock if they are empty.
 
     Raises:
         UserError: Another process is making `out`, or the lock file cannot be written.
@@ -144,16 +158,16 @@ def locked(out: Path) -> Iterator[None]:
         _recover(out)
         if [file.name for file in state.glob("*")] == [STATE_RECORD]:
             remove_state(state)
-        # remove the lock file before the release: a process that has opened it sees another inode and retries
+        # remove the lock file before its release: a process that waits for it notices the new inode and retries
         file.unlink(missing_ok=True)
         lock.release()
         for folder in made:
-            with contextlib.suppress(OSError):  # it has an output
+            with contextlib.suppress(OSError):  # the folder is not empty: it has an output
                 folder.rmdir()
 
 
 def state_directory(out: Path) -> Path:
-    """Return the directory next to `out` in which an unfinished run keeps its work."""
+    """Return the path next to `out` of the directory in which an unfinished run keeps its work."""
     return _beside(out, "state")
 
 
@@ -164,17 +178,17 @@ def claim_state(
     defaults: Mapping[str, object] = EMPTY,
     force: bool = False,
 ) -> None:
-    """Make the state directory of a run, or check that an existing directory belongs to the same run.
+    """Make the state directory of an unfinished run, or check that an existing directory belongs to the same run.
 
-    An empty state directory can be claimed by any run.
+    Any run can claim a state directory without work.
 
     Args:
-        identity: All values that decide the result of the run.
-        defaults: Values of settings that the record of an older version lacks.
+        identity: All values that decide the result of the run. Two runs with equal values are the same run.
+        defaults: Values of settings that the record of an older version of draftlab lacks.
         force: Whether to remove the work of another run.
 
     Raises:
-        UserError: The directory belongs to another run or is damaged while force is off, or it cannot be written.
+        UserError: Force is off, and the directory belongs to another run or is damaged; or it cannot be written.
     """
     record = state / STATE_RECORD
     this_run, assumed = (
@@ -197,20 +211,20 @@ def claim_state(
 
 
 def run_identity(state: Path) -> str:
-    """Return the hash of a state directory's record, which identifies its run, or '' without a record."""
+    """Return the hash of the record in a state directory, which identifies the run, or '' without a record."""
     record = state / STATE_RECORD
     return sha256(record.read_bytes()).hexdigest() if record.is_file() else ""
 
 
 def remove_state(state: Path) -> None:
-    """Rename and then remove a state directory, so that a run never resumes from a partly removed state."""
+    """Remove a state directory. It is renamed first, so that no run resumes from a partly removed directory."""
     if state.exists():
         state.rename(_beside(state, "new"))
     _recover(state)
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a directory with its files, to the disk (fsync). Raises OSError."""
+    """Flush a file, or a directory with all its files, to the disk (fsync). Raises OSError."""
     for file in [*path.rglob("*"), path] if path.is_dir() else [path]:
         mode = file.lstat().st_mode
         if stat.S_ISREG(mode) and mode & 0o777 == 0o600:  # safetensors ignores the umask
@@ -220,7 +234,7 @@ def sync(path: Path) -> None:
 
 
 def _recover(path: Path) -> None:
-    """Remove unfinished work next to `path`, and restore an output that was being replaced."""
+    """Remove unfinished work next to `path`. Restore the old output if a kill interrupted its replacement."""
     new, old = _beside(path, "new"), _beside(path, "old")
     if old.exists() and not path.exists():
         old.rename(path)
@@ -239,19 +253,19 @@ def _writing(path: Path) -> Iterator[None]:
 def _difference(state: Path, before: dict[str, object] | None, this_run: dict[str, object]) -> str:
     if before is None:
         return (
-            f"{state} has an unfinished run, but its {STATE_RECORD} is missing or damaged; give --force to "
+            f"{state} has an unfinished run, but its {STATE_RECORD} is missing or damaged; add --force to "
             "start again"
         )
     key = _differing(before, this_run)[0]
     was, now = (one_line(repr(settings.get(key)), 100) for settings in (before, this_run))
     return (
         f"{state} has an unfinished run with {one_line(key, 60)} = {was}, but this command has {now}; use the old "
-        "value to resume that run, or give --force to start again"
+        "value to resume that run, or add --force to start again"
     )
 
 
 def _differing(before: Mapping[str, object], this_run: Mapping[str, object]) -> list[str]:
-    """Return the settings that differ. A setting of one version alone, whose value is null, decides nothing."""
+    """Return the names of the settings whose values differ. A missing setting equals null."""
     return [key for key in sorted({*before, *this_run}) if before.get(key) != this_run.get(key)]
 
 

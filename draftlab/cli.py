@@ -1,4 +1,4 @@
-"""Typer wiring: options from configs, --config, --json, exit codes. The only place that catches UserError."""
+"""The command line: options made from configs, --config and --json, and exit codes. Errors are printed only here."""
 
 import inspect
 import json
@@ -30,14 +30,9 @@ from draftlab.trust import printable
 BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LONGEST_ERROR = 2000  # characters
-LAUNCHED = ("distill", "prune")  # a launcher may run these in several processes
-SIZES = (
-    "micro_batch_tokens",
-    "batch_size",
-    "batch",
-    "seq_len",
-    "context",
-)  # sizes of the tensors in memory
+LAUNCHED = ("distill", "prune")  # commands that a launcher may run in several processes
+# settings that decide the size of tensors, the most effective first
+SIZES = ("micro_batch_tokens", "batch_size", "batch", "seq_len", "context")
 GROUPS = {  # name -> help, panel
     "outputs": (
         "Store a target's answers and log-probabilities, to distil drafts from them and to replay drafts on them.",
@@ -55,10 +50,10 @@ app = typer.Typer(
 
 
 def typer_function(command: Command) -> Callable[..., None]:
-    """Return a function for Typer with one parameter per setting of a command."""
+    """Return a function that Typer turns into a command, with one parameter per setting."""
 
     def call(ctx: typer.Context, **values: Any) -> None:
-        # compared by name, because typer >= 0.27 has a copy of click with a different enum
+        # sources are compared by name, because typer >= 0.27 has a copy of click with another enum
         sources = {name: ctx.get_parameter_source(name) for name in values}
         typed = {
             name
@@ -111,16 +106,23 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
 
 
 def _check_processes(command: str) -> None:
-    """Raise UserError if a launcher started several processes of a command that runs in one process only."""
+    """Check that a launcher did not start several processes of a command that runs in one process only.
+
+    Raises:
+        UserError: The launcher started several processes.
+    """
     if processes() > 1 and command not in LAUNCHED:
         raise UserError(
-            f"draftlab {command} runs in one process only: start it without accelerate or torchrun; only "
+            f"draftlab {command} runs in one process only: start it without accelerate or torchrun. Only "
             f"{' and '.join(LAUNCHED)} can run in several processes"
         )
 
 
 def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Config]) -> None:
-    """Print a command's outcome on stdout, or its error as one line on stderr, and exit with the code for it."""
+    """Print a command's outcome on stdout, or its error as one line on stderr.
+
+    After an error or a missed threshold, exit with a code that is not 0.
+    """
     try:
         outcome = outcome_of()
     except UserError as error:
@@ -150,23 +152,26 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a device ran out of memory. torch is not imported for this check."""
+    """Return whether an error means that a device ran out of memory. torch is not imported for this check."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _cures(config: type[Config]) -> str:
-    """Return advice on the settings of a command that reduce device memory, the most effective first."""
+    """Return advice on which settings of a command to change so that it needs less device memory.
+
+    The most effective setting comes first.
+    """
     has = config.model_fields
     cures = [f"lower {config.flag(name)}" for name in SIZES if name in has][:2]
     cures += ["spread the target with --device-map auto"] if "device_map" in has else []
-    cures += ["take --device cpu"] if "device" in has else []
+    cures += ["use --device cpu"] if "device" in has else []
     text = ", or ".join(cures or ["use smaller models, or fewer texts at once"])
     return text[0].upper() + text[1:]
 
 
 def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Parameter:
-    """Return a setting as a Typer parameter. Typer only shows the bounds in --help; the config checks them."""
+    """Return a setting as a Typer parameter. Typer shows the bounds of a value in --help; the config checks them."""
     details = extra(field)
     kind: Any = details["typed"] or field.annotation
     default = None if field.default is PydanticUndefined else field.default
@@ -191,7 +196,7 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
 
 
 def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
-    """Return hidden options that can be typed in place of positional arguments, such as --draft for DRAFT."""
+    """Return hidden options that can be typed in place of positional arguments, such as --draft X instead of X."""
     flags = {name: extra(field) for name, field in config.model_fields.items()}
     return [
         inspect.Parameter(
@@ -206,13 +211,13 @@ def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
 
 
 def _wiring(command: Command) -> list[inspect.Parameter]:
-    """Return --config and --json, and --force and --dry-run if the command has them."""
+    """Return the options that are no settings: --config and --json, and --force and --dry-run if a command has them."""
     options: dict[str, tuple[Any, Any]] = {
         "config_file": (
             Path | None,
             Option(
                 "--config",
-                help="YAML file of settings, or the output directory of an earlier run whose settings to repeat.",
+                help="YAML file of settings, or the output directory of an earlier run, to repeat its settings.",
                 rich_help_panel=OUTPUT,
             ),
         )
@@ -309,7 +314,7 @@ def _run_app(app: typer.Typer) -> None:
 
 
 def run_alone(command: Command) -> None:
-    """Run one command as a separate program, for plug-ins."""
+    """Run the command of a plug-in as a program of its own."""
     alone = typer.Typer(pretty_exceptions_enable=False)
     alone.command()(typer_function(command))
     _run_app(alone)
@@ -330,7 +335,7 @@ def _print(outcome: Outcome, as_json: bool) -> None:
             for line in item.split("\n"):
                 print_words(console, line)
         else:
-            # a terminal breaks captions between words
+            # rich wraps captions between words in a terminal; a file keeps the lines
             console.print(item, soft_wrap=not console.is_terminal)
     if outcome.next:
         note(f"next: {outcome.next}")

@@ -1,4 +1,4 @@
-"""Progress and notes on stderr; cli.py prints results."""
+"""Print progress and notes on stderr. cli.py prints results on stdout."""
 
 import contextlib
 import os
@@ -23,7 +23,8 @@ from draftlab.trust import printable
 
 Advance = Callable[[int, str], None]
 MAX_SILENT_SECONDS = 7.0
-COPIED = re.compile(r"draftlab [a-z]|\w{2,}/\w{2,}|\.sh\b")  # text to copy: a command or a path
+# text that a user copies: a command or a path
+COPIED = re.compile(r"draftlab [a-z]|\w{2,}/\w{2,}|\.sh\b")
 
 
 def processes() -> int:
@@ -37,13 +38,13 @@ def is_main_process() -> bool:
 
 
 def note(text: str) -> None:
-    """Print a line on stderr."""
+    """Print a line on stderr, from the main process only."""
     if is_main_process():
         print_words(Console(stderr=True), text, "dim")
 
 
 def print_words(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line. A terminal wraps the line between words, unless it has a path or a command to copy."""
+    """Print a line. In a terminal, wrap it between words, unless it has a path or a command that a user may copy."""
     whole = not console.is_terminal or COPIED.search(text) is not None
     console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=whole)
 
@@ -64,7 +65,7 @@ class TimedStream:
 
 @contextlib.contextmanager
 def never_silent(label: str, seconds: float = MAX_SILENT_SECONDS) -> Iterator[None]:
-    """Print a line on stderr whenever nothing was written to stderr for `seconds` seconds."""
+    """During the block, print a line on stderr whenever nothing was written there for `seconds` seconds."""
     if not is_main_process():
         yield
         return
@@ -92,9 +93,9 @@ def never_silent(label: str, seconds: float = MAX_SILENT_SECONDS) -> Iterator[No
 
 @contextlib.contextmanager
 def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None]]:
-    """Report periodically during work of unknown length. The yielded function sets the status to report.
+    """Print a line every `seconds` seconds during work of unknown length. The yielded function sets the line's status.
 
-    Reports go to the original stderr, even while the block redirects stderr.
+    Lines go to the original stderr, even while the block redirects stderr.
     """
     console, done, status, started = (
         Console(file=sys.stderr, soft_wrap=True),
@@ -134,11 +135,10 @@ def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Advance]:
-    """Show a progress bar with the time left.
+    """Show a progress bar with the time left. total: Number of items.
 
-    The yielded function takes the number of finished items and a status text.
-
-    Without a terminal, print a line at the start, every 10 %, and after MAX_SILENT_SECONDS without output.
+    The yielded function updates the bar: it takes the number of finished items and a status text. Without a terminal,
+    lines are printed instead: at the start, every 10 %, and after MAX_SILENT_SECONDS without a line.
     """
     console = Console(stderr=True)
     if not console.is_terminal or not is_main_process():

@@ -11,16 +11,19 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """A command line that lacks an argument or an option."""
+    """The error for a command line that lacks an argument or an option, or gives an argument twice."""
 
 
 class OtherArchitecture(UserError):
-    """A checkpoint that is not LLaMA-like."""
+    """The error for a checkpoint whose architecture is not LLaMA-like."""
 
 
 @contextlib.contextmanager
 def about(option: str) -> Iterator[None]:
-    """Put the name of an option before the message of a UserError from the block."""
+    """Put the name of an option, such as "--draft", before the message of any UserError from the block.
+
+    A message that starts with "--" stays as it is.
+    """
     try:
         yield
     except UserError as error:
@@ -29,14 +32,16 @@ def about(option: str) -> Iterator[None]:
         raise
 
 
+# package that only some commands need -> the extra in pyproject.toml that installs it
 EXTRAS = {
     "google.protobuf": "gguf",
     "gguf": "gguf",
     "matplotlib": "report",
     "sentencepiece": "gguf",
-}  # package that only some commands need -> its extra in pyproject.toml
+}
 
 
+# pattern at the start of pydantic's message -> draftlab's wording
 COMPLAINTS = {
     r"Input should be a valid integer": "want a whole number",
     r"Input should be a valid boolean": "want true or false",
@@ -49,11 +54,11 @@ COMPLAINTS = {
     r"Input should be less than or equal to (.+)": r"want at most \1",
     r"Input should be less than (.+)": r"want less than \1",
     r"Input should be (.+)": r"want \1",
-}  # start of pydantic's message -> draftlab's wording
+}
 
 
 class MissingExtra(UserError):
-    """A missing package that `pip install draftlab` does not install."""
+    """The error for a missing package that belongs to an extra, so that `pip install draftlab` does not install it."""
 
     def __init__(self, package: str) -> None:
         super().__init__(
@@ -62,15 +67,15 @@ class MissingExtra(UserError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM. The message says which work is saved, and where the same command continues."""
+    """The stop of a command by Ctrl-C or SIGTERM. The message says whether the same command continues the work."""
 
 
 class Quantised(UserError):
-    """A checkpoint whose weights are rounded to few bits."""
+    """The error for a checkpoint with quantised weights."""
 
 
 def one_line(message: object, most: int = 300) -> str:
-    """Return a message as one line of printable characters, cut at `most` characters."""
+    """Return a message as one line of printable characters. A longer line is cut to at most `most` characters."""
     words = " ".join(str(message)[: 4 * most].split())
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
     return text if len(text) <= most else text[: most - 4] + " ..."
@@ -85,7 +90,10 @@ def plain_words(message: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message: '; did you mean X?' with the nearest known name, or the list of known names."""
+    """Return an ending for a message about an unknown name.
+
+    The ending is '; did you mean X?' with the nearest known name, or '; known: X, Y' if no known name is near.
+    """
     names = sorted(known)
     near = [
         n
@@ -96,7 +104,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _same_numbers(name: str, other: str) -> bool:
-    """Return whether the numbers in two names differ only by a typing error: 66b and 65b, but not 8b and 70b."""
+    """Return whether the numbers in two names could differ by a typing error: true for 66b and 65b, not 8b and 70b."""
     a, b = ("".join(filter(str.isdigit, text)) for text in (name, other))
     one_wrong = len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= 1
     return one_wrong or sorted(a) == sorted(b) or a.startswith(b) or b.startswith(a)

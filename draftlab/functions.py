@@ -17,7 +17,10 @@ SWITCHES = {"force": "Replace an existing output.", "dry_run": "Return the plan 
 
 
 class Unset:
-    """The shown default of an argument whose default value is computed at the call."""
+    """What a signature shows as the default of an argument if the default is computed at the call.
+
+    source: Where the default comes from, such as "the workspace's".
+    """
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -27,7 +30,10 @@ class Unset:
 
 
 def library_function(name: str) -> Callable[..., Outcome]:
-    """Return a command as a function whose signature and documentation name every option."""
+    """Return a command as a function. The function's signature and docstring list every option of the command.
+
+    name: Name of the command with _ for spaces, such as outputs_build.
+    """
     command = COMMANDS[name.replace("_", " ")]
     fields = command.config.model_fields
 
@@ -44,7 +50,7 @@ def library_function(name: str) -> Callable[..., Outcome]:
 
 
 def _as_option(field: FieldInfo | None, value: Any) -> Any:
-    """Convert a value to the type of its option: a path to text, and a single value to a list."""
+    """Convert an argument to the type of its option: paths to text, and a single value to a list if need be."""
     if field is None:
         return value
     takes_list = get_origin(field.annotation) is list and extra(field)["typed"] is not str
@@ -71,7 +77,7 @@ def _signature(command: Command) -> inspect.Signature:
 
 def _default(field: FieldInfo) -> object:
     if field.default_factory is not None:
-        return Unset(extra(field)["shown_default"] or "found when called")
+        return Unset(extra(field)["shown_default"] or "computed at the call")
     return inspect.Parameter.empty if field.default is PydanticUndefined else field.default
 
 
@@ -84,7 +90,7 @@ def _switches(command: Command) -> list[str]:
 
 
 def _documentation(command: Command) -> str:
-    """Return the command's summary, then a line for every option."""
+    """Return the docstring of a command's function: the command's help, then every option with its help."""
     options = {name: field.description or "" for name, field in command.config.model_fields.items()}
     options |= {name: SWITCHES[name] for name in _switches(command)}
     lines = [

@@ -1,6 +1,6 @@
 """Speed-ups and acceptance with their bootstrap intervals over prompts. No torch.
 
-R prompts, K numbers of drafted tokens, C columns, S bootstrap samples.
+Shapes: R prompts, K tested numbers of drafted tokens, C columns, S bootstrap samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 SAMPLES = 2000
-BLOCK = 100  # number of samples in memory at a time
+BLOCK = 100  # samples that are in memory at a time
 SPLITS = 20
 
 Timing = tuple[int, float]  # tokens, seconds
-# [K, R] with drafts, [R] without drafts
+# timings with drafts, [K, R], and timings without drafts, [R]
 Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]
 
 
@@ -45,7 +45,10 @@ def bootstrap(
 
     The same seed draws the same samples, so two statistics of the same prompts can be paired.
 
-    statistic: Function of counts [BLOCK, R]: how often each sample has each row.
+    Args:
+        statistic: Function that returns the statistic of each sample, [BLOCK, ...]. Its argument is how often each
+            sample has each row, [BLOCK, R].
+        rows: Number of rows, R.
     """
     import numpy as np
 
@@ -55,7 +58,10 @@ def bootstrap(
 
 
 def interval(values: "np.ndarray", n: int) -> Interval:
-    """Return the interval of bootstrapped values, [1 + S]. Samples whose value is nan are left out."""
+    """Return the first value with the 95 % interval of the other values, which are those of bootstrap samples.
+
+    values: [1 + S], as bootstrap() returns them. Samples whose value is nan are left out. n: Number of prompts.
+    """
     import numpy as np
 
     low, high = np.nanpercentile(values[1:], [2.5, 97.5])
@@ -63,9 +69,11 @@ def interval(values: "np.ndarray", n: int) -> Interval:
 
 
 def ratio_intervals(over: "np.ndarray", under: "np.ndarray") -> list[Interval]:
-    """Return sum(over) / sum(under) for each of C columns, with intervals. A ratio with sum(under) = 0 is 0.
+    """Return sum(over) / sum(under) of each column, with its interval over the rows.
 
-    over, under: [R, C].
+    A ratio with sum(under) = 0 is 0.
+
+    over, under: Numerators and denominators, [R, C].
     """
     import numpy as np
 
@@ -77,7 +85,7 @@ def ratio_intervals(over: "np.ndarray", under: "np.ndarray") -> list[Interval]:
 
 
 def ratio(pairs: "Sequence[tuple[float, float]] | np.ndarray") -> Interval:
-    """Return the sum of the first column over the sum of the second, with its interval. pairs: [R, 2]."""
+    """Return the sum of the first column over the sum of the second column, with its interval. pairs: [R, 2]."""
     import numpy as np
 
     over, under = np.array(pairs, dtype=float).T[:, :, None]
@@ -91,12 +99,12 @@ def tokens_per_second(timings: Sequence[Timing]) -> float:
 
 
 def median_repeat(repeats: Sequence[Timing]) -> Timing:
-    """Return the repeat with the (lower) median time per token, so that one stall has no effect."""
+    """Return the repeat whose time per token is the median, or the lower of two. One stall then has no effect."""
     return sorted(repeats, key=_seconds_per_token)[(len(repeats) - 1) // 2]
 
 
 def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
-    """Return the slowest over the fastest time per token of repeats, or 1 without timings."""
+    """Return the ratio of the longest to the shortest time per token of the repeats, or 1 if the shortest is 0."""
     times = list(map(_seconds_per_token, repeats))
     return max(times) / min(times) if min(times) > 0 else 1.0
 
@@ -105,16 +113,19 @@ def speedup(timings: Timings, *, chosen_by: Sequence[Sequence[Timing]] | None = 
     """Return the speed-up: tokens per second with drafts over tokens per second without drafts.
 
     Both rates are ratios of sums over prompts. A K that is chosen on the timed prompts looks faster than it is. With
-    several K, every bootstrap sample therefore splits the prompts into halves, SPLITS times, and times each half at the
-    K that is fastest on the other half.
+    several K, every bootstrap sample therefore splits the prompts into halves, SPLITS times, and takes the timings of
+    each half at the K that is fastest on the other half.
 
-    chosen_by: Timings by K and prompt from which K is chosen. Default: the timings with drafts.
+    chosen_by: Timings that decide which K is fastest, [K, R]. Default: the timings with drafts.
     """
     return interval(_speedups(timings, chosen_by or timings[0], seed=0), _timed_prompts(timings))
 
 
 def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
-    """Return the first speed-up over the second. paired: Whether both share prompts, and so bootstrap samples."""
+    """Return the ratio of the first speed-up to the second, with its interval.
+
+    paired: Whether both were timed on the same prompts, and are therefore compared on the same bootstrap samples.
+    """
     ratios = _speedups(first, first[0], seed=0) / _speedups(
         second, second[0], seed=0 if paired else 1
     )
@@ -122,7 +133,10 @@ def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
 
 
 def _speedups(timings: Timings, chosen_by: Sequence[Sequence[Timing]], seed: int) -> "np.ndarray":
-    """Return the speed-up over all prompts, then of each bootstrap sample, [1 + S]; nan for samples without timings."""
+    """Return the speed-up on all prompts, followed by the speed-up on each bootstrap sample, [1 + S].
+
+    The speed-up of a sample without timings is nan.
+    """
     import numpy as np
 
     drafted, plain = (
@@ -145,7 +159,15 @@ def _speedups(timings: Timings, chosen_by: Sequence[Sequence[Timing]], seed: int
 def _at_cross_validated_k(
     drafted: "np.ndarray", judged: "np.ndarray", counts: "np.ndarray"
 ) -> "np.ndarray":
-    """Return tokens and seconds of each sample, [S, 2]. K is cross-validated: see speedup."""
+    """Return the tokens and seconds of each sample, summed over the halves of all splits, [S, 2].
+
+    Each half counts at the K that is fastest on the other half.
+
+    Args:
+        drafted: Tokens and seconds by K and prompt, [K, R, 2].
+        judged: Tokens and seconds by which the fastest K is chosen, [K, R, 2].
+        counts: How often each sample has each prompt, [S, R].
+    """
     import numpy as np
 
     rng, n = np.random.default_rng(0), drafted.shape[1]
@@ -155,9 +177,10 @@ def _at_cross_validated_k(
         np.einsum("shpr,krx->shpkx", halves, timings, optimize=True)
         for timings in (drafted, judged)
     )  # [S, 2, SPLITS, K, 2]
+    # if the other half has no timing, both halves decide
     others = np.where(
         judging[:, ::-1, :, :, 1:] > 0, judging[:, ::-1], judging.sum(1, keepdims=True)
-    )  # a half may have no timing
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         rates = np.nan_to_num(others[..., 0] / others[..., 1])  # [S, 2, SPLITS, K]
     best = rates.argmax(-1)[..., None, None]
@@ -169,5 +192,5 @@ def _timed_prompts(timings: Timings) -> int:
 
 
 def _seconds_per_token(timing: Timing) -> float:
-    """Return seconds per token, or 0 if the prefill wrote all tokens."""
+    """Return the seconds per token, or 0 if no token was decoded after the prefill."""
     return timing[1] / timing[0] if timing[0] else 0.0

@@ -20,18 +20,18 @@ from draftlab.atomic import (
 from draftlab.config.base import Config
 from draftlab.errors import Interrupted, UserError
 
-# errors of a full disk, a quota, and the largest file size
+# messages of the system for a full disk, a used-up quota, and a file that is too large
 FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The directory that a command writes, and the settings of the call.
+    """The directory that a command writes, with the command's settings.
 
     Attributes:
         force: Whether to replace an existing output.
         dry_run: Whether to show the plan and write nothing.
-        started_at: time.time() of the call.
+        started_at: time.time() at the start of the command.
     """
 
     command: str
@@ -46,21 +46,31 @@ class Output:
         return self.config.command_line(self.command)
 
     def check_free(self) -> None:
-        """Raise UserError if a finished output exists and force is off."""
+        """Check that the output overwrites no finished work.
+
+        Raises:
+            UserError: A finished output exists and force is off, or the directory cannot be written.
+        """
         check_free(self.out, force=self.force)
 
     def check_space(self, needed: int, contents: str) -> None:
-        """Raise UserError if the disk has fewer than `needed` free bytes. contents: Name in the message."""
+        """Check that the disk of the output has at least `needed` free bytes.
+
+        contents: What is going to be written, in the plural, for the message.
+
+        Raises:
+            UserError: The disk has less free space.
+        """
         check_space(self.out, needed, contents)
 
     @contextlib.contextmanager
     def locked(self, *, resumes: bool = False) -> Iterator[None]:
-        """Lock the output against other processes. After an interruption, report whether work is saved.
+        """Lock the output against other processes during the block. Errors from the block say which work is saved.
 
-        resumes: Whether the command resumes in its output directory.
+        resumes: Whether the command keeps unfinished work in the output directory itself, and resumes there.
 
         Raises:
-            UserError: Another process is making the output, it cannot be written, or the disk is full.
+            UserError: Another process is writing the output, the output cannot be written, or the disk is full.
             Interrupted: The process received Ctrl-C or SIGTERM.
         """
         with locked(self.out):
@@ -87,16 +97,16 @@ class Output:
 
     @property
     def state(self) -> Path:
-        """Return the directory in which an unfinished run keeps its work."""
+        """Return the path of the directory in which an unfinished run keeps its work."""
         return state_directory(self.out)
 
     def claim_state(self, inputs: Sequence[Path], *, but: Sequence[str] = ()) -> None:
         """Make the state directory, or check that it belongs to a run with the same settings and inputs.
 
-        but: Names of settings that may differ.
+        but: Names of settings that may differ between the two runs.
 
         Raises:
-            UserError: The directory belongs to another run and force is off, or it cannot be written.
+            UserError: Force is off, and the directory belongs to another run or is damaged; or it cannot be written.
         """
         settings = {
             name: value for name, value in self.config.settings().items() if name not in but
@@ -110,12 +120,16 @@ class Output:
 
     @contextlib.contextmanager
     def directory(self) -> Iterator[Path]:
-        """Yield a temporary directory, which is renamed to `out` when the block ends without an error."""
+        """Yield a temporary directory, which is renamed to `out` if the block ends without an error.
+
+        Raises:
+            UserError: `out` has files and force is off, or `out` cannot be written.
+        """
         with new_directory(self.out, force=self.force) as work:
             yield work
 
     def record(self, directory: Path, inputs: Sequence[Path], **notes: object) -> None:
-        """Write draftlab.json: the settings, hashes of the inputs, versions, time and memory."""
+        """Write draftlab.json: the command, settings, hashes of the inputs, versions, time, memory and `notes`."""
         notes |= {"command_line": self.command_line}
         provenance.write_record(
             directory, self.command, self.config.settings(), inputs, self.started_at, **notes

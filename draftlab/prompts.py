@@ -14,17 +14,19 @@ from draftlab.console import note
 from draftlab.data.text import Message, TextRow, chat_ids, prompt_of, rows_of
 from draftlab.errors import UserError
 
-FROM_DATA, FROM_DATA_TOKENS = 16, 64  # prompts of a data source, and tokens of each
+# default number of prompts from a data source, and their length
+FROM_DATA, FROM_DATA_TOKENS = (16, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request.
+    """The prompt of one request to a model.
 
     Args:
-        conversation: Number that all requests of a conversation share.
-        messages: Messages of a chat, from which the chat template makes ids.
-        later: Later turns of the user. Each follows an answer of the model.
+        ids: Token ids.
+        conversation: Number of the conversation. All requests of one conversation have the same number.
+        messages: Messages from which the chat template made the ids. Empty for a prompt without a chat template.
+        later: The user's messages of later turns. Each of them is asked after the model's answer to the turn before.
     """
 
     ids: list[int]
@@ -38,14 +40,14 @@ class Prompt:
 class Prompts:
     """Prompts and their source.
 
-    sha256: Hash of the file. For prompts from a data source or with a chat template, hash of the ids.
+    sha256: Hash of the prompt file. For prompts from a data source or with a chat template, hash of the token ids.
     """
 
     rows: list[Prompt]
     source: str
     sha256: str
     tokens: int | None  # length to which prompts were cut
-    # whether prompts are in the chat template, up to the start of the assistant's answer
+    # whether the prompts have the chat template, which ends with the start of the assistant's answer
     chat: bool = False
 
     @property
@@ -54,7 +56,7 @@ class Prompts:
 
     @property
     def requests(self) -> int:
-        """Return the number of requests: every turn is a request."""
+        """Return the number of requests. Every turn of a conversation is a request."""
         return sum(1 + len(p.later) for p in self.rows)
 
     @property
@@ -62,7 +64,9 @@ class Prompts:
         return max(len(p.ids) for p in self.rows)
 
     def spread(self, count: int | None) -> "Prompts":
-        """Return `count` evenly spaced prompts, because prompt sets list one category after another.
+        """Return `count` evenly spaced prompts, or all prompts if count is None.
+
+        Even spacing keeps all categories, because prompt sets list one category after another.
 
         Raises:
             UserError: There are fewer than `count` prompts.
@@ -91,10 +95,14 @@ def load_prompts(
     chat: ChatMode = "auto",
     system_prompt: str | None = None,
 ) -> Prompts:
-    """Return `count` prompts: evenly spaced prompts of a file, or prompts from a data source.
+    """Return `count` prompts: evenly spaced prompts of a prompt file, or prompts from the data source if file is None.
 
-    Without count, a file gives all its prompts, and a source gives 16 prompts of 64 tokens. If the source is a file of
-    conversations and the tokenizer has a chat template, the prompts are at most 16 held-out conversations.
+    Without count, all prompts of a file are used, or 16 prompts from a source. Without tokens, prompts of a file are
+    not cut, and prompts from a source have 64 tokens. If the source is a file of conversations, tokens is None and the
+    tokenizer has a chat template, the prompts are held-out conversations in this template: without count, at most 16.
+
+    Raises:
+        UserError: There are fewer prompts than count, or a prompt cannot be used.
     """
     if file is not None:
         return file_prompts(
@@ -122,20 +130,20 @@ def file_prompts(
     system_prompt: str | None = None,
     split: data.Split | None = None,
 ) -> Prompts:
-    """Read one prompt per row of a file, in any of the formats of data/text.py, with its `category`.
+    """Read a prompt from each row of a file, in any of the formats of data/text.py, with the row's `category`.
 
-    A conversation that ends with an answer gives one prompt per answer: the turns before the answer.
+    A conversation that ends with an answer of the assistant gives a prompt for each answer: the messages before it.
 
     Args:
-        count: Number of prompts to take from the start of the file.
-        tokens: Length to which every prompt is cut.
+        count: How many rows are read at most, and how many prompts are returned at most. None: all.
+        tokens: Number of tokens to which every prompt is cut. None: prompts are not cut.
         chat: Whether to apply the chat template. With the template, later turns of a row are kept for turns.answered.
-            Without it, only the first turn is used.
-        split: Split of the data source whose lines are read. None reads all lines.
+            Without the template, only the first turn is used.
+        split: Only rows of this split, train or heldout, are used. None: all rows are used.
 
     Raises:
-        UserError: The file is missing, a line has no text, a prompt is empty or too short or does not fit the chat
-            template, the tokenizer has no chat template, or no line is in the split.
+        UserError: The file is missing, a row has no text, a prompt is empty or too short or does not fit the chat
+            template, the tokenizer lacks a chat template that is asked for, or no row is in the split.
     """
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
     numbered = list(islice(rows_of(file, prompt_of), count))  # each row has at least one prompt
@@ -146,7 +154,7 @@ def file_prompts(
     ]
     if not chosen:
         few = (
-            f"in its {split} split: the file has only {len(numbered)} lines, so add lines"
+            f" in its {split} split: the file has only {len(numbered)} rows; add rows"
             if numbered
             else ""
         )
@@ -160,8 +168,8 @@ def file_prompts(
             rows.append(Prompt(_ids(row, where, tokenizer, tokens), row.category, conversation))
     if not on and (several := sum(bool(row.later) for _, row in chosen)):
         note(
-            f"{file.name}: {several} of {len(chosen)} prompts have several turns, of which only the first is used "
-            "without a chat template"
+            f"{file.name}: {several} of {len(chosen)} prompts have several turns; without a chat template, only "
+            "their first turn is used"
         )
     rows = rows[:count]
     sha256 = digest(rows) if on else provenance.file_sha256(file)
@@ -171,7 +179,7 @@ def file_prompts(
 def data_prompts(
     spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int
 ) -> Prompts:
-    """Return starts of held-out documents of a data source."""
+    """Return `count` prompts of `tokens` tokens each, from held-out documents of a data source: first their starts."""
     rows = [
         Prompt(ids)
         for ids in data.heldout_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)
@@ -185,7 +193,11 @@ def _has_chat(
     system_prompt: str | None,
     tokens: int | None,
 ) -> bool:
-    """Return whether to apply the chat template. Raises UserError: it is missing, or prompts are to be cut."""
+    """Return whether to apply the chat template.
+
+    Raises:
+        UserError: The tokenizer lacks a chat template that is asked for, or --prompt-tokens would cut conversations.
+    """
     if chat == "off":
         return False
     if not tokenizer.chat_template:
@@ -197,7 +209,8 @@ def _has_chat(
         return False
     if tokens is not None:
         raise UserError(
-            f"--prompt-tokens {tokens} would cut conversations before their end; leave it out, or add --chat off"
+            f"--prompt-tokens {tokens} would cut conversations before their end; leave the option out, or add "
+            "--chat off"
         )
     return True
 
@@ -207,18 +220,18 @@ def _ids(
 ) -> list[int]:
     if row.messages:
         reason = (
-            "--chat is off" if tokenizer.chat_template else "the tokenizer has no chat template"
+            "--chat is off; use --chat auto"
+            if tokenizer.chat_template
+            else "the tokenizer has no chat template; use a chat model"
         )
-        raise UserError(
-            f"{where}: the row has messages, but {reason}; use a chat model, or rows of plain text"
-        )
+        raise UserError(f"{where}: the row has messages, but {reason}, or rows of plain text")
     ids: list[int] = tokenizer(row.text, verbose=False)["input_ids"]
     if not ids:
         raise UserError(f"{where}: the prompt is empty")
     if tokens is not None and len(ids) < tokens:
         raise UserError(
-            f"{where}: the prompt has {len(ids)} tokens, fewer than --prompt-tokens {tokens}; lower it, or remove "
-            "the prompt"
+            f"{where}: the prompt has {len(ids)} tokens, fewer than --prompt-tokens {tokens}; lower "
+            "--prompt-tokens, or remove the prompt"
         )
     return ids[:tokens]
 

@@ -1,4 +1,4 @@
-"""draftlab.json, the record of the command that wrote an output, with hashes of its inputs. No torch."""
+"""The record of the command that wrote an output, with hashes of its inputs: draftlab.json. No torch."""
 
 import contextlib
 import hashlib
@@ -26,7 +26,13 @@ CURVE_POINTS = 100
 
 
 class Record(FileModel):
-    """The command, settings, inputs and versions that made an output. inputs: sha256 by path."""
+    """The command, settings, inputs and package versions that made an output, and its time and memory.
+
+    Attributes:
+        config: Settings of the command.
+        inputs: Fingerprints (sha256) of the inputs, by path.
+        notes: Further facts that the command recorded.
+    """
 
     command: str
     config: dict[str, object]
@@ -39,21 +45,27 @@ class Record(FileModel):
 
     @property
     def worked_seconds(self) -> float:
-        """Return the seconds of training over all resumed processes, or the seconds of another command."""
+        """Return the seconds of training, summed over all processes of a resumed run.
+
+        For a command that does not train, return the seconds of the command.
+        """
         seconds = self.notes.get("seconds")
         return seconds if isinstance(seconds, float) else self.seconds
 
     @property
     def total_seconds(self) -> float:
-        """Return the seconds of a run, including the processes before a kill and resume."""
+        """Return the seconds of the whole run. The time of processes before a resume counts, too."""
         total = self.notes.get("total_seconds")
         return max(self.seconds, self.worked_seconds, total if isinstance(total, float) else 0.0)
 
 
 class CurvePoint(FileModel, extra="ignore"):
-    """A point of a training curve: a mean over the steps up to this step, or an evaluation on held-out text.
+    """A point of a training curve: the mean over the steps up to this step, or an evaluation on held-out text.
 
-    loss: Nats per token. acceptance: Acceptance per token, or None without a target.
+    Attributes:
+        loss: Loss in nats per token.
+        acceptance: Mean probability that a drafted token is accepted, or None if there was no target.
+        heldout: Whether the point is an evaluation on held-out text.
     """
 
     step: int = Field(ge=0, le=10**12)
@@ -86,7 +98,13 @@ def write_record(
     started_at: float,
     **notes: object,
 ) -> Record:
-    """Write draftlab.json. started_at: time.time() at the start of the command."""
+    """Write draftlab.json into a directory, and return its content.
+
+    Args:
+        inputs: Files and directories that the command read; their hashes are recorded.
+        started_at: time.time() at the start of the command.
+        notes: Further facts to record.
+    """
     record = Record(
         command=command,
         config=config,
@@ -102,15 +120,16 @@ def write_record(
 
 
 def read_record(directory: Path) -> Record | None:
-    """Return the record of an output, or None without a record. Raises UserError: the record cannot be read."""
+    """Return the record in an output directory, or None if there is no record. Raises UserError: it cannot be read."""
     file = directory / RECORD_FILE
     return read_model(Record, file) if file.exists() else None
 
 
 def lineage(directory: Path, target: Path) -> dict[Path, Stage]:
-    """Return the commands that made an output, in order, by the directory of each command. {} without a record.
+    """Return the chain of commands that made an output, the earliest first, by the output directory of each command.
 
-    Commands that made the target or only converted a checkpoint are left out, and so are moved or changed inputs.
+    Commands that made the target or only converted a checkpoint are left out. Inputs that were moved, or written again
+    later, are left out as well. Without a record the result is {}.
     """
     stages: dict[Path, Stage] = {}
     _add_stages(directory.resolve(), target.resolve(), stages, before=datetime.max.isoformat())
@@ -119,7 +138,7 @@ def lineage(directory: Path, target: Path) -> dict[Path, Stage]:
 
 def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before: str) -> None:
     record = None
-    with contextlib.suppress(UserError):  # the record is of another version of draftlab
+    with contextlib.suppress(UserError):  # another version of draftlab wrote the record
         record = read_record(directory)
     if (
         record is None
@@ -141,9 +160,9 @@ def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before
 
 
 def _curve(log: Path) -> list[CurvePoint]:
-    """Return the points of a training log: all evaluations, and at most CURVE_POINTS means over steps.
+    """Return the points of a training log: all evaluations, and at most CURVE_POINTS means over training steps.
 
-    [] without a log.
+    Without a log, or with a damaged log, the result is [].
     """
     if not log.exists():
         return []
@@ -166,7 +185,7 @@ def _curve(log: Path) -> list[CurvePoint]:
 
 
 def fingerprint(path: Path) -> str:
-    """Return the sha256 of a file, or of the files of a directory that decide results: configs, weights, manifests.
+    """Return the sha256 of a file. For a directory, hash the files that decide results: configs, weights, manifests.
 
     Raises:
         UserError: There is no such path, or a file is not regular.
@@ -207,7 +226,7 @@ def _add(digest: "hashlib._Hash", file: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and the packages that decide results, and the commit of a clone."""
+    """Return the versions of Python and of the packages that decide results. For a clone, add its git commit."""
     names = {"python": platform.python_version()}
     for package in ("draftlab", "torch", "transformers", "accelerate", "peft", "lm_eval"):
         with contextlib.suppress(PackageNotFoundError):
@@ -217,7 +236,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit(folder: Path) -> str | None:
-    """Return the commit of draftlab's clone, or None without git and for an installed package."""
+    """Return the git commit of draftlab's clone. For an installed package, or without git, return None."""
     git = shutil.which("git")
     if git is None or not (folder / ".git").exists():
         return None
@@ -228,6 +247,6 @@ def _commit(folder: Path) -> str | None:
 
 
 def peak_memory_bytes() -> int:
-    """Return the largest resident size of this process so far, in bytes."""
+    """Return the peak resident memory (RSS) of this process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""Reading of files from outside draftlab: any parser's error becomes one line that names the file. No torch."""
+"""Read files from outside draftlab. The error of any parser becomes one line that names the file. No torch."""
 
 import contextlib
 import json
@@ -16,18 +16,18 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class FileModel(BaseModel):
-    """Base class of models of files. Unknown keys are errors, and fields are frozen."""
+    """Base class of pydantic models that describe the content of a file. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @contextlib.contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turn any error in the block into a UserError of one line.
+    """Turn any error of the block, except MemoryError, into a UserError of one line.
+
+    Parsers of other projects raise errors of many types for damaged files. The tokenizers package even panics in Rust.
 
     what: Start of the message, such as the path of the file.
-
-    For damaged files, parsers of other projects raise errors of all types, and tokenizers panics in Rust.
 
     Raises:
         UserError: The block raised an error.
@@ -43,7 +43,7 @@ def reading(what: object) -> Iterator[None]:
             raise
         text = one_line(getattr(error, "strerror", None) or error)
         if type(error).__name__ == "SafetensorError":
-            text = f"damaged, or not whole ({text})"
+            text = f"damaged or incomplete ({text})"
         if " " not in text:  # the text of a KeyError is only the key
             text = f"{type(error).__name__} {text}".strip()
         raise UserError(f"{what}: {text}") from error
@@ -59,7 +59,11 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def check_regular(file: Path) -> None:
-    """Raise UserError if the file is not a regular file, because a pipe or device may have no end."""
+    """Check that a path is a regular file, because a pipe or a device may have no end. A missing file passes.
+
+    Raises:
+        UserError: The path is a directory, a pipe or a device.
+    """
     if file.exists() and not file.is_file():
         raise UserError(f"{file} is not a regular file")
 
@@ -72,7 +76,7 @@ def read_json(file: Path) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises UserError: the file is missing, or its content is no object."""
+    """Return the object in a JSON file. Raises UserError: the file is missing, or its content is not an object."""
     content = read_json(file)
     if not isinstance(content, dict):
         raise UserError(f"{file} must be a JSON object, but is {reprlib.repr(content)}")
@@ -80,7 +84,11 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, byte offset and content of every line that is not blank. Raises UserError: no such file."""
+    """Yield the number (from 1), byte offset and content of every line that is not blank.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
     start = 0
     with reading(file), file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
@@ -90,10 +98,10 @@ def read_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of every line that is not blank.
+    """Yield the number (from 1) and the JSON value of every line that is not blank.
 
     Raises:
-        UserError: The file is missing, or a line is not JSON. The message has the number of the line.
+        UserError: The file cannot be read, or a line is not JSON. The message has the number of the line.
     """
     for number, _, line in read_lines(file):
         with reading(f"{file}:{number}: not JSON"):
@@ -105,9 +113,9 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
     """Read a JSON or YAML file into a model.
 
     Args:
-        path: The file, or the directory of the file.
-        name: Name of the file if path is a directory.
-        hint: End of the error message if there is no such file.
+        path: The file, or the directory that has the file.
+        name: Name of the file in the directory.
+        hint: End of the error message if the file is missing.
 
     Raises:
         UserError: The file is missing, or its content does not fit the model.
@@ -125,13 +133,13 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
 
 
 def read_yaml(path: Path, label: str) -> Any:
-    """Return the content of a YAML file. label: Name of the file in errors. Raises UserError: it is not readable."""
+    """Return the content of a YAML file. label: Start of an error message. Raises UserError: it cannot be read."""
     with reading(label):
         return yaml.safe_load(path.read_bytes())
 
 
 def validation_text(error: ValidationError) -> str:
-    """Return the first three messages of a pydantic error as one line, with fields and values."""
+    """Return the first three complaints of a pydantic error as one line, each with its field and value."""
     parts = []
     for item in error.errors()[:3]:
         where = ".".join(str(part) for part in item["loc"])[:80] or "top level"

@@ -1,4 +1,4 @@
-"""Recipes: sequences of commands in a file, checked as a whole, then run from top to bottom."""
+"""Recipes: files that list commands. All commands are checked first, then run from top to bottom."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ from draftlab.reading import read_yaml
 
 class RunConfig(Config):
     recipe: Path = option(help="Recipe file: a YAML list of commands.", argument=True)
-    plan_only: bool = option(False, "Show which steps are done and which remain.", flag="--dry-run")
+    plan_only: bool = option(False, "Only show which steps are done.", flag="--dry-run")
 
 
 def read_recipe(path: Path) -> list[CommandStep]:
-    """Read every step and check its settings, before anything runs.
+    """Read a recipe, and check the settings of all steps before any step runs.
 
     Raises:
         UserError: A step or a setting is wrong. The message names both.

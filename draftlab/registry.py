@@ -1,4 +1,4 @@
-"""Registries of kinds by name: draftlab's own, and those that plug-ins offer as entry points. No torch."""
+"""Registries of kinds by name, such as the drafters: draftlab's own kinds and the kinds of plug-ins. No torch."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -14,18 +14,25 @@ AnyKind = TypeVar("AnyKind")
 
 
 class Registry(Generic[Kind]):
-    """A registry of kinds by name. The first request for a kind imports its module, which registers the kind.
+    """A registry of kinds (classes or functions) by name, such as the drafters or the losses.
 
-    A plug-in declares an entry point in the group, whose name is the name of the kind and whose value is its module.
+    The first request for a kind imports the module of the kind, which registers it. A plug-in declares an entry point
+    in `group`: the entry point's name is the name of the kind, and its value is the module.
     """
 
     def __init__(self, group: str, what: str, builtin: Mapping[str, str]) -> None:
-        """Make a registry. builtin: Modules of draftlab's kinds, by name. what: Noun for a kind in errors."""
+        """Make a registry.
+
+        Args:
+            group: Group of the entry points of plug-ins.
+            what: Noun for a kind in errors, such as "drafter".
+            builtin: Modules of draftlab's own kinds, by the name of the kind.
+        """
         self.group, self.what, self.builtin = group, what, builtin
         self.kinds: dict[str, Kind] = {}
 
     def register(self, name: str) -> Callable[[AnyKind], AnyKind]:
-        """Return a decorator that registers a kind. Raises ValueError: the name is taken."""
+        """Return a decorator that registers a kind under this name. Raises ValueError: the name is taken."""
 
         def decorate(kind: AnyKind) -> AnyKind:
             if name in self.kinds:
@@ -38,18 +45,18 @@ class Registry(Generic[Kind]):
 
     @cached_property
     def plugins(self) -> dict[str, list[EntryPoint]]:
-        """Return the entry points of the group by name."""
+        """Return the entry points of installed plug-ins by name. Two packages may offer the same name."""
         found: dict[str, list[EntryPoint]] = {}
         for entry in entry_points(group=self.group):
             found.setdefault(entry.name, []).append(entry)
         return found
 
     def names(self) -> list[str]:
-        """Return all names without loading a kind."""
+        """Return the names of all kinds. No module is imported."""
         return list(dict.fromkeys([*self.builtin, *sorted(self.plugins), *self.kinds]))
 
     def loadable(self) -> list[Kind]:
-        """Return all kinds that can be loaded. Broken plug-ins are left out."""
+        """Import and return all kinds. Kinds of plug-ins that cannot be imported are left out."""
         kinds = []
         for name in self.names():
             with contextlib.suppress(UserError):
@@ -57,7 +64,7 @@ class Registry(Generic[Kind]):
         return kinds
 
     def get(self, name: str, where: str) -> Kind:
-        """Return a kind. where: Start of an error message, such as "--rule x".
+        """Return the kind with this name. where: Start of an error message, such as "--rule x".
 
         Raises:
             UserError: There is no such kind, several packages offer it, or its package cannot be loaded.
@@ -106,8 +113,8 @@ LOSSES: Registry[Any] = Registry(
     "loss",
     dict.fromkeys(("fkl", "jsd", "lk", "nla", "rkl", "tvd"), "draftlab.training.losses"),
 )
-CROSS_ENTROPY = "ce"  # not in the registry: it compares with the text, not with the target
-REJECTION = "rejection"  # not in the registry: the engine computes it for all rows at once
+CROSS_ENTROPY = "ce"  # not in LOSSES, because this loss compares with the text, not with the target
+REJECTION = "rejection"  # not in RULES, because the engine applies this rule to all rows at once
 SERVERS: Registry[Any] = Registry(
     "draftlab.servers",
     "server",

@@ -3,18 +3,18 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-FinishReason = Literal["length", "stop"]  # length: at max_tokens; stop: at a stop token
+FinishReason = Literal["length", "stop"]  # length: the text has max_tokens; stop: a stop token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Parameters of sampling, with vLLM's names.
+    """Sampling parameters, with vLLM's names.
 
     Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 have no effect.
 
     Attributes:
         seed: Prompt number i is sampled with seed + i.
-        stop_token_ids: Each of these ids ends a text. The text includes the id.
+        stop_token_ids: Token ids that end a text. The text includes the id.
     """
 
     temperature: float = 0.0
@@ -32,11 +32,11 @@ class SamplingParams:
         return (self.temperature, self.top_k, self.top_p, self.min_p) == (1.0, 0, 1.0, 0.0)
 
     def unlimited(self) -> "SamplingParams":
-        """Return only the parameters that change the distribution: without length, seed and stop tokens."""
+        """Return a copy that keeps the distribution, but has max_tokens 0, seed 0 and no stop tokens."""
         return replace(self, max_tokens=0, seed=0, stop_token_ids=())
 
     def describe(self) -> str:
-        """Return text such as "greedy" or "temperature 0.7, top-p 0.9"."""
+        """Return the parameters of the distribution as text, such as "greedy" or "temperature 0.7, top-p 0.9"."""
         if self.temperature == 0:
             return "greedy"
         cuts = {

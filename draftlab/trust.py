@@ -1,4 +1,4 @@
-"""Trust in files and servers: whether their code runs, and how their names and addresses are printed. No torch."""
+"""Safety with untrusted files and servers: whether their code may run, and safe printing of their names. No torch."""
 
 import contextlib
 import re
@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from draftlab.errors import UserError
 
-_REMOTE_CODE = ContextVar("trust_remote_code", default=False)  # value for the running command
+_REMOTE_CODE = ContextVar("trust_remote_code", default=False)  # setting of the running command
 LONGEST_NAME = 200
 
 
@@ -23,27 +23,32 @@ def remote_code(trusted: bool) -> Iterator[None]:
 
 
 def trusts_remote_code() -> bool:
-    """Return the value of trust_remote_code for transformers."""
+    """Return whether checkpoints may run their own code: the trust_remote_code of transformers."""
     return _REMOTE_CODE.get()
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text with control characters, line breaks and marks of direction escaped, except those to keep."""
+    """Return a text with escapes in place of control characters, line breaks and text-direction marks.
+
+    keep: Characters that are not escaped.
+    """
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
     )
 
 
 def is_name(text: object) -> bool:
-    """Return whether a value is a printable text of 1 to LONGEST_NAME characters."""
+    """Return whether a value is a string of 1 to LONGEST_NAME printable characters."""
     return isinstance(text, str) and 0 < len(text) <= LONGEST_NAME and text.isprintable()
 
 
 def checked_name(text: str, label: str) -> str:
-    """Return a name or version that a file or server gives. label: Noun for the error.
+    """Return a name or version from a file or a server, after a check that it is safe to print.
+
+    label: What the text names, for the error.
 
     Raises:
-        UserError: The text is not a name.
+        UserError: The text is empty, too long or not printable.
     """
     if not is_name(text):
         raise UserError(f"{label} must be printable text, but is {printable(repr(text)[:80])}")
@@ -51,10 +56,12 @@ def checked_name(text: str, label: str) -> str:
 
 
 def folder_name(text: str, label: str) -> str:
-    """Return the last part of a name, for use as the name of a folder.
+    """Return the part of a name after the last slash, for use as the name of a folder.
+
+    label: What the text names, for the error.
 
     Raises:
-        UserError: The part is empty, "." or "..".
+        UserError: The part is empty, "." or "..", or the text is not printable.
     """
     name = checked_name(text, label).replace("\\", "/").rstrip("/").rpartition("/")[2]
     if name in ("", ".", ".."):
@@ -63,7 +70,11 @@ def folder_name(text: str, label: str) -> str:
 
 
 def check_address(url: str | None) -> None:
-    """Raise UserError if the text is not the address of a server. The message has no part of a password."""
+    """Check that a text is the address of a server. None passes.
+
+    Raises:
+        UserError: It is not an address. The message shows no part of a password.
+    """
     if url is None:
         return
     try:
@@ -74,20 +85,21 @@ def check_address(url: str | None) -> None:
             and parts.port != 0
             and url.isprintable()
         )
-        # an @ here means that a password contains / ? or #
+        # an @ after the host means that a password has an unescaped / ? or #
         good = good and "@" not in parts.path + parts.query + parts.fragment
     except ValueError:
         good = False
     if not good:
         host = url.rpartition("@")[2]
-        escape = (
-            "; if it has a password, write / ? # @ in it as %2F %3F %23 %40" if host != url else ""
-        )
+        escape = "; in a password, write / ? # @ as %2F %3F %23 %40" if host != url else ""
         raise UserError(f"server {host!r} is not an address; write http://HOST:PORT{escape}")
 
 
 def without_secrets(text: str) -> str:
-    """Return a server's address without user, password, query and fragment. Other text is returned unchanged."""
+    """Return the address of a server without user, password, query and fragment.
+
+    Text that is no address is returned unchanged.
+    """
     scheme, _, address = text.partition("://")
     if scheme not in ("http", "https"):
         return text

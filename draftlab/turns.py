@@ -1,4 +1,4 @@
-"""Prompts of several turns, asked as Spec-Bench does: each turn follows the target's answers to the earlier turns."""
+"""Prompts with several turns, as in Spec-Bench: each turn is asked after the target's answers to the earlier turns."""
 
 import hashlib
 import json
@@ -18,8 +18,8 @@ from draftlab.prompts import Prompt, Prompts, digest
 from draftlab.reading import read_json_lines
 from draftlab.sampling import SamplingParams
 
-FOLDER = "turns"  # under the workspace's runs
-# conversations that are answered together; a killed run loses the answers to one such group
+FOLDER = "turns"  # folder under the workspace's runs
+# number of conversations that are answered together; if a run is killed, at most their answers are lost
 TOGETHER = 64
 Messages = tuple[Message, ...]
 Answer = Callable[[list[Prompt], list[int]], Sequence[Sequence[int]]]
@@ -33,16 +33,18 @@ def answered(
     sampling: SamplingParams,
     answer: Answer,
 ) -> Prompts:
-    """Return a prompt for every turn. Prompts with one turn are unchanged.
+    """Return one prompt for each turn of each conversation, with the target's answers to the earlier turns.
 
-    The target answers once. The answers are kept in a prompt file (see place), so every command sees the same requests.
+    Prompts with one turn are unchanged. The target's answers are generated once and kept in a prompt file (see place),
+    so that all commands use the same requests.
 
     Args:
         target: Text that identifies the target.
-        answer: Function of prompts and their numbers, which seed the sampling. Returns the target's answer tokens.
+        answer: Function that returns the token ids of the target's answers to prompts. Its second argument is a number
+            for each prompt, with which the sampling is seeded.
 
     Raises:
-        UserError: The template does not take an answer, or the file cannot be written.
+        UserError: The chat template rejects an answer, or the file of answers is damaged or cannot be written.
     """
     file = place(prompts, target, sampling)
     if file is None:
@@ -54,7 +56,7 @@ def answered(
     if len(rows) != prompts.requests:
         raise UserError(
             f"{file} has {len(rows)} requests, but the prompts need {prompts.requests}; remove the "
-            "file, and it is written again"
+            "file, and draftlab writes it again"
         )
     first = list(
         chain.from_iterable(repeat(prompt, 1 + len(prompt.later)) for prompt in prompts.rows)
@@ -76,7 +78,10 @@ def answered(
 
 
 def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | None:
-    """Return the path of the prompt file with a target's answers, or None if every prompt has one turn."""
+    """Return the path of the prompt file that keeps a target's answers, or None if every prompt has one turn.
+
+    The name depends on the prompts, the target and the sampling parameters.
+    """
     if prompts.requests == len(prompts.rows):
         return None
     said = [(p.ids, p.later) for p in prompts.rows]
@@ -88,7 +93,10 @@ def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | Non
 def _write(
     file: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer
 ) -> list[Messages]:
-    """Let the target answer TOGETHER conversations at a time. The work of a killed run is continued."""
+    """Let the target answer TOGETHER conversations at a time, and write the messages of all requests to a file.
+
+    The work of a killed run is continued.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
     rows = _read(unfinished) if unfinished.exists() else []
@@ -109,7 +117,10 @@ def _write(
 def _asked(
     prompts: list[Prompt], first: int, tokenizer: PreTrainedTokenizerBase, answer: Answer
 ) -> list[Prompt]:
-    """Return the requests of conversations, in order of conversations and turns. first: Number of the first."""
+    """Return the requests of these conversations: all turns of the first conversation, then of the second, and so on.
+
+    first: Number of the first request. Numbers seed the sampling.
+    """
     sizes = [1 + len(prompt.later) for prompt in prompts]
     talks = [[prompt] for prompt in prompts]
     numbers = [first + sum(sizes[:i]) for i in range(len(prompts))]
@@ -130,7 +141,7 @@ def _asked(
 
 
 def _read(file: Path) -> list[Messages]:
-    """Read the messages of every request. Raises UserError: the file is damaged."""
+    """Return the messages of each request in a file. Raises UserError: the file is damaged."""
     try:
         rows: list[Messages] = [
             tuple(read_messages(row["messages"], f"{file}:{number}"))
@@ -139,5 +150,5 @@ def _read(file: Path) -> list[Messages]:
     except (UserError, KeyError, TypeError):
         rows = []
     if not rows:
-        raise UserError(f"{file} is damaged; remove it, and it is written again")
+        raise UserError(f"{file} is damaged; remove the file, and draftlab writes it again")
     return rows

@@ -15,10 +15,13 @@ FILE = Path("draftlab.yaml")
 
 
 class Workspace(FileModel):
-    """Default checkpoints, data, folder of outputs, device and dtype.
+    """The defaults of commands: checkpoints, data, folder of outputs, device and dtype.
 
-    draft: A ready draft, which commands use until another draft is made.
-    device auto is cuda if there is a GPU. dtype auto is bfloat16 on cuda and float32 on a CPU.
+    Attributes:
+        draft: A ready draft, which commands use until another draft is made.
+        runs: Folder of the outputs.
+        device: auto is cuda if there is a GPU.
+        dtype: auto is bfloat16 on cuda and float32 on a CPU.
     """
 
     target: str
@@ -30,7 +33,7 @@ class Workspace(FileModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
 
-# without draftlab.yaml, the defaults are the paper's models
+# llama-65b, the default without draftlab.yaml, has the models of Decoding Speculative Decoding (2402.01528)
 PRESETS: dict[str, Workspace] = {
     "tiny": Workspace(target="tiny", source="tiny", data="stdlib"),
     "smollm2": Workspace(
@@ -61,7 +64,7 @@ DEFAULT = PRESETS["llama-65b"]
 
 
 def preset(name: str) -> Workspace:
-    """Return a preset. Raises UserError: there is no such preset."""
+    """Return the preset with this name. Raises UserError: there is no such preset."""
     if name in PRESETS:
         return PRESETS[name]
     if Path(name).is_dir():
@@ -74,7 +77,7 @@ def preset(name: str) -> Workspace:
 
 
 def load(folder: Path = Path()) -> Workspace:
-    """Return the workspace of a folder, or the paper's models if it has no draftlab.yaml.
+    """Return the workspace of a folder, from its draftlab.yaml. Without this file, return the preset llama-65b.
 
     Raises:
         UserError: The file has unknown keys or wrong values.
@@ -84,7 +87,10 @@ def load(folder: Path = Path()) -> Workspace:
 
 
 def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
-    """Return the newest output of these commands directly under `runs`. Ties go to the first command."""
+    """Return the newest output directory of these commands directly under `runs`, or None if there is no output.
+
+    Of outputs with the same time, the output of the command that is named first is returned.
+    """
     ages: dict[Path, tuple[str, int]] = {}
     for file in runs.glob("[!.]*/draftlab.json"):
         try:
@@ -98,7 +104,10 @@ def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
 
 
 def write(workspace: Workspace, folder: Path = Path(), comment: str | None = None) -> Path:
-    """Write draftlab.yaml, and return its path. Raises UserError: the file cannot be written."""
+    """Write draftlab.yaml into a folder, and return its path. Raises UserError: the file cannot be written.
+
+    comment: Comment for the top of the file.
+    """
     file = folder / FILE
     fields = workspace.model_dump(mode="json", exclude_none=True)
     lines = ["defaults of draftlab's commands", *([comment] if comment else [])]

@@ -1,4 +1,4 @@
-"""The commands, grouped as --help shows them. The command line, recipes and tests call these same objects."""
+"""All commands, grouped as --help lists them. The command line, recipes and tests run the same objects."""
 
 from draftlab.commands import outputs
 from draftlab.commands.auto import auto

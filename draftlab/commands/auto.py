@@ -1,4 +1,4 @@
-"""The command that goes from a target to a served draft."""
+"""The command auto, which goes from a target to a served draft."""
 
 import shutil
 from collections.abc import Callable
@@ -29,45 +29,46 @@ if TYPE_CHECKING:
 
 
 class AutoConfig(OutputConfig, shared.CheckpointSettings):
-    """Settings of auto: the target, the way it is served, and the time to find a draft."""
+    """The settings of auto: the target, how it is served, and the time to spend."""
 
     target: str = option(
-        help="Checkpoint of the target: a directory, or a hub name with @REVISION.", argument=True
+        help="Checkpoint of the target: a directory or a hub name, optionally with @REVISION.",
+        argument=True,
     )
     minutes: float = option(60.0, "Time to spend, approximately.", gt=0)
     draft: list[str] = option(
         [],
-        "Ready draft to compare, repeatable: a smaller model, a pruned draft, or anyone's EAGLE-3 head. "
-        "New drafts are trained only if they may become faster.",
+        "Ready draft to compare: a smaller model, a pruned draft, or an EAGLE-3 head; repeat the option for several. "
+        "New drafts are then trained only if they may become faster.",
     )
     server: ServerRule | None = option(
         None,
         (
-            f"Server that will run the draft: {', '.join(SERVERS.names())}. Only drafts that it can run are "
-            "tried, under its acceptance rule. Default: draftlab's own engine."
+            f"Server that will run the draft: {', '.join(SERVERS.names())}. Only drafts that the server can run are "
+            "tried, with its verify rule. Default: draftlab's own engine."
         ),
         flag="--for",
     )
     prompt_file: Path | None = option(
         None,
-        "JSON-lines file of your users' prompts; training drafts needs 96 or more. Default: draftlab's own "
+        "JSON-lines file of your users' prompts; drafts are trained only with 96 or more. Default: draftlab's own "
         "prompts for a chat model, else prompts cut from --data.",
         flag="--prompts",
     )
     data: str | None = option(
         None,
-        "Text to cut prompts from, for a target without a chat template. Default: the workspace's data.",
+        "Text from which prompts are cut, for a target without a chat template. Default: the workspace's data.",
     )
     streams: Numbers = numbers(
         "1",
-        "Numbers of concurrent requests, as 1,4,16. The draft is chosen by its mean speed-up over all of them.",
+        "Numbers of concurrent requests, as 1,4,16. The draft with the highest mean speed-up over all is chosen.",
     )
     temperature: float = option(
         0.0, "Temperature at which users' prompts are served; 0 is greedy.", ge=0
     )
     verify_with: Path | None = option(
         None,
-        "Program of the server that verifies the export: vllm or llama-server. Default: the program on the PATH, "
+        "Path of vllm or llama-server, in which the exported draft is verified. Default: the program on the PATH, "
         "if any.",
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
@@ -75,11 +76,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     threads: int | None = shared.threads()
 
     only = (
-        Only(
-            ("data",),
-            lambda c: c.prompt_file is None,
-            "give prompts by --data or by --prompts, not by both",
-        ),
+        Only(("data",), lambda c: c.prompt_file is None, "leave it out: --prompts has the prompts"),
         Only(
             ("verify_with",),
             lambda c: c.server and c.server_kind.program,
@@ -89,9 +86,10 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     @property
     def sampled_rule(self) -> str | None:
-        """Return the server rule that accepts sampled drafts, or None for greedy decoding and for draftlab's engine.
+        """Return the --server-rule that stands for the server as the start script of an export runs it.
 
-        A server's script may choose another rule than the server's default: the script for vLLM samples the drafts.
+        The rule may differ from the server's default, because the script for vLLM lets the draft sample. The result is
+        None for greedy decoding and for draftlab's own engine.
         """
         if self.temperature == 0 or self.server is None:
             return None
@@ -105,25 +103,27 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
             )
         if "," in str(self.out or ""):
             raise ValueError(
-                f"--out {self.out}: the name may not have a comma, which separates the options of drafters"
+                f"--out {self.out}: the name must not have a comma, because a comma separates the options of drafters"
             )
         return self
 
     @property
     def server_kind(self) -> Any:
-        """Return the kind of the server that --for names."""
+        """Return the registered class of the server that --for names."""
         return SERVERS.get(str(self.server), "--for")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Found(Outcome):
-    """What to serve a target with, and why."""
+    """The outcome of auto. verdict: How to serve the target, and why."""
 
     verdict: "Verdict"
 
 
 def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
-    """Resolve and check the settings, measure this machine, and make the plan. An unfinished run keeps its plan.
+    """Resolve and check the settings of auto, measure this machine, make the plan, and return the job.
+
+    An unfinished run keeps its plan.
 
     Raises:
         UserError: The target, prompts or program cannot be used; the directory has a run with other settings; or time,
@@ -196,7 +196,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
 
     def make(name: str, settings: dict[str, Any]) -> "CommandStep":
         shared = running | engine if name in ("search", "score", "replay") else dict(running)
-        if name == "export":  # export uses its --device for the verification only
+        if name == "export":  # export only verifies on its --device
             del shared["device"]
         return step_of(name, settings, shared, "auto")
 
@@ -216,7 +216,7 @@ def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
 def _run(
     request: "Request", plan: "Plan", make: "Callable[..., CommandStep]", output: Output
 ) -> "Verdict":
-    """Run every step of the plan, and write the page and the verdict."""
+    """Run every step of the plan, write the page and the verdict, and return the verdict."""
     from draftlab.atomic import write_atomic
     from draftlab.searching.auto import PAGE, PLAN, VERDICT, AutoRun
     from draftlab.searching.schedule import StepRunner
@@ -252,7 +252,11 @@ def auto(verdict: "Verdict", output: Output) -> Found:
 
 
 def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
-    """Return the plan of an unfinished run in folder. Raises UserError: that run had other settings."""
+    """Return the plan of an unfinished run in a folder, or None if there is no plan.
+
+    Raises:
+        UserError: The unfinished run has other settings.
+    """
     from draftlab.reading import read_model
     from draftlab.searching.auto import PLAN
     from draftlab.searching.plan import Plan
@@ -264,7 +268,7 @@ def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
     if changed:
         flags = ", ".join(map(AutoConfig.flag, changed))
         raise UserError(
-            f"{folder} has an unfinished auto run with a different {flags}; choose another --out, or "
+            f"{folder} has an unfinished auto run with other values of {flags}; choose another --out, or "
             "remove that directory"
         )
     return before

@@ -1,4 +1,4 @@
-"""The parts of a command: its settings, the library call that it prepares, and the outcome that it shows."""
+"""What every command has: settings, a step that checks them and prepares a library call, and an outcome to show."""
 
 import inspect
 import io
@@ -20,22 +20,21 @@ from draftlab.trust import remote_code
 
 Value = TypeVar("Value")
 Result = TypeVar("Result", covariant=True)
-LARGE_WEIGHTS = 1 << 27  # weights of a matrix product that memory bandwidth limits
-MODEL_SECONDS = (
-    2.0  # a plan assumes this ratio of a model's time to the time of its matrix products
-)
+LARGE_WEIGHTS = 1 << 27  # number of weights with which a dry run measures memory bandwidth
+# ratio of a model's time to the time of its matrix products, as dry runs assume
+MODEL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Outcome:
-    """The result of a command. A command that is also a Python function returns a subclass with typed values.
+    """The result of a command. Most commands return a subclass with typed values.
 
     Attributes:
         path: File or directory that the command wrote.
-        show: Strings and rich tables for a person.
-        data: Values for a program.
-        missed: Thresholds that the user set and the result does not reach.
-        next: Next command to type.
+        show: Strings and rich tables, which the command line prints.
+        data: Values for programs, which --json prints.
+        missed: Messages about what the result should reach but does not; the command then exits with code 3.
+        next: Command line that the user may run next.
     """
 
     path: Path | None
@@ -55,13 +54,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[Result]):
-    """The result of prepare(): a library call with all its arguments except the output.
+    """A checked library call, which the prepare function of a command returns.
 
     Attributes:
-        run: Function to call. It takes the output as its argument if the command writes a directory.
-        name: Name of the output directory under the workspace's runs, unless --out names another directory.
-        facts: Returns the facts that a dry run shows. The dry run converts "flops" (floating-point operations) and
-            "bytes" (memory to read) to minutes.
+        run: Function that does the work. If the command writes a directory, its argument is the Output.
+        name: Name of the output directory under the workspace's runs, which --out replaces.
+        facts: Function that returns the facts that a dry run shows. The dry run converts the facts "flops"
+            (floating-point operations) and "bytes" (memory to read) to minutes.
     """
 
     run: Callable[..., Result]
@@ -70,10 +69,9 @@ class Job(Generic[Result]):
 
 
 def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
-    """Call a library function or class, with each setting of the config that is one of its parameters.
+    """Call a library function or class. Each of its parameters that is a setting of the config gets the setting.
 
-    Args:
-        others: Arguments that are no settings, or that replace the setting of the same name.
+    others: Further arguments. They replace a setting with the same name.
     """
     same = (
         inspect.signature(kind).parameters.keys() & type(config).model_fields.keys() - others.keys()
@@ -82,13 +80,17 @@ def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
 
 
 def check_data(data: str, weights: bool) -> None:
-    """Raise UserError if the text of --data is missing. Without weights nothing is fetched from the hub."""
+    """Check that the text of --data exists. weights: Whether the hub may be asked as well.
+
+    Raises:
+        UserError: The text is missing.
+    """
     with about("--data"):
         hub.check_data(data) if weights else hub.check_local_data(data)
 
 
 def check_program(path: Path | None) -> None:
-    """Raise UserError if the program of --verify-with is missing."""
+    """Check that the program of --verify-with exists. Raises UserError: it is missing."""
     if path is not None and not path.is_file():
         raise UserError(
             f"--verify-with {path}: there is no such program; give the path of vllm or llama-server"
@@ -100,12 +102,13 @@ class Command:
     """A command. The command line, recipes and tests build its config, then run it.
 
     Attributes:
-        function: Makes the outcome from the result of the job, and from the output if the command writes a directory.
-            Its docstring is the command's help.
-        prepare: Resolves and checks the settings, and returns the job. Its second argument is False if weight files
-            may be missing. By default the result of the job is the config.
+        function: Function that makes the outcome from the result of the job. If the command writes a directory, its
+            second argument is the Output. Its docstring is the command's help.
+        prepare: Function that resolves and checks the settings, and returns the Job. Its second argument is False if
+            weight files may be missing. By default the job only returns the config.
         dry_run: Whether the command has --dry-run, which shows its plan.
-        resumes: Whether the command resumes in its output directory. Such a command has no --force.
+        resumes: Whether the command keeps unfinished work in its output directory and resumes there. Such a command
+            has no --force.
     """
 
     name: str
@@ -119,10 +122,10 @@ class Command:
         return self.run(self.config.build(settings), force=force, dry_run=dry_run)
 
     def run(self, config: Config, *, force: bool = False, dry_run: bool = False) -> Outcome:
-        """Run with a finished config.
+        """Run the command with a config, and return the outcome. dry_run: Whether to return only the plan.
 
         Raises:
-            UserError: The output directory is not free, or the command fails.
+            UserError: The output exists and force is off, or the command fails.
         """
         try:
             with remote_code(isinstance(config, CheckpointSettings) and config.trust_remote_code):
@@ -135,7 +138,7 @@ class Command:
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
         checked = force or dry_run or self.resumes
         if isinstance(config, OutputConfig) and config.out is not None and not checked:
-            # before the settings are checked, which may take minutes
+            # checked first, because the check of the settings may take minutes
             check_free(config.out, force=False)
         job = self.prepare(config, not dry_run)
         if not isinstance(config, OutputConfig):
@@ -148,7 +151,7 @@ class Command:
             output.check_free()
         with output.locked(resumes=self.resumes):
             if not self.resumes:
-                # again, because another process may have written the output meanwhile
+                # checked again, because another process may have written the output meanwhile
                 output.check_free()
             return self.function(job.run(output), output)
 
@@ -160,7 +163,7 @@ class Command:
 def command(
     config: type[Config], *, name: str = "", **details: Any
 ) -> Callable[[Callable[..., Outcome]], Command]:
-    """Return a decorator that makes a Command of a function. Further arguments are fields of Command."""
+    """Return a decorator that makes a function into a Command. details: Further fields of the Command."""
     return lambda function: Command(
         name=name or function.__name__.replace("_", "-"),
         config=config,
@@ -170,7 +173,7 @@ def command(
 
 
 def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of a dry run: the facts, and the directory that would be written."""
+    """Return the outcome of a dry run: the facts, the time they imply, and the directory that would be written."""
     shown, minutes = dict(facts), {}
     flops, read_bytes = shown.pop("flops", 0), shown.pop("bytes", 0)
     if flops or read_bytes:

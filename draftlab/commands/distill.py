@@ -1,4 +1,4 @@
-"""The command that trains a draft model or head by distillation from a target."""
+"""The command distill, which trains a draft model or a head by distillation from a target."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     from draftlab.training.run import TrainingResult
 
 GENERATED = "Generated text"  # panel of --help
-PROVEN_LR = {
-    "muon": 4.0e-3,
-    "adamw": 1.0e-3,
-}  # the best rates of a sweep (benchmarks/results/distill_quality.json)
-TEXTS = ("data", "target", "draft")  # names of text to train on
+# the best learning rates of a sweep (benchmarks/results/distill_quality.json)
+PROVEN_LR = {"muon": 4.0e-3, "adamw": 1.0e-3}
+TEXTS = ("data", "target", "draft")  # names in the value of --text
 
 
 def _texts(spec: str) -> str:
@@ -54,7 +52,7 @@ def _proven_lr(settings: dict[str, Any]) -> float:
 
 
 class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
-    """Settings of distill: the student, the target, the training text, the loss and the length of training."""
+    """The settings of distill: the student, the target, the training text, the loss and the length of training."""
 
     student: Student = option(
         "draft",
@@ -74,19 +72,19 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         "mixture: target=0.7,draft=0.3.",
     )
     outputs: Path | None = option(
-        None, "Stored target outputs to distil from, instead of a target and text."
+        None, "Stored target outputs to distil from, in place of the target and the text."
     )
     prompt_file: Path | None = option(
         None,
-        "With --text target: JSON-lines file of prompts that the target answers, instead of data.",
+        "With --text target: JSON-lines file of prompts that the target answers, in place of --data.",
     )
-    max_new_tokens: int = option(128, "Most tokens of an answer.", ge=2)
+    max_new_tokens: int = option(128, "Largest number of tokens of an answer.", ge=2)
     chat: shared.ChatMode = shared.chat(panel=GENERATED, advanced=True)
     system_prompt: str | None = shared.system_prompt(panel=GENERATED)
     loss_on: shared.LossOn | None = shared.loss_on(advanced=True)
     prompt_tokens: int = option(
         32,
-        "Tokens of each data prompt that the target or the draft continues.",
+        "Number of tokens at the start of each sequence of data that the target or the draft continues.",
         ge=1,
         panel=GENERATED,
         advanced=True,
@@ -100,26 +98,28 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     )
     loss: shared.LossName = option(
         "fkl",
-        f"Loss: {', '.join([CROSS_ENTROPY, *LOSSES.names()])}; with a parameter: jsd(0.5), lk(3); a sum: 0.9*fkl "
-        "+ 0.1*ce; one after the other: fkl@0.2 -> lk(3).",
+        f"Loss: {', '.join([CROSS_ENTROPY, *LOSSES.names()])}; with a parameter, jsd(0.5); a sum, 0.9*fkl + 0.1*ce; "
+        "or several in turn, fkl@0.2 -> lk(3), in which fkl has the first 0.2 of the steps.",
     )
     temperature: float = option(
         1.0, "Temperature of both distributions in the loss.", ge=0.01, advanced=True
     )
-    vocab: Vocab = shared.draft_vocab("the text that is trained on")
+    vocab: Vocab = shared.draft_vocab("the training text")
     top_logprobs: int = option(
         20,
-        "Number of most probable tokens to request from a server per position.",
+        "How many of the most probable tokens to request from the server at each position.",
         ge=1,
         panel=SERVER,
         advanced=True,
     )
-    steps: int = option(500, "Optimizer steps.", ge=1, panel=TRAINING)
-    batch_size: int = option(16, "Sequences per step, over all processes.", ge=1, panel=TRAINING)
-    seq_len: int = option(256, "Tokens per sequence.", ge=8, panel=TRAINING)
+    steps: int = option(500, "Number of optimizer steps.", ge=1, panel=TRAINING)
+    batch_size: int = option(
+        16, "Number of sequences per step, over all processes.", ge=1, panel=TRAINING
+    )
+    seq_len: int = option(256, "Length of each sequence in tokens.", ge=8, panel=TRAINING)
     optimizer: Optimizer = option(
         "muon",
-        "muon: Muon for the matrices of the blocks, AdamW for the other weights.",
+        "muon: Muon for the matrices of the layers, AdamW for all other weights.",
         panel=TRAINING,
         advanced=True,
     )
@@ -131,11 +131,15 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         shown_default="0.004; 0.001 with adamw; half of that for heads",
     )
     weight_decay: float = option(
-        0.0, "Decoupled weight decay of matrices.", ge=0, panel=TRAINING, advanced=True
+        0.0,
+        "Decoupled weight decay, as in AdamW, of the matrices.",
+        ge=0,
+        panel=TRAINING,
+        advanced=True,
     )
     warmup_ratio: float = option(
         0.03,
-        "Share of the steps in which the learning rate rises to --lr.",
+        "Fraction of the steps, at the start, in which the learning rate rises to --lr.",
         ge=0,
         le=1,
         panel=TRAINING,
@@ -149,31 +153,42 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     )
     micro_batch_tokens: int = option(
         4096,
-        "Most tokens per forward pass, which limits memory; 0: the whole batch in one pass.",
+        "Largest number of tokens in a forward pass, which limits memory; 0: the whole batch in one pass.",
         ge=0,
         panel=TRAINING,
         advanced=True,
     )
     gradient_checkpointing: bool = option(
         False,
-        "Recompute activations in the backward pass: less memory, slower steps.",
+        "Recompute activations in the backward pass, which saves memory but makes steps slower.",
         panel=TRAINING,
         advanced=True,
     )
     torch_compile: bool = option(
-        False, "Compile the model: slower start, faster steps.", panel=TRAINING, advanced=True
+        False,
+        "Compile the model: the start is slower, but the steps are faster.",
+        panel=TRAINING,
+        advanced=True,
     )
     reweigh_steps: int = shared.reweigh_steps()
     reference_losses: str | None = shared.reference_losses("target")
     eval_steps: int = option(
-        100, "Steps between held-out evaluations.", ge=1, panel=CHECKPOINTS, advanced=True
+        100,
+        "Number of steps between evaluations on held-out text.",
+        ge=1,
+        panel=CHECKPOINTS,
+        advanced=True,
     )
     save_steps: int = option(
-        100, "Steps between checkpoints to resume from.", ge=1, panel=CHECKPOINTS, advanced=True
+        100,
+        "Number of steps between checkpoints, from which a killed run resumes.",
+        ge=1,
+        panel=CHECKPOINTS,
+        advanced=True,
     )
     report_to: list[str] = option(
         factory=list,
-        help="Tracker to log to: tensorboard, trackio, wandb; repeat for several.",
+        help="Tracker to log to: tensorboard, trackio or wandb; repeat the option for several.",
         panel=CHECKPOINTS,
         advanced=True,
     )
@@ -186,27 +201,27 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         Only(
             ("target", "server", "seq_len", "reweigh_steps"),
             lambda c: c.outputs is None or c.on_target,
-            "leave it out: --outputs already has the text and the target's probabilities",
+            "leave it out: --outputs has the text and the target's probabilities",
         ),
         Only(
             ("data", "text", "loss_on"),
             lambda c: c.outputs is None,
-            "leave it out: --outputs already has the text",
+            "leave it out: --outputs has the text",
         ),
         Only(
             ("prompt_file",),
             lambda c: c.text == "target" and c.outputs is None,
-            "works only with --text target and without --outputs: the target answers these prompts",
+            "works only with --text target and without --outputs, because the target answers these prompts",
         ),
         Only(
             ("data", "reweigh_steps", "prompt_tokens", "loss_on"),
             lambda c: c.prompt_file is None,
-            "leave it out: --prompt-file has the text",
+            "leave it out: the text is the target's answers to --prompt-file",
         ),
         Only(
             ("seq_len",),
             lambda c: c.prompt_file is None or c.on_target,
-            "leave it out: --prompt-file has the text",
+            "leave it out: the text is the target's answers to --prompt-file",
         ),
         Only(
             ("max_new_tokens",),
@@ -247,7 +262,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         Only(
             ("temperature",),
             lambda c: c.outputs or c.compares_with_target,
-            "leave it out: --loss ce has no temperature",
+            "leave it out: --loss ce does not use a temperature",
         ),
     )
 
@@ -264,8 +279,8 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     def _server_scores_only(self) -> Self:
         if self.server is not None and "target" in shared.names(self.text):
             raise ValueError(
-                f"--text {self.text}: with --server the target only scores text; first store its answers with "
-                "draftlab outputs build --server URL, then distil with --outputs"
+                f"--text {self.text}: with --server the target only scores text; first store the target's answers "
+                "with draftlab outputs build --server URL, then distil with --outputs"
             )
         return self
 
@@ -274,34 +289,34 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         windows = self.generates and self.prompt_file is None
         if windows and self.seq_len <= self.prompt_tokens:
             raise ValueError(
-                f"--prompt-tokens {self.prompt_tokens} leaves no room to generate in sequences of --seq-len "
-                f"{self.seq_len} tokens; lower it"
+                f"--prompt-tokens {self.prompt_tokens} leaves no room for generated text in sequences of --seq-len "
+                f"{self.seq_len} tokens; lower --prompt-tokens"
             )
         return self
 
     @property
     def on_target(self) -> bool:
-        """Return whether the student is a head that reads the target's states, and so needs the target itself."""
+        """Return whether the student is a head, which reads the target's hidden states and so needs the target."""
         return not self.student.starts_from_draft
 
     @property
     def compares_with_target(self) -> bool:
-        """Return whether the loss has a term besides cross-entropy."""
+        """Return whether the loss compares the student with the target: whether it has a term besides `ce`."""
         return shared.names(self.loss) != {"ce"}
 
     @property
     def may_answer_data(self) -> bool:
-        """Return whether the target answers the conversations of --data, if the data has conversations."""
+        """Return whether the target answers conversations of --data, in case the data has conversations."""
         return self.text == "target" and self.outputs is None and self.data.endswith(ROW_FILES)
 
     @property
     def generates(self) -> bool:
-        """Return whether a model writes training text."""
+        """Return whether the target or the draft writes training text."""
         return self.outputs is None and bool(shared.names(self.text) & {"target", "draft"})
 
     @property
     def needs_target(self) -> bool:
-        """Return whether the target's checkpoint is loaded."""
+        """Return whether this run loads the checkpoint of the target."""
         asked = (
             self.compares_with_target
             or "target" in shared.names(self.text)
@@ -319,9 +334,14 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Trained(Outcome):
-    """A trained draft or head. acceptance: On held-out text, before training and with the written weights.
+    """The outcome of distill.
 
-    tokens: Number of training tokens. lengths: Tokens per target pass for every K; empty if no target could write text.
+    Attributes:
+        acceptance_before: Rate at which the target accepts the student's tokens on held-out text, before training.
+            None if no target was compared.
+        acceptance: The same rate for the written weights.
+        tokens: Number of training tokens.
+        lengths: Tokens per target pass for every K, before and after training. Empty if no target could write text.
     """
 
     acceptance_before: float | None
@@ -332,13 +352,11 @@ class Trained(Outcome):
 
 
 def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
-    """Resolve and check the settings.
-
-    weights: Whether weight files must be present.
+    """Resolve and check the settings of distill, and return the job. weights: Whether weight files must be present.
 
     Raises:
-        UserError: A checkpoint, text, server or store of outputs is missing, two of them do not fit together, or the
-            settings cannot be trained.
+        UserError: A checkpoint, text, server or store of outputs is missing, two of them do not fit together, or a
+            model cannot be trained with these settings.
     """
     with note_if_slow("distill: loading torch and transformers"):
         from draftlab.data import loss_on_of, parse_mixture
@@ -402,13 +420,13 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
 
 @command(DistillConfig, prepare=prepare, dry_run=True)
 def distill(result: "TrainingResult", output: Output) -> Trained:
-    """Train a draft to agree with the target, or a head on the target's states."""
+    """Train a draft model to predict as the target does, or a head that reads the target's hidden states."""
     cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; {result.bits_per_byte:.3f} bits per byte held out"
     lines = [str(output.out), cost]
     before, after = result.before.acceptance, result.after.acceptance
     slack, offsets, lengths = result.after.slack, result.after.offsets, result.lengths
     if before is not None and after is not None:
-        more = f" (or up to {slack:.3f} more, because only the most probable tokens were stored)"
+        more = f" (or up to {slack:.3f} more: only the most probable tokens were stored)"
         gain = f"held-out acceptance {before:.3f} -> {after:.3f}"
         lines.append(gain + (more if slack > 0.001 else ""))
     if offsets:
@@ -423,7 +441,7 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
         lines.append("tokens per target pass: " + "; ".join(text))
         if all(n.gain_low <= 1 for n in lengths):
             lines.append(
-                "no significant gain at any K: try more --steps, another --lr or other text"
+                "no significant gain at any K; try more --steps, another --lr or other text"
             )
     config = output.config
     assert isinstance(config, DistillConfig)
@@ -451,7 +469,7 @@ def _check_models(
     reads_data: bool,
     weights: bool,
 ) -> None:
-    """Check that draft and target fit the text and each other."""
+    """Check that draft and target can read the sequences, share a vocabulary, and have usable weight files."""
     from draftlab.model import checkpoint
     from draftlab.model.hf_files import check_length, check_trimmable
     from draftlab.model.tokenizer import common_vocabulary
@@ -472,9 +490,10 @@ def _check_models(
 
 
 def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
-    """Return the prompts that the target answers: the prompts of --prompt-file, or the conversations of --data.
+    """Return the prompts that the target answers before training, or None if there are none.
 
-    Held-out conversations are left out, because `score` takes its prompts from them.
+    They come from --prompt-file, or from the conversations of --data with --text target. Held-out conversations are
+    left out, because `score` takes its prompts from them.
     """
     from draftlab.data import is_chat_file
     from draftlab.data.text import check_prompts
@@ -489,8 +508,8 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
         file, of_data = Path(config.data), True
     elif config.is_set("max_new_tokens"):
         raise UserError(
-            f"--max-new-tokens: {config.data} has no conversations that the target could answer; give prompts by "
-            "--prompt-file"
+            f"--max-new-tokens: {config.data} has no conversations that the target could answer; name a file of "
+            "prompts by --prompt-file"
         )
     if file is None or target is None:
         return None
@@ -510,13 +529,17 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
 
 
 def _server(config: DistillConfig, weights: bool) -> "Server | None":
-    """Return the server of the target, or None. A dry run (weights=False) connects to no server."""
+    """Connect to the server of --server, and return it. Without --server, or in a dry run (weights=False), return None.
+
+    Raises:
+        UserError: The address or the key file is wrong, or the server does not answer.
+    """
     from draftlab.servers.client import Server
 
     with about("--server"):
         check_address(config.server)
     if config.api_key_file is not None and not config.api_key_file.exists():
-        raise UserError(f"--api-key-file {config.api_key_file}: no such file")
+        raise UserError(f"--api-key-file {config.api_key_file}: there is no such file")
     if config.server is None or not weights:
         return None
     return Server.connect(config.server, config.served_model, config.api_key_file)

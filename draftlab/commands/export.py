@@ -1,4 +1,4 @@
-"""The commands that check a finished draft and export it to a server."""
+"""The commands check and export, which bring a finished draft into a server."""
 
 import shlex
 from dataclasses import asdict, dataclass
@@ -36,11 +36,8 @@ if TYPE_CHECKING:
     from draftlab.exporting.run import Exported
     from draftlab.results.score import Score
 
-FORMATS = {
-    "hf": "",
-    "gguf": "llama.cpp",
-    "speculators": "vllm",
-}  # format -> server that loads it; "" for all servers
+# format -> the server that loads this format; "" if all servers do
+FORMATS = {"hf": "", "gguf": "llama.cpp", "speculators": "vllm"}
 
 
 class DraftConfig(Config, CheckpointSettings):
@@ -62,15 +59,15 @@ class DraftConfig(Config, CheckpointSettings):
 class CheckConfig(DraftConfig):
     servers: str | None = option(
         None,
-        f"Servers to check for, by comma: {', '.join(SERVERS.names())}. Default: all.",
+        f"Servers that should run the draft, separated by commas: {', '.join(SERVERS.names())}. Default: all.",
         flag="--for",
     )
-    data: str = data("Text to measure perplexity on.")
+    data: str = data("Text on which perplexity is measured.")
     prompt_file: Path | None = prompt_file(advanced=True)
-    files_only: bool = option(False, "Check files only; do not run the draft.")
+    files_only: bool = option(False, "Only check the files, and do not run the draft.")
     server: str | None = option(
         None,
-        "http://HOST:PORT of a server that runs the draft; check names what differs from the same draft here.",
+        "Server that runs the draft, http://HOST:PORT; its answers are compared with those of the same draft here.",
     )
     temperature: float = option(0.0, "Temperature of the requests to the server.", ge=0)
     api_key_file: Path | None = api_key_file()
@@ -99,38 +96,43 @@ class ExportConfig(DraftConfig, OutputConfig):
     to: str = option(
         "hf",
         "Format: hf, a Hugging Face directory; gguf, a GGUF file; the name of a server "
-        f"({', '.join(SERVERS.names())}), for its format with a start script; or speculators, an EAGLE-3 head "
-        "that vLLM serves.",
+        f"({', '.join(SERVERS.names())}), which writes its format with a start script; or speculators, the format "
+        "of an EAGLE-3 head for vLLM.",
     )
-    outtype: str = option("f16", f"Type of the matrices in a GGUF file: {', '.join(ROUNDED)}.")
+    outtype: str = option("f16", f"Data type of the matrices in a GGUF file: {', '.join(ROUNDED)}.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
-        None, "Data type of the weights in a Hugging Face directory. Default: as stored."
+        None, "Data type of the weights in a Hugging Face directory. Default: the checkpoint's."
     )
     use_heterogeneous_vocab: bool = option(
         False,
-        "Keep the draft's own vocabulary; vLLM and transformers can translate between two vocabularies.",
+        "Keep the draft's vocabulary although the target has another; vLLM and transformers can translate.",
         advanced=True,
     )
     k: int | None = option(
-        None, "Drafted tokens per step. Default: the best K of a score, else 4.", ge=1, le=MAX_K
+        None,
+        "Number of drafted tokens per step. Default: the best K of a score, or else 4.",
+        ge=1,
+        le=MAX_K,
     )
     prediction: Path | None = option(
         None,
-        "File with the best K for each batch size, the output of draftlab predict --for vllm --json.",
+        "File with the best K for each batch size: an output of draftlab predict --for vllm --json.",
     )
     scores: list[Path] = option(
         factory=list,
-        help="score.json files of the draft, or directories with them, which decide K and fill the model card.",
+        help="Scores of the draft, which decide K and fill the model card: score.json files, or directories with "
+        "them.",
         shown_default="the workspace's runs",
     )
     verify_with: Path | None = option(
         None,
-        "Program of the server that verifies the export's acceptance: path of vllm or of llama-server.",
+        "Path of vllm or llama-server. The program serves the export, whose acceptance must then equal its "
+        "acceptance in draftlab's engine.",
     )
     temperature: float = option(
-        0.0, "Temperature at which to verify the export.", ge=0, advanced=True
+        0.0, "Temperature with --verify-with; 0 is greedy.", ge=0, advanced=True
     )
-    data: str = data("Prompts to verify with.", advanced=True)
+    data: str = data("Text source of the prompts with --verify-with.", advanced=True)
     prompt_file: Path | None = prompt_file(advanced=True)
     device: Device = device()
 
@@ -147,14 +149,18 @@ class ExportConfig(DraftConfig, OutputConfig):
     def _is_a_type(cls, outtype: str) -> str:
         if outtype not in ROUNDED:
             raise ValueError(
-                f"no such type{did_you_mean(outtype, ROUNDED)}; for other types, run llama.cpp's llama-quantize "
-                "on the export"
+                f"no such type{did_you_mean(outtype, ROUNDED)}; for other types, export and then run llama.cpp's "
+                "llama-quantize"
             )
         return outtype
 
     only = (
         Only(("outtype",), lambda c: c.is_gguf, "works only with --to gguf or --to llama.cpp"),
-        Only(("dtype",), lambda c: not c.is_gguf, "leave it out: a GGUF file has --outtype"),
+        Only(
+            ("dtype",),
+            lambda c: not c.is_gguf,
+            "leave it out: --outtype sets the type of a GGUF file",
+        ),
         Only(
             ("use_heterogeneous_vocab",),
             lambda c: c.server is not None and c.server.translates and c.verify_with is None,
@@ -163,18 +169,18 @@ class ExportConfig(DraftConfig, OutputConfig):
         Only(
             ("k",),
             lambda c: c.to not in ("hf", "gguf") or c.verify_with,
-            "works only with --to SERVER or --verify-with",
+            "works only with --to SERVER, --to speculators or --verify-with",
         ),
         Only(
             ("prediction",),
             lambda c: c.to != "speculators" and c.server is not None and c.server.changes_k,
-            "works only with --to vllm or --to sglang: other servers have one K for all batch sizes",
+            "works only with --to vllm or --to sglang, because other servers use one K for all batch sizes",
         ),
         Only(("k",), lambda c: c.prediction is None, "leave it out: --prediction sets K"),
         Only(
             ("verify_with",),
             lambda c: c.server is not None and c.server.program,
-            "works only with --to vllm, speculators, gguf or llama.cpp: draftlab starts only vLLM and llama.cpp",
+            "works only with --to vllm, speculators, gguf or llama.cpp, the only servers that draftlab starts",
         ),
         Only(
             ("temperature", "data", "prompt_file", "device"),
@@ -186,7 +192,7 @@ class ExportConfig(DraftConfig, OutputConfig):
 
     @property
     def server(self) -> Any:
-        """Return the kind of server that loads the export, or None if every server loads it."""
+        """Return the registered class of the server that loads the export, or None if all servers load it."""
         name = FORMATS.get(self.to, self.to)
         return SERVERS.get(name, f"--to {self.to}") if name else None
 
@@ -195,12 +201,12 @@ class ExportConfig(DraftConfig, OutputConfig):
         return self.server is not None and self.server.loads_gguf
 
 
-PROMPT_TOKENS = 48  # tokens of a prompt from a data source
+PROMPT_TOKENS = 48  # length of prompts from a data source, in tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Checked(Outcome):
-    """Findings on a draft or head, by server."""
+    """The outcome of check. findings: What is right or wrong with a draft or head, for each server."""
 
     findings: list[Finding]
 
@@ -211,7 +217,11 @@ class Checked(Outcome):
 
 
 def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Finding]]]:
-    """Resolve and check the settings. Raises UserError: no such draft, target, text or device."""
+    """Resolve and check the settings of check, and return the job.
+
+    Raises:
+        UserError: The draft, target, text, device or server is missing.
+    """
     from draftlab.exporting.artifact import check_files, open_checkable
     from draftlab.exporting.trials import trial_prompts
     from draftlab.model import checkpoint
@@ -262,12 +272,12 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
 
 @command(CheckConfig, prepare=prepare_check)
 def check(found: tuple[Path, list[Finding]]) -> Checked:
-    """Check that a draft or head fits its target and runs in servers, or in a running one; exit with 3 if not."""
+    """Check that a draft or head fits its target and that servers can run it; exit with code 3 if not."""
     draft, findings = found
     exported = hub.head_kind(draft) in (None, "eagle")  # servers load other heads as they are
     errors = sum(finding.level == "error" for finding in findings)
     missed = (
-        f"{hub.checkpoint_name(draft)} cannot be served yet: fix the {errors} error{'s' * (errors > 1)} in "
+        f"{hub.checkpoint_name(draft)} cannot be served yet; fix the {errors} error{'s' * (errors > 1)} in "
         "the list"
     )
     return Checked(
@@ -281,11 +291,11 @@ def check(found: tuple[Path, list[Finding]]) -> Checked:
 
 
 def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
-    """Resolve and check the settings.
+    """Resolve and check the settings of export, and return the job.
 
     Raises:
         UserError: The draft, target, scores, prediction, program or prompts are missing; the vocabularies differ; or
-            the server or GGUF lacks the architecture.
+            the server or the GGUF format lacks the draft's architecture.
     """
     check_program(config.verify_with)
     draft, target = _located(config.draft, config.target, weights=config.verify_with is not None)
@@ -315,7 +325,7 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
         with about("--prediction"):
             if form.server is None or artifact.kind not in form.server.changes_k:
                 raise UserError(
-                    f"{config.to} cannot change K by batch size for a {artifact.kind}; give one K by --k"
+                    f"{config.to} cannot change K by batch size for a {artifact.kind}; use --k for a single K"
                 )
             schedule = read_schedule(config.prediction, draft.name, fingerprint(draft))
         reason = f"the largest for {schedule.describe()}"
@@ -356,7 +366,7 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
 
 @command(ExportConfig, prepare=prepare_export, dry_run=True)
 def export(exported: "Exported", output: Output) -> Outcome:
-    """Write a draft or head as servers load it, with a model card and a start script, and verify it in the server."""
+    """Write a draft or head as servers load it, with model card and start script; --verify-with tests the result."""
     script = next(output.out.glob("serve.*"), None)
     show = [*exported.lines, str(output.out), exported.advice]
     starts = "sh" if script and script.suffix == ".sh" else "python"
@@ -369,7 +379,7 @@ def export(exported: "Exported", output: Output) -> Outcome:
 
 
 def _located(draft: str | None, target: str, *, weights: bool) -> tuple[Path, Path]:
-    """Return the directories of draft and target. weights: Whether weight files of the target are needed."""
+    """Return the directories of draft and target. weights: Whether the target needs weight files."""
     assert draft is not None  # resolved() names the newest draft
     directory = hub.locate(draft)
     with about("--target"):
@@ -377,7 +387,10 @@ def _located(draft: str | None, target: str, *, weights: bool) -> tuple[Path, Pa
 
 
 def _scores_of(places: list[Path], draft: Path, target: Path) -> "list[Score]":
-    """Return up to three scores of exactly this draft or head with this target, the newest first."""
+    """Return the scores of exactly this draft or head (by hash) with this target: at most three, the newest first.
+
+    places: Files or directories of scores. If empty, the workspace's runs are searched.
+    """
     from draftlab.provenance import fingerprint
     from draftlab.results.score import read_score, score_files
 

@@ -1,4 +1,4 @@
-"""The commands on latency: profile measures passes, and predict combines latency with acceptance to a speed-up."""
+"""The commands profile, which measures forward passes, and predict, which computes speed-up from such profiles."""
 
 import re
 from collections.abc import Sequence
@@ -43,28 +43,29 @@ if TYPE_CHECKING:
     from draftlab.latency.scaling_law import ScalingLaw
 
 PROFILE_HELP = (
-    "Latencies: output of draftlab profile; SHAPE@LAW, with the output of draftlab profile --law; or "
-    "SHAPE@DEVICE,MODE[,DTYPE], computed from a device's constants (add ,eagle=IDS for an EAGLE-3 head)."
+    "Latencies: an output of draftlab profile; SHAPE@LAW, in which LAW is an output of draftlab profile --law; or "
+    "SHAPE@DEVICE,MODE[,DTYPE], computed from constants of the device (add ,eagle=IDS for an EAGLE-3 head)."
 )
 ENGINE = ("k", "mode", "dtype", "device", "threads", "trust_remote_code")
 
 
 class ProfileConfig(OutputConfig, CheckpointSettings):
-    """Settings of profile: the models, shapes or running servers whose passes are timed."""
+    """The settings of profile: the models, shapes or servers whose forward passes are timed."""
 
     models: list[str] = option(
-        help="Checkpoints, or shapes (timed with random weights). With --law: one checkpoint or shape to scale "
-        "down, several shapes, or a directory of measured profiles. With --server: the target and, for a "
+        help="Checkpoints, or shapes, which are timed with random weights. With --law: one checkpoint or shape, which "
+        "is scaled down; several shapes; or a directory of measured profiles. With --server: the target and, for a "
         "second server, its draft.",
         argument=True,
     )
     law: bool = option(
         False,
-        "Time shapes with random weights, and fit a latency law over layers, width and bytes.",
+        "Time shapes with random weights, and fit a law that predicts latency from layers, width and bytes.",
     )
     server: list[str] = option(
         factory=list,
-        help="http://HOST:PORT of a vLLM server with the target alone; repeat for a second server with the draft.",
+        help="vLLM server that runs the target alone, http://HOST:PORT; repeat the option for a second server, which "
+        "runs the target with the draft.",
         panel=SERVER,
     )
     api_key_file: Path | None = api_key_file()
@@ -79,13 +80,13 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
     )
     context: Numbers | None = option(
         None,
-        "Numbers of cached tokens before a pass, and lengths of prompts. Default: 16,128,480; 16,256 with --law; "
-        "32,160 for servers.",
+        "Numbers of cached tokens before a pass, which are also the lengths of the timed prompts. Default: "
+        "16,128,480; 16,256 with --law; 32,160 for servers.",
         typed=str,
     )
     repeats: int | None = option(
         None,
-        "Timed repeats of every pass, after a warm-up. Default: 20; 10 with --law; 3 for servers.",
+        "How many times every pass is timed, after a warm-up. Default: 20; 10 with --law; 3 for servers.",
         ge=3,
     )
     mode: EngineMode = mode()
@@ -108,19 +109,19 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
         Only(
             (*ENGINE, "device_map", "law"),
             lambda c: not c.server,
-            "leave it out: the running servers decide this",
+            "leave it out: the servers decide this",
         ),
         KEY_RULE,
         Only(
             (*ENGINE, "batch", "context", "repeats", "out"),
             lambda c: c.profiles is None,
-            "leave it out: the law is fitted to profiles that exist already",
+            "leave it out: the law is fitted to profiles that are measured already",
         ),
     )
 
     @property
     def profiles(self) -> Path | None:
-        """Return the directory of measured profiles to fit a law to, or None if passes are timed first."""
+        """Return the directory of measured profiles to which a law is fitted, or None if passes are timed first."""
         first = Path(self.models[0]) if len(self.models) == 1 else None
         if not self.law or first is None or not first.is_dir() or (first / "config.json").exists():
             return None
@@ -128,40 +129,47 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
 
 
 class PredictConfig(Config):
-    """Settings of predict: profiles of drafts and target, and the acceptance of the drafts."""
+    """The settings of predict: latency profiles of drafts and target, and the acceptance of the drafts."""
 
-    draft_profile: list[str] = option(help=PROFILE_HELP + " Repeat for several drafts.")
+    draft_profile: list[str] = option(help=PROFILE_HELP + " Repeat the option for several drafts.")
     target_profile: str = option(help=PROFILE_HELP)
     acceptance: list[str] = option(
-        help="Acceptance: output of replay or score; a probability for every token, as 0.7; or tokens per target "
-        "pass at a K, as 2.8@4. Give one for all drafts, or repeat for each draft."
+        help="Acceptance: an output of replay or score; the probability that a drafted token is accepted, as 0.7; or "
+        "tokens per target pass at a K, as 2.8@4. Give one value for all drafts, or repeat the option for each draft."
     )
-    k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
+    k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens per step, as 1-8 or 2,4,8.")
     batch: Numbers = numbers(
-        "1", "Batch sizes (numbers of streams), as 1,4,16; the table by K is for the smallest."
+        "1",
+        "Batch sizes (numbers of concurrent requests), as 1,4,16; the table by K is for the smallest.",
     )
     context: Numbers | None = option(
         None, "Prompt lengths. Default: the lengths in --acceptance, or 128.", typed=str
     )
     max_new_tokens: int = option(
-        128, "Tokens per text, if --acceptance is a number.", ge=2, le=1_000_000
+        128,
+        "Number of tokens of each generated text, if --acceptance is a number.",
+        ge=2,
+        le=1_000_000,
     )
-    extrapolate: bool = option(False, "Extrapolate beyond the widths and contexts of the profiles.")
+    extrapolate: bool = option(
+        False,
+        "Extrapolate beyond the numbers of tokens and the contexts that the profiles measured.",
+    )
     server: Literal["vllm"] | None = option(
         None,
-        "Predict for this server, and with several --batch sizes print its setting of K by batch size. Default: "
-        "draftlab's engine.",
+        "Predict for this server. With several --batch sizes, also print the server's option that sets K by batch "
+        "size. Default: draftlab's engine.",
         flag="--for",
     )
 
 
-ASSUMED_PROMPT = 128  # tokens of a prompt, if acceptance is a number
+ASSUMED_PROMPT = 128  # assumed length of prompts in tokens, if --acceptance is a number
 PREDICT = "draftlab predict --draft-profile DRAFT --target-profile TARGET --acceptance 0.7"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profiled(Outcome):
-    """A profile of pass latencies for each model. law: The law fitted to the profiles, with --law."""
+    """The outcome of profile: a latency profile for each model. law: The law fitted to the profiles, with --law."""
 
     profiles: "list[Profile]"
     law: "ScalingLaw | None" = None
@@ -169,16 +177,16 @@ class Profiled(Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Predicted(Outcome):
-    """Predictions by draft."""
+    """The outcome of predict. predictions: One prediction per draft."""
 
     predictions: "list[DraftPrediction]"
 
 
 def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
-    """Resolve and check the settings.
+    """Resolve and check the settings of profile, and return the job.
 
     Raises:
-        UserError: A model, shape, profile or server cannot be timed.
+        UserError: A model or shape cannot be timed, a profile cannot be read, or a server does not fit.
     """
     if config.server:
         return _prepare_servers(config)
@@ -243,7 +251,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
 
 @command(ProfileConfig, prepare=prepare_profile, dry_run=True)
 def profile(measured: "Measured", output: Output) -> Profiled:
-    """Measure the latency of passes by tokens fed, batch size and context; --law also fits a law over shapes."""
+    """Measure the latency of forward passes by tokens, batch size and context; --law fits a latency law over shapes."""
     from draftlab.commands.latency_tables import profile_table
 
     profiles, directory, law = measured
@@ -255,7 +263,7 @@ def profile(measured: "Measured", output: Output) -> Profiled:
 
 
 class Measured(NamedTuple):
-    """Profiles with their directory, and the law that is fitted to them."""
+    """Latency profiles, the directory that has them, and the law that is fitted to them."""
 
     profiles: "list[Profile]"
     directory: Path
@@ -263,7 +271,11 @@ class Measured(NamedTuple):
 
 
 def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPrediction]]":
-    """Resolve and check the settings. Raises UserError: a profile or an acceptance cannot be read."""
+    """Resolve and check the settings of predict, and return the job.
+
+    Raises:
+        UserError: A profile or an acceptance cannot be read, or the number of acceptances does not fit the drafts.
+    """
     from draftlab.latency.cost_model import CostModel
     from draftlab.latency.predict import predict_draft
     from draftlab.latency.roofline import parse_profile
@@ -274,11 +286,12 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
         acceptances = [_acceptance(text, config.max_new_tokens) for text in config.acceptance]
         if len(acceptances) not in (1, len(config.draft_profile)):
             raise UserError(
-                f"{len(acceptances)} values for {len(config.draft_profile)} drafts; give one for all, or one per draft"
+                f"{len(acceptances)} values for {len(config.draft_profile)} drafts; give one value for all drafts, or "
+                "one per draft"
             )
     if config.is_set("max_new_tokens") and any(acceptance.model for acceptance in acceptances):
         raise UserError(
-            "--max-new-tokens: leave it out, because the texts in --acceptance have their own lengths"
+            "--max-new-tokens: leave it out, because --acceptance names measured texts, which have a length"
         )
     acceptances *= len(config.draft_profile) // len(acceptances)
     prompts: Sequence[int | None] = config.context or [None]
@@ -286,7 +299,7 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     if config.context:
         works = [work.with_prompt_tokens(n) for work in works for n in config.context]
     grid = {
-        # the widest pass of a parallel draft in vLLM
+        # up to the number of tokens in the widest pass of a parallel draft in vLLM
         "widths": range(1, 2 * max(config.k) + 2),
         "batches": config.batch,
         "longest": max(work.longest for work in works) + max(config.k),
@@ -313,7 +326,7 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
 
 @command(PredictConfig, prepare=prepare_predict)
 def predict(drafts: "list[DraftPrediction]") -> Predicted:
-    """Predict the speed-up at every K from acceptance and latency profiles, which may come from different machines."""
+    """Predict the speed-up at every K from acceptance and latency profiles, even of different machines."""
     from draftlab.commands.latency_tables import best_k_table, draft_table, k_table
     from draftlab.latency.predict import verdict
 
@@ -330,10 +343,12 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
 
 
 def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
-    """Return the acceptance in the output of replay or score, or an assumed acceptance, written 0.7 or 2.8@4.
+    """Return the acceptance that a value of --acceptance names: an output of replay or score, or 0.7, or 2.8@4.
+
+    max_tokens: Assumed length of a generated text, for 0.7 and 2.8@4.
 
     Raises:
-        UserError: The file is missing or unreadable, or the acceptance length is impossible.
+        UserError: The file is missing or cannot be read, or the probability or length is impossible.
     """
     from draftlab.latency.cost_model import alpha_for
     from draftlab.latency.predict import DraftAcceptance
@@ -347,7 +362,7 @@ def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
         alpha = number if k is None else alpha_for(number, int(k))
         if alpha > 1:
             raise UserError(
-                f"{text} is above 1 and so no probability; write tokens per pass as 2.8@4, with the K after @"
+                f"{text} is above 1, so it is not a probability; write tokens per target pass with their K, as 2.8@4"
             )
         return DraftAcceptance(
             work=constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT)
@@ -365,23 +380,23 @@ def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
 
 
 def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
-    """Check the servers, and return the job.
+    """Connect to the servers of profile --server, check them, and return the job.
 
     Raises:
-        UserError: A server is not vLLM, a server has no model, or the tokenizers differ.
+        UserError: A server is not vLLM, the numbers of servers and models differ, or a tokenizer differs.
     """
     from draftlab.servers.client import Server
 
     if len(config.server) > 2 or len(config.models) != len(config.server):
         raise UserError(
-            "--server: name one model per server: first the target's server, then perhaps a second server with "
-            "its draft"
+            "--server: name one model per server: the target for the first server, and the draft for a second "
+            "server, if any"
         )
     with about("--server"):
         servers = [Server.connect(url, api_key_file=config.api_key_file) for url in config.server]
         if others := [server for server in servers if server.kind != "vllm"]:
             raise UserError(
-                f"{others[0].http.url} is a {others[0].kind} server; profile --server times vLLM servers only"
+                f"{others[0].http.url} is a {others[0].kind} server, but profile --server times only vLLM servers"
             )
     from draftlab.data import heldout_prompts
     from draftlab.latency.served import profile_servers

@@ -1,4 +1,4 @@
-"""Tables of profiles, laws and predictions."""
+"""Terminal tables of latency profiles, latency laws and predictions."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,10 @@ from draftlab.results.tables import terminal_table
 
 
 def profile_table(profile: Profile) -> Table:
-    """Return the milliseconds by tokens fed, batch size and context, with the limits of the device."""
+    """Return a table of milliseconds per pass, by batch size, number of tokens and context.
+
+    The caption has the bandwidth and the matrix products that the device reaches.
+    """
     contexts = sorted({p.context for p in profile.forward})
     last = max(p.after for p in profile.steady)
     rows = []
@@ -31,7 +34,7 @@ def profile_table(profile: Profile) -> Table:
     reached = limits = ""
     if profile.shape:
         rate = pass_bytes(profile.shape, profile.dtype) / 1e6 / steady_ms
-        reached = f"In plain decoding a one-token pass reads weights at {rate:.3g} GB/s; "
+        reached = f"In plain decoding, a one-token pass reads weights at {rate:.3g} GB/s; "
     products = ", ".join(f"{value:.3g} in {name}" for name, value in profile.matmul_tflops.items())
     prompts = ", ".join(f"{p.width} tokens in {_ms(p)}" for p in profile.prefill)
     if profile.bandwidth_gbs:
@@ -40,16 +43,19 @@ def profile_table(profile: Profile) -> Table:
             "TFLOP/s. "
         )
     table.caption = (
-        f"{reached}{limits}Prompts: {prompts}. Host time per step: {_ms(profile.host[0])}, and "
+        f"{reached}{limits}Prompts: {prompts}. Host time per step in ms: {_ms(profile.host[0])}, or "
         f"{_ms(profile.host[-1])} "
-        f"to verify {profile.host[-1].width} tokens. Rows steady: after {last} passes of the same model, as in "
-        "plain decoding. Other rows: right after other work, as in speculative decoding."
+        f"to verify {profile.host[-1].width} tokens. Rows with steady: after {last} passes of the same model, as in "
+        "plain decoding. All other rows: right after other work, as in speculative decoding."
     )
     return table
 
 
 def law_table(law: ScalingLaw) -> Table:
-    """Return a table of each shape's latency: measured, fitted, and the error of a fit to the other shapes."""
+    """Return a table with a row per shape: the measured latency, the law's latency, and the error when held out.
+
+    The error is that of a law that is fitted to all other shapes.
+    """
     first = law.profiles[0]
     rows = []
     for profile, shape, measured, error in zip(
@@ -63,7 +69,7 @@ def law_table(law: ScalingLaw) -> Table:
 
 
 def k_table(prediction: Prediction) -> Table:
-    """Return a table with one row per K and one for plain decoding. The fastest row is marked."""
+    """Return a table with one row for plain decoding and one row per K. The fastest row is marked."""
     heads = (
         "K",
         "tokens\nper pass",
@@ -96,17 +102,20 @@ def k_table(prediction: Prediction) -> Table:
     )
     table = terminal_table(heads, rows, best=fastest, title=title)
     table.caption = (
-        "* Fastest. Tokens per pass include the target's own token. free draft: speed-up if drafting took no "
-        "time. perfect draft: speed-up if every drafted token were accepted. In closed form, with c = "
+        "* Fastest. Tokens per pass include the target's own token. Free draft: speed-up if drafting took no "
+        "time. Perfect draft: speed-up if every drafted token were accepted. The closed form, with c = "
         f"{prediction.c:.3f} and beta = {best.beta:.2f}, "
-        f"K = {best.k} gives {best.closed_form_speedup:.2f}. Intervals are over texts; the spread of latencies is "
+        f"gives {best.closed_form_speedup:.2f} at K = {best.k}. Intervals are over texts; the spread of latencies is "
         "not included."
     )
     return table
 
 
 def draft_table(predictions: list[Prediction]) -> Table:
-    """Return a table with a row per draft: its best K, and the tokens per pass that would make it the fastest."""
+    """Return a table with a row per draft: its best K, and the tokens per pass with which it would equal the fastest.
+
+    The last row is plain decoding.
+    """
     fastest = max(predictions, key=lambda p: p.best.speedup.value)
     helps = fastest.best.speedup.value > 1
     heads = (
@@ -139,14 +148,14 @@ def draft_table(predictions: list[Prediction]) -> Table:
         heads, rows, best=predictions.index(fastest) if helps else len(predictions), title=title
     )
     table.caption = (
-        "* Fastest. needed to be fastest: tokens per target pass at which this draft would equal the "
-        "fastest."
+        "* Fastest. Needed to be fastest: tokens per target pass at which this draft would equal the "
+        "fastest draft."
     )
     return table
 
 
 def best_k_table(draft: DraftPrediction) -> Table:
-    """Return the best K by batch size and prompt length."""
+    """Return a table of the best K for each batch size and prompt length."""
     rows = [
         [
             str(best.batch),

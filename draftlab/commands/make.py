@@ -1,4 +1,4 @@
-"""The commands that prepare a first draft (init, import, design), and env."""
+"""The commands that come before the first draft: init, import, design and env."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 
 class InitConfig(Config):
-    """Settings of init, which writes draftlab.yaml from a preset, a checkpoint or a GGUF file."""
+    """The settings of init, which writes draftlab.yaml from a preset, a checkpoint or a GGUF file."""
 
     preset: str | None = option(
         None, f"Preset of target, source and text: {', '.join(workspace.PRESETS)}."
     )
     target: str | None = option(
-        None, "Checkpoint of the target: a directory, or a hub name with @REVISION."
+        None, "Checkpoint of the target: a directory or a hub name, optionally with @REVISION."
     )
-    source: str | None = option(None, "Checkpoint that drafts are cut from. Default: the target.")
+    source: str | None = option(None, "Checkpoint from which drafts are cut. Default: the target.")
     draft: str | None = option(
         None,
-        "Ready draft, such as a smaller model of the family: the default draft until you make one.",
+        "Ready draft, such as a smaller model of the same family: the default draft until you make a draft.",
     )
-    gguf: Path | None = option(None, "GGUF file of the target, imported under models/.")
+    gguf: Path | None = option(None, "GGUF file of the target, which is imported under models/.")
     data: str | None = option(
         None,
-        "Text to train and measure on: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.",
+        "Text to train and measure on: one SOURCE, or a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT.",
         shown_default="the preset's",
     )
     overwrite: bool = option(False, "Replace an existing draftlab.yaml.", flag="--force")
@@ -71,14 +71,15 @@ class InitConfig(Config):
 
 
 class ImportConfig(OutputConfig):
-    """Settings of import, which converts a GGUF file, .bin files or a PEFT adapter to a Hugging Face directory."""
+    """The settings of import, which converts a GGUF file, .bin files or a PEFT adapter to a Hugging Face directory."""
 
     source: str = option(
         help="A GGUF file, or a directory or hub name with pytorch_model.bin or a PEFT adapter.",
         argument=True,
     )
     base: str | None = option(
-        None, "Base checkpoint of an adapter. Default: the base that the adapter's config names."
+        None,
+        "Base checkpoint of a PEFT adapter. Default: the base that the adapter's config names.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
@@ -87,22 +88,26 @@ class ImportConfig(OutputConfig):
 
 
 class DesignConfig(Config):
-    """Settings of design, which finds one shape per depth for a budget."""
+    """The settings of design, which finds a shape for each number of layers, all with the same budget."""
 
-    params: shared.Count = option(None, "Budget: parameters of each shape, as 1.3b, 796m, 4m.")
+    params: shared.Count = option(
+        None, "Budget: number of parameters of each shape, as 1.3b, 796m, 4m."
+    )
     kv_kib: float | None = option(None, "Budget: KiB of KV cache per token in bf16.", gt=0)
     latency_ms: float | None = option(
         None, "Budget: milliseconds of a one-token pass, predicted by --law.", gt=0
     )
-    layers: Numbers = numbers("1-12", "Depths to try, as 2,4,8 or 1-8.")
+    layers: Numbers = numbers("1-12", "Numbers of layers to try, as 2,4,8 or 1-8.")
     source: str = shared.source()
     vocab: shared.Vocab = shared.draft_vocab("the target's answers")
     multiple_of: int = option(64, "The FFN size is a multiple of this number.", ge=1, advanced=True)
     tensor_parallel: int = option(
-        1, "Number of devices that must divide heads, KV heads and FFN evenly.", ge=1
+        1, "Number of devices over which heads, KV heads and FFN must split evenly.", ge=1
     )
-    law: Path | None = option(None, "Latency law, the output of draftlab profile --law.")
-    out: Path | None = option(None, "Folder for one shape file per depth. Default: show only.")
+    law: Path | None = option(None, "Latency law: an output of draftlab profile --law.")
+    out: Path | None = option(
+        None, "Folder for a file of each shape. Default: shapes are only shown."
+    )
     overwrite: bool = option(False, "Replace existing shape files.", flag="--force")
 
     only = (
@@ -122,18 +127,18 @@ class DesignConfig(Config):
 
 
 class EnvConfig(Config):
-    """Settings of env: none."""
+    """The settings of env, which has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Designed(Outcome):
-    """Shapes of equal budget by name."""
+    """The outcome of design. shapes: Shapes with the same budget, by name."""
 
     shapes: "dict[str, Shape]"
 
 
 def prepare_import(config: ImportConfig, weights: bool) -> "Job[ImportSource]":
-    """Resolve and check the settings. Raises UserError: the source is missing or cannot be read."""
+    """Resolve and check the settings of import, and return the job. Raises UserError: the source cannot be read."""
     from draftlab.importing.run import convert, inspect
     from draftlab.model.checkpoint import DTYPES
 
@@ -159,16 +164,18 @@ def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
 
 
 def prepare_init(config: InitConfig, weights: bool) -> "Job[NewWorkspace]":
-    """Resolve and check the settings.
+    """Resolve and check the settings of init, and return the job.
 
     Raises:
-        UserError: draftlab.yaml exists and overwrite is off, or the target cannot be located.
+        UserError: draftlab.yaml exists and overwrite is off, or a checkpoint, file or text is missing.
     """
     from draftlab.importing.run import smollm2_file
 
     space, gguf = workspace.preset(config.preset) if config.preset else None, None
     if workspace.FILE.exists() and not config.overwrite:
-        raise UserError(f"{workspace.FILE} exists already; edit it, or give --force to replace it")
+        raise UserError(
+            f"{workspace.FILE} exists already; edit the file, or add --force to replace it"
+        )
     if config.gguf is not None and not config.gguf.is_file():
         raise UserError(f"--gguf {config.gguf}: there is no such file")
     if config.data is not None:
@@ -188,11 +195,13 @@ def prepare_init(config: InitConfig, weights: bool) -> "Job[NewWorkspace]":
 
 
 def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> "NewWorkspace":
-    """Import the GGUF file of the target, and write draftlab.yaml.
+    """Import the GGUF file of the target if there is one, and write draftlab.yaml.
 
     Args:
         fetch: Whether the target may be looked up on the hub.
         force: Whether to replace an earlier import.
+
+    Returns: the workspace, and the size of each local text source.
     """
     from draftlab.importing.run import CODE_FOR_CHAT, is_chat_model, is_imported
 
@@ -200,7 +209,7 @@ def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> 
     if gguf is not None:
         out = Path(space.target)
         if is_imported(gguf, out):
-            note(f"{out} is kept: it was imported from {gguf} before")
+            note(f"{out} is kept, because it was imported from {gguf} before")
         else:
             import_checkpoint(source=str(gguf), out=out, force=force)
     if space.data == "stdlib" and is_chat_model(space.target, fetch=fetch):
@@ -213,7 +222,7 @@ def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> 
 
 
 def _sizes(space: Workspace) -> "dict[str, SourceSize]":
-    """Return the size of each local text source in tokens of the target. Empty if the target is not local.
+    """Return the size of each local text source in tokens of the target, or {} if the target is not local.
 
     Raises:
         UserError: A source cannot be read or has no training text.
@@ -235,7 +244,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
     for source, size in sizes.items():
         if not size.train.tokens:
             raise UserError(
-                f"{source} has {size.whole.rows} rows, and all of them are held out, so none is left "
+                f"{source} has {size.whole.rows} rows, but all of them are held out, so no row is left "
                 "to train on; add rows"
             )
     return sizes
@@ -243,7 +252,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
 
 @command(InitConfig, prepare=prepare_init)
 def init(written: "NewWorkspace") -> Outcome:
-    """Write draftlab.yaml here, with target, source and data for the next commands, and count the local text."""
+    """Write draftlab.yaml, which has the default target, source and data of all commands; also count local text."""
     space, sizes = written
     show = [str(workspace.FILE)]
     for source, size in sizes.items():
@@ -259,12 +268,12 @@ def init(written: "NewWorkspace") -> Outcome:
 
 
 def _size_lines(source: str, size: "SourceSize") -> list[str]:
-    """Return lines on the size of a source, and on how prune, distill and score use it."""
+    """Return lines about the size of a text source, and about how much of it prune, distill and score use."""
     from draftlab.results.ranking import FEW_PROMPTS
 
     whole, train, heldout = size.whole, size.train, size.heldout
     calibration = PruneConfig.model_fields["calibration_tokens"].default
-    kind, measures = f"{whole.rows:,} texts", "score takes starts of them"
+    kind, measures = f"{whole.rows:,} texts", "score takes prompts from their beginnings"
     teaches = f"distill trains on {train.tokens:,} tokens an epoch"
     if whole.conversations:
         kind = (
@@ -276,7 +285,10 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
             teaches = f"distill --text target trains on the target's answers to {train.questions:,} prompts"
         measures = f"score takes {heldout.questions:,} prompts"
         if heldout.questions < FEW_PROMPTS:
-            measures += f", too few for a narrow interval: add conversations, or name {FEW_PROMPTS} by --prompt-file"
+            measures += (
+                f", too few for a narrow interval: add conversations, or name {FEW_PROMPTS} prompts by "
+                "--prompt-file"
+            )
     return [
         f"{source}: {kind}, {whole.tokens:,} tokens",
         f"  training: {train.rows:,} of them; prune calibrates on {min(calibration, train.tokens):,} tokens, "
@@ -286,14 +298,18 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
 
 
 def _layers(space: Workspace) -> int:
-    """Return a first depth to try: a third of the source's layers, or 2 if the source is not local."""
+    """Return how many layers a first draft may have: a third of the source's, or 2 if the source is not local."""
     source = hub.local(space.source)
     layers = read_config(source).get("num_hidden_layers") if source is not None else None
     return max(1, layers // 3) if isinstance(layers, int) else 2
 
 
 def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Path | None]]":
-    """Resolve and check the settings. Raises UserError: the source cannot be cut, or there is no such law."""
+    """Resolve and check the settings of design, and return the job.
+
+    Raises:
+        UserError: No draft can be cut from the source, or there is no such law.
+    """
     from draftlab.latency import scaling_law
     from draftlab.model.families import Budget, BudgetKind
     from draftlab.model.hf_files import check_head_size
@@ -332,7 +348,7 @@ def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Pa
 
 @command(DesignConfig, prepare=prepare_design)
 def design(designed: "tuple[Design, Path | None]") -> Designed:
-    """Find shapes of equal budget, from deep and narrow to shallow and wide."""
+    """Find draft shapes with the same budget, from deep and narrow to shallow and wide."""
     from draftlab.results.tables import shape_table
 
     found, out = designed
@@ -354,7 +370,7 @@ def design(designed: "tuple[Design, Path | None]") -> Designed:
 
 @command(EnvConfig)
 def env(config: EnvConfig) -> Outcome:
-    """Show the versions, machine and workspace that a bug report needs."""
+    """Show what a bug report needs: versions, the machine and the workspace."""
     import torch
 
     from draftlab.latency.machine_state import device_name, read_environment
@@ -371,7 +387,7 @@ def env(config: EnvConfig) -> Outcome:
         "threads": torch.get_num_threads(),
         "workspace": str(workspace.FILE.absolute())
         if workspace.FILE.exists()
-        else "none; the paper's models",
+        else "none; the defaults are the preset llama-65b",
         "target": space.target,
         "source": space.source,
         "dtype": checkpoint.dtype_name(checkpoint.resolve_dtype(space.dtype, device)),

@@ -1,4 +1,4 @@
-"""Commands on target outputs on disk, and replay of drafts over them."""
+"""The commands on stored target outputs: outputs build, outputs info, and replay."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from draftlab.target_outputs.targets import StoreVerification, Target
 
 PROMPTS_OF_DATA = 64
-START_TOKENS, PROMPT_TOKENS = (
-    32,
-    64,
-)  # tokens of each prompt cut from data, for outputs to distil from and for outputs to replay
+# default length of prompts cut from data, with --use distill and with --use replay
+START_TOKENS, PROMPT_TOKENS = (32, 64)
 
 
 def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
-    """Resolve and check the settings. Without weights a server need not answer.
+    """Resolve and check the settings of outputs build, and return the job.
+
+    weights: Whether weight files must be present, and a server must answer.
 
     Raises:
-        UserError: The target, text or log is missing, two of them do not fit together, or the store would hold nothing
-            to distil from.
+        UserError: The target, text or log is missing, two of them do not fit together, or no draft could be distilled
+            from the store.
     """
     with note_if_slow("outputs build: loading torch and transformers"):
         from draftlab.target_outputs import build as building
@@ -63,7 +63,9 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     if isinstance(text, building.TargetAnswers):
         text.check(k)
     elif not k:
-        raise UserError("--top-logprobs 0 stores no probabilities to distil from; use 1 or more")
+        raise UserError(
+            "--top-logprobs 0: drafts cannot be distilled without stored probabilities; use 1 or more"
+        )
     target = _target(config, directory, text.sampling, k) if weights or not served else None
     if target is not None and isinstance(text, building.TargetAnswers):
         with about("--max-new-tokens"):
@@ -79,7 +81,10 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
 def _build_facts(
     text: "Rows | TargetAnswers", k: int, directory: Path, *, served: bool
 ) -> dict[str, object]:
-    """Return the facts of a build for a dry run."""
+    """Return the facts that a dry run shows.
+
+    k: How many log-probabilities are stored for each token. directory: Directory of the target.
+    """
     from draftlab.model.size import read_size
     from draftlab.target_outputs.build import TargetAnswers, bytes_per_token
 
@@ -100,13 +105,13 @@ def _build_facts(
     OutputsBuildConfig, name="outputs build", prepare=prepare_build, dry_run=True, resumes=True
 )
 def build(manifest: "Manifest", output: Output) -> Outcome:
-    """Store a target's text and probabilities, to distil and to replay drafts without it; a killed build resumes."""
+    """Store a target's text and probabilities, on which drafts are distilled or replayed; a killed build resumes."""
     then = f"distill --outputs {output.out}" if manifest.top_logprobs else f"replay {output.out}"
     return replace(_shown(output.out, manifest, {}), next=f"draftlab {then}")
 
 
 def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
-    """Return the directory of a target. tokenizer_only: Whether the directory needs a tokenizer, but no model."""
+    """Return the directory of a target. tokenizer_only: Whether a directory with a tokenizer but no model will do."""
     from draftlab.model import checkpoint
 
     with about("--target"):
@@ -119,7 +124,11 @@ def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
 
 
 def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows | TargetAnswers":
-    """Return the rows that the target reads or continues, or the prompts that it answers."""
+    """Return the text to store: rows of data that the target reads or continues, or prompts that the target answers.
+
+    Raises:
+        UserError: The data or prompts are missing, or a setting does not fit them.
+    """
     from draftlab.data import is_chat_file, loss_on_of
     from draftlab.model import checkpoint
     from draftlab.model.hf_files import check_length
@@ -142,8 +151,8 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     chats = not config.answers and config.text == "target" and is_chat_file(config.data)
     if chats and (config.is_set("seq_len") or config.is_set("num_sequences")):
         raise UserError(
-            "--seq-len, --num-sequences: leave them out, because the data has conversations, which the target "
-            "answers; use --num-prompts"
+            "--seq-len, --num-sequences: leave them out, because the target answers the conversations of the data; "
+            "use --num-prompts"
         )
     if config.answers or chats:
         with about("--data" if config.prompt_file is None else "--prompt-file"):
@@ -156,7 +165,7 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     }
     if idle := [option for option, is_given in asked.items() if is_given]:
         raise UserError(
-            f"{', '.join(idle)}: works only with prompts, and {config.data} has no conversations; add "
+            f"{', '.join(idle)}: works only with prompts, but {config.data} has no conversations; add "
             "--prompt-file FILE"
         )
     with about("--seq-len"):
@@ -167,22 +176,22 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     starts = config.prompt_tokens or START_TOKENS
     if starts > rows.seq_len:
         raise UserError(
-            f"--prompt-tokens {starts} leaves no room for generated text in --seq-len {rows.seq_len}; lower it"
+            f"--prompt-tokens {starts} leaves no room for generated text in --seq-len {rows.seq_len}; lower "
+            "--prompt-tokens"
         )
     if loss_on_of(rows.data, None) is not None:
         raise UserError(
-            "--text target: the data has conversations, which can be answered only if --data is a single file; "
-            "name that file"
+            "--text target: the data has conversations, which the target can answer only if --data is a single file; "
+            "name this file"
         )
     sampling = replace(sampling, max_tokens=rows.seq_len + 1 - starts)
     return replace(rows, prompt_tokens=starts, sampling=sampling)
 
 
 def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Prompts":
-    """Return the prompts to answer.
+    """Return the prompts that the target answers.
 
-    Args:
-        chats: Whether to answer the conversations of --data that are not held out.
+    chats: Whether the prompts are the conversations of --data that are not held out.
     """
     from draftlab.model import checkpoint
     from draftlab.prompts import data_prompts, file_prompts
@@ -207,11 +216,11 @@ def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Promp
 def _target(
     config: OutputsBuildConfig, directory: Path, sampling: "SamplingParams | None", k: int
 ) -> "Target":
-    """Return the target without loading a model.
+    """Return the target: a checkpoint, which is not loaded yet, or a server.
 
     Args:
-        sampling: How the target writes text. None if the target only scores.
-        k: Number of log-probabilities to list for each token.
+        sampling: Parameters with which the target writes text. None if the target only scores text.
+        k: How many log-probabilities a server lists for each token.
     """
     from draftlab.target_outputs.build import DISTILL_BATCH, REPLAY_BATCH
 
@@ -246,7 +255,11 @@ def _served(
 def prepare_info(
     config: OutputsInfoConfig, weights: bool
 ) -> "Job[tuple[Path, StoreVerification | None]]":
-    """Return the job, which verifies the store if asked. Raises UserError: there is no store, or no target."""
+    """Check the settings of outputs info, and return the job, which with --verify compares the store with its target.
+
+    Raises:
+        UserError: There is no store, or the target is missing.
+    """
     from draftlab.target_outputs.store import read_manifest
 
     manifest = read_manifest(config.directory)
@@ -258,7 +271,7 @@ def prepare_info(
     directory = _located(config.target, tokenizer_only=config.server is not None, weights=True)
     if config.server is not None:
         target = _served(config.server, config.api_key_file, directory, None, manifest.top_logprobs)
-    else:  # the data type in which the target wrote the sequences
+    else:  # the target runs in the data type in which it wrote the sequences
         device = checkpoint.resolve_device(workspace.load().device)
         target = LocalTarget(directory, device, checkpoint.DTYPES.get(manifest.dtype), batch_size=1)
     return Job(lambda: (config.directory, verify(config.directory, target)))
@@ -266,7 +279,7 @@ def prepare_info(
 
 @command(OutputsInfoConfig, name="outputs info", prepare=prepare_info)
 def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
-    """Show the contents of a store and whether its texts are repetition loops; --verify compares it with the target."""
+    """Show what a store contains, and how many texts only repeat themselves; --verify compares it with the target."""
     from draftlab.target_outputs.store import describe, read_manifest
 
     directory, result = verified
@@ -274,15 +287,11 @@ def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
     if result is None:
         return shown
     text = (
-        f"{result.shards} shards match their checksums; the target scored {result.sequences} sequences again: "
-        f"log-probabilities differ by {result.mean:.4f} on average and {result.worst:.4f} at most, and "
-        f"{result.same_top:.2%} of the most probable tokens are equal"
+        f"{result.shards} shards match their checksums. The target scored {result.sequences} sequences again: "
+        f"log-probabilities differ by {result.mean:.4f} on average and {result.worst:.4f} at most, and the most "
+        f"probable token is the same at {result.same_top:.2%} of the positions"
     )
-    missed = (
-        []
-        if result.good
-        else [f"{directory} does not match the target's present log-probabilities"]
-    )
+    missed = [] if result.good else [f"{directory} differs from what the target computes now"]
     return replace(
         shown,
         show=[*shown.show, text],
@@ -293,7 +302,7 @@ def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Replayed(Outcome):
-    """Acceptance by draft, for each group of texts and K."""
+    """The outcome of replay. rows: Acceptance for each group of texts and each K, by the name of the draft."""
 
     rows: "dict[str, list[AcceptanceRow]]"
 
@@ -301,10 +310,10 @@ class Replayed(Outcome):
 def prepare_replay(
     config: ReplayConfig, weights: bool
 ) -> "Job[dict[str, tuple[Replay, list[AcceptanceRow]]]]":
-    """Resolve and check the settings.
+    """Resolve and check the settings of replay, and return the job.
 
     Raises:
-        UserError: There is no store, two drafts have the same name, or a draft or rule does not fit the store.
+        UserError: There is no store, two drafts have the same name, or a draft or verify rule does not fit the store.
     """
     from draftlab.model import checkpoint
     from draftlab.target_outputs.replay import Drafting, check, drafter_of, replay, rows_of
@@ -316,7 +325,7 @@ def prepare_replay(
     for spec in config.drafter:
         spec.check_inputs(weights)
         if "" in spec.drafts:
-            raise UserError(f"--drafter {spec.text}: add draft=DIR")
+            raise UserError(f"--drafter {spec.text}: name the draft model with draft=DIR")
         drafters.append(spec)
     names = [spec.name for spec in drafters]
     if len(set(names)) < len(names):
@@ -354,7 +363,7 @@ def prepare_replay(
 
 @command(ReplayConfig, prepare=prepare_replay)
 def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Output) -> Replayed:
-    """Compute the acceptance of drafts for every K from one pass over target outputs; the target is not needed."""
+    """Compute the acceptance of drafts for every K from stored target outputs; only heads need the target as well."""
     rows, show, data = dict[str, list["AcceptanceRow"]](), list[object](), []
     for name, (each, table) in replays.items():
         rows[name] = table
@@ -403,12 +412,12 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
         cells.append([row.group, str(row.texts), str(row.k), *spreads, *by_position])
     title = f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}"
     notes = [
-        "acceptance length: tokens per target pass, the target's own token included. rate: accepted over drafted "
-        "tokens. at i: accepted share of the tokens drafted at position i. 95 % intervals over texts"
+        "acceptance length: tokens per target pass, the target's own token included. acceptance rate: accepted over "
+        "drafted tokens. at i: the rate at position i if all earlier tokens are accepted. 95 % intervals over texts"
     ]
     if loops := int(replayed.degenerate.sum()):
         notes.append(
-            f"{loops} of {len(replayed.texts)} texts mostly repeat themselves, so their acceptance is higher than "
+            f"{loops} of {len(replayed.texts)} texts mostly repeat themselves, so drafts are accepted more often than "
             "usual"
         )
     return [terminal_table(heads, cells, title=title), *notes]

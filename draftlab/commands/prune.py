@@ -1,4 +1,4 @@
-"""The command that cuts a draft out of a source."""
+"""The command prune, which cuts a draft out of a source checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,73 +36,82 @@ SIZES = ("layers", "width", "ffn", "params")
 
 
 class PruneConfig(OutputConfig):
-    """Settings of prune: the source, the draft's shape, the method that chooses weights, and the calibration text."""
+    """The settings of prune: the source, the draft's shape, how weights are chosen, and the calibration text."""
 
-    layers: int | None = option(None, "Layers to keep.", ge=1, panel=SHAPE)
-    width: int | None = option(None, "Hidden dimensions to keep.", ge=1, panel=SHAPE)
+    layers: int | None = option(None, "Number of layers to keep.", ge=1, panel=SHAPE)
+    width: int | None = option(None, "Number of hidden dimensions to keep.", ge=1, panel=SHAPE)
     ffn: int | None = option(
         None,
-        "FFN neurons to keep. Default: as many per hidden dimension as in the source.",
+        "Number of FFN neurons to keep. Default: as many per hidden dimension as in the source.",
         ge=1,
         panel=SHAPE,
     )
     params: Count = option(
-        None, "Total parameters, as 1.3b; the FFN size follows from it.", panel=SHAPE
+        None,
+        "Number of parameters of the draft, as 1.3b; the FFN size is chosen to match.",
+        panel=SHAPE,
     )
     shape: Path | None = option(
-        None, "Shape file that sets all these sizes.", panel=SHAPE, advanced=True
+        None,
+        "Shape file, which sets the layers, width, FFN and parameters.",
+        panel=SHAPE,
+        advanced=True,
     )
     vocab: Vocab = draft_vocab("--outputs, or of --data", panel=SHAPE)
     untie: bool = option(
         False,
-        "Give the draft a separate output head, if the source ties its head to the embedding. Prune can then "
-        "rotate the residual stream and refit the head.",
+        "Give the draft a separate lm_head if the source ties lm_head to the embedding. Prune can then rotate the "
+        "residual stream and refit lm_head.",
         panel=SHAPE,
         advanced=True,
     )
     source: str = source()
-    data: str = data("Calibration text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.")
+    data: str = data("Calibration text: one SOURCE, or a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT.")
     outputs: Path | None = option(
         None,
-        "Outputs of the target (draftlab outputs build) to calibrate on, and from which --vocab takes the "
-        "frequent ids.",
+        "Stored target outputs (draftlab outputs build) to calibrate on, in place of --data. --vocab keeps their "
+        "most frequent ids.",
         panel=CALIBRATION,
     )
     calibration_tokens: int = option(
-        32768, "Tokens of calibration text.", ge=1, panel=CALIBRATION, advanced=True
+        32768, "Number of tokens of calibration text.", ge=1, panel=CALIBRATION, advanced=True
     )
-    seq_len: int = option(512, "Tokens per sequence.", ge=8, panel=CALIBRATION, advanced=True)
+    seq_len: int = option(
+        512, "Length of each sequence in tokens.", ge=8, panel=CALIBRATION, advanced=True
+    )
     refit: Literal["none", "norms", "layers", "head"] = option(
         "layers",
-        "Adjustments after the cut. norms: scale norms to the smaller width; layers: also fit o_proj and "
-        "down_proj to the source's residual stream; head: also fit lm_head to the source's logits.",
+        "Which weights to adjust after the cut. norms: scale the norms to the smaller width; layers: also fit o_proj "
+        "and down_proj to the source's residual stream; head: also fit lm_head to the source's logits.",
         panel=CALIBRATION,
         advanced=True,
     )
     method: Literal["importance", "masks", "random", "first", "magnitude"] = option(
         "importance",
-        "How to choose the weights to keep. importance: by activations; masks: by trained masks (Sheared LLaMA); "
-        "the others are baselines.",
+        "How the weights to keep are chosen. importance: by activations; masks: by trained masks (Sheared LLaMA); "
+        "random, first and magnitude are baselines.",
     )
     depth: Literal["influence", "even"] = option(
         "influence",
-        "Layers to keep. influence: the layers that change their input most; even: evenly spaced layers.",
+        "Which layers to keep. influence: the layers that change their input most; even: evenly spaced layers.",
         panel=CALIBRATION,
         advanced=True,
     )
     scores_cache: Path | None = option(
         None,
-        "File that stores the importance scores, so that further shapes need no calibration.",
+        "File that keeps the importance scores, so that other shapes need no calibration.",
         panel=CALIBRATION,
         advanced=True,
     )
-    steps: int = option(300, "Optimizer steps to train the masks.", ge=1, panel=TRAINING)
+    steps: int = option(
+        300, "Number of optimizer steps that train the masks.", ge=1, panel=TRAINING
+    )
     batch_size: int = option(
-        16, "Sequences per step, over all processes.", ge=1, panel=TRAINING, advanced=True
+        16, "Number of sequences per step, over all processes.", ge=1, panel=TRAINING, advanced=True
     )
     lr: float | None = option(
         None,
-        "Also train the weights, with this peak learning rate. Default: weights are frozen.",
+        "Train the weights along with the masks, with this peak learning rate. Default: the weights are frozen.",
         gt=0,
         panel=TRAINING,
         advanced=True,
@@ -117,17 +126,17 @@ class PruneConfig(OutputConfig):
         Only(
             ("outputs",),
             lambda c: c.calibrates or c.vocab or c.shape,
-            "leave it out: this method does not calibrate, and without --vocab no ids are counted",
+            "leave it out: this method reads no text, and without --vocab no ids are counted",
         ),
         Only(
             ("data",),
             lambda c: c.outputs is None or c.method == "masks",
-            "leave it out: --outputs already has the text",
+            "leave it out: --outputs has the text",
         ),
         Only(
             ("calibration_tokens",),
             lambda c: c.calibrates,
-            "leave it out: this method with --refit none needs no text",
+            "leave it out: this method with --refit none reads no text",
         ),
         Only(
             ("depth", "scores_cache"),
@@ -149,20 +158,20 @@ class PruneConfig(OutputConfig):
 
     @property
     def calibrates(self) -> bool:
-        """Return whether the draft depends on calibration text."""
+        """Return whether calibration text decides the draft's weights."""
         return self.method == "importance" or self.refit != "none"
 
 
-FFN_MULTIPLE = 16  # an FFN size that is computed from other sizes is a multiple of this
+FFN_MULTIPLE = 16  # an FFN size that is computed from other sizes is a multiple of this number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Pruned(Outcome):
-    """A finished draft.
+    """The outcome of prune.
 
     Attributes:
-        layers: Layers of the source that were kept.
-        acceptance: Acceptance by the source on held-out text. None if it was not measured.
+        layers: Indices of the source's layers that were kept.
+        acceptance: Rate at which the source accepts the draft's tokens on held-out text. None if it was not measured.
     """
 
     shape: Shape
@@ -171,13 +180,11 @@ class Pruned(Outcome):
 
 
 def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
-    """Resolve and check the settings.
-
-    weights: Whether weight files must be present.
+    """Resolve and check the settings of prune, and return the job. weights: Whether weight files must be present.
 
     Raises:
         UserError: The source, text or outputs are missing; the shape cannot be cut from the source; or the method does
-            not work with several processes or with this head.
+            not work with several processes or with this lm_head.
     """
     from draftlab.model import checkpoint
     from draftlab.pruning.masks.training import MaskTraining
@@ -200,7 +207,9 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         place, shipped = _locate(config.source, weights)
         have = checkpoint.planned_shape(place) if isinstance(place, Path) else place
     if config.untie and not have.tied:
-        raise UserError(f"--untie: {config.source} already has a separate head; leave --untie out")
+        raise UserError(
+            f"--untie: {config.source} has a separate lm_head already; leave --untie out"
+        )
     have = have.model_copy(update={"tied": have.tied and not config.untie})
     shape = _requested(config, have, weights)
     source = None
@@ -215,7 +224,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         check(shape, llama=not have.options - {"untied"})
     if config.refit == "head" and have.tied:
         raise UserError(
-            "--refit head: the source ties its head to the embedding, which the refit would change as well; add "
+            "--refit head: the source ties lm_head to the embedding, which the refit would change as well; add "
             "--untie"
         )
     if config.outputs is not None:
@@ -257,7 +266,13 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
 def _prune(
     output: Output, *, cut: Callable[..., "Prune"], training: "MaskTraining | None", **how: Any
 ) -> "PrunedDraft":
-    """Cut the source. training: Settings of the method masks. how: Arguments of Prune.by_scores, the other methods."""
+    """Cut the source with --method masks if `training` is set, or else with another method, and return the draft.
+
+    Args:
+        cut: Function that makes the Prune for an output.
+        training: Settings of --method masks. None for other methods.
+        how: Arguments of Prune.by_scores, which all other methods call.
+    """
     from draftlab.pruning.masks.training import prune_by_masks
 
     if training is not None:
@@ -274,23 +289,23 @@ def _facts(
     dtype_bytes: int,
     shipped: str | None,
 ) -> dict[str, object]:
-    """Return the facts of a cut for a dry run; weights are neither read nor fetched.
+    """Return the facts that a dry run shows. No weights are read or downloaded.
 
     Args:
-        shipped: Name of the shipped shape that replaces a source which cannot be fetched.
+        have: Shape of the source.
+        shape: Shape of the draft.
+        shipped: Name of a shape that comes with draftlab, if it stands in for a source that cannot be downloaded.
     """
     from draftlab.pruning.run import HELDOUT_TOKENS
     from draftlab.pruning.source import kv_saving
 
     source = have.describe()
     if shipped is not None:
-        source += (
-            f" (planned from the shape {shipped} that comes with draftlab; nothing was downloaded)"
-        )
+        source += f" (by the shape {shipped} that comes with draftlab; nothing was downloaded)"
     weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
-    # three residual streams of the source, and the draft's
+    # three copies of the source's residual stream, and one of the draft's
     per_token = dtype_bytes * (3 * have.hidden + shape.hidden)
-    gram = 20 * shape.ffn**2  # float32, and float64 twice while it is solved
+    gram = 20 * shape.ffn**2  # bytes: once in float32, and twice in float64 while it is solved
     memory = weights + (text.tokens + HELDOUT_TOKENS) * per_token + gram + 1e9
     facts: dict[str, object] = {
         "source": source,
@@ -303,7 +318,7 @@ def _facts(
     }
     if training is not None:
         tokens = training.steps * training.batch_size * text.seq_len
-        # bytes per fp32 weight: 16 with gradient and two Adam moments
+        # bytes per fp32 weight: 4, or 16 with its gradient and two Adam moments
         memory = have.params() * (16 if training.lr else 4) + have.weight_bytes() + 1e9
         facts["training tokens"] = f"{tokens:,}"
         facts["memory"] = f"about {memory / 1e9:.1f} GB and activations"
@@ -325,8 +340,8 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
     ]
     if pruned.head is not None and pruned.head.coverage is not None:
         lines.append(
-            f"its head predicts {len(pruned.head.ids):,} of {shape.vocab:,} ids; the ids most frequent in one "
-            f"half of the text cover {pruned.head.coverage:.2%} of the other half"
+            f"lm_head predicts {len(pruned.head.ids):,} of {shape.vocab:,} ids; the most frequent ids of one half "
+            f"of the text cover {pruned.head.coverage:.2%} of the other half"
         )
     data = {
         "path": str(output.out),
@@ -358,10 +373,12 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
 
 
 def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
-    """Return the directory or the shape of a source, and the name of the shipped shape that replaces it, or None.
+    """Return the directory of a source, or its shape if it has no weights, and the name of a shipped shape or None.
+
+    A shape that comes with draftlab stands in for a source that cannot be downloaded, but only without weights.
 
     Raises:
-        UserError: There is no such source, or weights are required and the source is only a shape.
+        UserError: There is no such source, or weights are required but the source is only a shape.
     """
     try:
         _, place = families.locate_shape(name, weights)
@@ -374,13 +391,17 @@ def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
         return shapes[called], called
     if weights and isinstance(place, Shape):
         raise UserError(
-            f"{name} is a shape without weights, which only --dry-run accepts; name a checkpoint"
+            f"{name} is a shape without weights, which works only with --dry-run; name a checkpoint"
         )
     return place, None
 
 
 def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
-    """Return the shape to cut. Raises UserError: it cannot be cut from the source."""
+    """Return the shape of the draft that the settings ask for. have: Shape of the source.
+
+    Raises:
+        UserError: The shape cannot be cut from the source.
+    """
     sizes = {
         "layers": config.layers,
         "hidden": config.width,
@@ -399,8 +420,8 @@ def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
     size = config.vocab or shape.draft_vocab
     if have.draft_vocab not in (None, size):
         raise UserError(
-            f"--vocab {size}: the source's head is already trimmed to {have.draft_vocab:,} ids; leave --vocab out"
+            f"--vocab {size}: the source's lm_head is already trimmed to {have.draft_vocab:,} ids; leave --vocab out"
         )
     if size is not None and size >= have.vocab:
-        raise UserError(f"--vocab {size}: give fewer ids than the source's {have.vocab:,}")
+        raise UserError(f"--vocab {size}: use fewer ids than the source has, {have.vocab:,}")
     return shape.model_copy(update={"draft_vocab": size})

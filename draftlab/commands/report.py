@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ReportConfig(Config):
-    """Settings of report: the scores to rank, and the files to write."""
+    """The settings of report: the scores to rank, and the files to write."""
 
     scores: list[Path] = option(
         factory=list,
@@ -30,14 +30,14 @@ class ReportConfig(Config):
         shown_default="the workspace's runs",
     )
     html: Path | None = option(
-        None, "HTML file to write, a page with tables and plots.", panel=OUTPUT
+        None, "HTML file to write: a page with tables and plots.", panel=OUTPUT
     )
-    markdown: Path | None = option(None, "Markdown file to write, with the tables.", panel=OUTPUT)
+    markdown: Path | None = option(None, "Markdown file to write: the tables.", panel=OUTPUT)
     min_speedup: float | None = option(
         None, "Exit with code 3 if no draft reaches this speed-up of whole requests."
     )
     min_acceptance_length: float | None = option(
-        None, "Exit with code 3 if the fastest draft gives fewer tokens per target pass than this."
+        None, "Exit with code 3 if the fastest draft has fewer tokens per target pass than this."
     )
 
     def resolved(self) -> Self:
@@ -46,13 +46,13 @@ class ReportConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Reported(Outcome):
-    """A ranking, and the scores in it."""
+    """The outcome of report. scores: The scores that were ranked."""
 
     scores: "list[Score]"
 
 
 def prepare(config: ReportConfig, weights: bool) -> "Job[tuple[ReportConfig, list[Score]]]":
-    """Read the scores.
+    """Read the scores, and check that the files of --html and --markdown can be written.
 
     Raises:
         UserError: There is no score, or a file cannot be written.
@@ -117,9 +117,11 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
 
 
 def _serve(fastest: "Ranked") -> str:
-    """Return the command that serves the target in vLLM with the fastest drafter, or alone if no drafter is faster.
+    """Return the command that serves the target in vLLM with the fastest drafter.
 
-    The text is empty if the drafter has weights, the measurement is in doubt, or the target's name is unknown.
+    If no drafter is faster than plain decoding, or the fastest changed the target's text, the command serves the target
+    alone. The result is "" if the drafter has weights, servers made the score, the measurement is in doubt, or the
+    target's name is unknown.
     """
     from draftlab.config.kinds import parse_drafter
     from draftlab.results.report import target_named
@@ -132,7 +134,7 @@ def _serve(fastest: "Ranked") -> str:
     if fastest.speedup.low > 1 and not score.output_differs:
         try:
             config = parse_drafter(score.name).speculative_config(fastest.k)
-        except UserError:  # the name of a draft model's folder
+        except UserError:  # the score's name is not a drafter, but the folder of a draft model
             config = None
         if config is None:
             return ""

@@ -1,4 +1,4 @@
-"""The command that measures drafts."""
+"""The command score, which measures drafts."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,27 +45,27 @@ ENGINE = (
 
 
 class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettings):
-    """Settings of score: the drafts, the target, the prompts, and the sampling."""
+    """The settings of score: the drafts, the target, the prompts, and the sampling."""
 
     draft: list[str] = option(
         factory=list,
-        help="Draft model; repeat for several. DRAFT@q8_0 rounds its weights to that GGUF type. Default: the "
-        "newest draft.",
+        help="Draft model; repeat the option for several. DRAFT@q8_0 rounds the weights to this GGUF type. Default: "
+        "the newest draft.",
     )
     drafter: list[Drafter] = option(
         factory=list,
         typed=list[str],
         help=(
-            "Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat for "
+            "Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat the option for "
             f"several. Names: {', '.join(DRAFTERS.names())}."
         ),
     )
     target: str = shared.target()
-    k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try, as 1-6 or 2,4,8.")
+    k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens per step to try, as 1-6 or 2,4,8.")
     batch: Numbers = numbers(
-        "1", "Numbers of prompts decoded at once; 1,4 gives a score for each number."
+        "1", "Batch sizes: 4 decodes four prompts at once; 1,4 measures both batch sizes."
     )
-    data: str = shared.data("Source of held-out text for prompts.")
+    data: str = shared.data("Text source, whose held-out text gives the prompts.")
     prompt_file: Path | None = shared.prompt_file()
     chat: shared.ChatMode = shared.chat(advanced=True)
     system_prompt: str | None = shared.system_prompt()
@@ -74,14 +74,15 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
     prompt_tokens: int | None = option(
         None,
-        "Cut prompts to this length. Default: whole prompts of a file, or 64 tokens from a data source.",
+        "Cut prompts to this number of tokens. Default: prompts of a file are not cut; prompts from a data source "
+        "have 64 tokens.",
         ge=1,
         advanced=True,
     )
-    max_new_tokens: int = option(128, "Tokens generated after each prompt.", ge=2)
+    max_new_tokens: int = option(128, "Largest number of tokens generated after each prompt.", ge=2)
     repeats: int = option(
         3,
-        "Number of times that every prompt is decoded, with each draft and K and without a draft.",
+        "How many times every prompt is decoded, with each draft and K as well as without a draft.",
         ge=1,
         advanced=True,
     )
@@ -94,7 +95,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
     server_rule: ServerRule | None = option(
         None,
-        "Accept drafted tokens as this server does, in place of --rule.",
+        "Verify drafted tokens as this server does, in place of --rule.",
         panel=shared.SAMPLING,
         advanced=True,
     )
@@ -104,28 +105,29 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     device_map: shared.DeviceMap = shared.device_map()
     int8: Literal["draft", "target", "both"] | None = option(
         None,
-        "Weights to round to 8 bits, in mode native. Plain decoding is then timed at both precisions.",
+        "Model whose weights are rounded to 8 bits, with --mode native. Plain decoding is then timed with rounded and "
+        "with full weights.",
         advanced=True,
     )
     threads: int | None = shared.threads()
     server: str | None = option(
         None,
-        "http://HOST:PORT of a server that runs the target alone. Without --speculative-server its answers are "
-        "stored; later give their directory here instead of the address.",
+        "Server that runs the target alone, http://HOST:PORT. Without --speculative-server, the server's answers are "
+        "stored; later name their directory here in place of the address.",
         panel=SERVER,
     )
     speculative_server: str | None = option(
-        None, "http://HOST:PORT of a server that runs the target with the draft.", panel=SERVER
+        None, "Server that runs the target with the draft, http://HOST:PORT.", panel=SERVER
     )
     api_key_file: Path | None = shared.api_key_file()
     tasks: str | None = option(
         None,
-        "lm-eval tasks, or YAML files of tasks, to measure accuracy on, separated by commas.",
+        "Measure accuracy on these lm-eval tasks: names or YAML files, separated by commas.",
         panel=TASKS,
     )
     task_limit: int = option(
         200,
-        "Number of items to evaluate of each task, from its first item on.",
+        "How many items of each task are evaluated, from the first item on.",
         ge=1,
         panel=TASKS,
         advanced=True,
@@ -133,14 +135,14 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     task_batch_size: int = option(1, "Batch size of the tasks.", ge=1, panel=TASKS, advanced=True)
     num_fewshot: int | None = option(
         None,
-        "Number of few-shot examples. Default: the task's own number.",
+        "Number of few-shot examples. Default: the number that the task defines.",
         ge=0,
         panel=TASKS,
         advanced=True,
     )
     apply_chat_template: bool = option(
         False,
-        "Apply the tokenizer's chat template; few-shot examples become turns.",
+        "Apply the tokenizer's chat template to the tasks; few-shot examples become turns.",
         panel=TASKS,
         advanced=True,
     )
@@ -152,7 +154,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
 
     only = (
-        Only(ENGINE, lambda c: not c.served, "leave it out: the running servers decide this"),
+        Only(ENGINE, lambda c: not c.served, "leave it out: the servers decide this"),
         shared.KEY_RULE,
         Only(
             ("draft", "min_speedup"),
@@ -162,7 +164,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         Only(
             ("rule", "server_rule", "top_k", "top_p", "min_p"),
             lambda c: c.temperature > 0,
-            "leave it out, or add --temperature: greedy decoding does not use it",
+            "works only with a --temperature above 0, because greedy decoding does not use it",
         ),
         Only(("rule",), lambda c: c.server_rule is None, "leave it out: --server-rule sets it"),
         Only(
@@ -176,7 +178,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
 
     @property
     def served(self) -> bool:
-        """Return whether servers decode."""
+        """Return whether servers decode the prompts instead of draftlab's engine."""
         return self.server is not None or self.speculative_server is not None
 
     @model_validator(mode="after")
@@ -203,31 +205,33 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Scored(Outcome):
-    """Scores in the order of the drafts and drafters."""
+    """The outcome of score. scores: One score for each draft, drafter and batch size."""
 
     scores: "list[Score]"
 
     @property
     def best(self) -> "Score":
-        """Return the score of the draft or drafter with the fastest whole requests."""
+        """Return the score with the highest speed-up of whole requests."""
         return max(self.scores, key=lambda score: score.best_k_speedup.value)
 
     @property
     def interval(self) -> "Interval":
-        """Return the speed-up of the fastest draft or drafter, with its 95 % interval over requests."""
+        """Return the speed-up of whole requests in the best score, with its 95 % interval over prompts."""
         return self.best.best_k_speedup
 
     @property
     def speedup(self) -> float:
-        """Return the speed-up of whole requests by the fastest draft or drafter over plain decoding."""
+        """Return the speed-up of whole requests in the best score, over plain decoding."""
         return self.interval.value
 
 
 def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | list[Score]]":
-    """Resolve and check the settings. Without weights only configurations and tokenizers are fetched.
+    """Resolve and check the settings of score, and return the job.
+
+    weights: Whether weight files are downloaded; if not, only configurations and tokenizers are.
 
     Raises:
-        UserError: A model, server, prompt file, task or data set is missing, or the settings do not fit it.
+        UserError: A model, server, prompt file, task or data set is missing or does not fit the settings.
     """
     if config.include_path is not None and not config.include_path.is_dir():
         raise UserError(f"--include-path {config.include_path}: there is no such directory")
@@ -253,7 +257,7 @@ def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | l
 
 @command(ScoreConfig, prepare=prepare, dry_run=True)
 def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Scored | Outcome:
-    """Measure drafts against the target, here or on servers: acceptance, speed-up over plain decoding, accuracy."""
+    """Measure the acceptance, the speed-up over plain decoding and the accuracy of drafts, here or on servers."""
     from draftlab.scoring.servers import PlainAnswers
 
     if not isinstance(result, PlainAnswers):
@@ -261,14 +265,17 @@ def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Score
     speed = tokens_per_second([run.request for run in result.runs])
     return Outcome(
         path=output.out,
-        show=[f"{len(result.runs)} answers, {speed:.4g} tokens per second alone", str(output.out)],
+        show=[
+            f"{len(result.runs)} answers of the target alone, {speed:.4g} tokens per second",
+            str(output.out),
+        ],
         data={"path": str(output.out), "output_tps": speed},
         next=f"draftlab score --server {output.out} --speculative-server http://HOST:PORT",
     )
 
 
 def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Comparison":
-    """Return the comparison of models in this process."""
+    """Check the models, and return the comparison that this process runs."""
     with about("--target"):
         target = hub.locate_model(config.target, weights)
     with about("--draft"):
@@ -306,7 +313,9 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     hosted = config.device_map is not None or not engine_runs(target)
     used = own or not hosted or any(spec.inputs() for spec in specs)
     if not used and config.mode not in ("auto", "eager"):
-        raise UserError(f"--mode {config.mode}: transformers runs all models here; leave it out")
+        raise UserError(
+            f"--mode {config.mode}: leave it out, because transformers runs all models of this run"
+        )
     mode = resolve_mode(config.mode if used else "eager", device, dtype, own)
     requests = _requests(config, target)
     stop = checkpoint.eos_token_ids(target)
@@ -338,13 +347,13 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     on_cpu = device.type == "cpu"
     if config.dtype == "auto" and on_cpu and checkpoint.is_fast(torch.bfloat16, device):
         note(
-            "weights are float32; if you serve bfloat16, add --dtype bfloat16, in which this processor is also fast"
+            "weights are float32; if you serve in bfloat16, add --dtype bfloat16, in which this processor is fast, too"
         )
     return comparison
 
 
 def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
-    """Return the comparison of running servers."""
+    """Connect to the servers, and return the comparison of them."""
     from draftlab.reading import read_model
     from draftlab.servers.client import Server
 
@@ -368,7 +377,7 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
     with about("--server"):
         stored = read_model(PlainAnswers, Path(config.server), PLAIN_FILE) if is_stored else None
     if len(config.draft) > 1:
-        raise UserError("--draft: a server runs one draft; name only that draft")
+        raise UserError("--draft: a server runs one draft; name only this draft")
     requests = _requests(config, tokenizer)
     if config.apply_chat_template:
         check_chat_template(tokenizer)
@@ -385,7 +394,7 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
 
 
 def _requests(config: ScoreConfig, tokenizer: Path) -> "Requests":
-    """Read the prompts. tokenizer: Directory of the tokenizer."""
+    """Read the prompts, and return them with the sampling parameters. tokenizer: Directory of the tokenizer."""
     from draftlab.model import checkpoint
     from draftlab.prompts import load_prompts
     from draftlab.scoring.comparison import Requests
@@ -410,7 +419,11 @@ def _requests(config: ScoreConfig, tokenizer: Path) -> "Requests":
 
 
 def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
-    """Return the directory of each draft by its name. The name ends in @TYPE if a rounded copy was requested."""
+    """Return the directory of each draft, by the draft's name. The name of a rounded draft ends in @TYPE.
+
+    Raises:
+        UserError: A draft is missing, or two drafts have the same name.
+    """
     hub.check_rounded(*names)
     drafts: dict[str, Path] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""The command that searches for a draft."""
+"""The command search, which looks for the fastest draft of a target."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -25,37 +25,38 @@ CANDIDATES, TEXT = "Candidates", "Text of users"  # panels of --help
 
 
 class SearchConfig(OutputConfig, shared.CheckpointSettings):
-    """Settings of search: the candidates, the time to spend, and the text to train and measure on."""
+    """The settings of search: the candidates, the time to spend, and the text to train and measure on."""
 
     minutes: float = option(15.0, "Time to spend, approximately.", gt=0)
     layers: Numbers | None = option(
         None,
-        "Depths to try, as 1,2,4. Default: from 1 layer to half of the source's.",
+        "Numbers of layers to try, as 1,2,4. Default: from 1 to half of the source's layers.",
         typed=str,
         panel=CANDIDATES,
     )
     widths: Numbers | None = option(
         None,
-        "Widths to try. Default: from half to all of the source's width.",
+        "Hidden sizes to try. Default: half, three quarters and all of the source's hidden size.",
         typed=str,
         panel=CANDIDATES,
     )
     vocab: shared.Vocab = shared.draft_vocab("--outputs, or of --data", panel=CANDIDATES)
-    k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens to try.")
+    k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens per step to try, as 1-6 or 2,4,8.")
     parallel: bool = option(
-        False, "Search for parallel drafts, which learn to draft the largest --k in one pass."
+        False,
+        "Search for parallel drafts, which learn to draft as many tokens as the largest --k in one pass.",
     )
     target: str = shared.target()
     source: str = shared.source()
     data: str = shared.data()
     outputs: Path | None = option(
         None,
-        "Stored target outputs to calibrate, trim and distil on, instead of --data.",
+        "Stored target outputs on which drafts are calibrated, trimmed and distilled, instead of --data.",
         panel=TEXT,
     )
     prompt_file: Path | None = option(
         None,
-        "JSON-lines file of prompts to replay and to measure on, instead of --data.",
+        "JSON-lines file of prompts on which drafts are replayed and measured, instead of --data.",
         panel=TEXT,
     )
     first_steps: int = option(
@@ -72,20 +73,20 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         Only(
             ("data",),
             lambda c: not (c.outputs and c.prompt_file),
-            "leave it out: --outputs and --prompt-file have all the text",
+            "leave it out: --outputs and --prompt-file replace it",
         ),
     )
 
     @model_validator(mode="after")
     def _drafts_several_in_parallel(self) -> Self:
         if self.parallel and max(self.k) < 2:
-            raise ValueError("--parallel drafts several tokens in one pass; give a --k above 1")
+            raise ValueError("--parallel drafts several tokens in one pass; use a --k above 1")
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Searched(Outcome):
-    """A finished search. draft is the checkpoint of the fastest candidate."""
+    """The outcome of search. draft: Checkpoint of the fastest candidate."""
 
     search: "Search"
     draft: Path
@@ -101,10 +102,10 @@ class Searched(Outcome):
 
 
 def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
-    """Resolve and check the settings.
+    """Resolve and check the settings of search, and return the job.
 
     Raises:
-        UserError: The checkpoints, shapes or text cannot be used.
+        UserError: A checkpoint, the shapes or the text cannot be used.
     """
     from draftlab.commands.steps import step_of
     from draftlab.data.text import check_prompts
@@ -184,7 +185,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
 
 @command(SearchConfig, prepare=prepare_search, dry_run=True)
 def search(result: "Search", output: Output) -> Searched:
-    """Find the shape and K with which the target is fastest here; a killed search resumes."""
+    """Find the draft's shape and K with which the target is fastest on this machine; a killed search resumes."""
     draft = output.out / "draft"
     return Searched(
         path=output.out,
@@ -197,7 +198,7 @@ def search(result: "Search", output: Output) -> Searched:
 
 
 def _rung_table(search: "Search") -> "Table":
-    """Return a table with one row per candidate, from the last rung that the candidate reached."""
+    """Return a table with one row per candidate, with the results of the last rung that the candidate reached."""
     from draftlab.model.shape import format_count
     from draftlab.results.ranking import NO_DRAFT
     from draftlab.results.tables import terminal_table
@@ -233,8 +234,8 @@ def _rung_table(search: "Search") -> "Table":
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}; the fastest is marked"
     table = terminal_table(heads, [*rows.values(), last], best=best, title=title)
     table.caption = (
-        f"{search.spent_seconds / 60:.1f} minutes. Predicted: speed-up of the tokens after the first, from a "
-        "replay and the latency law, at the best K and after the steps in the table. Measured: speed-up of whole "
-        "requests, with a 95% interval over prompts."
+        f"{search.spent_seconds / 60:.1f} minutes. Predicted: speed-up of the tokens after the first, by a replay and "
+        "the latency law, at the best K and after as many training steps as the table says. Measured: speed-up of "
+        "whole requests, with a 95% interval over prompts."
     )
     return table

@@ -1,4 +1,4 @@
-"""Steps: commands with their settings, each done once. Recipes, search and auto run them."""
+"""The steps of recipes, search and auto: commands with settings, which are skipped if their output is finished."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,10 @@ from draftlab.errors import UserError, did_you_mean, one_line
 
 @dataclass(frozen=True)
 class CommandStep:
-    """A command with the settings of a recipe. Its config and its output directory are computed at first use."""
+    """A command with its settings, as an entry of a recipe has them.
+
+    where: Start of an error message about a setting.
+    """
 
     command: Command
     settings: dict[str, Any]
@@ -46,9 +49,9 @@ class CommandStep:
         return f"{self.command.name} {self.out or ''}".rstrip()
 
     def is_done(self) -> bool:
-        """Return whether the step's output was made by the same command and settings from the same inputs.
+        """Return whether the same command made the step's output, with the same settings, from the same inputs.
 
-        A setting that is missing from the record of an older version counts as its default.
+        A setting that an older version of draftlab did not record counts as its default.
         """
         record = provenance.read_record(self.out) if self.out is not None else None
         if record is None or record.command != self.command.name:
@@ -74,7 +77,9 @@ class CommandStep:
 def step_of(
     name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str
 ) -> CommandStep:
-    """Return a step of a command. Shared settings that the command does not have are ignored.
+    """Return the step that runs a command with these settings.
+
+    shared: Settings for all commands. Those that this command does not have are ignored.
 
     Raises:
         UserError: A setting is wrong.
@@ -87,7 +92,11 @@ def step_of(
 
 
 def read_step(content: object, where: str) -> CommandStep:
-    """Parse an entry of a recipe. Raises UserError: there is no such command or setting."""
+    """Parse an entry of a recipe, and check its settings. where: Start of an error message.
+
+    Raises:
+        UserError: There is no such command, or a setting is wrong.
+    """
     from draftlab.commands import COMMANDS
 
     if not isinstance(content, dict) or len(content) != 1:

@@ -1,1 +1,1 @@
-"""Typed settings of each command: one frozen class, from the command line or a file to the library. No torch."""
+"""The typed settings of commands. The command line or a file fills the frozen class of a command. No torch."""

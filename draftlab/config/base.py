@@ -1,4 +1,4 @@
-"""The base of every command's settings: options with help and bounds, rules between options, and settings files."""
+"""The base class of the settings of commands: options with help and bounds, rules between options, settings files."""
 
 import json
 import shlex
@@ -35,7 +35,8 @@ OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
 )  # panels of --help
 Value = TypeVar("Value")
 TRUST = "trust_remote_code"
-MAX_K = 1_000  # far above any useful K; tables, passes and loops grow with K
+# largest number of drafted tokens, far above any useful K; tables and loops grow with K
+MAX_K = 1_000
 
 
 def option(
@@ -56,13 +57,15 @@ def option(
     """Return a field of a config that is also an option of its command.
 
     Args:
-        default: Default value. Without it the option is required.
-        factory: Computes the default when a config is built. It may take a dict of the fields above this field.
-        flag: Spelling of the option if it differs from the field's.
+        default: Default value. Without a default the option is required.
+        factory: Function that computes the default when a config is built, from nothing or from a dict of the fields
+            above this field.
+        flag: Spelling of the option if it differs from the field's name.
+        panel: Heading of --help under which the option is listed.
         advanced: Whether --help leaves the option out; docs/configuration.md lists it.
-        argument: Whether the option is positional. The flag is accepted as well.
+        argument: Whether the option is positional. A flag is then accepted as well.
         shown_default: Text that --help shows in place of the default.
-        typed: Type on the command line if it differs from the field's.
+        typed: Type on the command line if it differs from the field's type.
     """
     extra = {
         "flag": flag,
@@ -85,7 +88,7 @@ def option(
 
 
 def from_workspace(name: str, help: str, **others: Any) -> Any:
-    """Return an option whose default is the entry of this name in draftlab.yaml."""
+    """Return an option whose default is the entry with this name in draftlab.yaml, the workspace."""
     return option(
         factory=lambda: getattr(workspace.load(), name),
         help=help,
@@ -95,7 +98,10 @@ def from_workspace(name: str, help: str, **others: Any) -> Any:
 
 
 def parsed(parse: Callable[[str], Value], value: str) -> Value:
-    """Parse the value of a setting. Raises ValueError, which pydantic reports with the name of the setting."""
+    """Parse the value of a setting, and turn a UserError of `parse` into a ValueError.
+
+    pydantic reports a ValueError with the name of the setting.
+    """
     try:
         return parse(value)
     except UserError as error:
@@ -103,7 +109,7 @@ def parsed(parse: Callable[[str], Value], value: str) -> Value:
 
 
 def _numbers(value: object) -> list[int]:
-    """Parse numbers, from the text of an option or from a list in a settings file."""
+    """Parse numbers from the text of an option, such as 1-6, or from a list in a settings file."""
     return parsed(
         parse_numbers, ",".join(map(str, value)) if isinstance(value, list) else str(value)
     )
@@ -111,7 +117,7 @@ def _numbers(value: object) -> list[int]:
 
 def _at_most_max_k(ks: list[int]) -> list[int]:
     if ks[-1] > MAX_K:
-        raise ValueError(f"a step drafts at most {MAX_K:,} tokens; lower it")
+        raise ValueError(f"a step drafts at most {MAX_K:,} tokens; use smaller numbers")
     return ks
 
 
@@ -126,10 +132,11 @@ def numbers(default: str, help: str, **others: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Options that a command refuses unless a condition on its config holds.
+    """A rule: options that a command refuses unless its config meets a condition.
 
     Attributes:
-        when: Condition, a function of the config.
+        options: Names of the settings.
+        when: Function of the config that returns whether the options are allowed.
         reason: Text that follows "--x: " in the error.
     """
 
@@ -149,7 +156,9 @@ class Config(BaseModel):
 
     @classmethod
     def build(cls, settings: dict[str, Any], where: str = "") -> Self:
-        """Return the config of these settings, with defaults for all other settings.
+        """Return the config with these settings, and with defaults for all other settings.
+
+        where: Start of an error message, such as "--config x.yaml: ".
 
         Raises:
             UserError: A setting is unknown, out of bounds, or excluded by another setting.
@@ -175,10 +184,10 @@ class Config(BaseModel):
 
     @classmethod
     def of_file(cls, path: Path, command: str) -> dict[str, Any]:
-        """Return the settings in a YAML file, or the settings that an output directory was made with.
+        """Return the settings in a YAML file, or the settings with which a command made an output directory.
 
         Raises:
-            UserError: The file has no settings, or the directory is no output of this command.
+            UserError: The file has no settings, or the directory is not an output of this command.
         """
         if path.is_dir() or path.name == RECORD_FILE:
             record = read_record(path if path.is_dir() else path.parent)
@@ -210,7 +219,10 @@ class Config(BaseModel):
         return self
 
     def is_set(self, name: str) -> bool:
-        """Return whether a setting was given and differs from its default. Computed defaults are not compared."""
+        """Return whether a setting was given and differs from its default.
+
+        A given setting whose default is computed counts as set, whatever its value is.
+        """
         field = type(self).model_fields[name]
         if name not in self.model_fields_set or field.default_factory is not None:
             return name in self.model_fields_set
@@ -220,17 +232,18 @@ class Config(BaseModel):
         return value != field.default and str(value) != field.default
 
     def resolved(self) -> Self:
-        """Return the config with the workspace's newest outputs in place of settings that were left out.
+        """Return the config with the newest outputs of the workspace in place of inputs that were left out.
 
         Raises:
-            UserError: The workspace has no such output.
+            UserError: The workspace has no output that the command can read.
         """
         return self
 
     def settings(self) -> dict[str, Any]:
-        """Return, as JSON values, the settings that decide the result. Settings that `only` rules out are left out.
+        """Return the settings that decide the result, as JSON values.
 
-        trust_remote_code is left out, too, because each run must be given it anew. Secrets in addresses are removed.
+        Settings that a rule in `only` refuses are left out. So is trust_remote_code, which the user must give to each
+        run. Passwords in addresses are removed.
         """
         refused = {name for rule in self.only if not rule.when(self) for name in rule.options}
         settings = json.loads(self.model_dump_json(exclude=refused | {TRUST}))
@@ -240,7 +253,7 @@ class Config(BaseModel):
 
     @classmethod
     def flag(cls, name: str) -> str:
-        """Return the flag of a setting, or the name of a positional argument, as --help prints it."""
+        """Return a setting as --help prints it: the flag of an option, or the name of a positional argument."""
         details = extra(cls.model_fields[name])
         return (
             name.upper()
@@ -249,7 +262,7 @@ class Config(BaseModel):
         )
 
     def command_line(self, command: str) -> str:
-        """Return the command line of this config, without settings at their defaults."""
+        """Return the command line that gives this config. Settings with their default values are left out."""
         words, arguments = ["draftlab", *command.split()], []
         for name, field in type(self).model_fields.items():
             value = self.__dict__[name]
@@ -269,7 +282,7 @@ class Config(BaseModel):
 
     @classmethod
     def _complaint(cls, item: dict[str, Any]) -> str:
-        """Return the error message of one setting, with its flag."""
+        """Return pydantic's error of one setting in draftlab's wording, with the flag and the value."""
         message = plain_words(str(item["msg"]))
         if not item["loc"] or item["loc"][0] not in cls.model_fields:
             return message
@@ -284,19 +297,19 @@ class Config(BaseModel):
 
 
 class OutputConfig(Config):
-    """Settings of a command that writes a directory."""
+    """The settings of a command that writes a directory."""
 
     out: Path | None = option(
-        None, "Directory to write. Default: a name under the workspace's runs.", panel=OUTPUT
+        None, "Directory to write. Default: a directory under the workspace's runs.", panel=OUTPUT
     )
 
 
 def bound(field: FieldInfo, kind: Literal["ge", "gt", "le"]) -> float | None:
-    """Return the bound of a setting's values, or None if the setting has no such bound."""
+    """Return the least (ge, gt) or largest (le) value of a setting, or None if the setting has no such bound."""
     return next((getattr(part, kind) for part in field.metadata if hasattr(part, kind)), None)
 
 
 def extra(field: FieldInfo) -> dict[str, Any]:
-    """Return the details of an option: flag, panel and so on."""
+    """Return the details of an option that pydantic does not know: flag, panel and so on (see option)."""
     assert isinstance(field.json_schema_extra, dict)
     return dict(field.json_schema_extra)

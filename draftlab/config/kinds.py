@@ -1,6 +1,6 @@
-"""Drafters and students as options, NAME or NAME:KEY=VALUE,..., and the interface of every kind. No torch.
+"""Drafters and students as values of options, NAME or NAME:KEY=VALUE,..., and the base classes of both. No torch.
 
-The kinds are in draftlab/drafters and draftlab/training/students, a module each, and in plug-ins
+Every kind of drafter or student is a module in draftlab/drafters or draftlab/training/students, or a plug-in
 (docs/drafters.md, docs/distilling.md).
 """
 
@@ -20,7 +20,7 @@ from draftlab.registry import REJECTION, Registry
 
 
 class KindSpec(BaseModel):
-    """A kind of drafter or student with its options. text: Text that the options were parsed from."""
+    """A drafter or a student with its options, as a user typed it. text: The typed text, such as ngram:order=3."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -30,7 +30,7 @@ class KindSpec(BaseModel):
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """Return a kind with these options. Its text is the text that a user would type."""
+        """Return an instance with these options. Its text is what a user would type for them."""
         words = ",".join(f"{name}={value}" for name, value in options.items())
         return cls(text=f"{cls.kind}:{words}" if words else cls.kind, **options)
 
@@ -42,10 +42,14 @@ Spec = TypeVar("Spec", bound=KindSpec)
 
 
 def parse_kind(text: str, registry: Registry[type[Spec]], option: str) -> Spec:
-    """Parse NAME or NAME:KEY=VALUE,... option: Flag to name in errors.
+    """Parse the text of an option, NAME or NAME:KEY=VALUE,...
+
+    Args:
+        registry: Registry of the kinds that NAME can name.
+        option: Flag of the option, for errors.
 
     Raises:
-        UserError: There is no such kind or option, or a value is out of range.
+        UserError: There is no such kind, the kind has no such KEY, or a value is out of range.
     """
     kind, _, rest = text.partition(":")
     where = f"{option} {text}"
@@ -65,13 +69,13 @@ def parse_kind(text: str, registry: Registry[type[Spec]], option: str) -> Spec:
 
 
 def text_or_spec(parse: Callable[[str], KindSpec]) -> BeforeValidator:
-    """Return a validator that parses text to a spec, and passes a spec unchanged."""
+    """Return a validator that parses text to a spec. A value that is a spec already stays as it is."""
 
     return BeforeValidator(lambda value: parsed(parse, value) if isinstance(value, str) else value)
 
 
 def _complaint(item: dict[str, Any]) -> str:
-    """Return the error message of one option, such as "order: ... (got 1)"."""
+    """Return the error message about one KEY=VALUE, such as "order: want at least 2 (got '1')"."""
     message = plain_words(str(item["msg"]))
     if not item["loc"]:
         return message
@@ -83,14 +87,14 @@ PACKAGE = "draftlab.drafters"
 
 
 def _modules(*package: str) -> dict[str, str]:
-    """Return the modules of a package of draftlab by the name of their kind."""
+    """Return the names of the modules in a package of draftlab, by the name of the kind that each module defines."""
     found = pkgutil.iter_modules([str(Path(__file__).parent.parent.joinpath(*package))])
     names = [module.name for module in found]
     return {name.replace("_", "-"): ".".join(("draftlab", *package, name)) for name in names}
 
 
 def split_at(separator: str) -> BeforeValidator:
-    """Return a validator that splits text into a list, and passes a list unchanged."""
+    """Return a validator that splits text into a list. A value that is a list already stays as it is."""
     return BeforeValidator(
         lambda value: value.split(separator) if isinstance(value, str) else value
     )
@@ -102,7 +106,8 @@ class Input:
 
     Args:
         name: Path or hub name. An empty name stands for the run's default draft.
-        check: Function of the name and of whether weight files are needed. Raises UserError if the input is missing.
+        check: Function that raises UserError if the input is missing. Its arguments are the name, and whether weight
+            files must be present.
         is_model: Whether the input is a draft model.
     """
 
@@ -111,7 +116,10 @@ class Input:
     is_model: bool = False
 
     def path(self, default: Path | None, weights: bool = True) -> Path | None:
-        """Return the path of the input. default: The run's default draft. weights: Whether to fetch weight files."""
+        """Return the path of the input. A draft model with a hub name is downloaded first.
+
+        default: The run's default draft. weights: Whether to download weight files.
+        """
         if not self.name:
             return default
         return hub.locate(self.name, weights) if self.is_model else Path(self.name)
@@ -119,9 +127,13 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts about a run, by which a drafter checks that it fits.
+    """Facts about a run. A drafter reads them to check whether it fits the run.
 
-    layers: None if transformers runs the target. draft: The default draft.
+    Attributes:
+        layers: Number of the target's layers, or None if transformers runs the target.
+        vocab: Size of the target's vocabulary.
+        rule: Name of the verify rule.
+        draft: The run's default draft.
     """
 
     target: Path
@@ -132,19 +144,20 @@ class RunFacts:
 
 
 class DrafterSpec(KindSpec):
-    """A kind of drafter with its options."""
+    """The base class of drafters: one subclass for each kind, whose fields are the kind's options."""
 
     served_by: ClassVar[frozenset[str]] = frozenset()  # servers that have this drafter
-    own_engine: ClassVar[bool] = False  # True: transformers may not run the target
-    rejection_rule: ClassVar[str] = REJECTION  # the rule that --rule rejection means for its drafts
-    by_age: ClassVar[bool] = (
-        False  # True: acceptance of a token depends on its position in the draft
-    )
-    cache_lag: ClassVar[int] = 0  # tokens by which the drafter's cache is shorter than the target's
+    own_engine: ClassVar[bool] = False  # True: the drafter needs draftlab's engine for the target
+    # verify rule that --rule rejection selects for this drafter
+    rejection_rule: ClassVar[str] = REJECTION
+    # True: the acceptance of a token depends on its position in the draft
+    by_age: ClassVar[bool] = False
+    # number of tokens by which the drafter's KV cache is shorter than the target's
+    cache_lag: ClassVar[int] = 0
 
     @property
     def name(self) -> str:
-        """Return the text as a file name."""
+        """Return the text of the drafter in a form that can be a file name."""
         return self.text.replace("/", "_")
 
     @property
@@ -153,7 +166,10 @@ class DrafterSpec(KindSpec):
         return False
 
     def speculative_config(self, k: int) -> dict[str, object] | None:
-        """Return vLLM's --speculative-config for a drafter without weights. None if vLLM lacks the drafter."""
+        """Return vLLM's --speculative-config for k drafted tokens, or None if vLLM lacks the drafter.
+
+        A drafter with weights returns None as well: draftlab export makes its configuration.
+        """
         return None
 
     def inputs(self) -> list[Input]:
@@ -161,7 +177,11 @@ class DrafterSpec(KindSpec):
         return []
 
     def check_inputs(self, weights: bool) -> None:
-        """Raise UserError if an input is missing. weights: Whether weight files must be present as well."""
+        """Check that all inputs exist. weights: Whether weight files must be present as well.
+
+        Raises:
+            UserError: An input is missing.
+        """
         for each in self.inputs():
             if each.name:
                 with about(f"--drafter {self.text}"):
@@ -169,13 +189,16 @@ class DrafterSpec(KindSpec):
 
     @property
     def drafts(self) -> list[str]:
-        """Return the names of the drafter's draft models. An empty name stands for the default draft."""
+        """Return the names of the drafter's draft models. An empty name stands for the run's default draft."""
         return [each.name for each in self.inputs() if each.is_model]
 
     def paths(
         self, default: Path | None, *, weights: bool = True, models_only: bool = False
     ) -> list[Path]:
-        """Return the paths of all inputs, or of the draft models only. default, weights: See Input.path."""
+        """Return the paths of all inputs, or only those of the draft models.
+
+        default: The run's default draft. weights: Whether to download weight files.
+        """
         chosen = [
             each.path(default, weights)
             for each in self.inputs()
@@ -184,10 +207,10 @@ class DrafterSpec(KindSpec):
         return [path for path in chosen if path is not None]
 
     def check(self, run: RunFacts) -> None:
-        """Check that the drafter fits the run; no model is loaded.
+        """Check that the drafter fits the run. No model is loaded.
 
         Raises:
-            UserError: the drafter does not fit.
+            UserError: The drafter does not fit.
         """
         if self.own_engine and run.layers is None:
             raise self.refused_by_transformers()
@@ -198,7 +221,9 @@ class DrafterSpec(KindSpec):
         )
 
     def build(self, context: Any) -> Any:
-        """Return the drafter as a DrafterRun. context: A DrafterContext (engine/drafters/context.py).
+        """Return the drafter ready to draft, as a DrafterRun.
+
+        context: A DrafterContext (engine/drafters/context.py).
 
         Raises:
             UserError: A file that the drafter needs is missing, or does not fit the target.
@@ -206,40 +231,46 @@ class DrafterSpec(KindSpec):
         raise NotImplementedError
 
     def acceptance(self, replay: Any) -> Any:
-        """Return the drafter's log-probabilities of the tokens of the texts, a TokenLogprobs for each text.
+        """Return the log-probabilities that the drafter gives the tokens of the texts: a TokenLogprobs for each text.
 
-        Shapes are [n] for a text of n tokens, or [n, K] if by_age: one column per position in the draft.
+        Shapes are [n] for a text of n tokens, or [n, K] if by_age is set: one column per position in the draft.
+
         replay: A ReplayContext (target_outputs/replay.py).
         """
         raise NotImplementedError
 
     @classmethod
     def step_cost(cls, passes: Any, k: int, accepted: int) -> Any:
-        """Return the milliseconds to draft k tokens at each of C contexts, [C].
+        """Return the milliseconds to draft k tokens in a step, for each of C context lengths, [C].
 
         Args:
-            passes: A Passes (latency/steps.py), whose step() gives the time of a step.
-            accepted: Draft tokens that the target accepted in the step before.
+            passes: A Passes (latency/steps.py), whose step() gives the time of drafting.
+            accepted: Number of drafted tokens that the target accepted in the step before.
         """
         raise NotImplementedError
 
     @classmethod
     def size_of(cls, folder: Path, target: Path) -> Any:
-        """Return the size of a head, a Shape or an ApproximateSize (model/size.py), from which its profile is planned.
+        """Return the size of a head as a Shape or an ApproximateSize (model/size.py).
+
+        draftlab profile plans its passes by this size.
 
         Raises:
-            UserError: There is no such head of this target.
+            UserError: The folder has no head for this target.
         """
         raise NotImplementedError
 
     @classmethod
     def passes_of(cls, folder: Path, target_path: Path, target: Any, mode: Mode) -> Any:
-        """Load a head with its target, and return its passes to time, a HeadPasses (engine/drafters/states.py)."""
+        """Load a head for its target, and return the forward passes to time as a HeadPasses.
+
+        HeadPasses is in engine/drafters/states.py. target: The loaded target.
+        """
         raise NotImplementedError
 
     @property
     def replays(self) -> bool:
-        """Return whether the drafter can be replayed: whether its class defines acceptance()."""
+        """Return whether the drafter can be replayed, that is, whether its class defines acceptance()."""
         return type(self).acceptance is not DrafterSpec.acceptance
 
 
@@ -248,7 +279,11 @@ DRAFTERS: Registry[type[DrafterSpec]] = Registry(PACKAGE, "drafter", _modules("d
 
 
 def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKind], DrafterKind]:
-    """Return a decorator that registers a kind of drafter. Subclasses do not inherit served_by and acceptance().
+    """Return a decorator that registers a class as a kind of drafter with this name.
+
+    The class inherits neither served_by nor acceptance() from another kind.
+
+    served_by: Names of the servers that have this drafter.
 
     Raises:
         TypeError: The class does not define build().
@@ -266,7 +301,7 @@ def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKin
 
 
 def parse_drafter(text: str) -> DrafterSpec:
-    """Parse the text of --drafter. Raises UserError as parse_kind does."""
+    """Parse the text of --drafter. Raises UserError: there is no such drafter or option, or a value is wrong."""
     return parse_kind(text, DRAFTERS, "--drafter")
 
 
@@ -274,13 +309,13 @@ Drafter = Annotated[DrafterSpec, text_or_spec(parse_drafter), PlainSerializer(st
 
 
 class StudentSpec(KindSpec):
-    """A kind of student with its options.
+    """The base class of students, the drafts that distill trains: one subclass for each kind.
 
     Attributes:
         starts_from_draft: Whether training starts from a checkpoint: --draft or the newest pruned draft. If False,
             --draft names a student to train further, and without --draft a new student is made.
         unused: Settings of distill that the student would ignore. distill refuses them.
-        lr_share: Factor of the default learning rate, which suits pruned drafts.
+        lr_share: Number by which the default learning rate is multiplied. This default suits pruned drafts.
     """
 
     starts_from_draft: ClassVar[bool] = False
@@ -288,24 +323,29 @@ class StudentSpec(KindSpec):
     lr_share: ClassVar[float] = 1.0
 
     def name(self, draft: Path, target: Path) -> str:
-        """Return the name of the output. draft, target: Names that the user typed. draft is "." if not set."""
+        """Return the name of the output directory.
+
+        draft, target: Names that the user typed. draft is "." if the user typed none.
+        """
         return f"{self.kind}-{hub.checkpoint_name(target)}"
 
     def check(self, job: Any) -> None:
-        """Check that a Distillation (training/run.py) can run, without reading weights.
+        """Check that the student can be trained, without reading weights. job: A Distillation (training/run.py).
 
         Raises:
             UserError: The student does not fit the target or the text.
         """
 
     def facts(self, job: Any) -> Mapping[str, object]:
-        """Return the facts of a Distillation for a dry run."""
+        """Return the facts that a dry run shows. job: A Distillation (training/run.py)."""
         raise NotImplementedError
 
     def open(self, job: Any, state: Path) -> Any:
-        """Return the student of a Distillation as an OpenStudent, ready to be trained.
+        """Load or make the student, and return it as an OpenStudent, ready to be trained.
 
-        state: Directory of the run, which stores text that the target generates.
+        Args:
+            job: A Distillation (training/run.py).
+            state: Directory of the unfinished run, in which the text that the target generates is stored.
 
         Raises:
             UserError: A checkpoint or text cannot be used.
@@ -320,7 +360,7 @@ STUDENTS: Registry[type[StudentSpec]] = Registry(
 
 
 def student(name: str) -> Callable[[StudentKind], StudentKind]:
-    """Return a decorator that registers a kind of student.
+    """Return a decorator that registers a class as a kind of student with this name.
 
     Raises:
         TypeError: The class does not define open() or facts().
@@ -337,7 +377,7 @@ def student(name: str) -> Callable[[StudentKind], StudentKind]:
 
 
 def parse_student(text: str) -> StudentSpec:
-    """Parse the text of --student. Raises UserError as parse_kind does."""
+    """Parse the text of --student. Raises UserError: there is no such student or option, or a value is wrong."""
     return parse_kind(text, STUDENTS, "--student")
 
 

@@ -1,4 +1,4 @@
-"""Settings of the commands on stored target outputs."""
+"""The settings of the commands that store, check and replay target outputs."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,11 +10,11 @@ from draftlab.config.server_rules import AcceptanceSettings
 from draftlab.errors import UserError
 from draftlab.model import hub
 
-MANIFEST = "manifest.json"  # the file that every store has
+MANIFEST = "manifest.json"  # the file that every store of target outputs has
 
 
 def check_store(directory: Path) -> None:
-    """Raise UserError if a directory has no manifest of stored outputs."""
+    """Check that a directory is a store of target outputs. Raises UserError: it has no manifest."""
     if not (directory / MANIFEST).exists():
         raise UserError(
             f"{directory} is not a store of target outputs (no {MANIFEST}); draftlab outputs build makes one"
@@ -22,22 +22,23 @@ def check_store(directory: Path) -> None:
 
 
 class StoredTargetSettings(shared.CheckpointSettings):
-    """The target whose outputs are stored, in memory or on a server."""
+    """The settings of the target whose outputs are stored: a checkpoint, or a server that runs it."""
 
     target: str = shared.target()
     server: str | None = option(
         None,
-        "http://HOST:PORT of a server that runs the target, instead of a checkpoint here.",
+        "Server that runs the target, http://HOST:PORT, in place of a local checkpoint.",
         panel=SERVER,
     )
     api_key_file: Path | None = shared.api_key_file()
 
 
 class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
-    """Settings of outputs build.
+    """The settings of outputs build.
 
-    A store to distil from has rows of data, rows that the target continues, prompts with the target's answers, or a
-    server's log. A store to replay has prompts with the target's answers."""
+    Drafts can be distilled from a store of data, of data that the target continues, of prompts with the target's
+    answers, or of a server's log. Drafts can be replayed on a store of prompts with the target's answers.
+    """
 
     use: Literal["distill", "replay"] = option(
         "distill",
@@ -45,7 +46,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     )
     from_file: Path | None = option(
         None,
-        "Server log in JSON lines (docs/formats.md) to store instead, to distil from.",
+        "Store this log of a server instead, to distil drafts from it. JSON lines (docs/formats.md).",
         flag="--from",
     )
     data: str = shared.data()
@@ -60,20 +61,26 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         "Text to distil on. data: the data itself; target: the target's continuations of data, or its answers to "
         "conversations.",
     )
-    num_sequences: int = option(4096, "Number of rows of data to distil on.", ge=1)
+    num_sequences: int = option(4096, "Number of sequences of data to store.", ge=1)
     num_prompts: int | None = option(
         None,
-        "Number of prompts to answer. Default: all prompts of a file; 64 from data to replay.",
-        ge=1,
-    )
-    seq_len: int = option(256, "Tokens per sequence of data or of a log, prompt included.", ge=8)
-    prompt_tokens: int | None = option(
-        None,
-        "Cut prompts to this length. Default: whole prompts of a file; from data, 32 tokens to distil and 64 to "
+        "Number of prompts that the target answers. Default: all prompts of a file, or 64 prompts from --data to "
         "replay.",
         ge=1,
     )
-    max_new_tokens: int = option(128, "Most tokens of an answer.", ge=2)
+    seq_len: int = option(
+        256,
+        "Length of each sequence of data in tokens. Entries of a server log (--from) are cut to this length, prompt "
+        "included.",
+        ge=8,
+    )
+    prompt_tokens: int | None = option(
+        None,
+        "Cut prompts to this number of tokens. Default: prompts of a file are not cut; prompts from --data have 32 "
+        "tokens to distil and 64 to replay.",
+        ge=1,
+    )
+    max_new_tokens: int = option(128, "Largest number of tokens of an answer.", ge=2)
     temperature: float | None = option(
         None,
         "Temperature of the target; 0 is greedy. Default: 1 with --use distill, 0 with --use replay.",
@@ -82,13 +89,13 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     )
     top_logprobs: int | None = option(
         None,
-        "Number of most probable tokens to store at each position. Default: 64 with --use distill, 0 with --use "
-        "replay.",
+        "How many of the most probable tokens to store at each position. Default: 64 with --use distill, 0 with "
+        "--use replay.",
         ge=0,
     )
     dtype: shared.WeightsDtype | None = option(
         None,
-        "Data type of weights. Default: as stored with --use distill, the workspace's with --use replay.",
+        "Data type of weights. Default: the checkpoint's with --use distill, the workspace's with --use replay.",
         advanced=True,
     )
     device: shared.Device = shared.device()
@@ -100,7 +107,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         Only(
             ("dtype", "device", "device_map"),
             lambda c: not c.server,
-            "leave it out: the running server decides this",
+            "leave it out: the server decides this",
         ),
         Only(
             (
@@ -125,58 +132,61 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         Only(
             ("text", "num_sequences", "seq_len"),
             lambda c: c.from_file is not None or not c.answers,
-            "works only with --use distill on data without --prompt-file",
+            "works only with --use distill and without --prompt-file",
         ),
         Only(
             ("num_prompts", "max_new_tokens"),
             lambda c: c.writes,
-            "needs prompts to answer: --prompt-file, --use replay, or --text target on conversations",
+            "works only if the target answers prompts: --prompt-file, --use replay, or --text target on conversations",
         ),
         shared.ONE_SOURCE,
-        Only(("chat",), lambda c: c.prompt_file is not None or c.text == "target", "needs prompts"),
+        Only(
+            ("chat",),
+            lambda c: c.prompt_file is not None or c.text == "target",
+            "works only with --prompt-file or --text target",
+        ),
         Only(
             ("prompt_tokens", "temperature"),
             lambda c: c.writes,
-            "works only with --text target; without it the target only reads the data",
+            "works only if the target writes text: --text target, --prompt-file or --use replay",
         ),
     )
 
     @property
     def answers(self) -> bool:
-        """Return whether the settings alone make the target answer prompts, for any kind of data."""
+        """Return whether the target answers prompts for any kind of data: with --use replay or --prompt-file."""
         return self.use == "replay" or self.prompt_file is not None
 
     @property
     def writes(self) -> bool:
-        """Return whether the target writes the text."""
+        """Return whether the target writes text: answers to prompts, or continuations of data."""
         return self.answers or self.text == "target"
 
 
 class OutputsInfoConfig(StoredTargetSettings, Config):
-    directory: Path = option(help="Directory of the outputs.", argument=True)
+    directory: Path = option(help="Directory of the target outputs.", argument=True)
     verify: bool = option(
-        False,
-        "Check every checksum, and compare with the target, which scores some sequences again.",
+        False, "Check all checksums, and let the target score some sequences again to compare."
     )
 
     only = (Only(("target", "server"), lambda c: c.verify, "needs --verify"), shared.KEY_RULE)
 
 
 class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
-    """Settings of draftlab replay."""
+    """The settings of replay."""
 
     directory: Path = option(help="Directory of target outputs.", argument=True)
     draft: list[str] = option(
         factory=list,
-        help="Draft or EAGLE-3 head to replay; repeat for several. Default: the newest draft.",
+        help="Draft or EAGLE-3 head to replay; repeat the option for several. Default: the newest draft.",
     )
     drafter: list[Drafter] = option(
         typed=list[str],
         factory=list,
-        help="Drafter that is no draft model, as NAME or NAME:KEY=VALUE,...; repeat for several.",
+        help="Drafter other than a draft model, as NAME or NAME:KEY=VALUE,...; repeat the option for several.",
     )
     target: str = shared.target()
-    k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens, as 1-8 or 2,4,8.")
+    k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens per step, as 1-8 or 2,4,8.")
     rule: Literal["rejection", "match"] = option(
         "rejection",
         "rejection: accept a drafted token with probability min(1, p/q); match: accept it if it equals the "
@@ -195,18 +205,21 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
         Only(
             ("server_rule",),
             lambda c: c.acceptance.rule != "block",
-            "the rule block cannot be replayed; measure it with draftlab score",
+            "the verify rule block cannot be replayed; measure it with draftlab score",
         ),
         Only(
             ("target", "device_map"),
             lambda c: c.reads_target,
-            "leave it out: none of these drafters reads the target's states",
+            "leave it out: none of these drafters reads the target's hidden states",
         ),
     )
 
     @property
     def reads_target(self) -> bool:
-        """Return whether a drafter reads the states of the target."""
+        """Return whether the target is needed, because a drafter is a head that reads the target's hidden states.
+
+        Drafters without a draft model count as well, because --drafter does not tell whether they read the target.
+        """
         return any(map(hub.head_kind, self.draft)) or not all(spec.drafts for spec in self.drafter)
 
     def resolved(self) -> "ReplayConfig":

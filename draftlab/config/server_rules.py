@@ -1,4 +1,4 @@
-"""Acceptance rules of servers. The module of each server defines its rules, and docs/servers.md has the sources."""
+"""The verify rules of servers. The module of each server defines its rules; docs/servers.md has their sources."""
 
 from typing import Annotated, Any, NamedTuple
 
@@ -11,9 +11,9 @@ from draftlab.registry import SERVERS
 
 
 class Acceptance(NamedTuple):
-    """A verify rule, and the temperature at which the draft samples; None is the target's temperature.
+    """A verify rule, and the temperature of the draft. Temperature None stands for the target's temperature.
 
-    A draft at temperature 0 proposes its most probable token. The server treats q as one-hot.
+    At temperature 0 the draft proposes its most probable token, and the server treats q as one-hot.
     """
 
     rule: Any  # name of a verify rule; the config restricts the choice
@@ -21,7 +21,11 @@ class Acceptance(NamedTuple):
 
 
 def acceptance_of(name: str) -> Acceptance:
-    """Return the acceptance of a server, or of a variant such as vllm-block. Raises UserError: no such rule."""
+    """Return the verify rule and draft temperature of a server, or of one of its variants, such as vllm-block.
+
+    Raises:
+        UserError: There is no such server or variant.
+    """
     server, variant = (name, "") if name in SERVERS.names() else name.rpartition("-")[::2]
     where = "--server-rule"
     rules = SERVERS.get(server or name, where).rules
@@ -43,19 +47,19 @@ ServerRule = Annotated[str, AfterValidator(_known_rule)]
 
 
 class AcceptanceSettings(BaseModel):
-    """Settings of acceptance that several commands share. Each config defines its own --rule."""
+    """The settings of verification that several commands share. Each config defines its own --rule."""
 
-    rule: Any  # the config restricts it
+    rule: Any  # each config restricts the choice
     draft_temperature: float | None = option(
         None,
-        "Temperature of the draft, 0 is greedy. Default: the target's.",
+        "Temperature of the draft; 0 is greedy. Default: the target's.",
         ge=0,
         panel=SAMPLING,
         advanced=True,
     )
     server_rule: ServerRule | None = option(
         None,
-        "Server whose acceptance to use, in place of --rule and --draft-temperature: vllm, vllm-probabilistic, "
+        "Verify as this server does, in place of --rule and --draft-temperature: vllm, vllm-probabilistic, "
         f"vllm-block, {', '.join(SERVERS.names()[1:])}.",
         panel=SAMPLING,
     )

@@ -31,15 +31,17 @@ Vocab = Annotated[int | None, BeforeValidator(_vocab)]  # written 16k or 16384
 
 
 def target(**others: Any) -> Any:
-    text = "Checkpoint of the target: a directory, or a hub name with @REVISION."
+    text = "Checkpoint of the target: a directory or a hub name, optionally with @REVISION."
     return from_workspace("target", text, **others)
 
 
 def source() -> Any:
-    return from_workspace("source", "Checkpoint that drafts are cut from.")
+    return from_workspace("source", "Checkpoint from which drafts are cut.")
 
 
-def data(help: str = "Text: SOURCE, or SOURCE=WEIGHT,SOURCE=WEIGHT.", **others: Any) -> Any:
+def data(
+    help: str = "Text: one SOURCE, or a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT.", **others: Any
+) -> Any:
     return from_workspace("data", help, **others)
 
 
@@ -55,7 +57,7 @@ def _known_device_map(name: str | None) -> str | None:
         and name not in DEVICE_MAPS
         and not (name.endswith(".json") and Path(name).is_file())
     ):
-        raise ValueError(f"want {', '.join(DEVICE_MAPS)}, or a .json file of module: device")
+        raise ValueError(f"want {', '.join(DEVICE_MAPS)}, or a .json file of module: device pairs")
     return name
 
 
@@ -73,13 +75,13 @@ def _loss(spec: str) -> str:
 
 
 def names(spec: str) -> set[str]:
-    """Return the names in a mixture or a loss, such as {"fkl", "lk"} for "fkl@0.2 -> 0.5*lk(3)"."""
+    """Return the names in the text of a mixture or a loss, such as {"fkl", "lk"} for "fkl@0.2 -> 0.5*lk(3)"."""
     return set(re.findall(r"[a-z][a-z_]+", spec.lower()))
 
 
 Device = Annotated[str, AfterValidator(_known_device)]
 DeviceMap = Annotated[str | None, AfterValidator(_known_device_map)]
-Count = Annotated[str | None, AfterValidator(_count)]  # parameters, written 1.3b
+Count = Annotated[str | None, AfterValidator(_count)]  # number of parameters, written 1.3b
 LossName = Annotated[str, AfterValidator(_loss)]
 
 
@@ -98,21 +100,21 @@ def seed() -> Any:
 
 
 def threads() -> Any:
-    return option(None, "CPU threads. Default: torch's choice.", ge=1, advanced=True)
+    return option(None, "Number of CPU threads. Default: torch's choice.", ge=1, advanced=True)
 
 
 def mode() -> Any:
     return option(
         "auto",
-        "How passes run. native: C++ on CPUs; graphs: CUDA graphs; eager: torch; auto: the fastest of these that "
-        "runs here.",
+        "How forward passes run. native: C++ on CPUs; graphs: CUDA graphs; eager: torch; auto: the fastest of these "
+        "that runs here.",
     )
 
 
 def device_map() -> Any:
     return option(
         None,
-        "auto spreads the target over devices, memory and disk with accelerate.",
+        "Where accelerate puts the target's layers; auto spreads them over devices, memory and disk.",
         advanced=True,
     )
 
@@ -120,7 +122,8 @@ def device_map() -> Any:
 def reweigh_steps() -> Any:
     return option(
         0,
-        "Steps between updates of a mixture's weights by held-out loss, as Sheared LLaMA has them; 0: fixed weights.",
+        "Number of steps after which a mixture's weights are updated from held-out losses, as in Sheared LLaMA; 0: "
+        "fixed weights.",
         ge=0,
         panel=TRAINING,
         advanced=True,
@@ -130,14 +133,17 @@ def reweigh_steps() -> Any:
 def reference_losses(default: str) -> Any:
     return option(
         None,
-        f"Expected loss of each source, SOURCE=NATS,... by name or domain, or a model; default: the {default}'s.",
+        "Expected loss of each source: SOURCE=NATS,... with the name or domain of the source, or a checkpoint whose "
+        f"losses are expected. Default: the losses of the {default}.",
         panel=TRAINING,
         advanced=True,
     )
 
 
 def memory() -> Any:
-    return option(2.0, "Most GB for the target's logits and KV caches.", ge=0.01, advanced=True)
+    return option(
+        2.0, "Largest size of the target's logits and KV caches in GB.", ge=0.01, advanced=True
+    )
 
 
 def prompt_file(**others: Any) -> Any:
@@ -150,7 +156,9 @@ def prompt_file(**others: Any) -> Any:
 
 
 def chat(**others: Any) -> Any:
-    text = "Apply the chat template to the prompts of a file; auto: if the tokenizer has one."
+    text = (
+        "Apply the chat template to the prompts of a file; auto: if the tokenizer has a template."
+    )
     return option("auto", text, **others)
 
 
@@ -159,7 +167,10 @@ def system_prompt(**others: Any) -> Any:
 
 
 def loss_on(**others: Any) -> Any:
-    text = "Tokens of conversations (rows of messages) to train on: the assistant's, or all. Default: assistant."
+    text = (
+        "Tokens of conversations (rows of messages) to train on: those of the assistant, or all. Default: "
+        "assistant."
+    )
     return option(None, text, **others)
 
 
@@ -176,16 +187,15 @@ CHAT_RULES = (
     Only(
         ("system_prompt",),
         lambda c: c.chat != "off",
-        "works only with conversations, and --chat off makes none",
+        "works only with the chat template; leave --chat off out",
     ),
 )
 
 
 def newest_output(*commands: str, ready: bool = False) -> Path:
-    """Return the newest output of these commands under the workspace's runs.
+    """Return the newest output directory of these commands under the workspace's runs.
 
-    Args:
-        ready: Whether to return the workspace's ready draft if there is no output.
+    ready: Whether to return the ready draft that draftlab.yaml names if there is no output.
 
     Raises:
         UserError: There is no draft.
@@ -202,12 +212,16 @@ def newest_output(*commands: str, ready: bool = False) -> Path:
 
 
 def newest_draft() -> Path:
-    """Return the newest draft under the workspace's runs, or its ready draft. Raises UserError: there is no draft."""
+    """Return the newest draft under the workspace's runs, or else the ready draft that draftlab.yaml names.
+
+    Raises:
+        UserError: There is no draft.
+    """
     return newest_output("distill", "prune", ready=True)
 
 
 class CheckpointSettings(BaseModel):
-    """Settings of commands that load checkpoints."""
+    """The settings of commands that load checkpoints."""
 
     trust_remote_code: bool = option(
         False,
@@ -217,11 +231,11 @@ class CheckpointSettings(BaseModel):
 
 
 class ServerConnection(BaseModel):
-    """A running server in place of the target's checkpoint."""
+    """The settings of a running server, which a command uses in place of the target's checkpoint."""
 
     server: str | None = option(
         None,
-        "http://HOST:PORT of a server that runs the target, instead of a checkpoint here.",
+        "Server that runs the target, http://HOST:PORT, in place of a local checkpoint.",
         panel=SERVER,
     )
     served_model: str | None = option(
@@ -234,18 +248,18 @@ class ServerConnection(BaseModel):
 
 
 class SamplingSettings(BaseModel):
-    """Settings of sampling."""
+    """The settings of sampling."""
 
     top_k: int = option(
         0,
-        "Sample only from this many most probable tokens; 0: from all tokens.",
+        "Sample only from this many of the most probable tokens; 0: from all tokens.",
         ge=0,
         panel=SAMPLING,
         advanced=True,
     )
     top_p: float = option(
         1.0,
-        "Sample only from the fewest most probable tokens whose probabilities sum to this.",
+        "Sample only from the smallest set of most probable tokens whose probabilities sum to this.",
         gt=0,
         le=1,
         panel=SAMPLING,
@@ -253,19 +267,19 @@ class SamplingSettings(BaseModel):
     )
     min_p: float = option(
         0.0,
-        "Leave out tokens whose probability is below this share of the most probable token's.",
+        "Leave out tokens less probable than this factor times the probability of the most probable token.",
         ge=0,
         le=1,
         panel=SAMPLING,
         advanced=True,
     )
-    temperature: float = option(0.0, "0 is greedy.", ge=0, panel=SAMPLING)
+    temperature: float = option(0.0, "Temperature; 0 is greedy.", ge=0, panel=SAMPLING)
 
 
 def draft_vocab(counted_in: str, **others: Any) -> Any:
     return option(
         None,
-        f"Number of token ids that the draft can propose, as 16k or 16384: the most frequent ids of {counted_in}.",
+        f"How many token ids the draft can propose, as 16k or 16384: the most frequent ids of {counted_in}.",
         typed=str,
         **others,
     )

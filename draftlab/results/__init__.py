@@ -1,1 +1,1 @@
-"""Scores on disk, and the tables, plots and reports made from scores."""
+"""Scores, the files that they are stored in, and the tables, plots and reports made from them."""

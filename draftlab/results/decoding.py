@@ -1,7 +1,8 @@
-"""Generations step by step, server counters, and acceptance counted over both. No torch.
+"""Generations step by step, counters of servers, and the acceptance metrics of both. No torch.
 
-Names are vLLM's (0.32, per-request speculative metrics). A step is one target pass after the prefill, with the drafting
-before it: K_s tokens drafted, a_s accepted, e_s emitted (a_s + 1, or fewer if EOS or the length limit cuts the text).
+Metrics have vLLM's names (0.32, per-request speculative metrics). A step is one target pass after the prefill, with the
+drafting before it. Step s drafts K_s tokens, accepts a_s tokens and emits e_s tokens: a_s + 1, or fewer if EOS or the
+length limit cuts the text.
 """
 
 import math
@@ -17,10 +18,13 @@ from draftlab.reading import FileModel
 
 
 class Generation(FileModel):
-    """One prompt decoded once. The lists have one entry per step after the prefill, which emits the first token."""
+    """One prompt that was decoded once. The lists have one entry for each step after the prefill.
+
+    The prefill emits the first token.
+    """
 
     prompt: NonNegativeInt  # index of the prompt in the score's prompts
-    tokens: PositiveInt  # number of emitted tokens, including the prefill's token
+    tokens: PositiveInt  # number of emitted tokens, the prefill's token included
     drafted: list[NonNegativeInt]
     accepted: list[NonNegativeInt]
     emitted: list[NonNegativeInt]
@@ -28,8 +32,10 @@ class Generation(FileModel):
     draft_seconds: NonNegativeFloat
     verify_seconds: NonNegativeFloat
     host_seconds: NonNegativeFloat
-    stalled_passes: NonNegativeInt = 0  # interrupted; they count with the median time of their kind
-    stalled_seconds: NonNegativeFloat = 0.0  # seconds taken out of the stalled passes
+    # passes that other work interrupted; their time is replaced by a median
+    stalled_passes: NonNegativeInt = 0
+    # seconds by which the replacement shortened these passes
+    stalled_seconds: NonNegativeFloat = 0.0
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Generation":
@@ -45,22 +51,22 @@ class Generation(FileModel):
 
     @property
     def decode_seconds(self) -> float:
-        """Return the seconds after the prefill, counted in the same way for plain and speculative decoding."""
+        """Return the seconds after the prefill. They are counted alike in plain and speculative decoding."""
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
     @property
     def request(self) -> Timing:
-        """Return all tokens and all seconds, including the prefill of target and draft."""
+        """Return the number of all tokens, and all seconds. The prefills of target and draft count as well."""
         return self.tokens, self.prefill_seconds + self.decode_seconds
 
     @property
     def decoding(self) -> Timing:
-        """Return the number of tokens after the first, and their seconds."""
+        """Return the number of tokens after the first, and the seconds of these tokens."""
         return self.tokens - 1, self.decode_seconds
 
 
 class ServedGeneration(FileModel):
-    """One prompt decoded once by a server, which reports neither its steps nor its prefill time."""
+    """One prompt that a server decoded once. A server reports neither its steps nor the time of the prefill."""
 
     prompt: NonNegativeInt
     tokens: NonNegativeInt
@@ -68,7 +74,7 @@ class ServedGeneration(FileModel):
 
     @property
     def request(self) -> Timing:
-        """Return all tokens and all seconds, including prefill and transport."""
+        """Return the number of all tokens, and all seconds. Prefill and transport count as well."""
         return self.tokens, self.seconds
 
 
@@ -78,31 +84,32 @@ T = TypeVar("T")
 
 
 class AcceptanceMetrics(FileModel):
-    """Acceptance over all steps of some generations. Read rate and length together.
+    """Acceptance over all steps of some generations. Read acceptance rate and acceptance length together.
 
-    Counts are integers if counted, and expectations if computed from log-probabilities.
+    The numbers of steps and tokens are integers if they were counted, and expectations if log-probabilities gave them.
     """
 
     num_spec_steps: int | float
     num_draft_tokens: int | float
     num_accepted_draft_tokens: int | float
     draft_acceptance_rate: float  # accepted / drafted
-    # tokens per target pass, including the target's own token; the paper's TAR
+    # tokens per target pass, the target's own token included (TAR in Decoding Speculative Decoding)
     mean_acceptance_length: float
-    per_position_acceptance: list[float]  # share of steps that accepted at least i tokens, i = 1..K
-    # share of accepted tokens at position i, among steps that drafted an i-th token and accepted all before
+    # fraction of steps that accepted at least i tokens, i = 1..K
+    per_position_acceptance: list[float]
+    # fraction of steps that accepted token i, of the steps that drafted token i and accepted all tokens before it
     conditional_acceptance: list[float]
     acceptance_histogram: list[int | float]  # number of steps with 0, 1, ..., K accepted tokens
-    # steps cut by EOS or the length limit; None: a server does not report them
+    # number of steps that EOS or the length limit cut; None: servers do not report it
     n_truncated_steps: int | float | None
 
 
 class Counters(FileModel):
-    """The increase of a server's speculative decoding counters over all generations at one K."""
+    """How much a server's counters of speculative decoding grew over all generations at one K."""
 
     num_drafts: float = Field(gt=0)
     num_draft_tokens: float = Field(ge=0)
-    # accepted tokens at positions 1..K; trailing zeros may be left out
+    # number of accepted tokens at positions 1..K; zeros at the end may be left out
     num_accepted_tokens_per_pos: list[NonNegativeFloat]
 
     @property
@@ -114,7 +121,7 @@ class Counters(FileModel):
 
     @property
     def acceptance(self) -> AcceptanceMetrics:
-        """Return the acceptance if every step drafted K tokens. The number of truncated steps is unknown."""
+        """Return the acceptance metrics, assuming that every step drafted K tokens."""
         accepted = self.num_accepted_tokens_per_pos
         reached = [self.num_drafts, *accepted, *[0.0] * (self.k - len(accepted))]
         return acceptance_from_counts(
@@ -123,10 +130,10 @@ class Counters(FileModel):
 
 
 def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics:
-    """Return the acceptance over all steps with drafted tokens.
+    """Return the acceptance metrics of generations. Steps without drafted tokens do not count.
 
     Raises:
-        ValueError: the counts of a step contradict each other.
+        ValueError: The numbers of drafted, accepted and emitted tokens in a step contradict each other.
     """
     reached, eligible = [0] * (k + 1), [0] * k
     total_drafted = truncated = 0
@@ -153,13 +160,15 @@ def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics
 def acceptance_from_counts(
     *, reached: Sequence[float], eligible: Sequence[float], drafted: float, truncated: float | None
 ) -> AcceptanceMetrics:
-    """Return the metrics of counts, or expected counts, over all steps with drafted tokens.
+    """Return the acceptance metrics that follow from how many steps accepted how many tokens.
+
+    All arguments are numbers over all steps that drafted tokens, or expectations of such numbers.
 
     Args:
         reached: Number of steps that accepted at least i tokens, i = 0..K.
-        eligible: Number of steps that drafted an i-th token and accepted all before, i = 1..K.
+        eligible: Number of steps that drafted token i and accepted all tokens before it, i = 1..K.
         drafted: Number of drafted tokens.
-        truncated: Number of steps cut by the end of the text; None if unknown.
+        truncated: Number of steps that the end of the text cut. None if unknown.
     """
     n, accepted = reached[0], sum(reached[1:])
     return AcceptanceMetrics(
@@ -178,7 +187,7 @@ def acceptance_from_counts(
 
 
 def repeats_by_prompt(generations: Sequence[G], value: Callable[[G], T]) -> list[list[T]]:
-    """Return the values of all repeats of each prompt, in the order of the prompts."""
+    """Return a list for each prompt, in the order of the prompts: `value` of each of its repeats."""
     by_prompt: dict[int, list[T]] = {}
     for generation in generations:
         by_prompt.setdefault(generation.prompt, []).append(value(generation))
@@ -186,17 +195,22 @@ def repeats_by_prompt(generations: Sequence[G], value: Callable[[G], T]) -> list
 
 
 def request_timings(generations: Sequence[AnyGeneration]) -> list[Timing]:
-    """Return the timing of each prompt's request, from the repeat of median time."""
+    """Return the tokens and seconds of each prompt's request, from the repeat with the median time per token."""
     return list(map(intervals.median_repeat, repeats_by_prompt(generations, lambda g: g.request)))
 
 
 def decode_timings(generations: Sequence[Generation]) -> list[Timing]:
-    """Return the timing of each prompt's tokens after the first, from the repeat of median time."""
+    """Return the number and seconds of each prompt's tokens after the first, from the repeat with the median time."""
     return list(map(intervals.median_repeat, repeats_by_prompt(generations, lambda g: g.decoding)))
 
 
 def share_of_equal_texts(plain: list[list[int]], arms: Sequence[list[list[int]]]) -> float:
-    """Return the share of texts in all arms that equal the plain text of their prompt. Texts are token ids."""
+    """Return the fraction of texts that equal the text of plain decoding for the same prompt.
+
+    Args:
+        plain: Token ids of each prompt's text by plain decoding.
+        arms: The same by other ways to decode, such as a draft at a K.
+    """
     equal: list[bool] = []
     for texts in arms:
         equal += map(eq, texts, plain)

@@ -1,4 +1,4 @@
-"""Plots for pages, as SVG that is readable on light, dark and paper; and figures, files with several panels."""
+"""Plots for HTML pages, as SVG that is readable in light and dark mode and in print; and figures of several panels."""
 
 import io
 import re
@@ -20,7 +20,7 @@ from draftlab.intervals import Interval
 from draftlab.results.ranking import NO_DRAFT
 from draftlab.trust import printable
 
-# After Okabe and Ito (2008), each with a contrast of 3:1 or more to a light page, or to a dark page.
+# Colours after Okabe and Ito (2008), each with a contrast of 3:1 or more to a light page, or to a dark page.
 COLOURS = ("#0072b2", "#c04c00", "#00805d", "#b5508a", "#2b86bb", "#a36a00", "#86307a", "#74741a")
 DARK_COLOURS = (
     "#56b0e8",
@@ -50,7 +50,7 @@ VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {
 WIDTH = 4.6  # inches; text of 9 pt stays readable when a phone shrinks the plot to 300 px
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # print a $ in a name as it is
+    "text.parse_math": False,  # prints a $ in a name as it is
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
@@ -67,14 +67,15 @@ class Mark:
 
     @classmethod
     def of(cls, name: str, number: int) -> "Mark":
-        """Return the mark with a number; marks 0 to 63 all differ."""
+        """Return the mark with this number. Marks 0 to 63 all differ. name: Name of the draft."""
         at = number % len(COLOURS)
         return cls(name, COLOURS[at], *MARKERS[(at + number // len(COLOURS)) % len(MARKERS)])
 
 
 def short(name: str) -> str:
-    """Return a name that fits into a plot: its beginning and end, because names of one family differ there."""
-    begin = 23 if " (" in name else 10  # keep a drafter's name, which comes before its options
+    """Return a name that fits into a plot. The middle of a long name is left out, where names differ least."""
+    # keeps the name of a drafter, which comes before its options
+    begin = 23 if " (" in name else 10
     return (
         name if len(name) <= LABEL_LENGTH else f"{name[:begin]}…{name[begin + 1 - LABEL_LENGTH :]}"
     )
@@ -93,10 +94,10 @@ class Panel:
 
     Args:
         x, y: Labels of the axes.
-        series: Points by name.
-        lines: Lines by the same names. Default: lines through the points.
-        names: Tick labels of x = 0, 1, ..., if x is no number.
-        bottom: Start of the y axis.
+        series: Points (x, y) of each series, by the name of the series.
+        lines: Points of the line of each series, by the same names. Default: the points of the series.
+        names: Tick labels of x = 0, 1, ..., if x is not a number.
+        bottom: Value at which the y axis starts.
     """
 
     x: str
@@ -108,10 +109,10 @@ class Panel:
 
 
 def save_figure(path: Path, panels: Sequence[Panel]) -> None:
-    """Write panels side by side, as SVG or PNG by the file's name.
+    """Draw panels side by side, and write them as SVG or PNG, by the ending of the file's name.
 
     Raises:
-        UserError: the file name does not end in .svg or .png, or the file cannot be written.
+        UserError: The name of the file does not end in .svg or .png, or the file cannot be written.
     """
     if path.suffix not in (".svg", ".png"):
         raise UserError(f"{path}: figures are written as .svg or .png")
@@ -127,7 +128,7 @@ def save_figure(path: Path, panels: Sequence[Panel]) -> None:
 
 
 def draw_panels(panels: Sequence[Panel]) -> Figure:
-    """Draw panels side by side."""
+    """Return a figure with the panels side by side."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.8 * len(panels), 3.6), layout="constrained")
         for ax, panel in zip(
@@ -148,7 +149,7 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
                 )
                 ax.plot(*zip(*joined[name], strict=True), color=colour)
             ax.set(xlabel=panel.x, ylabel=panel.y)
-            # if there are points at every x, the legend has no room inside the plot
+            # the legend needs room above the points, and more room if there are points at every x
             room = 1.08 if panel.names is None else 1.3
             ax.set_ylim(panel.bottom, panel.bottom + room * (ax.get_ylim()[1] - panel.bottom))
             points = list(chain.from_iterable(panel.series.values()))
@@ -168,7 +169,7 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
 
 
 def plot_ranking(gains: Sequence[tuple[Mark, Interval]]) -> Markup:
-    """Plot the speed-up of each draft with its interval, the fastest on top."""
+    """Plot the speed-up of each draft with its interval, in the given order from top to bottom."""
 
     def draw(ax: Axes) -> None:
         ax.axvline(1, color="black", linewidth=1, linestyle="--")
@@ -217,7 +218,10 @@ def plot_by_k(speedups: Sequence[tuple[Mark, Mapping[int, Interval]]]) -> Markup
 
 
 def plot_positions(shares: Sequence[tuple[Mark, Sequence[float]]]) -> Markup:
-    """Plot the share of steps that accepted at least i drafted tokens."""
+    """Plot the fraction of steps that accepted at least i drafted tokens, against i.
+
+    shares: For each draft, its mark, and the fraction for each i.
+    """
 
     def draw(ax: Axes) -> None:
         for mark, values in shares:
@@ -230,7 +234,10 @@ def plot_positions(shares: Sequence[tuple[Mark, Sequence[float]]]) -> Markup:
 
 
 def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
-    """Plot the milliseconds of a step by phase. steps: For each step, its label, and milliseconds by phase."""
+    """Plot the milliseconds of a step by phase, one bar for each step.
+
+    steps: For each step, its label, and its milliseconds by phase.
+    """
 
     def draw(ax: Axes) -> None:
         for row, (label, ms) in enumerate(steps):
@@ -248,7 +255,13 @@ def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
 
 
 def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
-    """Return one plot in the page's text colour, without ids or links that could clash with other plots."""
+    """Return one plot as SVG for a page: in the page's text colour, and without ids that could clash with other plots.
+
+    Args:
+        draw: Function that draws the plot into its axes.
+        alt: Description of the plot for screen readers.
+        inches: Height of the plot.
+    """
     with rc_context({**STYLE, "font.size": 9, "svg.hashsalt": alt}):
         figure = Figure(figsize=(WIDTH, inches), layout="constrained")
         ax = figure.subplots()

@@ -1,4 +1,4 @@
-"""Rank drafts by their scores: which differences are significant, and which scores are doubtful. No torch."""
+"""Rank drafts by their scores. Test which differences are significant, and which scores are in doubt. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -29,15 +29,15 @@ REQUESTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedTest:
-    """A test of two drafts on the same items of a task.
+    """A test of the accuracy of two drafts on the same items of a task.
 
-    p: McNemar's exact test; None unless items are right or wrong.
+    p: p value of McNemar's exact test, or None if items have other values than 0 (wrong) and 1 (right).
     """
 
     task: str
     metric: str
-    difference: Interval  # first minus second, mean over items
-    won: int  # items on which the first is better
+    difference: Interval  # mean over items of the first draft's metric minus the second draft's
+    won: int  # number of items on which the first draft is better
     lost: int
     p: float | None
 
@@ -54,9 +54,10 @@ class Ranked:
 
     Args:
         speedup: Speed-up of whole requests.
-        ratio_to_fastest: Speed-up divided by the speed-up of the fastest draft; None for the fastest draft itself.
-        paired: Whether the draft and the fastest draft were measured on the same prompts.
-        tasks: Tests against the fastest draft.
+        doubt: Reason to doubt the score, or None.
+        ratio_to_fastest: Speed-up over the speed-up of the fastest draft. None for the fastest draft itself.
+        paired: Whether this draft and the fastest draft were measured with the same requests.
+        tasks: Tests of this draft's accuracy against the fastest draft's.
     """
 
     score: Score
@@ -73,12 +74,12 @@ class Ranked:
 
     @property
     def significant(self) -> bool | None:
-        """Return whether the draft is significantly slower than the fastest draft, None if no test is possible."""
+        """Return whether this draft is significantly slower than the fastest draft, or None if no test is possible."""
         ratio = self.ratio_to_fastest
         return None if ratio is None or ratio.n < 2 else ratio.high < 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields that are written as JSON."""
+        """Return the row of this draft in the JSON output of report."""
         score, ratio, tpot = self.score, self.ratio_to_fastest, self.score.best_k_tpot_speedup
         tests = []
         for test in self.tasks:
@@ -111,10 +112,12 @@ class Ranked:
 
 
 def read_scores(paths: Sequence[Path]) -> list[Score]:
-    """Read score.json files, or all under directories. Scores with equal names get their directory as a suffix.
+    """Read score.json files, and all score.json files under directories.
+
+    If several scores have the same name, their directories are added to their names.
 
     Raises:
-        UserError: there is no score.
+        UserError: There is no score, or a file is not a score.
     """
     files = score_files(paths)
     if not files:
@@ -133,10 +136,10 @@ def read_scores(paths: Sequence[Path]) -> list[Score]:
 
 
 def rank(scores: Sequence[Score]) -> list[Ranked]:
-    """Return drafts by speed-up, the fastest first. Drafts that changed the output come last.
+    """Rank drafts by the speed-up of whole requests, the fastest first. Drafts that changed the output are last.
 
     Raises:
-        UserError: the drafts have different targets.
+        UserError: The drafts have different targets.
     """
     targets = sorted({score.target.name for score in scores})
     if len(targets) > 1:
@@ -168,21 +171,24 @@ def same_requests(a: Score, b: Score) -> bool:
 
 
 def speedup_ratio(a: Score, b: Score) -> Interval:
-    """Return the speed-up of a divided by the speed-up of b, each at its best K, paired if they share their prompts."""
+    """Return the speed-up of a over the speed-up of b, each at its best K, with its interval.
+
+    The bootstrap is paired if both scores have the same requests.
+    """
     return intervals.speedup_ratio(
         a.timings(a.speculative), b.timings(b.speculative), paired=same_requests(a, b)
     )
 
 
 def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[PairedTest]:
-    """Return a test of every metric that both drafts have for the same items."""
+    """Test the difference between two drafts, for every metric that both have on the same items of a task."""
     results = {(r.task, r.metric, r.items_sha256, len(r.items)): r for r in b if r.items}
     pairs = [(r, results.get((r.task, r.metric, r.items_sha256, len(r.items)))) for r in a]
     return [_paired_test(x, y) for x, y in pairs if y is not None]
 
 
 def category_rows(score: Score) -> list[dict[str, Any]]:
-    """Return one row per category of prompts, at the best K of all prompts. Speeds are of whole requests."""
+    """Return one row for each category of prompts. K is the best K over all prompts; speeds are of whole requests."""
     rows = []
     k = score.best_k
     for name, prompts in score.prompts_by_category.items():
@@ -212,7 +218,7 @@ def category_rows(score: Score) -> list[dict[str, Any]]:
 
 
 def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
-    """Return the conclusions from a ranking, one line each."""
+    """Return what a ranking shows, as sentences: which draft to serve, and which drafts are significantly slower."""
     lines = [_first_line(ranking[0])]
     fastest = ranking[0].score.label
     for ranked in ranking[1:]:
@@ -223,7 +229,7 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
             lines.append(f"Cannot tell {name} from {fastest}: {ranked.doubt}.")
         elif ranked.significant is None:
             lines.append(
-                f"Cannot tell {name} from {fastest}: this needs scores over several prompts."
+                f"Cannot tell {name} from {fastest}: the test needs scores with several prompts."
             )
         elif ranked.significant:
             lines.append(f"{name} is slower: {ratio} of the speed-up of {fastest}.")
@@ -238,7 +244,10 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
 def missed_thresholds(
     score: Score, min_speedup: float | None, min_acceptance_length: float | None
 ) -> list[str]:
-    """Return a sentence for each of the user's thresholds that a draft misses, or may miss if its score is in doubt."""
+    """Return a sentence for each threshold that a draft misses, or may miss because its score is in doubt.
+
+    min_speedup, min_acceptance_length: Thresholds of the user, or None.
+    """
     name, doubt, missed = score.name, score.doubt, []
     if min_speedup is not None:
         speedup = score.best_k_speedup.value
@@ -314,11 +323,11 @@ def _test_line(test: PairedTest, name: str, other: str) -> str:
 
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
-MANY_STEPS = 0.1  # share of the steps
+MANY_STEPS = 0.1  # fraction of truncated steps above which a warning is given
 
 
 def score_warnings(scores: Sequence[Score]) -> list[str]:
-    """Return one sentence for each reason to doubt the numbers, with the names of the drafts concerned."""
+    """Return a sentence for each reason to be careful with the scores, with the names of the drafts concerned."""
     drafts: dict[str, list[str]] = {}
     for score in scores:
         for text in _reasons(score):
@@ -341,7 +350,7 @@ def score_warnings(scores: Sequence[Score]) -> list[str]:
 
 
 def _facts(score: Score) -> dict[str, Any]:
-    """Return the facts that must be equal for speed-ups to compare."""
+    """Return the conditions that must be equal in two scores whose speed-ups are compared."""
     return score.conditions.model_dump(exclude={"draft_weights"}) | {"target": score.target.sha256}
 
 
@@ -359,21 +368,21 @@ def _reasons(score: Score) -> Iterator[str]:
     if score.distinct_4grams < LOOPING_4GRAMS:
         share = f"{score.distinct_4grams:.0%}"
         yield (
-            f"only {share} of the output's 4-grams are distinct: the target repeats itself, which makes every "
-            "draft look good"
+            f"only {share} of the output's 4-grams are distinct: the target repeats itself, and all drafts predict "
+            "repetition well"
         )
     if (rounding := score.rounding) is not None:
         yield (
-            f"int8 weights change the target: KL {rounding.kl:.2g} nats per token, and another most probable token at "
-            f"{1 - rounding.top1:.1%} of {rounding.tokens} tokens"
+            f"int8 weights change the target: KL divergence {rounding.kl:.2g} nats per token; the most probable token "
+            f"differs at {1 - rounding.top1:.1%} of {rounding.tokens} positions"
         )
     if score.learnt_prompts:
         yield (
             f"the draft was trained on answers to {score.learnt_prompts} of the {conditions.prompts} prompts, and "
-            "gains less on others; give unseen prompts by --prompt-file"
+            "gains less on other prompts; name unseen prompts by --prompt-file"
         )
     if conditions.prompts < FEW_PROMPTS:
-        yield f"{conditions.prompts} prompts are few for an interval; use {FEW_PROMPTS} or more"
+        yield f"{conditions.prompts} prompts are too few for a good interval; use {FEW_PROMPTS} or more"
     for model in (score.target, score.draft):
         if model.via_transformers:
             yield f"transformers ran {model.name}, which is slower than draftlab's engine"
@@ -383,7 +392,7 @@ def _reasons(score: Score) -> Iterator[str]:
         yield "the servers ran one after the other, so a change of the machine between the runs looks like a speed-up"
     short = len({g.prompt for g in score.plain if g.tokens < 2})
     if short:
-        yield f"{short} of {conditions.prompts} prompts were answered with one token, for which a draft cannot help"
+        yield f"{short} of {conditions.prompts} answers have only one token, so a draft cannot speed them up"
     k = score.best_k
     acceptance = score.acceptance(k)
     if (acceptance.n_truncated_steps or 0) > MANY_STEPS * acceptance.num_spec_steps:

@@ -1,4 +1,4 @@
-"""Reports of scores: tables, Markdown, one self-contained HTML page, and flat JSON rows."""
+"""Reports of scores: tables, Markdown, a self-contained HTML page, and flat JSON rows."""
 
 import re
 import shlex
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from draftlab.results.plots import Mark
 
 PHASES = ("draft", "verify", "host")
-ACCURACY_METRICS = ("acc", "exact_match")  # lm-eval's names, without the name of a filter
+# names of metrics in lm-eval, without the name of a filter
+ACCURACY_METRICS = ("acc", "exact_match")
 WIDE = frozenset(
     {
         "TTFT,\nms",
@@ -55,7 +56,7 @@ CAPTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A plot with its numbers. key: Colours and markers that the page explains."""
+    """A plot, with a table of its values. key: Colours and markers that the page explains next to the plot."""
 
     svg: "Markup"
     table: Table
@@ -63,7 +64,7 @@ class Figure:
 
 
 def ranking_table(ranking: Sequence[Ranked]) -> Table:
-    """Return a table with rows for drafts and for plain decoding, the fastest first and marked."""
+    """Return a table with rows for all drafts and for plain decoding. The fastest row is first, and marked."""
     scores = [ranked.score for ranked in ranking]
     shown = _accuracy_metric(scores)
     rows = []
@@ -98,7 +99,7 @@ def ranking_table(ranking: Sequence[Ranked]) -> Table:
 
 
 def accuracy_table(scores: Sequence[Score]) -> Table | None:
-    """Return one row per task, metric and model; None if no task was evaluated."""
+    """Return a table with one row per task, metric and model, or None if no task was evaluated."""
     models = {score.draft.name: score.draft for score in scores}
     models |= {score.target.name: score.target for score in scores}
     rows = []
@@ -117,7 +118,10 @@ def accuracy_table(scores: Sequence[Score]) -> Table | None:
 
 
 def category_table(score: Score) -> Table | None:
-    """Return one row per category of prompts, at the best K, the fastest first; None without categories."""
+    """Return a table with one row per category of prompts, the fastest first, or None without categories.
+
+    K is the best K over all prompts.
+    """
     rows = []
     for row in sorted(category_rows(score), key=lambda row: -(row["speedup"] or 0)):
         gain = optional(row["speedup"], ".2f")
@@ -140,9 +144,9 @@ def category_table(score: Score) -> Table | None:
 
 
 def precision(scores: Sequence[Score]) -> str:
-    """Return text on the weights, activations and mode of all scores.
+    """Return text about the precision of target, draft and activations, and how passes ran.
 
-    Settings that differ are given with their drafts.
+    If scores differ, each text has the names of its drafts.
     """
     by_setting: dict[str, list[str]] = {}
     for score in scores:
@@ -153,7 +157,7 @@ def precision(scores: Sequence[Score]) -> str:
 
 
 def markdown(scores: Sequence[Score]) -> str:
-    """Return the ranking as Markdown, with verdicts, warnings and conditions."""
+    """Return a report as Markdown: the ranking, with verdicts, warnings and conditions."""
     ranking = rank(scores)
     ordered = [ranked.score for ranked in ranking]
     board = ranking_table(ranking)
@@ -169,11 +173,12 @@ def markdown(scores: Sequence[Score]) -> str:
 
 
 def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
-    """Return one page that loads no other file: styles and plots are part of the page.
+    """Return a report as an HTML page that loads no other file: styles and plots are part of the page.
 
     Args:
         command: Command that made the page.
-        serve: Command that serves the fastest draft. Default: the command that exports it.
+        serve: Command to show that serves the fastest draft. Default: the command that exports this draft for vLLM, if
+            there is one.
     """
     from draftlab.results import plots
 
@@ -211,7 +216,10 @@ def _last_tables(scores: Sequence[Score]) -> list[Table]:
 
 
 def export_command(fastest: Ranked) -> str:
-    """Return the command that exports a draft for vLLM; empty if the draft has no gain or no checkpoint."""
+    """Return the command that exports the fastest draft for vLLM, or "" if there is nothing to export.
+
+    There is nothing to export if the draft has no significant gain or no checkpoint, or if servers made the score.
+    """
     score = fastest.score
     if (
         fastest.doubt
@@ -233,14 +241,14 @@ def export_command(fastest: Ranked) -> str:
 
 
 def target_named(score: Score) -> str | None:
-    """Return the value of --target in the command of a score."""
+    """Return the value of --target in the command that made a score, or None if the command has no --target."""
     return next(
         (value for name, value in pairwise(shlex.split(score.command)) if name == "--target"), None
     )
 
 
 def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
-    """Return one flat row per draft and K, in the order of the scores. Metrics have vLLM's names."""
+    """Return one flat JSON row per draft and K, in the order of the scores. Metrics have vLLM's names."""
     shown, rows = _accuracy_metric(scores), []
     for score in scores:
         rows += [_json_row(score, k, shown) for k in sorted(score.speculative)]
@@ -248,7 +256,7 @@ def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
 
 
 def _accuracy_metric(scores: Sequence[Score]) -> tuple[str, str] | None:
-    """Return the first task and accuracy metric that any draft has. The column shows this task alone."""
+    """Return the first task and accuracy metric that any draft has, or None. The ranking shows only this task."""
     for score in scores:
         for result in score.draft.tasks:
             if result.metric.partition(",")[0] in ACCURACY_METRICS:
@@ -261,7 +269,7 @@ def _accuracy(tasks: Sequence[TaskResult], shown: tuple[str, str] | None) -> Tas
 
 
 def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
-    """Return the cells of a draft by column head."""
+    """Return the cells of a draft's row in the ranking, by the head of the column."""
     score, k = ranked.score, ranked.k
     row = {
         "draft": ("~ " if ranked.significant is False and not score.output_differs else "")
@@ -299,7 +307,10 @@ def _figures(
     marks: "Mapping[str, Mark]",
     speedups: Mapping[str, Mapping[int, Interval]],
 ) -> list[Figure]:
-    """Return the plots of the page, the ranking first."""
+    """Return the plots of the page. The plot of the ranking is first.
+
+    speedups: Speed-up by K, for each draft's label.
+    """
     from draftlab.results import plots
 
     key = list(marks.values()) if len(marks) > 1 else []
@@ -320,10 +331,10 @@ def _figures(
             ),
             table=Table(
                 heads=(),
-                rows=[],  # the ranking's table has the numbers
+                rows=[],  # the table of the ranking has the values
                 title="Speed-up of each draft",
-                caption="Speed-up of whole requests: tokens per second with the draft, divided by those of the "
-                "target alone. Each draft has its best K.",
+                caption="Speed-up of whole requests: tokens per second with the draft, divided by tokens per second "
+                "of the target alone. Each draft has its best K.",
             ),
         ),
         Figure(
@@ -341,7 +352,7 @@ def _figures(
             table=Table.of(
                 position_rows,
                 title="Acceptance by position",
-                caption="Share of target passes that accepted at least this number of drafted tokens. Each draft "
+                caption="Fraction of target passes that accepted at least this number of drafted tokens. Each draft "
                 "has its best K.",
             ),
             key=key,
@@ -352,7 +363,10 @@ def _figures(
 
 
 def _time_figure(scores: Sequence[Score]) -> Figure | None:
-    """Return the plot of a step's time by phase, without a draft and with each draft; None if servers decoded."""
+    """Return the plot of the time of a step, by phase, without a draft and with each draft at its best K.
+
+    The result is None if servers decoded.
+    """
     from draftlab.results import plots
 
     steps: list[tuple[str, Mapping[str, float]]] = []
@@ -424,7 +438,7 @@ def _cost(made: list[Stage] | None) -> list[str]:
 
 
 def _conditions_table(scores: Sequence[Score]) -> Table:
-    """Return each condition with its value or, if drafts differ, with every value and the names of its drafts."""
+    """Return a table of all conditions. If drafts differ in a condition, the row has every value with its drafts."""
     identical = {True: "yes", False: "NO", None: "not comparable when sampling"}
     by_fact: dict[str, dict[str, list[str]]] = {}
     for score in scores:
@@ -452,7 +466,7 @@ def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, 
         _accuracy(score.draft.tasks, shown),
         score.time_shares(k),
     )
-    bits = re.search(r"\d+", score.conditions.dtype)  # the number in a dtype's name is its bits
+    bits = re.search(r"\d+", score.conditions.dtype)  # the name of a dtype has its number of bits
     estimates = {
         "speedup": score.speedup(k),
         "tpot_speedup": score.tpot_speedup(k),

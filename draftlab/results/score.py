@@ -1,6 +1,6 @@
-"""The schema of score.json: measurements as they were taken, and the statistics derived from them. No torch.
+"""The schema of score.json: measurements as they were taken, and statistics derived from them. No torch.
 
-K drafted tokens per step; a step is one target pass after the prefill, and the drafting before it.
+K is the number of drafted tokens per step. A step is one target pass after the prefill, with the drafting before it.
 """
 
 import re
@@ -28,10 +28,12 @@ from draftlab.results.decoding import (
 )
 from draftlab.sampling import SamplingParams
 
-BUSY = 0.5  # share of the cores that other work keeps busy
-# share of the time in which a thread waits for a core, or the hypervisor gives cores to other machines
+# times are in doubt above these fractions:
+BUSY = 0.5  # fraction of the cores that other work keeps busy
+# fraction of the time in which a thread waits for a core, or the hypervisor gives cores to other machines
 LONG_WAITS = 0.1
-UNDER_PRESSURE = 0.5  # share of the time; short threads of any system cause lower shares
+# fraction of the time in which any thread waits; short threads of any system cause less
+UNDER_PRESSURE = 0.5
 
 
 class Environment(FileModel):
@@ -40,15 +42,15 @@ class Environment(FileModel):
     system: str
     processor: str
     cores: int
-    busy_cores: float  # used by other work
+    busy_cores: float  # number of cores that other work keeps busy
     governor: str | None  # CPU frequency governor
-    driver: str | None  # NVIDIA driver
-    # The three shares below were read from Linux during timing; None on other systems.
-    # share of its time that the decoding thread waited for a core
+    driver: str | None  # version of the NVIDIA driver
+    # The three fractions below were read from Linux during the measurement. None on other systems.
+    # fraction of its time in which the decoding thread waited for a core
     waited_share: float | None = None
-    # share of the cores' time that the hypervisor gave to other machines
+    # fraction of the cores' time that the hypervisor gave to other machines
     stolen_share: float | None = None
-    # share of the time in which some thread of the machine waited for a core
+    # fraction of the time in which any thread of the machine waited for a core
     pressure: float | None = None
 
     @property
@@ -56,15 +58,21 @@ class Environment(FileModel):
         return self.busy_cores > BUSY * self.cores
 
     def counts_cpu_seconds(self, device: str, threads: int | None) -> bool:
-        """Return whether times are CPU seconds, which leave out waits: true for one CPU thread."""
+        """Return whether times are measured in CPU seconds, which leave out waits: only if one CPU thread decodes.
+
+        device, threads: Device that decodes, and its number of CPU threads.
+        """
         return device == self.processor and threads == 1
 
     def doubt(self, device: str, threads: int | None) -> str | None:
         """Return the reason to doubt times that were measured in this environment, or None.
 
-        Other work and other machines slow a thread that runs, because they share its caches and its memory. Waits for a
-        core count in wall-clock time only. A shared core costs CPU seconds as well, and wide steps lose more of them:
-        benchmarks.noise measured 1.29x to 1.70x where 1.79x is true. Pressure counts the waits of all threads.
+        Other work and other machines slow down a running thread, because they share its caches and its memory. Waits
+        for a core count only in wall-clock time. A core that is shared costs CPU seconds as well, and wide steps lose
+        more: benchmarks.noise measured 1.29x to 1.70x for a true speed-up of 1.79x. `pressure` counts the waits of all
+        threads.
+
+        device, threads: Device that decodes, and its number of CPU threads.
         """
         if self.busy:
             return f"other programs kept {self.busy_cores:.1f} of {self.cores} cores busy"
@@ -81,17 +89,19 @@ class Environment(FileModel):
         return None
 
 
-DISAGREE = 1.25  # largest ratio between implied and measured speed-up if both are right
-MANY_STALLS = 0.1  # share of passes
+# a larger ratio between implied and measured speed-up means that one of them is wrong
+DISAGREE = 1.25
+MANY_STALLS = 0.1  # fraction of stalled passes above which times are in doubt
 UNEVEN = 1.5  # ratio of the slowest to the fastest repeat of a prompt above which the machine must have been busy
-# share of prompts; at this share, one prompt in twenty is slow in two of three repeats, and thus in the median
+# fraction of uneven prompts above which times are in doubt; one prompt in twenty is then slow in two of three repeats,
+# and thus in the median
 MANY_UNEVEN = 1 / 3
 
 
 class Latency(FileModel):
     """Milliseconds of one forward pass: median and quartiles over n passes."""
 
-    width: NonNegativeInt  # tokens fed at once
+    width: NonNegativeInt  # number of new tokens in the pass
     median_ms: NonNegativeFloat
     low_ms: NonNegativeFloat
     high_ms: NonNegativeFloat
@@ -99,17 +109,17 @@ class Latency(FileModel):
 
 
 class TaskResult(FileModel):
-    """One lm-eval metric of one task. stderr: Standard error, None where lm-eval reports no error."""
+    """One lm-eval metric of one task. stderr: Standard error, or None if lm-eval reports none."""
 
     task: str
     metric: str
     value: float
     stderr: float | None
-    n: PositiveInt  # items
+    n: PositiveInt  # number of items
     higher_is_better: bool
-    # the metric of each item, in the task's order, for paired tests
+    # the metric of each item, in the order of the task, for paired tests
     items: list[float] = Field(default=[])
-    items_sha256: str | None = None  # hash of items and prompts
+    items_sha256: str | None = None  # hash of the items and their prompts
 
 
 class Model(FileModel):
@@ -117,35 +127,35 @@ class Model(FileModel):
 
     name: str
     sha256: str | None  # None if only the server has the model's files
-    shape: Shape | None  # None as for sha256
-    latency: list[Latency]  # one entry per width, starting at one token; []: not measured
+    shape: Shape | None  # None if only the server has the model's files
+    latency: list[Latency]  # one entry per width, the first for one token; [] if not measured
     tasks: list[TaskResult]
-    # transformers ran it, which is slower than draftlab's own decoder
+    # True: transformers ran the model, which is slower than draftlab's engine
     via_transformers: bool = False
-    parallel: bool = False  # the model drafted all tokens of a step in one pass
-    eagle: bool = False  # an EAGLE-3 head
-    heads_sha256: str | None = None  # hash of a head on the target's states
+    parallel: bool = False  # True: the model drafted all tokens of a step in one pass
+    eagle: bool = False  # True: the model is an EAGLE-3 head
+    heads_sha256: str | None = None  # hash of a head, which reads the target's hidden states
 
 
 class PromptRecord(FileModel):
-    """The length of a prompt, and its category in the prompt file."""
+    """The length of a prompt in tokens, and its category in the prompt file."""
 
     tokens: NonNegativeInt
     category: str = ""
 
 
 class Conditions(FileModel):
-    """The conditions of the measurement. Sampling options are named as in SamplingParams."""
+    """The conditions of a measurement. Sampling parameters have the names of SamplingParams."""
 
     device: str
     dtype: str
     mode: Literal["eager", "native", "graphs", "served"]
-    threads: int | None  # CPU threads; None if the server chose
+    threads: int | None  # number of CPU threads; None if a server decoded
     data: str
     prompts_sha256: str | None = None
-    prompts: PositiveInt
+    prompts: PositiveInt  # number of prompts
     prompt_tokens: int | None  # prompts were cut to this length; None if not cut
-    chat: bool = False  # prompts had the form of the tokenizer's chat template
+    chat: bool = False  # True: the tokenizer's chat template was applied to the prompts
     max_tokens: PositiveInt
     repeats: PositiveInt
     context: int | None  # number of cached tokens at which latency was measured
@@ -154,12 +164,14 @@ class Conditions(FileModel):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int
-    batch: int = 1  # prompts decoded at once; each generation gets its share of the batch's seconds
-    target_weights: str  # precision of the weights that verify: a dtype, int8, or a checkpoint's quantisation method
-    draft_weights: str | None  # precision of the draft's weights; None: the draft has no model
-    rule: str = "rejection"  # verification rule; without effect when greedy
-    draft_temperature: float | None = None  # None: the target's
-    in_phases: bool = False  # True: the servers ran one after the other
+    # number of prompts decoded at once; each generation gets its part of the batch's seconds
+    batch: int = 1
+    # precision of the target in verification: a dtype, int8, or a quantisation method
+    target_weights: str
+    draft_weights: str | None  # precision of the draft's weights; None: there is no draft model
+    rule: str = "rejection"  # verify rule, which has no effect on greedy decoding
+    draft_temperature: float | None = None  # None: the target's temperature
+    in_phases: bool = False  # True: the two servers ran one after the other
 
     @property
     def sampling(self) -> SamplingParams:
@@ -167,7 +179,7 @@ class Conditions(FileModel):
 
     @property
     def precision(self) -> str:
-        """Return text on the weights of target and draft, the activations, and the mode of passes."""
+        """Return text about the precision of target, draft and activations, and how passes ran."""
         if self.mode == "served":
             return "as the servers were started"
         draft = "no draft model" if self.draft_weights is None else f"{self.draft_weights} draft"
@@ -179,7 +191,7 @@ class Conditions(FileModel):
 
     @property
     def decoding(self) -> str:
-        """Return text on how tokens were sampled and verified."""
+        """Return text about the sampling parameters and the verify rule."""
         if self.temperature == 0 or self.mode == "served":
             return self.sampling.describe()
         own = (
@@ -191,11 +203,12 @@ class Conditions(FileModel):
 
 
 class Rounding(FileModel):
-    """What int8 weights change in the target, over the prompts and the answers of plain decoding.
+    """The effect of int8 weights on the target's predictions, for the prompts and the answers of plain decoding.
 
     Args:
-        kl: Divergence of the rounded target from the target, nats per token.
-        top1: Share of tokens with the same most probable next token.
+        tokens: Number of compared tokens.
+        kl: KL divergence of the rounded target from the target, in nats per token.
+        top1: Fraction of the tokens at which both have the same most probable next token.
     """
 
     tokens: PositiveInt
@@ -214,7 +227,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
 
 
 class Score(FileModel):
-    """The content of score.json: one draft measured with one target, in one engine or on two servers of one kind."""
+    """The content of score.json: one draft, measured with one target, in draftlab's engine or on two servers."""
 
     version: Literal[3] = 3
     name: str
@@ -223,23 +236,25 @@ class Score(FileModel):
     conditions: Conditions
     environment: Environment | None = None
     prompts: list[PromptRecord] = Field(default=[])
-    # generations of plain decoding, with the weights that verify
+    # generations of plain decoding, with the precision of verification
     plain: list[Generation] | list[ServedGeneration]
-    # generations of plain decoding with other weights, by the name of the weights
+    # generations of plain decoding at another precision, by the name of the precision
     other_plain: dict[str, list[Generation]] = Field(default={})
-    rounding: Rounding | None = None  # None: no weights of the target were int8
-    # keys: K
+    rounding: Rounding | None = None  # None: the target had no int8 weights
+    # generations with a draft, by K
     speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)
-    counters: dict[int, Counters] = Field(default={})  # keys: K, if a server decoded
-    # share of texts, over all K, that equal the texts of plain decoding; None when sampling
+    # counters of the server by K, if a server decoded
+    counters: dict[int, Counters] = Field(default={})
+    # fraction of texts, over all K, that equal the texts of plain decoding; None when sampling
     equal_texts: float | None = Field(ge=0, le=1)
-    # share of 4-grams of the target's output; low in repetition loops, which drafts predict well
+    # fraction of the 4-grams in the target's output that are distinct; low if the output repeats itself, which drafts
+    # predict well
     distinct_4grams: float = Field(ge=0, le=1)
-    example: dict[str, Any] | None = None  # field of older files; nothing writes it
+    example: dict[str, Any] | None = None  # older files have this field; it is not written any more
     # value of --drafter, with the options that the drafter learnt when it was built
     learnt: str | None = None
-    learnt_prompts: int = Field(default=0, ge=0)  # prompts whose answers the draft learnt from
-    # commands that made the draft; []: nothing to make; None: not known
+    learnt_prompts: int = Field(default=0, ge=0)  # number of prompts in the draft's training data
+    # commands that made the draft; []: there was nothing to make; None: unknown
     made: list[Stage] | None = None
     command: str
     versions: dict[str, str]
@@ -259,7 +274,10 @@ class Score(FileModel):
 
     @property
     def label(self) -> str:
-        """Return the name in words: "prompt lookup followed by the draft (draft=X)" for drafter fallback:draft=X."""
+        """Return the name of the draft or drafter in words.
+
+        For the drafter fallback:draft=X, the words are "prompt lookup followed by the draft (draft=X)".
+        """
         drafter = re.match(r"([a-z-]+?)(@int8)?(-b\d+)?(?::(.*))?$", self.name)
         if drafter is None or drafter[1] not in DRAFTERS:
             return self.name
@@ -268,22 +286,22 @@ class Score(FileModel):
 
     @property
     def served(self) -> bool:
-        """Return whether servers decoded."""
+        """Return whether servers decoded the prompts instead of draftlab's engine."""
         return any(isinstance(g, ServedGeneration) for g in self.plain)
 
     @property
     def identical(self) -> bool | None:
-        """Return whether all texts equal the texts of plain decoding with the same weights; None when sampling."""
+        """Return whether all texts equal the texts of plain decoding at the same precision, or None when sampling."""
         return None if self.equal_texts is None else self.equal_texts == 1
 
     @property
     def output_differs(self) -> bool:
-        """Return whether the output differs from the target's own, so that no speed-up counts."""
+        """Return whether the draft changed the target's output. Its speed-up then does not count."""
         return self.identical is False
 
     @property
     def plain_tps(self) -> dict[str, float]:
-        """Return tokens per second of whole requests without a draft, by the name of the target's weights."""
+        """Return the tokens per second of whole requests without a draft, by the precision of the target's weights."""
         plain = {self.conditions.target_weights: self.plain, **self.other_plain}
         return {
             weights: intervals.tokens_per_second(request_timings(runs))
@@ -292,7 +310,7 @@ class Score(FileModel):
 
     @property
     def baseline_weights(self) -> str:
-        """Return the weights with which the target alone answers requests fastest: the baseline of speed-ups."""
+        """Return the precision at which the target alone is fastest: the baseline of speed-ups."""
         speeds = self.plain_tps
         return max(speeds, key=lambda weights: speeds[weights])
 
@@ -310,19 +328,22 @@ class Score(FileModel):
 
     @property
     def best_k_speedup(self) -> Interval:
-        """Return the speed-up of whole requests, with K chosen on other prompts than the prompts that are timed."""
+        """Return the speed-up of whole requests at the best K, which is chosen on other prompts than those timed."""
         return intervals.speedup(self.timings(self.speculative))
 
     @property
     def best_k_tpot_speedup(self) -> Interval | None:
-        """Return the speed-up of the tokens after the first, with K as in best_k_speedup; None if servers decoded."""
+        """Return the speed-up of the tokens after the first at the best K, or None if servers decoded.
+
+        K is chosen on other prompts than those timed, by the speed of whole requests.
+        """
         return self._tpot_speedup(self.speculative)
 
     def speedup(self, k: int) -> Interval:
-        """Return tokens per second of whole requests, divided by tokens per second of the fastest plain decoding.
+        """Return the speed-up: tokens per second of whole requests, over those of the fastest plain decoding.
 
-        Both are sums over prompts, each prompt with its repeat of median time. A request is the prefill of target and
-        draft, and decoding.
+        Tokens and seconds are summed over prompts. Each prompt counts with its repeat of median time. A request is the
+        prefill of target and draft, and decoding.
         """
         return intervals.speedup(self.timings([k]))
 
@@ -330,15 +351,15 @@ class Score(FileModel):
         return self.output_tps(k) / self.output_tps(0)
 
     def output_tps(self, k: int) -> float:
-        """Return tokens per second of whole requests. K = 0 is the fastest plain decoding."""
+        """Return the tokens per second of whole requests. K = 0 is the fastest plain decoding."""
         return intervals.tokens_per_second(request_timings(self._runs(k)))
 
     def timings(self, ks: Collection[int]) -> Timings:
-        """Return the timings of requests at each K in `ks`, and the timings of the baseline."""
+        """Return the timings of whole requests at each K in `ks`, and those of the fastest plain decoding."""
         return [request_timings(self.speculative[k]) for k in ks], request_timings(self.baseline)
 
     def tpot_speedup(self, k: int) -> Interval | None:
-        """Return the speed-up of the tokens after the first (time per output token); None if servers decoded."""
+        """Return the speed-up of the tokens after the first (TPOT), or None if servers decoded."""
         return self._tpot_speedup([k])
 
     def _tpot_speedup(self, ks: Collection[int]) -> Interval | None:
@@ -351,18 +372,27 @@ class Score(FileModel):
         return intervals.speedup((drafted, plain), chosen_by=self.timings(ks)[0])
 
     def decode_tps(self, k: int) -> float | None:
-        """Return tokens per second after the first token, None if servers decoded. K = 0 is the baseline."""
+        """Return the tokens per second after the first token, or None if servers decoded.
+
+        K = 0 is the fastest plain decoding.
+        """
         return intervals.tokens_per_second(decode_timings(self.generations(k))) or None
 
     def tpot_ms(self, k: int) -> Interval | None:
-        """Return milliseconds per output token after the first, None if servers decoded. K = 0 is the baseline."""
+        """Return the milliseconds per output token after the first (TPOT), or None if servers decoded.
+
+        K = 0 is the fastest plain decoding.
+        """
         runs = decode_timings(self.generations(k))
         return (
             intervals.ratio([(1e3 * seconds, tokens) for tokens, seconds in runs]) if runs else None
         )
 
     def ttft_ms(self, k: int) -> Interval | None:
-        """Return the mean milliseconds to the first token, the draft's prefill included; None if servers decoded."""
+        """Return the mean milliseconds to the first token (TTFT), or None if servers decoded.
+
+        The prefill of the draft counts as well. K = 0 is the fastest plain decoding.
+        """
         repeats = repeats_by_prompt(self.generations(k), lambda g: g.prefill_seconds)
         return (
             intervals.ratio([(1e3 * sorted(each)[(len(each) - 1) // 2], 1) for each in repeats])
@@ -371,7 +401,7 @@ class Score(FileModel):
         )
 
     def request_ms(self, k: int) -> Interval:
-        """Return the mean milliseconds of a whole request. K = 0 is the baseline."""
+        """Return the mean milliseconds of a whole request. K = 0 is the fastest plain decoding."""
         return intervals.ratio(
             [(1e3 * seconds, 1) for _, seconds in request_timings(self._runs(k))]
         )
@@ -380,7 +410,10 @@ class Score(FileModel):
         return self.speculative[k] if k else self.baseline
 
     def generations(self, k: int) -> list[Generation]:
-        """Return the generations whose steps are known, [] if servers decoded. K = 0 is the baseline."""
+        """Return the generations whose steps are known: all of draftlab's engine, but none of a server.
+
+        K = 0 is the fastest plain decoding.
+        """
         return [g for g in self._runs(k) if isinstance(g, Generation)]
 
     def acceptance(self, k: int) -> AcceptanceMetrics:
@@ -393,8 +426,8 @@ class Score(FileModel):
     def tokens_per_pass(self, k: int) -> float:
         """Return the mean number of tokens per target pass after the prefill.
 
-        acceptance() counts only passes with a draft. Servers count only such passes, too, so that the two numbers are
-        equal there.
+        All passes count here. acceptance() counts only passes that verify a draft, and so do servers. For scores of
+        servers the result is therefore the acceptance length.
         """
         runs = self.generations(k)
         steps = sum(len(g.emitted) for g in runs)
@@ -403,9 +436,9 @@ class Score(FileModel):
         return sum(g.tokens - 1 for g in runs) / steps
 
     def break_even_length(self, k: int) -> float:
-        """Return the tokens per target pass at which this K neither gains nor loses, given its time per step.
+        """Return how many tokens per target pass this K needs to be as fast as plain decoding, given its time per step.
 
-        The time of prefills is left out if it is known.
+        The time of prefills does not count, except in scores of servers, where this time is unknown.
         """
         return self.tokens_per_pass(k) / (self.tpot_speedup_value(k) or self.speedup_value(k))
 
@@ -414,7 +447,10 @@ class Score(FileModel):
         return drafted / plain if drafted and plain else None
 
     def time_shares(self, k: int) -> dict[str, float]:
-        """Return the shares of decoding time of draft, verify and host (sampling, bookkeeping), {} if unknown."""
+        """Return the fractions of decoding time in the phases draft, verify and host, or {} if servers decoded.
+
+        host is sampling and bookkeeping.
+        """
         runs = self.generations(k)
         total = sum(g.decode_seconds for g in runs)
         if not total:
@@ -427,9 +463,9 @@ class Score(FileModel):
 
     @property
     def stalls(self) -> tuple[int, int]:
-        """Return the number of stalled passes and of all passes, 0 and 0 if servers decoded.
+        """Return how many passes stalled, because other work interrupted them, and how many passes there were.
 
-        A stalled pass counts with the median time of the passes of its kind.
+        A stalled pass counts with the median time of similar passes. If servers decoded, both numbers are 0.
         """
         stalled = passes = 0
         for generation in chain.from_iterable(self._arms):
@@ -440,7 +476,10 @@ class Score(FileModel):
 
     @property
     def uneven_prompts(self) -> tuple[int, float]:
-        """Return the number of prompts with a repeat UNEVEN times as slow as another, and the worst ratio."""
+        """Return the number of prompts with uneven repeats, and the worst ratio of the slowest to the fastest repeat.
+
+        The repeats of a prompt are uneven if this ratio is above UNEVEN.
+        """
         arms = [repeats_by_prompt(runs, lambda g: g.request) for runs in self._arms]
         worst = [
             max(map(intervals.slowest_over_fastest, repeats)) for repeats in zip(*arms, strict=True)
@@ -449,10 +488,10 @@ class Score(FileModel):
         return sum(ratio > UNEVEN for ratio in worst), max(worst)
 
     def _prefill_spreads(self) -> list[float]:
-        """Return for each prompt how much longer its fastest request takes with its slowest prefill, as a ratio.
+        """Return for each prompt the ratio by which its slowest prefill would lengthen its fastest request.
 
-        Prefills do not depend on K, so that several K show the spread even of prompts without repeats. The list is
-        empty if servers decoded.
+        Prefills do not depend on K. With several K, they therefore show uneven times even without repeats. If servers
+        decoded, the list is empty.
         """
         runs = list(chain.from_iterable(map(self.generations, self.speculative)))
         spreads = []
@@ -463,9 +502,10 @@ class Score(FileModel):
         return spreads
 
     def subset(self, prompts: Collection[int]) -> "Score":
-        """Return the score of some prompts alone, with the baseline's weights chosen on all prompts.
+        """Return a score of only these prompts. prompts: Indices of prompts.
 
-        Server counters are left out, because they cover all prompts.
+        The fastest plain decoding is still that of all prompts. Counters of servers are left out, because they are of
+        all prompts.
         """
         arms: dict[int, list[Generation | ServedGeneration]] = {}
         for k in (0, *self.speculative):
@@ -476,7 +516,7 @@ class Score(FileModel):
 
     @property
     def prompts_by_category(self) -> dict[str, list[int]]:
-        """Return the indices of prompts by category, {} if the prompt file has no categories."""
+        """Return the indices of the prompts in each category, or {} if the prompt file has no categories."""
         indices: dict[str, list[int]] = {}
         for i, prompt in enumerate(self.prompts):
             if prompt.category:
@@ -485,12 +525,12 @@ class Score(FileModel):
 
     @property
     def draft_ms(self) -> float | None:
-        """Return the median milliseconds of a draft pass over one token, None if not measured."""
+        """Return the median milliseconds of a pass of the draft over one token, or None if it was not measured."""
         return self.draft.latency[0].median_ms if self.draft.latency else None
 
     @property
     def cost_ratio(self) -> float | None:
-        """Return c: the time of a draft pass divided by the time of a target pass, each over one token."""
+        """Return c, the time of a draft pass over the time of a target pass, each over one token. None if unknown."""
         return (
             self.draft_ms / self.target.latency[0].median_ms
             if self.draft_ms and self.target.latency
@@ -498,11 +538,11 @@ class Score(FileModel):
         )
 
     def implied_speedup(self, k: int) -> float | None:
-        """Return the TPOT speed-up implied by tokens per pass and the latencies of single passes, None if unknown.
+        """Return the TPOT speed-up that follows from tokens per pass and the latencies of single passes.
 
-        A draft model drafts K tokens one after the other, a parallel draft model all K in one pass. The target then
-        verifies them in one pass of K + 1 tokens. The result is None for drafters without a checkpoint of their own,
-        such as prompt lookup followed by a draft.
+        A draft model drafts K tokens one after the other; a parallel draft model drafts all K in one pass. The target
+        then verifies them in one pass of K + 1 tokens. The result is None if a latency is unknown, and for drafters
+        without a checkpoint of their own, such as prompt lookup followed by a draft.
         """
         ms = {latency.width: latency.median_ms for latency in self.target.latency}
         if self.draft_ms is None or self.draft.sha256 is None or not {1, k + 1} <= ms.keys():
@@ -511,12 +551,15 @@ class Score(FileModel):
         verifying = intervals.tokens_per_second(
             decode_timings([g for g in self.plain if isinstance(g, Generation)])
         )
-        # latencies are of the weights that verify
+        # the latencies were measured at the precision of verification
         over_baseline = verifying / (self.decode_tps(0) or verifying)
         return over_baseline * self.tokens_per_pass(k) * ms[1] / (drafting_ms + ms[k + 1])
 
     def _parallel_pass_ms(self, k: int) -> float:
-        """Return the milliseconds of a pass over a step's tokens and k - 1 mask tokens, interpolated between widths."""
+        """Return the milliseconds of a parallel draft's pass over a step's new tokens and k - 1 mask tokens.
+
+        The time is interpolated between the measured widths.
+        """
         import numpy as np
         from scipy.interpolate import InterpolatedUnivariateSpline
 
@@ -528,12 +571,12 @@ class Score(FileModel):
 
     @property
     def doubt(self) -> str | None:
-        """Return the reason to doubt this score's speed-up, or None."""
+        """Return the reason to doubt the speed-up of this score, or None."""
         k = self.best_k
         implied, measured = self.implied_speedup(k), self.tpot_speedup_value(k)
         if implied is not None and measured and not 1 / DISAGREE <= implied / measured <= DISAGREE:
             return (
-                f"by latencies and acceptance the TPOT speed-up at K = {k} should be {implied:.2f}x, but "
+                f"by latencies and acceptance, the TPOT speed-up at K = {k} should be {implied:.2f}x, but "
                 f"{measured:.2f}x was measured"
             )
         machine, running = self.environment, (self.conditions.device, self.conditions.threads)
@@ -546,11 +589,11 @@ class Score(FileModel):
             return None
         uneven, worst = self.uneven_prompts
         if uneven > MANY_UNEVEN * self.conditions.prompts:
-            return f"repeats of {uneven} of {self.conditions.prompts} prompts differ in time by up to {worst:.1f}x"
+            return f"the repeats of {uneven} of {self.conditions.prompts} prompts differ in time, by up to {worst:.1f}x"
         return None
 
     def headline(self) -> str:
-        """Return text on the speed-up of whole requests, its baseline, and the reason to doubt it, if any."""
+        """Return text about the speed-up of whole requests, its baseline, and the reason to doubt it, if any."""
         gain, doubt = self.best_k_speedup, self.doubt
         opening = "Faster" if gain.low > 1 else "Slower than no draft"
         if gain.n == 1 or gain.low <= 1 <= gain.high:
@@ -571,7 +614,7 @@ class Score(FileModel):
         )
 
     def verdict(self) -> str:
-        """Return text on the draft's gain, and on the phase of a step that takes the most time."""
+        """Return text about the gain of the draft, and about the phase of a step that takes the most time."""
         k, said = self.best_k, [f"{self.headline()}."]
         tpot, implied = self.best_k_tpot_speedup, self.implied_speedup(k)
         if tpot is not None:
@@ -607,7 +650,7 @@ LIMITS = {
 
 
 def score_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the named .json files, and every score.json anywhere under the named directories."""
+    """Return the paths of scores: all paths to .json files, and every score.json anywhere under the directories."""
     files: list[Path] = []
     for path in paths:
         files += [path] if path.suffix == ".json" else sorted(path.rglob("score.json"))
@@ -618,6 +661,6 @@ def read_score(path: Path) -> Score:
     """Read score.json from its path or its directory.
 
     Raises:
-        UserError: there is no such file, or the file is not a score.
+        UserError: There is no such file, or the file is not a score.
     """
     return read_model(Score, path, "score.json")

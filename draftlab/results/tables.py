@@ -1,4 +1,4 @@
-"""Tables of text, shown on terminals of 80 or more columns, as Markdown, and on HTML pages."""
+"""Tables of text, which are shown in terminals of 80 or more columns, as Markdown, and on HTML pages."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -34,12 +34,12 @@ EMPTY = ("", "–")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Cells of text, for terminals, Markdown and pages.
+    """A table of text, for terminals, Markdown and HTML pages.
 
     Args:
-        heads: Heads of the columns; their line breaks are for terminals.
-        best: Index of the row to mark.
-        wide: Heads of the columns that a terminal has no room for.
+        heads: Heads of the columns. Line breaks in them are only for terminals.
+        best: Index of the row that is marked as the best.
+        wide: Heads of the columns that are not shown in terminals, which have no room for them.
     """
 
     heads: Sequence[str]
@@ -59,7 +59,10 @@ class Table:
         best: int | None = None,
         wide: frozenset[str] = frozenset(),
     ) -> "Table":
-        """Return a table of records, each a mapping from column head to cell. Columns without content are left out."""
+        """Return a table with one row for each record. Columns without content are left out.
+
+        records: Mappings from the head of a column to a cell.
+        """
         heads: dict[str, bool] = {}  # column head -> whether any record has content there
         for record in records:
             for head, cell in record.items():
@@ -72,7 +75,7 @@ class Table:
 
     @property
     def titles(self) -> list[str]:
-        """Return the heads without line breaks."""
+        """Return the heads of the columns without line breaks."""
         return [re.sub(r"-\n", "", head).replace("\n", " ") for head in self.heads]
 
     def terminal(self) -> TerminalTable:
@@ -95,7 +98,10 @@ class Table:
 def terminal_table(
     heads: Sequence[str], rows: Rows, best: int | None = None, title: str = ""
 ) -> TerminalTable:
-    """Return a table of text. best: Row to mark. The first column shrinks on a narrow terminal."""
+    """Return a table for a terminal. In a narrow terminal the first column shrinks.
+
+    best: Index of the row that is marked as the best.
+    """
     table = TerminalTable(
         title=_text(title) if title else None,
         box=box.SIMPLE_HEAD,
@@ -115,7 +121,10 @@ def terminal_table(
 
 
 def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> TerminalTable:
-    """Return one row per named shape. latency_ms: Predicted milliseconds of a pass, {} without a latency law."""
+    """Return a table for a terminal with one row per shape, by the name of the shape.
+
+    latency_ms: Predicted milliseconds of a one-token pass for each shape, or {} without a latency law.
+    """
     rows = []
     for name, shape in shapes.items():
         cells = [
@@ -132,14 +141,15 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Termi
         rows.append(cells + ([f"{latency_ms[name]:.3g}"] if latency_ms else []))
     table = terminal_table([*SHAPE_HEADS, *(["ms, pre-\ndicted"] if latency_ms else [])], rows)
     table.caption = Text(
-        "heads: query/key heads. embeddings: share of the parameters in embedding, head and last norm. KV cache "
-        "in bf16." + (" ms: time of a one-token pass, by the latency law." if latency_ms else "")
+        "heads: query heads/KV heads. embeddings: part of the parameters in embedding, lm_head and last norm. KV "
+        "cache in bf16."
+        + (" ms: time of a one-token pass, by the latency law." if latency_ms else "")
     )
     return table
 
 
 def three_digits(value: float) -> str:
-    """Return a number with three significant digits and no exponent."""
+    """Return a number as text with three significant digits and without an exponent."""
     return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
 
 
@@ -156,12 +166,12 @@ def speedup_text(gain: Interval | None) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Return the text escaped for a cell in Markdown: without HTML, bars, line breaks and control characters."""
+    """Return a text for a cell in Markdown: HTML, bars and control characters are escaped, line breaks are spaces."""
     return escape(printable(" ".join(text.split())), quote=False).replace("|", "\\|")
 
 
 def page_template(name: str) -> "Template":
-    """Return a template of an HTML page that escapes markup and control characters in all values."""
+    """Return the template of an HTML page with this name. It escapes markup and control characters in all values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

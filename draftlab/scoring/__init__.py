@@ -1,1 +1,1 @@
-"""Measured speed and accuracy of drafts, in our engine or on servers."""
+"""Measure the speed and accuracy of drafts, in draftlab's engine or on servers."""

@@ -1,4 +1,4 @@
-"""The drafts, the target and the requests of a score, with all checks that need no model in memory."""
+"""What a score compares: the drafts, the target and the requests. All checks that need no loaded model are here."""
 
 import contextlib
 import tempfile
@@ -29,19 +29,19 @@ from draftlab.sampling import SamplingParams
 from draftlab.scoring.lm_eval import Tasks, check_chat_template
 from draftlab.target_outputs.store import MANIFEST, distinct_4grams, read_texts
 
-DEVICES = (2, 4, 8)  # numbers of devices over which a dry run spreads a target
+DEVICES = (2, 4, 8)  # numbers of devices for which a dry run shows the memory of a spread target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """The prompts that are decoded with each draft and without, the sampling, and the number of repeats."""
+    """The requests of a score: prompts, sampling parameters, and how many times each prompt is decoded."""
 
     prompts: Prompts
     sampling: SamplingParams
     repeats: int
 
     def conditions(self) -> dict[str, Any]:
-        """Return the conditions of a score that its requests determine."""
+        """Return the fields of Conditions that depend only on the requests."""
         prompts = self.prompts
         return {name: getattr(self.sampling, name) for name in SAMPLING} | {
             "data": prompts.source,
@@ -53,9 +53,9 @@ class Requests:
         }
 
     def score_facts(self, plain: list[list[int]], texts: list[list[list[int]]]) -> dict[str, Any]:
-        """Return the fields of a score that its texts determine.
+        """Return the fields of a Score that depend on the prompts and the decoded texts.
 
-        plain: Token ids of each text by plain decoding. texts: The same with a draft, for each K.
+        plain: Token ids of each text by plain decoding. texts: Token ids of each text with a draft, for each K.
         """
         return {
             "prompts": [
@@ -71,12 +71,14 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How passes run.
+    """The settings of forward passes.
 
     Args:
         device: Device of drafts and heads, and of a target without device_map.
-        mode: Mode of the models that draftlab's engine runs.
-        device_map: Map by which accelerate spreads the target over devices.
+        mode: Mode of passes in models that draftlab's engine runs.
+        device_map: Device map with which accelerate spreads the target, as --device-map.
+        target_int8, draft_int8: Whether to round the weights to 8 bits.
+        threads: Number of CPU threads. None leaves the number as it is.
     """
 
     device: torch.device
@@ -89,7 +91,7 @@ class Engine:
 
     @property
     def int8(self) -> bool:
-        """Return whether some weights are int8."""
+        """Return whether the target or the drafts have int8 weights."""
         return self.target_int8 or self.draft_int8
 
 
@@ -98,9 +100,12 @@ class Comparison:
     """Drafts and drafters to measure with a target, in one process.
 
     Args:
-        drafts: Directories by name. A name that ends in @TYPE stands for weights rounded to that GGUF type.
+        drafts: Directories of draft models, by name. If a name ends in @TYPE, weights are rounded to this GGUF type.
+        drafters: Other drafters.
         default_draft: Draft model for drafters without draft=.
-        data: Source of the text that drafters learn from.
+        ks: Numbers of drafted tokens per step.
+        batches: Batch sizes. Each batch size gets its own scores.
+        data: Text source from which some drafters learn.
     """
 
     target: Path
@@ -122,12 +127,12 @@ class Comparison:
 
     @property
     def results(self) -> list[str]:
-        """Return the names of drafts and drafters, each of which gets a score."""
+        """Return the names of all drafts and drafters. Each gets a score for every batch size."""
         return [*self.drafts, *(spec.name for spec in self.drafters)]
 
     @property
     def draft_paths(self) -> list[Path]:
-        """Return all draft models, including the draft models of drafters."""
+        """Return the directories of all draft models, including those of drafters."""
         paths = [*self.drafts.values()]
         for spec in self.drafters:
             paths += spec.paths(self.default_draft, models_only=True)
@@ -135,7 +140,7 @@ class Comparison:
 
     @property
     def inputs(self) -> list[Path]:
-        """Return the files and directories that the output's record names as inputs."""
+        """Return the files and directories that decide the scores. The record of the output names them."""
         read = [self.target, *self.drafts.values()]
         for spec in self.drafters:
             read += spec.paths(self.default_draft)
@@ -145,7 +150,10 @@ class Comparison:
 
     @property
     def context(self) -> int:
-        """Return the number of cached tokens halfway through the answer to a median prompt."""
+        """Return the number of cached tokens halfway through the answer to a prompt of median length.
+
+        The latency of single passes is measured at this number.
+        """
         requests = self.requests
         return (
             int(median(len(p.ids) for p in requests.prompts.rows))
@@ -159,13 +167,13 @@ class Comparison:
 
     @property
     def two_precisions(self) -> bool:
-        """Return whether plain decoding is timed with int8 weights and without."""
+        """Return whether plain decoding is timed both with int8 weights and with full weights."""
         return self.engine.int8 and not self.hosted
 
     def made(self, name: str) -> list[Stage] | None:
-        """Return the commands that made a draft or the inputs of a drafter.
+        """Return the commands that made a draft, or the draft models and heads of a drafter.
 
-        [] if the drafter reads no checkpoint. None if a checkpoint has no record.
+        The result is [] for a drafter without such inputs, and None if an input has no record.
         """
         known = [lineage(path, self.target) for path in self._paths(name)]
         stages: dict[Path, Stage] = {}
@@ -174,10 +182,7 @@ class Comparison:
         return list(stages.values()) if all(known) else None
 
     def learnt_prompts(self) -> dict[str, int]:
-        """Return how many prompts of the score were in the training data of each draft and drafter.
-
-        Every store is read once.
-        """
+        """Return how many prompts of the score were in the training data of each draft and drafter, by name."""
         asked = [tuple(prompt.ids) for prompt in self.requests.prompts.rows]
         prompts_of: dict[Path, set[tuple[int, ...]]] = {}
         counts: dict[str, int] = {}
@@ -194,7 +199,7 @@ class Comparison:
         return counts
 
     def _paths(self, name: str) -> list[Path]:
-        """Return the checkpoints of a draft or drafter."""
+        """Return the directory of the draft with this name, or the inputs of the drafter with this name."""
         spec = next((spec for spec in self.drafters if spec.name == name), None)
         return [self.drafts[name]] if spec is None else spec.paths(self.default_draft)
 
@@ -216,7 +221,10 @@ class Comparison:
         }
 
     def _cost(self, texts: int) -> dict[str, object]:
-        """Return the FLOPs and the bytes of a run, for a dry run, which assumes a target pass per token."""
+        """Return the FLOPs of all prefills and the bytes that decoding reads, from which a dry run estimates the time.
+
+        Every token counts as one pass of the target. texts: Number of generations.
+        """
         target, requests = read_size(self.target), self.requests
         prompt = int(median(len(p.ids) for p in requests.prompts.rows))
         passes = texts * requests.sampling.max_tokens // max(self.batches)
@@ -226,7 +234,7 @@ class Comparison:
         }
 
     def _memory(self) -> str:
-        """Return the GB that models, caches and logits take, and with a device map the GB of the first device."""
+        """Return text about the GB that models, caches and logits take; with a device map, also on the first device."""
         needs = self.needs(spread=True)
         total, own = sum(needs.values()), sum(self.needs().values())
         text = f"{total / 1e9:.3g} GB: {devices.listed(needs)}"
@@ -234,20 +242,20 @@ class Comparison:
             return text
         first = [f"{(own + (total - own) / count) / 1e9:.3g}" for count in DEVICES]
         counts = ", ".join(map(str, DEVICES))
-        return f"{text}; in equal parts the first of {counts} devices takes {', '.join(first)} GB"
+        return f"{text}; split evenly, the first of {counts} devices takes {', '.join(first)} GB"
 
     def check(self) -> None:
-        """Check drafts, drafters, requests and engine against each other.
+        """Check that drafts, drafters, requests and engine fit each other. No model is loaded.
 
         Raises:
-            UserError: The prompts do not fill the batches, two results have the same name, a drafter or a mode does not
-                fit, a text is longer than a context, or a tokenizer has no chat template.
+            UserError: The prompts do not fill the batches, two results have the same name, a drafter or the mode does
+                not fit, a text does not fit into a model's context, or a tokenizer lacks a chat template.
         """
         for batch in self.batches:
             if (count := self.requests.prompts.requests) % batch:
                 raise UserError(
-                    f"--batch {batch}: {count} prompts do not fill batches of {batch}; choose a multiple of it by "
-                    "--num-prompts"
+                    f"--batch {batch}: {count} prompts do not fill batches of {batch}; choose a multiple of the batch "
+                    "size with --num-prompts"
                 )
         if twice := [name for name in self.results if self.results.count(name) > 1]:
             raise UserError(
@@ -258,10 +266,10 @@ class Comparison:
             self._check_parallel(path)
         engine = self.engine
         if engine.int8 and engine.mode != "native":
-            raise UserError(f"--int8 needs --mode native, and this run has mode {engine.mode}")
+            raise UserError(f"--int8 needs --mode native, but this run has mode {engine.mode}")
         if engine.target_int8 and self.hosted:
             raise UserError(
-                "--int8: transformers runs the target without rounding; use --int8 draft"
+                "--int8: transformers runs the target, whose weights cannot be rounded; use --int8 draft"
             )
         models = {"the target": self.target, **self.drafts}
         with about("--max-new-tokens"):
@@ -273,17 +281,29 @@ class Comparison:
                 check_chat_template(path)
 
     def check_context(self, contexts: Mapping[str, int], drafted: int) -> None:
-        """Raise UserError if the longest text with its drafted tokens exceeds a context. contexts: By model."""
+        """Check that the longest text with its drafted tokens fits into the context of every model.
+
+        Args:
+            contexts: Largest number of tokens that each model can read, by the name of the model.
+            drafted: Largest number of drafted tokens in a step.
+
+        Raises:
+            UserError: The text is longer than a context.
+        """
         longest, max_tokens = self.requests.prompts.longest, self.requests.sampling.max_tokens
         for name, context in contexts.items():
             if longest + max_tokens + drafted > context:
                 raise UserError(
-                    f"a prompt has {longest} tokens; with {max_tokens} new and {drafted} drafted tokens it "
-                    f"exceeds the context of {name}, {context}; shorten prompts or lower --max-new-tokens"
+                    f"a prompt has {longest} tokens; with {max_tokens} new and {drafted} drafted tokens, it exceeds "
+                    f"the context of {name}, {context} tokens; shorten prompts or lower --max-new-tokens"
                 )
 
     def check_memory(self) -> None:
-        """Raise UserError if weights, caches and logits exceed the free memory, without a target on a device map."""
+        """Check that weights, caches and logits fit into the free memory. A target with a device map does not count.
+
+        Raises:
+            UserError: The memory is too small.
+        """
         devices.check_fits(
             self.needs(),
             self.engine.device,
@@ -291,7 +311,10 @@ class Comparison:
         )
 
     def needs(self, *, spread: bool = False) -> Mapping[str, float]:
-        """Return the bytes that drafts and target need, by purpose. spread: Count a target on a device map, too."""
+        """Return the bytes that drafts and target need, by purpose.
+
+        spread: Whether to count the weights of a target with a device map as well.
+        """
         spread = spread or self.engine.device_map is None
         models = dict.fromkeys([self.target, *self.draft_paths])
         sizes = {path: read_size(path) for path in models if spread or path != self.target}
@@ -322,7 +345,11 @@ class Comparison:
             spec.check(run)
 
     def _check_parallel(self, draft: Path) -> None:
-        """Print a note on how a parallel draft is used. Raises UserError: its mask token is not in the vocabulary."""
+        """Print notes about how a parallel draft is used, and for how many tokens it was trained.
+
+        Raises:
+            UserError: The draft's mask token is not in the vocabulary.
+        """
         if parallel.pard_token(draft) is None:
             return
         name, trained = hub.checkpoint_name(draft), parallel.trained_offsets(draft)
@@ -330,13 +357,16 @@ class Comparison:
             f"{name} drafts all tokens in one pass; for one pass per token, use --drafter model:draft={draft}"
         )
         if trained is not None and max(self.ks) > trained:
-            beyond = f"tokens beyond that, up to K = {max(self.ks)}, are drafted untrained"
+            beyond = f"it drafts further tokens, up to K = {max(self.ks)}, without training"
             note(f"{name} was trained to draft {trained} tokens; {beyond}")
 
 
 @contextlib.contextmanager
 def with_rounded_drafts(comparison: Comparison) -> Iterator[Comparison]:
-    """Yield the comparison with rounded copies of the drafts whose names end in @TYPE, such as NAME@q8_0."""
+    """Yield a copy of the comparison that has rounded copies of all drafts whose names end in @TYPE, as NAME@q8_0.
+
+    The rounded drafts are removed after the block.
+    """
     drafts = dict(comparison.drafts)
     with contextlib.ExitStack() as stack:
         for name, path in comparison.drafts.items():
@@ -345,8 +375,8 @@ def with_rounded_drafts(comparison: Comparison) -> Iterator[Comparison]:
                 drafts[name] = Path(stack.enter_context(tempfile.TemporaryDirectory())) / name
                 drafts[name].mkdir()
                 note(
-                    f"{name}: weights are rounded to {kind}, but run at the speed of draftlab's engine, not of "
-                    "llama.cpp"
+                    f"{name}: the weights are rounded to {kind}, but the draft runs at the speed of draftlab's engine, "
+                    "not of llama.cpp"
                 )
                 write_fake_quantized(path, drafts[name], kind)
         yield replace(comparison, drafts=drafts)

@@ -1,4 +1,4 @@
-"""Accuracy on lm-eval's tasks, of checkpoints (lm-eval's model ``hf``) and of servers (``local-completions``)."""
+"""Accuracy on the tasks of lm-eval, for checkpoints (lm-eval's model ``hf``) and servers (``local-completions``)."""
 
 import contextlib
 import hashlib
@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # takes seconds to import
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
-# bootstrap samples for metrics without a closed form; lm-eval's default of 100,000 takes minutes
+# number of bootstrap samples for metrics whose error has no closed form; lm-eval's default of 100,000 takes minutes
 BOOTSTRAP_SAMPLES = 1000
-SERVED_CONTEXT = 2048  # lm-eval's default, for servers that do not report a context
-LOCAL_DATA = "; missing data is downloaded from the hub; a YAML task can name a local file instead (docs/measuring.md)"
+SERVED_CONTEXT = 2048  # lm-eval's default context, for servers that do not report a context
+LOCAL_DATA = "; missing data is downloaded from the hub, but a YAML task can name a local file (docs/measuring.md)"
 UNSUPPORTED = ("unsafe_code", "doc_to_image", "doc_to_audio")
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """Tasks of lm-eval, and their settings. scored: Name of a task that needs log-probabilities of prompts, or None."""
+    """Tasks of lm-eval, and their settings.
+
+    Args:
+        index: Index of all tasks that lm-eval knows.
+        limit: Largest number of items that are evaluated of each task.
+        scored: Name of a task that needs log-probabilities of prompts, or None if no task does.
+    """
 
     names: list[str]
     index: "TaskManager"
@@ -57,20 +63,21 @@ class Tasks:
         spread: bool = False,
         int8: bool = False,
     ) -> list[TaskResult]:
-        """Return every metric of every task.
+        """Evaluate a checkpoint, and return every metric of every task.
 
-        A checkpoint with a trimmed head is evaluated with the complete head.
+        A checkpoint with a trimmed lm_head is evaluated with the complete lm_head.
 
         Args:
             spread: Whether to spread the model over all devices.
-            int8: Whether to round its matrices as mode native does.
+            int8: Whether to round the model's matrices to 8 bits, as mode native does.
 
         Raises:
             UserError: lm-eval cannot evaluate the checkpoint.
         """
         with (
             _running(f"lm-eval on {hub.checkpoint_name(directory)}"),
-            tempfile.TemporaryDirectory() as offload_folder,  # for weights that fit neither devices nor memory
+            # for weights that fit neither into the devices nor into memory
+            tempfile.TemporaryDirectory() as offload_folder,
         ):
             from lm_eval.models.huggingface import HFLM
 
@@ -91,7 +98,9 @@ class Tasks:
             return self._results(lm)
 
     def of_server(self, server: Server, tokenizer: Path) -> list[TaskResult]:
-        """Return every metric of every task of a served model. tokenizer: Directory of the model's tokenizer.
+        """Evaluate the model of a server, and return every metric of every task.
+
+        tokenizer: Directory of the model's tokenizer.
 
         Raises:
             UserError: The server does not answer.
@@ -106,7 +115,7 @@ class Tasks:
                 base_url=f"{url}/v1/completions",
                 tokenizer_backend="huggingface",
                 tokenizer=str(tokenizer),
-                add_bos_token=True,  # add the tokenizer's special tokens, as lm-eval's model hf does
+                add_bos_token=True,  # adds the tokenizer's special tokens, as lm-eval's model hf does
                 max_length=server.max_length or SERVED_CONTEXT,
                 batch_size=self.batch_size,
                 seed=self.seed,
@@ -116,7 +125,11 @@ class Tasks:
             return self._results(lm)
 
     def check_server(self, server: Server) -> None:
-        """Raise UserError if a task needs log-probabilities of prompts and the server returns none."""
+        """Check that the server returns log-probabilities of prompts if a task needs them.
+
+        Raises:
+            UserError: A task needs them, but the server does not return them.
+        """
         if self.scored is not None and not server.adapter.has_prompt_logprobs:
             raise UserError(
                 f"--tasks {self.scored}: {server.http.url} ({server.kind}) returns no log-probabilities of "
@@ -147,7 +160,7 @@ class Tasks:
 
 
 def _round(model: nn.Module) -> None:
-    """Round the matrices of a model to int8. The embedding stays as it is, even if it is the output layer."""
+    """Round the matrices of a model to int8. A tied lm_head is rounded, but the embedding stays as it is."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             weights, scale = round_int8(module.weight.detach())
@@ -165,10 +178,15 @@ def load_tasks(
     include_path: Path | None = None,
     seed: int = 0,
 ) -> Tasks:
-    """Load the data of every task, before any model is loaded. names: Tasks, groups, tags or YAML files.
+    """Find the tasks, and load their data, so that errors appear before any model is loaded.
+
+    Args:
+        names: Names of tasks, groups or tags, or paths of YAML files.
+        limit: Largest number of items that are evaluated of each task.
+        include_path: Folder with YAML files of additional tasks.
 
     Raises:
-        UserError: A task or its data is missing, the kind of task is not supported, or the task does not take
+        UserError: A task or its data is missing, a task is of a kind that is not supported, or a task does not take
             --num-fewshot.
     """
     with _running(f"--tasks {','.join(names)}", hint=LOCAL_DATA):
@@ -192,7 +210,7 @@ def load_tasks(
                 )
             if num_fewshot and task.get_config("num_fewshot") == 0:
                 raise UserError(
-                    f"--num-fewshot {num_fewshot}: {name} is always evaluated with 0 examples; leave --num-fewshot out"
+                    f"--num-fewshot {num_fewshot}: {name} is always evaluated without examples; leave --num-fewshot out"
                 )
             if task.OUTPUT_TYPE != "generate_until":
                 scored = scored or name
@@ -209,7 +227,7 @@ def load_tasks(
 
 
 def check_chat_template(directory: Path) -> None:
-    """Raise UserError if the tokenizer has no chat template."""
+    """Check that the tokenizer in a directory has a chat template. Raises UserError: there is none."""
     if not checkpoint.load_tokenizer(directory).chat_template:
         raise UserError(f"--apply-chat-template: the tokenizer of {directory} has no chat template")
 
@@ -220,7 +238,13 @@ def _task_results(
     higher_is_better: dict[str, bool | None],
     samples: list[dict[str, Any]],
 ) -> Iterator[TaskResult]:
-    """Yield lm-eval's flat "metric,filter" and "metric_stderr,filter" as records, without the filter name "none"."""
+    """Yield a TaskResult for each metric of a task.
+
+    Args:
+        measured: lm-eval's values of the task, with keys "metric,filter" and "metric_stderr,filter".
+        higher_is_better: Whether a higher value is better, by metric.
+        samples: lm-eval's records of the items.
+    """
     digest = hashlib.sha256()
     for sample in sorted(samples, key=lambda s: s["doc_id"]):
         digest.update((sample["doc_hash"] + sample["prompt_hash"] + sample["target_hash"]).encode())
@@ -250,20 +274,26 @@ def _task_results(
 
 
 def _items(samples: list[dict[str, Any]], metric: str, filtered: str) -> list[float]:
-    """Return a metric's value for each item, in the order of the task, or [] for metrics without values of items."""
+    """Return the value of a metric for each item, in the order of the task, or [] if items have no value."""
     ordered = sorted((s for s in samples if s["filter"] == filtered), key=lambda s: s["doc_id"])
     values = [_number(s.get(metric)) for s in ordered]
     return [v for v in values if v is not None] if None not in values else []
 
 
 def _number(value: object) -> float | None:
-    """Return a finite number, or None for 'N/A', text and NaN."""
+    """Return a value as a number, or None for text such as 'N/A', infinity and NaN."""
     return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
 
 
 @contextlib.contextmanager
 def _running(label: str, *, secret: str = "", shown: str = "", hint: str = "") -> Iterator[None]:
-    """Silence lm-eval, and turn its errors into UserErrors, with `shown` in place of `secret` in the text."""
+    """Silence lm-eval during the block, and turn any error into a UserError.
+
+    Args:
+        label: Start of the error message.
+        secret: Text that is replaced by `shown` in the error message, such as an address with a password.
+        hint: End of the error message.
+    """
     before = logging.root.manager.disable
     with heartbeat(label):
         logging.disable(logging.WARNING)

@@ -49,10 +49,10 @@ LATENCY_PASSES = 60
 
 
 def score(comparison: Comparison, output: Output) -> list[Score]:
-    """Measure every draft, write NAME/score.json for each, and return the scores in the order of the drafts.
+    """Measure every draft and drafter, write NAME/score.json for each, and return the scores.
 
     Raises:
-        UserError: Memory is too small, or a text does not fit a model's context.
+        UserError: Memory is too small, or a text does not fit into a model's context.
     """
     with with_rounded_drafts(comparison) as used:
         scores = measure(used, output.command_line)
@@ -65,7 +65,7 @@ def score(comparison: Comparison, output: Output) -> list[Score]:
 
 
 def measure(comparison: Comparison, command: str) -> list[Score]:
-    """Time all drafts and drafters, and return the scores. command: Command line to store in the scores."""
+    """Measure all drafts and drafters, and return the scores. command: Command line to record in the scores."""
     if comparison.engine.threads is not None:
         torch.set_num_threads(comparison.engine.threads)
     comparison.check_memory()
@@ -91,7 +91,7 @@ def measure(comparison: Comparison, command: str) -> list[Score]:
 
 
 class Models:
-    """The decoders of a comparison's checkpoints, each loaded once."""
+    """The models of a comparison. Each checkpoint is loaded once, at its first use."""
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self.engine = comparison, comparison.engine
@@ -99,7 +99,11 @@ class Models:
         self._running: dict[tuple[Path, bool], Decoder] = {}
 
     def eager(self, directory: Path) -> Decoder:
-        """Return the decoder of a checkpoint in mode eager."""
+        """Return the model of a checkpoint in mode eager.
+
+        Raises:
+            UserError: The model cannot decode in batches.
+        """
         if directory not in self._loaded:
             engine = self.engine
             note(f"loading {hub.checkpoint_name(directory)}")
@@ -113,7 +117,7 @@ class Models:
         return self._loaded[directory]
 
     def running(self, directory: Path, int8: bool) -> Decoder:
-        """Return the decoder of a checkpoint in the run's mode. int8: Whether to round its weights."""
+        """Return the model of a checkpoint in the mode of the run. int8: Whether to round its weights to 8 bits."""
         if (directory, int8) not in self._running:
             model = self.eager(directory)
             running = (
@@ -131,7 +135,10 @@ class Models:
 
     @property
     def other_target(self) -> Decoder | None:
-        """Return the target at the precision that only plain decoding is timed at, or None without int8."""
+        """Return the target at its second precision (int8 or full), at which only plain decoding is timed.
+
+        Without int8 there is one precision, and the result is None.
+        """
         return (
             self.running(self.comparison.target, not self.engine.target_int8)
             if self.comparison.two_precisions
@@ -141,9 +148,13 @@ class Models:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The loaded models of a comparison.
+    """The loaded models of a comparison, ready to be timed.
 
-    runs: Drafts and drafters by name. tasks: lm-eval results by directory.
+    Args:
+        runs: Drafts and drafters, by name.
+        tasks: Results of lm-eval, by the directory of the model.
+        command: Command line to record in the scores.
+        learnt_prompts: How many prompts were in the training data of each draft or drafter, by name.
     """
 
     comparison: Comparison
@@ -155,7 +166,7 @@ class Measurement:
     learnt_prompts: Mapping[str, int]
 
     def scores(self, batch: int) -> list[Score]:
-        """Time all drafts and drafters at a batch size."""
+        """Time all drafts and drafters at a batch size, and return a score for each."""
         latency = self._latency(batch)
         before = read_core_time()
         measured = self._throughput(batch)
@@ -171,7 +182,10 @@ class Measurement:
         return scores
 
     def _rounding(self, measured: TimedArms) -> Rounding | None:
-        """Compare the target with int8 weights and without, on the prompts with the answers of plain decoding."""
+        """Compare the target with and without int8 weights, on the prompts and the answers of plain decoding.
+
+        Without int8, return None.
+        """
         target, other = self.models.target, self.models.other_target
         if other is None:
             return None
@@ -184,16 +198,18 @@ class Measurement:
         return compare(whole, rounded, texts)
 
     def _latency(self, batch: int) -> dict[str, list[Latency]]:
-        """Time single passes of the models in draftlab's engine, and return the latencies by name.
+        """Time single passes of all models that draftlab's engine runs, and return the latencies by name.
 
-        The target's name is "".
+        The name of the target is "".
         """
         decoders = {"": self.models.target, **{name: run.model for name, run in self.runs.items()}}
         own = {name: model for name, model in decoders.items() if isinstance(model, Llama)}
         if not own:
             return {}
         widths = [1, *(k + 1 for k in self.comparison.ks)]
-        note(f"latency of {len(own)} models at widths {widths[0]} to {widths[-1]}, batch {batch}")
+        note(
+            f"timing passes of {len(own)} models over {widths[0]} to {widths[-1]} tokens, batch size {batch}"
+        )
         with heartbeat("latency"):
             return measure_latency(
                 own,
@@ -260,7 +276,10 @@ class Measurement:
         )
 
     def _label(self, name: str, batch: int) -> str:
-        """Return the name of a result: the draft or drafter, @int8 for rounded weights, -bBATCH for several batches."""
+        """Return the name of a score: the name of the draft or drafter, with @int8 if its weights are rounded.
+
+        If there are several batch sizes, the name ends in -bBATCH.
+        """
         comparison = self.comparison
         models = [*comparison.drafts, *(s.name for s in comparison.drafters if s.drafts)]
         rounded = "@int8" if comparison.engine.draft_int8 and name in models else ""
@@ -310,12 +329,12 @@ class Measurement:
         return rounded or (None if run.model is None else self._weights(run.model))
 
     def _weights(self, model: Decoder) -> str:
-        """Return the precision of a model's weights: int8, the checkpoint's quantisation, or the run's dtype."""
+        """Return the precision of a model's weights: int8, the checkpoint's quantisation, or the dtype of the run."""
         return model.weights_dtype or checkpoint.dtype_name(self.comparison.engine.dtype)
 
 
 def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:
-    """Return the lm-eval results of the target and of the drafts, by directory."""
+    """Evaluate the target and the drafts with lm-eval, and return the results by directory. {} without --tasks."""
     tasks, engine = comparison.tasks, comparison.engine
     if tasks is None:
         return {}
@@ -333,7 +352,10 @@ def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:
 
 
 def compare(whole: Decoder, rounded: Decoder, texts: Sequence[Sequence[int]]) -> Rounding:
-    """Compare the next-token distributions of a model and of its rounded copy after every token of texts."""
+    """Compare the next-token distributions of a model and of its rounded copy, after every token of the texts.
+
+    texts: Token ids of each text.
+    """
     divergence, equal, count = 0.0, 0, sum(map(len, texts))
     for text in texts:
         ids = torch.tensor([text])
@@ -347,7 +369,10 @@ def compare(whole: Decoder, rounded: Decoder, texts: Sequence[Sequence[int]]) ->
 
 
 def _with_turns(comparison: Comparison, models: Models) -> Comparison:
-    """Return the comparison with a prompt for every turn, including the target's answers to earlier turns."""
+    """Return a copy of the comparison in which every turn of a conversation is a prompt of its own.
+
+    A turn follows the target's answers to the earlier turns.
+    """
     requests, target = comparison.requests, comparison.target
     if requests.prompts.requests == len(requests.prompts.rows):
         return comparison
@@ -367,7 +392,7 @@ def _with_turns(comparison: Comparison, models: Models) -> Comparison:
 
 
 def _runs(comparison: Comparison, models: Models) -> dict[str, DrafterRun]:
-    """Return the drafts and drafters by name."""
+    """Load all drafts, build all drafters, and return them by name."""
     context = DrafterContext(
         models.target,
         comparison.target,

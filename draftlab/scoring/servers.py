@@ -1,7 +1,7 @@
-"""Score a draft through two running servers: a plain server with the target, and a server with target and draft.
+"""Score a draft with two running servers: a plain server with the target, and a server with target and draft.
 
-Requests go one at a time, to both servers in turn, or to one server in each of two runs. The time of a request includes
-prefill, decoding and transport, which a client cannot separate.
+Requests are sent one at a time, to both servers in turn, or to one server in each of two runs. The time of a request
+has prefill, decoding and transport, which a client cannot separate.
 """
 
 import json
@@ -38,14 +38,18 @@ from draftlab.target_outputs.targets import check_server_tokenizer
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 PLAIN_FILE = "plain.json"
-PREFIX_HITS = ":prefix_cache_hits_total"  # vLLM counts the prompt tokens from its prefix cache
+PREFIX_HITS = ":prefix_cache_hits_total"  # vLLM's counter of prompt tokens from its prefix cache
 OPTIONS = {PLAIN: "--server", SPECULATIVE: "--speculative-server"}
 
 
 class PlainAnswers(FileModel):
-    """Answers of the server without a draft, stored until the other server runs.
+    """Answers of the server without a draft, which are stored until the server with the draft runs.
 
-    asked: Conditions that both servers share.
+    Args:
+        kind, model, version: Kind and version of the server, and name of its model.
+        asked: Conditions of the requests. Both servers must get the same requests.
+        runs: Generations, in the order of the requests.
+        tokens: Token ids of each answer in the first repeat.
     """
 
     kind: str
@@ -59,13 +63,13 @@ class PlainAnswers(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedComparison:
-    """Servers to compare, and the requests to them.
+    """Two servers to compare, and the requests to send to them.
 
     Args:
-        servers: Servers by PLAIN and SPECULATIVE.
-        stored: Answers of a plain server in an earlier run.
+        servers: The running servers, under the keys PLAIN and SPECULATIVE.
+        stored: Answers of the plain server in an earlier run, or None.
         draft: Name or directory of the draft.
-        tokenizer: Directory of the target, which needs no more than a tokenizer.
+        tokenizer: Directory of the target, which needs only a tokenizer.
     """
 
     servers: dict[str, Server]
@@ -81,11 +85,11 @@ class ServedComparison:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Return the conditions that both servers share, as JSON values."""
+        """Return the conditions of the requests, which are equal for both servers, as JSON values."""
         return json.loads(json.dumps(self.requests.conditions()))
 
     def facts(self) -> Mapping[str, object]:
-        """Return the lines that a dry run prints, by their names."""
+        """Return the facts that a dry run shows."""
         count = len(self.servers) * self.requests.repeats * self.requests.prompts.requests
         return {
             "servers": "; ".join(server.describe() for server in self.servers.values()),
@@ -95,7 +99,12 @@ class ServedComparison:
 
 @dataclass(slots=True)
 class ServerAnswers:
-    """Answers of one server, with the server's metrics before and after. tokens: Token ids of the first repeat."""
+    """Answers of one server, and the server's metrics before and after them.
+
+    Args:
+        tokens: Token ids of each answer in the first repeat.
+        answer_counters: Counters of speculative decoding in each answer, if the server sends them (SGLang).
+    """
 
     runs: list[ServedGeneration] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -106,7 +115,10 @@ class ServerAnswers:
     def ask(
         self, server: Server, prompt: list[int], sampling: SamplingParams, clock: Clock
     ) -> tuple[list[int], float]:
-        """Return the token ids of an answer and its seconds, and add its counters if it has any (SGLang)."""
+        """Send a prompt to the server, and return the token ids and the seconds of the answer.
+
+        Counters in the answer, as SGLang sends them, are added to answer_counters.
+        """
         start = clock()
         ids, counters = server.generate_ids(prompt, sampling)
         seconds = clock() - start
@@ -116,7 +128,7 @@ class ServerAnswers:
 
     @property
     def counters(self) -> Counters | None:
-        """Return the increase of the server's speculative counters, or None if nothing was drafted."""
+        """Return how much the server's counters of speculative decoding grew, or None if nothing was drafted."""
         if not self.answer_counters:
             return spec_decode_counters(self.before, self.after)
         accepted = [0.0] * max(len(c.num_accepted_tokens_per_pos) for c in self.answer_counters)
@@ -137,11 +149,11 @@ class ServerAnswers:
 
 
 def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
-    """Measure the servers, and write and return the score. With a plain server only, write and return its answers.
+    """Measure the servers, and write and return the score. With only a plain server, write and return its answers.
 
     Raises:
-        UserError: A server's vocabulary is not the tokenizer's; both servers draft, or neither; a server answered other
-            clients at the same time; or the stored answers are to other requests.
+        UserError: The vocabulary of a server differs from the tokenizer's; both servers draft, or neither does; a
+            server answered other clients at the same time; or the stored answers are to other requests.
     """
     for server in comparison.servers.values():
         check_server_tokenizer(server, comparison.tokenizer)
@@ -175,13 +187,19 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
 
 
 def with_turns(comparison: ServedComparison) -> ServedComparison:
-    """Return the comparison with a prompt for every turn, including the plain server's answers to earlier turns."""
+    """Return a copy of the comparison in which every turn of a conversation is a prompt of its own.
+
+    A turn follows the plain server's answers to the earlier turns.
+
+    Raises:
+        UserError: The answers are missing and the plain server does not run, or the server fails.
+    """
     server, requests = comparison.servers.get(PLAIN), comparison.requests
 
     def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int]]:
         if server is None:
             raise UserError(
-                f"the answers to earlier turns are missing in {turns.FOLDER}; run score --server URL again"
+                f"the answers to earlier turns are missing in the folder {turns.FOLDER}; run score --server URL again"
             )
         completions = server.generate([p.ids for p in prompts], requests.sampling)
         return [completion.ids for completion in completions]
@@ -203,11 +221,15 @@ def measure(
 ) -> dict[str, ServerAnswers]:
     """Send every prompt to every server `repeats` times, with the servers in alternating order.
 
-    Raises the errors of score.
+    Args:
+        advance: Function that takes the number of prompts that are finished.
+
+    Raises:
+        UserError: Both servers draft, or neither does.
     """
     servers, requests = comparison.servers, comparison.requests
     prompts = [prompt.ids for prompt in requests.prompts.rows]
-    # the reversed prompt is as long, but does not fill the prefix cache for the prompt
+    # the warm-up reverses the prompt, so that its length is right but the prefix cache has no part of the prompt
     _warm_up(comparison, prompts[0][::-1], clock)
     answers = {role: ServerAnswers(before=read_metrics(server)) for role, server in servers.items()}
     for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
@@ -222,32 +244,36 @@ def measure(
         if tokens := answers[role].cached_prompt_tokens:
             note(
                 f"{server.http.url} took {tokens:.0f} prompt tokens from its prefix cache, so repeats were faster "
-                "than first answers; start vLLM with --no-enable-prefix-caching"
+                "than the first answers; start vLLM with --no-enable-prefix-caching"
             )
     return answers
 
 
 def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> None:
-    """Check that the server's counters explain the number of received tokens.
+    """Check that a server's counters agree with the number of tokens that we received.
 
-    Each answer has one token of the prefill, one token per step, and the accepted tokens.
+    Each answer has one token from the prefill, one token per step, and the accepted tokens.
 
     Raises:
-        UserError: The counters do not match our requests, so the server answered other clients, too.
+        UserError: The counters do not agree, so the server answered other clients as well.
     """
     tokens = sum(r.tokens for r in runs)
     most = len(runs) + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
     if (
         not tokens <= most <= tokens + len(runs) * (counters.k + 1)
-    ):  # allow one cut step per text, its last
+    ):  # the last step of each text may be cut
         raise UserError(
-            f"{url} counted {counters.num_drafts:.0f} steps, for {most:.0f} tokens, but {tokens} arrived here, so "
-            "it also answered other clients; run this again without them"
+            f"{url} counted {counters.num_drafts:.0f} steps, for {most:.0f} tokens, but {tokens} tokens arrived here, "
+            "so the server also answered other clients; run this again without other clients"
         )
 
 
 def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> None:
-    """Check with one request per server that only the speculative server drafts, then warm up both servers."""
+    """Check with one request per server that only the speculative server drafts, and then warm up the servers.
+
+    Raises:
+        UserError: The plain server drafts, or the speculative server does not.
+    """
     sampling = comparison.requests.sampling
     for role, server in comparison.servers.items():
         answers = ServerAnswers(before=read_metrics(server))
@@ -265,13 +291,13 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
     for server in comparison.servers.values():
         if not warm_up(lambda server=server: discarded.ask(server, prompt, sampling, clock)[1]):
             note(
-                f"{server.http.url} still answers in times that vary by more than 10 % after the warm-up; other "
-                "load may disturb it"
+                f"the answer times of {server.http.url} still vary by more than 10 % after the warm-up; other load "
+                "may disturb the server"
             )
 
 
 def read_metrics(server: Server) -> dict[str, float]:
-    """Return the counters of the server's metrics page. SGLang gives none, as its answers have the counters."""
+    """Return the counters on the metrics page of a server. For SGLang return {}, because its answers have counters."""
     return {} if server.kind == "sglang" else server.metrics()
 
 
@@ -289,7 +315,11 @@ def _plain_answers(comparison: ServedComparison, answers: ServerAnswers) -> Plai
 
 
 def _check_same(comparison: ServedComparison) -> None:
-    """Raise UserError if the stored answers are to other requests, or come from another kind of server."""
+    """Check that stored answers are from the same kind of server as the speculative server, and to the same requests.
+
+    Raises:
+        UserError: The kind of server or the requests differ.
+    """
     stored = comparison.stored
     if stored is None:
         return
@@ -343,12 +373,12 @@ def _score(
 
 
 def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]:
-    """Return the lm-eval results of the draft, which runs on this machine. Empty if there is no local checkpoint."""
+    """Evaluate the draft on this machine with lm-eval, and return the results. [] without a local checkpoint."""
     if comparison.tasks is None:
         return []
     if draft.sha256 is None:
         note(
-            f"--tasks: only the target is evaluated, because {draft.name} is no checkpoint on this machine"
+            f"--tasks: only the target is evaluated, because {draft.name} is not a checkpoint on this machine"
         )
         return []
     device = checkpoint.resolve_device("auto")
@@ -358,7 +388,7 @@ def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]
 
 
 def _model(directory: Path, name: str) -> Model:
-    """Return facts about a local checkpoint, or only the name without one."""
+    """Return a local checkpoint as the Model of a score. Without a checkpoint, the Model has only a name."""
     if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
         return Model(name=Path(name).name, sha256=None, shape=None, latency=[], tasks=[])
     shape, digest = checkpoint.read_shape(directory), provenance.fingerprint(directory)

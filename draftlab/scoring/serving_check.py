@@ -1,6 +1,6 @@
-"""A draft in a running server next to the same draft here: which layer of serving differs.
+"""Compare a draft in a running server with the same draft here, and find the part of serving that differs.
 
-The server writes texts; target and draft score the same texts here. R texts, n tokens of a text, K drafted.
+The server writes texts. Target and draft score the same texts here. R texts, n tokens in a text, K drafted tokens.
 """
 
 import time
@@ -32,14 +32,17 @@ from draftlab.servers.client import Server
 from draftlab.servers.kinds import Finding, SampleMethod, error, ok, warning
 from draftlab.target_outputs.targets import ROUNDED_BELOW, TOLERANCE, check_server_tokenizer
 
-PROMPTS, PROMPT_TOKENS = 16, 48  # requests, and tokens of a prompt from a data source
-TOKENS = 48  # tokens of each answer
-SAME = 1e-3  # mean difference of log-probabilities in float32, in nats
-SAME_TOKENS = 0.97  # share of greedy tokens that the target here would write, with 16-bit arithmetic in the server
+# number of requests, and length of prompts from a data source in tokens
+PROMPTS, PROMPT_TOKENS = (16, 48)
+TOKENS = 48  # length of each answer in tokens
+# largest mean difference of log-probabilities in nats if the server computes in float32
+SAME = 1e-3
+# fraction of greedy tokens that must be the same here if the server computes in 16 bits
+SAME_TOKENS = 0.97
 
 
 class Asked(NamedTuple):
-    """The server's answers to all prompts, and the growth of its counters."""
+    """The server's answers to all prompts, and how much its counters of speculative decoding grew meanwhile."""
 
     texts: TargetTexts
     counters: Counters
@@ -47,7 +50,13 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDraft:
-    """A draft, and a server that should run it. prompts: Token ids."""
+    """A draft, and a running server that should serve it.
+
+    Args:
+        prompts: Token ids of each prompt.
+        temperature: Temperature of the requests.
+        device: Device on which draft and target run here.
+    """
 
     artifact: Checkable
     server: Server
@@ -61,7 +70,7 @@ class ServedDraft:
 
     @property
     def fitting(self) -> list[list[int]]:
-        """Return the prompts that leave room for an answer. Raises UserError: there are none."""
+        """Return the prompts that leave room for an answer in all contexts. Raises UserError: no prompt does."""
         limits = (
             self.artifact.context,
             checkpoint.max_model_len(self.target),
@@ -71,16 +80,17 @@ class ServedDraft:
         prompts = [prompt for prompt in self.prompts if len(prompt) <= most - TOKENS - MOST_DRAFTED]
         if not prompts:
             raise UserError(
-                f"server, target and draft take {most} tokens, and no prompt leaves room for an answer of {TOKENS}; "
-                "name shorter prompts with --prompt-file"
+                f"server, target and draft read at most {most} tokens, but no prompt leaves room for an answer of "
+                f"{TOKENS} tokens; name shorter prompts by --prompt-file"
             )
         return prompts
 
     def findings(self) -> Iterator[Finding]:
-        """Yield a finding for each layer of serving, from the tokenizer to the rule of acceptance.
+        """Yield findings about each part of serving, from the tokenizer to the verify rule.
 
         Raises:
-            UserError: The server refuses a request, or answered other clients at the same time; or no prompt fits.
+            UserError: The server refuses a request or answered other clients at the same time, or no prompt is short
+                enough.
         """
         yield ok("server", self.server.describe())
         try:
@@ -103,33 +113,44 @@ class ServedDraft:
     def _chat_template(self) -> Finding:
         about, tokenizer = "chat template", checkpoint.load_tokenizer(self.target)
         if not tokenizer.chat_template:
-            return ok(about, "the target has none here")
+            return ok(about, "the target has no chat template here")
         own = chat_ids([{"role": "user", "content": PROBES[0]}], tokenizer, str(self.target))
         try:
             ids, count = self.server.chat_prompt(PROBES[0])
         except UserError as failure:
-            return warning(about, f"not compared: {failure}", "ask the server for completions only")
+            return warning(
+                about, f"not compared: {failure}", "send only completion requests to the server"
+            )
         if own == ids or (ids is None and len(own) == count):
-            return ok(about, f"{count} ids of a chat agree" if ids else f"{count} tokens of a chat")
-        text = f"a chat of one message has {count} ids there and {len(own)} here"
+            return ok(
+                about,
+                f"the {count} ids of a chat are the same there and here"
+                if ids
+                else f"a chat has {count} tokens there and here",
+            )
+        text = f"a chat of one message has {count} ids there, but {len(own)} here"
         if ids is not None and len(ids) == len(own):
             at = next(i for i, (a, b) in enumerate(zip(ids, own, strict=True)) if a != b)
-            text = f"id {at} of a chat is {ids[at]} there and {own[at]} here"
+            text = f"id number {at} of a chat is {ids[at]} there, but {own[at]} here"
         return error(
-            about, text, f"serve with the template of {self.target}, or train on the served one"
+            about, text, f"serve with the template of {self.target}, or train with the server's"
         )
 
     def _context(self) -> Iterator[Finding]:
         served, own = self.server.max_length, self.artifact.context
         if served is not None and served > own:
-            text = f"the server takes {served:,} tokens and the draft has {own:,}"
-            fix = "limit the server's context, or replay long prompts: acceptance falls beyond the draft's"
+            text = f"the server reads {served:,} tokens, but the draft only {own:,}"
+            fix = "limit the server's context, or replay long prompts: beyond the draft's context, acceptance falls"
             yield warning("context", text, fix)
         elif served is not None:
-            yield ok("context", f"the server takes {served:,} tokens, the draft has {own:,}")
+            yield ok("context", f"the server reads {served:,} tokens, and the draft {own:,}")
 
     def _ask(self, prompts: list[list[int]]) -> Asked | None:
-        """Send prompts one after the other. The result is None if the server drafts nothing."""
+        """Send prompts to the server, one after the other, and return the answers, or None if nothing was drafted.
+
+        Raises:
+            UserError: The server answered other clients at the same time.
+        """
         answers, texts, runs = ServerAnswers(before=read_metrics(self.server)), [], []
         for number, prompt in enumerate(prompts):
             sampling = SamplingParams(max_tokens=TOKENS, temperature=self.temperature, seed=number)
@@ -151,29 +172,31 @@ class ServedDraft:
         return Asked(asked, counters)
 
     def _target(self, texts: TargetTexts, model: Decoder) -> Iterator[Finding]:
-        """Compare the target's probabilities of the served tokens."""
+        """Compare the target in the server with the target here, by their log-probabilities of the served tokens."""
         vocab = self.artifact.target_vocab
         own = score_tokens(model, texts.pairs, vocab, SamplingParams(temperature=1.0))
         same = float(np.concatenate([scored.ranks == 0 for scored in own]).mean())
         if texts.temperature == 0:
-            text = f"{same:.1%} of the served tokens are the most probable ones here"
-            fix = "serve the same weights without adapters, or name the served model with --target"
+            text = f"{same:.1%} of the served tokens are the most probable tokens here"
+            fix = "serve the same weights without adapters, or name the served model by --target"
             yield ok("target", text) if same >= SAME_TOKENS else error("target", text, fix)
         if not self.server.adapter.has_prompt_logprobs:
-            yield ok("precision", f"{self.server.kind} does not score texts, so it is not compared")
+            yield ok("precision", f"not compared, because {self.server.kind} does not score texts")
             return
         rows = [p + c for p, c in zip(texts.prompts, texts.completions, strict=True)]
         there = [each.logprobs for each in self.server.prompt_logprobs(rows, 0)]
         gap = mean_difference(own, there)
         text = f"log-probabilities of the served tokens differ by {gap:.4f} nats from float32 here"
         if gap > TOLERANCE:
-            fix = f"rounding to 16 bits gives less than {TOLERANCE}: the target is quantised, or has other weights"
+            fix = f"rounding to 16 bits gives less than {TOLERANCE}; the target is quantised or has other weights"
             yield error("precision", text, fix)
         else:
-            yield ok("precision", f"{text}, as {'float32' if gap < SAME else '16 bits'} would")
+            yield ok(
+                "precision", f"{text}, as expected of {'float32' if gap < SAME else '16 bits'}"
+            )
 
     def _acceptance(self, asked: Asked, model: Decoder) -> Iterator[Finding]:
-        """Compare the accepted tokens by their position in the draft, and the rule of acceptance."""
+        """Compare the acceptance by position in the draft, and find how the server's draft samples."""
         texts, adapter, vocab = asked.texts, self.server.adapter, self.artifact.target_vocab
         if texts.temperature == 0:
             texts = extended(texts, model)
@@ -201,7 +224,7 @@ class ServedDraft:
         )
         text = (
             f"{measured:.3f} tokens per target pass there, {here.value:.3f} here ({here.low:.3f} to {here.high:.3f}) "
-            f"at K = {texts.k}; accepted by position, there / here: {positions}"
+            f"at K = {texts.k}; acceptance by position, there / here: {positions}"
         )
         if here.low <= measured <= here.high:
             yield ok("acceptance", text)
@@ -211,20 +234,28 @@ class ServedDraft:
             each = ", ".join(f"{name} {length.value:.3f}" for name, length in lengths.items())
             best, _ = max(lengths.items(), key=lambda each: each[1].value)
             text = f"the server's {measured:.3f} is nearest to a {method} draft ({each})"
-            fix = f"a {best} draft gains more; in vLLM it is draft_sample_method"
+            fix = f"a {best} draft gains more; vLLM's setting for this is draft_sample_method"
             yield ok("rule", text) if best == method else warning("rule", text, fix)
 
 
 def nearest(
     lengths: Mapping[SampleMethod, Interval], measured: float
 ) -> tuple[SampleMethod, Interval]:
-    """Return the way in which the draft samples whose acceptance length is nearest, and the length."""
+    """Return the sampling method of the draft whose acceptance length is nearest to the measured length.
+
+    lengths: Expected acceptance length by sampling method. The result has the nearest length as well.
+    """
     ordered = sorted(lengths.items(), key=lambda each: abs(each[1].value - measured))
     return ordered[0]
 
 
 def mean_difference(own: Sequence[TokenLogprobs], there: Sequence[Sequence[float]]) -> float:
-    """Return the mean difference of log-probabilities. there: Values of a text's tokens, the completion's last."""
+    """Return the mean absolute difference of the log-probabilities of completions, in nats.
+
+    Args:
+        own: Log-probabilities here, of each completion.
+        there: Log-probabilities in the server, of each prompt with its completion.
+    """
     differences = [
         np.abs(scored.logprobs - np.array(row[len(row) - len(scored.logprobs) :]))[
             scored.logprobs > ROUNDED_BELOW
@@ -235,14 +266,17 @@ def mean_difference(own: Sequence[TokenLogprobs], there: Sequence[Sequence[float
 
 
 def extended(texts: TargetTexts, model: Decoder) -> TargetTexts:
-    """Return greedy texts with k more tokens of the target, since every step drafts k tokens."""
+    """Continue greedy texts by k tokens of the target, because the server's last step may draft beyond their end."""
     rows = [p + c for p, c in zip(texts.prompts, texts.completions, strict=True)]
     more = output_tokens(decode(model, rows, SamplingParams(max_tokens=texts.k)))
     return replace(texts, completions=[c + m for c, m in zip(texts.completions, more, strict=True)])
 
 
 def accepted_by_position(chances: Sequence[np.ndarray], k: int) -> list[float]:
-    """Return the share of steps that accept at least i tokens, i = 1..K. chances: See verify.chances_of."""
+    """Return the fraction of steps that accept at least i tokens, i = 1..K.
+
+    chances: Acceptance probabilities of each text, as verify.chances_of returns them.
+    """
     rows = [row[1:].astype(np.float64) for row in chances]
     limits = np.array([len(row) + k for row in rows])
     counts = expected.chain(expected.texts_of(rows, limits), k)
@@ -250,13 +284,16 @@ def accepted_by_position(chances: Sequence[np.ndarray], k: int) -> list[float]:
 
 
 def hint(there: Sequence[float], here: Sequence[float]) -> str:
-    """Return what to look at, by the first position whose acceptance differs."""
+    """Return advice about a difference in acceptance, which depends on whether the first position differs already.
+
+    there, here: Fraction of steps that accept at least i tokens, i = 1..K, in the server and here.
+    """
     if abs(there[0] - here[0]) > 0.1 * max(here[0], 0.1):
         return (
-            "the first drafted token differs already: other layers, norms or weights than the draft's, or another "
-            "precision; serve what draftlab export writes"
+            "the first drafted token differs already: the server has other layers, norms or weights than the draft, or "
+            "another precision; serve what draftlab export writes"
         )
     return (
-        "the first drafted token agrees and later ones do not: the state that is fed back (norm_output, "
-        "norm_before_residual), a window, or more tokens than the head learnt to draft"
+        "only later drafted tokens differ: check the hidden state that the head reads again (norm_output, "
+        "norm_before_residual), the window, and whether K is larger than the head was trained for"
     )

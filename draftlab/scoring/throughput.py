@@ -1,14 +1,14 @@
-"""Time plain and speculative decoding side by side: same engine, same prompts, arms interleaved.
+"""Time plain and speculative decoding in turns, in the same engine and on the same prompts.
 
-An arm is one way to decode: plain decoding (at the precision that verifies, or at another), or a draft at a K. Every
-repeat runs all arms on each batch of prompts, in alternating order, so that drift of the machine affects all arms
-equally.
+An arm is one way to decode: plain decoding (at the precision of verification, or at another precision), or a draft at
+one K. Every repeat runs all arms on each batch of prompts, in alternating order, so that drift of the machine affects
+all arms equally.
 
-A step is one target pass and the drafting before it. Steps with equal numbers of drafted tokens and rows are of one
-kind, and do nearly the same work. A step that takes several times as long has stalled: other work interrupted it. Its
-time is replaced by the median of its kind. A mean would keep the time of the interruption, and so would a median of
-whole prompts, once most prompts are hit. A prefill is compared with prefills of the same prompt. Runs with many stalled
-steps are repeated.
+A step is one target pass, with the drafting before it. Steps of one kind have equal numbers of drafted tokens and of
+rows, and do nearly the same work. A step that takes several times as long as its kind has stalled: other work
+interrupted it. The time of a stalled step is replaced by the median of its kind. A mean would keep the time of the
+interruption, and so would a median over prompts if most prompts were interrupted. A prefill is compared with prefills
+of the same prompt. Runs with many stalled steps are repeated.
 """
 
 from collections import defaultdict, deque
@@ -32,16 +32,17 @@ from draftlab.model.decoder import Decoder
 from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
 
-FACTOR = 3.0  # a step has stalled if it takes this multiple of the quantile USUAL of its kind
-USUAL = 0.8  # share of the steps that are assumed free of stalls
-# fewest steps of a kind that give its usual time; smaller kinds are compared with all steps of the arm
+# a step has stalled if it takes more than this multiple of the quantile USUAL of its kind
+FACTOR = 3.0
+USUAL = 0.8  # fraction of the steps that are assumed free of stalls
+# least number of steps of a kind whose times are compared; steps of rarer kinds are compared with all steps of the arm
 ENOUGH = 10
 PHASES = ("draft_seconds", "verify_seconds", "host_seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step with the number of rows that were still decoding. stall: Seconds that were subtracted from the step."""
+    """A step, and how many rows of the batch were still decoding. stall: Seconds that were subtracted from the step."""
 
     step: Step
     rows: int
@@ -49,7 +50,7 @@ class TimedStep:
 
 
 def timed_steps(rows: Sequence[Sequence[Step]]) -> list[list[TimedStep]]:
-    """Return the steps of each row of a batch, without the prefill."""
+    """Return the steps of each row of a batch, without the prefill. Each step has the number of decoding rows."""
     lengths = np.array([len(row) for row in rows])
     timed: list[list[TimedStep]] = []
     for row in rows:
@@ -58,7 +59,7 @@ def timed_steps(rows: Sequence[Sequence[Step]]) -> list[list[TimedStep]]:
 
 
 def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]:
-    """Return all generations of one arm, with the time of stalled steps replaced."""
+    """Return the steps of all generations of one arm, with usual times in place of the times of stalled steps."""
     kinds: dict[Hashable, list[Step]] = defaultdict(list)
     every = list(chain.from_iterable(runs))
     for timed in every:
@@ -72,9 +73,9 @@ def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]
 
 @dataclass(frozen=True, slots=True)
 class _Usual:
-    """The usual times of a kind of step.
+    """The usual times of one kind of step.
 
-    limit: Seconds above which a step has stalled. phases: Median seconds of each phase.
+    limit: Seconds above which a step has stalled. phases: Median seconds of each phase, without stalled steps.
     """
 
     limit: float
@@ -99,19 +100,19 @@ def _mended(timed: TimedStep, usual: _Usual | None) -> TimedStep:
     return TimedStep(step, timed.rows, seconds - sum(usual.phases))
 
 
-MANY_STALLED = 0.2  # share of stalled steps above which a run is repeated, 1 - USUAL
-WARM_UP_TOKENS = 48  # new tokens of each warm-up text
-TRIES = 2  # repeats of a run with too many stalled steps
+MANY_STALLED = 0.2  # fraction of stalled steps above which a run is repeated, 1 - USUAL
+WARM_UP_TOKENS = 48  # number of new tokens of each warm-up text
+TRIES = 2  # how many times a run with too many stalled steps is repeated at most
 
 AnyArm = TypeVar("AnyArm")
-Arm = tuple[str, int]  # draft's name and K; K = 0 is plain decoding
+Arm = tuple[str, int]  # name of a draft, and K; K = 0 is plain decoding
 PLAIN: Arm = ("", 0)
 OTHER_PLAIN: Arm = ("plain decoding with other weights", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedArms:
-    """Timed generations by arm. tokens: Token ids of the first repeat, by arm."""
+    """Timed generations, by arm (way to decode). tokens: Token ids of each text in the first repeat, by arm."""
 
     generations: dict[Arm, list[Generation]]
     tokens: dict[Arm, list[list[int]]]
@@ -131,19 +132,20 @@ def measure_throughput(
     rule: Rule | None = None,
     draft_temperature: float | None = None,
 ) -> TimedArms:
-    """Decode every prompt in every arm, repeats times, after a warm-up of each arm.
+    """Decode every prompt in every arm (way to decode), `repeats` times, after a warm-up of each arm.
 
     Args:
-        drafters: Drafters with their numbers of drafted tokens.
+        drafters: Drafters with their values of K, by name.
+        prompts: Token ids of each prompt.
         advance: Function that takes the number of finished prompts.
-        other_target: Target at another precision, timed in plain decoding as well.
+        other_target: Target at another precision, at which plain decoding is timed as well.
         clock: Clock in seconds; wall time by default.
-        batch: Number of prompts decoded at once.
+        batch: Number of prompts that are decoded at once.
         rule: Verify rule, see speculative_decode.
         draft_temperature: Temperature of drafts, see speculative_decode.
 
     Raises:
-        UserError: Every text ends with its first token.
+        UserError: Every text ends with its first token, so that there is nothing to time.
     """
     alone = {PLAIN: target} | ({} if other_target is None else {OTHER_PLAIN: other_target})
     arms = [*alone, *((name, k) for name, (_, ks) in drafters.items() for k in ks)]
@@ -167,11 +169,11 @@ def measure_throughput(
         with note_if_slow(f"capturing graphs of {_arm_name(arm)}"):
             for group in _first_of_each_length(
                 groups, prompts
-            ):  # longest caches first, because a longer cache replaces the memory of a shorter cache
+            ):  # the longest texts first, because a longer cache replaces the memory of a shorter cache
                 deque(steps(arm, group, to_the_end), maxlen=0)
     few = replace(sampling, max_tokens=min(sampling.max_tokens, WARM_UP_TOKENS))
     _warm_up(arms, lambda arm: steps(arm, groups[0], few))
-    # keys: repeat and group
+    # runs of each arm, by repeat and number of the group
     runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {arm: {} for arm in arms}
 
     def run(arm: Arm, number: int) -> list[_Run]:
@@ -203,7 +205,7 @@ def measure_throughput(
 def interleaved(
     arms: Sequence[AnyArm], groups: int, repeats: int
 ) -> Iterator[tuple[AnyArm, int, int]]:
-    """Yield all combinations of arm, repeat and group of prompts, with arms in alternating order."""
+    """Yield all combinations of an arm, a repeat and a group of prompts. The order of the arms alternates."""
     for repeat in range(repeats):
         for group in range(groups):
             for arm in reversed(arms) if (repeat + group) % 2 else arms:
@@ -218,7 +220,7 @@ def _warm_up(arms: list[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> 
             )
         if not steady:
             note(
-                f"the time of {_arm_name(arm)} still varies after the warm-up; other work may disturb it"
+                f"the time of {_arm_name(arm)} still varies after the warm-up; other work may disturb this machine"
             )
 
 
@@ -228,9 +230,12 @@ def _arm_name(arm: Arm) -> str:
 
 
 def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> list[list[int]]:
-    """Return a group of texts per bucket of lengths, the longest first. Decoding these groups captures every graph.
+    """Return one group of prompts for each bucket of lengths, the longest first.
 
-    A graph is captured at its first use, which must not be in a timed pass.
+    A CUDA graph is captured at its first use, which must not be in a timed pass. Decoding these groups captures all
+    graphs.
+
+    groups: Indices of the prompts in each group.
     """
 
     def longest(group: list[int]) -> int:
@@ -244,7 +249,7 @@ def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> 
 
 @dataclass(slots=True)
 class _Run:
-    """One prompt decoded once: the prefill and the steps after it."""
+    """One prompt that was decoded once: its prefill, and the steps after the prefill."""
 
     prompt: int
     prefill: TimedStep
@@ -256,9 +261,9 @@ class _Run:
 
 
 def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
-    """Replace the times of stalled prefills by the median of prefills of the same prompt.
+    """Replace the times of stalled prefills by the median of the prefills of the same prompt.
 
-    Target time is compared over all arms and repeats, and draft time over every K and repeat of the draft.
+    The target's time is compared over all arms and repeats, and a draft's time over all K and repeats of this draft.
     """
     target_seconds: dict[tuple[bool, int], list[float]] = defaultdict(list)
     draft_seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -284,19 +289,23 @@ def _repeat_stalled(
     runs_of: Mapping[Arm, dict[tuple[int, int], list[_Run]]],
     rerun: Callable[[Arm, int], list[_Run]],
 ) -> None:
-    """Repeat runs in which too many steps stalled. rerun: Function of the arm and the number of the group."""
+    """Repeat runs in which too many steps stalled, and replace them in `runs_of`.
+
+    rerun: Function that decodes a group of prompts again, from the arm and the number of the group.
+    """
     for _ in range(TRIES):
         stalled = [(arm, at) for arm, runs in runs_of.items() for at in _stalled(runs)]
         if stalled:
             note(
-                f"repeating {len(stalled)} runs, because other work interrupted over {MANY_STALLED:.0%} of their steps"
+                f"repeating {len(stalled)} runs, because other work interrupted more than {MANY_STALLED:.0%} of their "
+                "steps"
             )
         for arm, at in stalled:
             runs_of[arm][at] = rerun(arm, at[1])
 
 
 def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]]:
-    """Return (repeat, group) of the runs of an arm in which too many steps stalled."""
+    """Return the runs of an arm in which too many steps stalled, as pairs of the repeat and the group."""
     mended = iter(without_stalls([run.steps for run in chain.from_iterable(runs.values())]))
     stalled: list[tuple[int, int]] = []
     for at, each in runs.items():
@@ -307,7 +316,7 @@ def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]
 
 
 def _generations(runs: list[_Run]) -> list[Generation]:
-    """Return the generations of an arm, with the time of stalled steps replaced."""
+    """Return the runs of an arm as generations, with usual times in place of the times of stalled steps."""
     generations: list[Generation] = []
     for run, timed in zip(runs, without_stalls([run.steps for run in runs]), strict=True):
         steps, passes = [t.step for t in timed], (run.prefill, *timed)

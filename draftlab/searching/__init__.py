@@ -1,1 +1,1 @@
-"""Search for the fastest draft: shapes are cut, distilled, replayed, priced and measured."""
+"""The search for the fastest draft: draft shapes are cut, distilled, replayed and measured."""

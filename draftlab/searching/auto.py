@@ -1,6 +1,7 @@
-"""From a target to a served draft: run a plan's steps in order, each sized by the measurements of earlier steps.
+"""Run the steps of auto's plan, from a target to a served draft. Fast early steps let later steps do more.
 
-All decisions are functions of the plan and of the records of steps, so that a killed run decides the same again.
+All decisions depend only on the plan and the records of steps. A run that resumes after a kill therefore decides the
+same.
 """
 
 import math
@@ -49,20 +50,22 @@ from draftlab.training.students.eagle import EagleStudent
 from draftlab.training.students.parallel import ParallelStudent
 
 PLAN, VERDICT, PAGE, RECIPE = "plan.json", "auto.json", "index.html", "recipe.yaml"
-# least relative gain in tokens per pass of a training round; training stops below this gain
+# training stops after a round that gains less than this, relative to the tokens per pass before the round
 MIN_GAIN = 0.01
 MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
-LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = (
-    2,
-    3,
-)  # tokens that a draft model or a head drafts if prompt lookup has no match; from recipes/smollm2.yaml
-CONTINUED_LR = 2.0e-3  # learning rate for a draft that is trained further, recipes/smollm2.yaml
-MOST_FASTER = 4.0  # largest factor by which the target's speed of writing may differ from the plan
+# how many tokens a draft model or a head drafts if prompt lookup has no match; from recipes/smollm2.yaml
+LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = (2, 3)
+# learning rate for a draft that is trained further; from recipes/smollm2.yaml
+CONTINUED_LR = 2.0e-3
+MOST_FASTER = 4.0  # largest factor by which generation is taken to be faster or slower than planned
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRun:
-    """A run of a plan. left_out: Reason by candidate that is not tried. notes: Sentences of the verdict."""
+    """One run of a plan of auto.
+
+    left_out: Candidates that are not tried, each with the reason. notes: Sentences to add to the verdict.
+    """
 
     request: Request
     plan: Plan
@@ -75,7 +78,7 @@ class AutoRun:
         return self.steps.folder
 
     def verdict(self) -> Verdict:
-        """Make all candidates, choose the best on some prompts, measure it on other prompts, and return the verdict.
+        """Make all candidates, choose the fastest on some prompts, measure it on other prompts, and return the verdict.
 
         Raises:
             UserError: A step fails.
@@ -93,7 +96,7 @@ class AutoRun:
         use, reason = verdict.judged(speedups)
         if best.changed:
             use = False
-            reason = f"every candidate changed the target's output in {self.plan.machine.dtype}, so none can be served"
+            reason = f"all candidates changed the target's output in {self.plan.machine.dtype}, so no draft is served"
         self._write_report()
         notes = self.notes + verdict.unverified(self.request)
         choice: dict[str, Any]
@@ -156,7 +159,10 @@ class AutoRun:
         return self.plan.seconds_for(step, self.steps.seconds())
 
     def _candidates(self) -> tuple[list[Arm], TrainingRounds | None]:
-        """Make the candidates, and return them with the training rounds. Candidates that fail are added to left_out."""
+        """Make all candidates of the plan, and return them with the training rounds of the draft model.
+
+        Candidates that fail are added to left_out instead.
+        """
         kinds, training = self.plan.candidates, None
         candidates: list[Arm] = []
         for ready in self.request.ready:
@@ -190,7 +196,11 @@ class AutoRun:
         return candidates, training
 
     def _worth_training(self, kinds: list[str], existing: list[Arm]) -> list[str]:
-        """Return the kinds to make. Score what exists, and leave out what is trained if it cannot become faster."""
+        """Return the kinds of candidates that are worth making, beside the user's drafts.
+
+        Measure the candidates that exist. If no trained draft can become faster than the best of them, leave out all
+        kinds that need training.
+        """
         trained = [kind for kind in kinds if kind in (*CUT, *HEADS)]
         cheapest = self._costs.cheapest(trained)
         relative = {
@@ -213,7 +223,7 @@ class AutoRun:
 
     @cached_property
     def _int8(self) -> bool:
-        """Return whether weights are rounded to 8 bits, which makes passes faster in mode native."""
+        """Return whether target and drafts run with weights rounded to 8 bits, which is faster in mode native."""
         machine = self.plan.machine
         device, dtype = checkpoint.resolve_device(machine.device), checkpoint.DTYPES[machine.dtype]
         native = resolve_mode("auto", device, dtype, [self.request.target]) == "native"
@@ -224,7 +234,7 @@ class AutoRun:
 
     @cached_property
     def _texts(self) -> Path:
-        """Return the store of the target's answers to the prompts for the choice."""
+        """Store the target's answers to the prompts for the choice, on which drafts are replayed. Return the store."""
         return self._run(
             "texts",
             "outputs build",
@@ -238,10 +248,10 @@ class AutoRun:
 
     @cached_property
     def _answers(self) -> Path:
-        """Return a store of target outputs to train on, as large as the time allows.
+        """Store target outputs to train on, as many as the time allows, and return the store.
 
-        The time that the texts for replays took shows how many answers the target can write. Without training prompts
-        the target only reads data, which is about ten times as fast.
+        The time of the texts for replays shows how many answers the target can write. Without training prompts the
+        target only reads data, which is about ten times as fast.
         """
         costs, prompts, slower = self._costs, self.request.prompts, 1.0
         if "draft" in self.plan.candidates:
@@ -263,7 +273,10 @@ class AutoRun:
         return self._run("answers", "outputs build", **settings)
 
     def _drafts(self) -> tuple[list[Arm], TrainingRounds]:
-        """Search a draft, train it in rounds, and make its variants; return all of them with the rounds."""
+        """Search for a draft, train it in rounds, and make its variants: fallback, parallel and trimmed.
+
+        Return the draft and its variants, and the rounds.
+        """
         kinds = self.plan.candidates
         searched = self._run(
             "search",
@@ -297,9 +310,9 @@ class AutoRun:
         return drafts, training
 
     def _rounds(self, draft: Path, name: str, k: int) -> tuple[Path, TrainingRounds]:
-        """Train a draft in rounds, each as long as all rounds before it, and return the best draft.
+        """Train a draft in rounds, each as long as all rounds before it. Return the best draft, and the rounds.
 
-        Training stops when a round gains too little, or when the time is over.
+        Training stops when a round gains too little, or when the time is over. k: K of the replays that compare rounds.
         """
         until = self.steps.seconds() + self._seconds_for("train")
         per_step = _tokens_per_step(draft)
@@ -321,7 +334,10 @@ class AutoRun:
         return drafts[best], TrainingRounds(k=k, rounds=rounds, stopped=stopped)
 
     def _replayed(self, draft: Path, count: int, k: int, tokens: float) -> Round:
-        """Replay a draft over the target's answers. tokens: Training tokens of earlier rounds."""
+        """Replay a draft on the target's answers, and return the round that trained it.
+
+        count: Number of the round. tokens: Number of training tokens in earlier rounds.
+        """
         replayed = self._run(
             f"train/replay-{count}", "replay", directory=self._texts, draft=[str(draft)], k=[k]
         )
@@ -329,7 +345,7 @@ class AutoRun:
         return Round(tokens=tokens + number(record_of(draft), "tokens"), length=row.length.value)
 
     def _trained(self, name: str, steps: int, **settings: Any) -> Path:
-        """Train for a number of steps, limited to LEAST_STEPS to MOST_STEPS."""
+        """Train a draft or head for at least LEAST_STEPS and at most MOST_STEPS steps, and return its directory."""
         steps = max(LEAST_STEPS, min(steps, MOST_STEPS))
         return self._run(
             name,
@@ -346,10 +362,7 @@ class AutoRun:
     def _tried(
         self, kind: str, steps: int, *, student: StudentSpec, **settings: Any
     ) -> Path | None:
-        """Train a candidate, and return its directory.
-
-        If training fails, add the reason to left_out and return None.
-        """
+        """Train a candidate, and return its directory. If that fails, add the reason to left_out and return None."""
         try:
             return self._trained(kind, steps, student=student, **settings)
         except UserError as error:
@@ -357,7 +370,11 @@ class AutoRun:
             return None
 
     def _scores(self, step: str, candidates: list[Arm], k: int | None = None) -> Scores:
-        """Score candidates at every number of streams. k: K of the chosen candidate, for the score on other prompts."""
+        """Measure candidates at every number of streams, and return the scores.
+
+        k: K of the chosen candidate, which is measured on the prompts for the final measurement. None measures every K
+        on the prompts for the choice.
+        """
         streams, chosen = self.request.streams, k is not None
         together = math.lcm(*streams)
         answer = self._costs.write(1, MAX_TOKENS, 1)
@@ -390,7 +407,7 @@ class AutoRun:
 
 
 def _best_k(score: Score) -> int:
-    """Return the fastest K, or 0 if plain decoding is faster."""
+    """Return the fastest K of a score, or 0 if plain decoding is faster."""
     return score.best_k if score.speedup(score.best_k).value > 1 else 0
 
 

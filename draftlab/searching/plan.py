@@ -1,7 +1,7 @@
-"""The plan of auto, made before anything runs: the work that fits into the time on this machine.
+"""The plan of auto, made before any step runs: the work that fits into the user's time on this machine.
 
-Times are estimates from the machine's matrix products and memory bandwidth. While a plan runs, each step gets its share
-of the time that is left, and its size follows from the measurements of the steps before it.
+Times are estimated from the machine's matrix products and memory bandwidth. While the plan runs, each step gets a fixed
+fraction of the spare time, and the steps before it show how much work fits into that time.
 """
 
 import math
@@ -34,22 +34,25 @@ from draftlab.servers.kinds import Artifact
 from draftlab.training.optimizers import training_dtype
 
 WRITTEN, SEQ_LEN, BATCH_SIZE = 96, 256, 8
-START_SECONDS = 2.0  # time of a command until its models are loaded
-CANDIDATE_SECONDS = 2.0  # fixed time of each shape in a search
-TRAINING = {
-    "float32": 1.5,
-    "bfloat16": 3.0,
-}  # training time over the time of its matrix products, because of attention, optimizers and Python
+START_SECONDS = 2.0  # seconds of a command until its models are loaded
+CANDIDATE_SECONDS = 2.0  # fixed seconds for each shape in a search
+# time of training over the time of its matrix products; attention, optimizer and Python take the difference
+TRAINING = {"float32": 1.5, "bfloat16": 3.0}
 WRITING = 3.0  # time of generation over the time of its matrix products
-LAW_SECONDS, LAW_PASSES = 8.0, 600  # a latency law takes these seconds and these target passes
-LAYER_SECONDS = 3e-5  # fixed time of each layer in a pass
-OFFSET_COST = 2.8  # tokens that a parallel draft reads in training, per token of text
-MAX_TOKENS = 64  # length of each scored answer
-TTT_STEPS, HEAD_SHARE = 4, 1.5  # HEAD_SHARE: size of an EAGLE-3 head in layers of the target
+# a latency law takes LAW_SECONDS, and the time of LAW_PASSES passes of the target
+LAW_SECONDS, LAW_PASSES = 8.0, 600
+LAYER_SECONDS = 3e-5  # fixed seconds for each layer in a pass
+OFFSET_COST = 2.8  # number of tokens that a parallel draft reads in training for each token of text
+MAX_TOKENS = 64  # length of each scored answer in tokens
+# HEAD_SHARE: size of an EAGLE-3 head, counted in layers of the target
+TTT_STEPS, HEAD_SHARE = (4, 1.5)
 
 
 class Machine(FileModel, extra="ignore"):
-    """Measurements of the machine. slowdown: Wall time over CPU time, above 1 while other work runs."""
+    """What was measured of the machine: speed, and free memory and disk in bytes.
+
+    slowdown: Wall time over CPU time of the measurement. It is above 1 while other work runs.
+    """
 
     device: str
     cores: int
@@ -69,7 +72,7 @@ class Machine(FileModel, extra="ignore"):
             f"{self.training_dtype}; {self.free_memory / 1e9:.3g} GB of memory and "
             f"{self.free_disk / 1e9:.3g} GB of disk free"
             + (
-                f"; at present other work makes it {self.slowdown:.1f} times slower"
+                f"; other work now makes the machine {self.slowdown:.1f} times slower"
                 if self.slowdown > 1.5
                 else ""
             )
@@ -78,7 +81,7 @@ class Machine(FileModel, extra="ignore"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Estimates of the seconds that each kind of work takes, for a target and a machine."""
+    """Estimates of how many seconds each kind of work takes, for a target on a machine. size: Size of the target."""
 
     machine: Machine
     size: Shape | ApproximateSize
@@ -93,35 +96,38 @@ class Costs:
         return self.machine.slowdown * START_SECONDS
 
     def write(self, sequences: int, tokens: int, batch: int) -> float:
-        """Return the seconds in which the target generates sequences of `tokens` tokens, `batch` at once."""
+        """Return the seconds in which the target generates `sequences` texts of `tokens` tokens, `batch` at once."""
         passes = math.ceil(sequences / batch) * tokens
         computed = WRITING * batch * self._token_flops / (1e12 * self.machine.tflops)
         return passes * (max(self._reading(self.size), computed) + self._layers(self.size))
 
     def pass_seconds(self, size: Shape | ApproximateSize) -> float:
-        """Return the seconds of a pass over one token."""
+        """Return the seconds of a pass over one token, for a model of this size."""
         return self._reading(size) + self._layers(size)
 
     def cheapest(self, kinds: Sequence[str]) -> float:
-        """Return the seconds of a pass over one token of the cheapest of these kinds of trained drafts."""
+        """Return the seconds of a pass over one token, for the cheapest draft that can be trained.
+
+        kinds: Kinds of candidates that can be trained, as in LABELS.
+        """
         head = HEAD_SHARE / self.size.layers * self.pass_seconds(self.size)
         draft = self.pass_seconds(guessed_draft(self.size)) if {*kinds} & {*CUT} else head
         return min(draft, head) if {*kinds} & {*HEADS} else draft
 
     def read(self, tokens: int) -> float:
-        """Return the seconds in which the target reads tokens and stores its top log-probabilities."""
+        """Return the seconds in which the target reads this many tokens and stores its top log-probabilities."""
         return WRITING * tokens * self._token_flops / (1e12 * self.machine.training_tflops)
 
     def train(self, draft: Shape, steps: int) -> float:
         return self._train(3 * draft.flops_per_token(SEQ_LEN // 2), steps)
 
     def train_head(self, steps: int) -> float:
-        """Return the seconds of training an EAGLE-3 head: the target's passes and the head's own passes."""
+        """Return the seconds to train an EAGLE-3 head for this many steps, with the passes of the target."""
         layer = HEAD_SHARE * self.size.params() / self.size.layers
         return self._train(self._token_flops + 6 * layer * TTT_STEPS, steps)
 
     def candidate(self, draft: Shape, first_steps: int) -> float:
-        """Return the seconds to cut a shape, train it for the first steps of a search, and replay it twice."""
+        """Return the seconds to cut a draft shape, train it for the first steps of a search, and replay it twice."""
         tokens = 8192 * draft.flops_per_token(0) + CHOOSE * WRITTEN * draft.flops_per_token(64)
         seconds = self.machine.slowdown * CANDIDATE_SECONDS + self.train(draft, first_steps)
         return seconds + 2 * tokens / (1e12 * self.machine.tflops)
@@ -131,7 +137,10 @@ class Costs:
         return self.machine.slowdown * LAW_SECONDS + LAW_PASSES * self.write(1, 1, 1)
 
     def score(self, arms: int, prompts: int, streams: Sequence[int], repeats: int = 1) -> float:
-        """Return the seconds of a score. arms: Number of ways to decode. Each has a warm-up of about five prompts."""
+        """Return the seconds of draftlab score. Each way to decode has a warm-up of about five prompts.
+
+        arms: How many ways to decode are timed: plain decoding, and each draft with each K.
+        """
         answer = self.write(1, MAX_TOKENS, 1)
         return self.start + len(streams) * arms * (5 + repeats * prompts) * answer
 
@@ -154,9 +163,11 @@ class Costs:
 def measure_machine(
     size: Shape | ApproximateSize, device: torch.device, dtype: torch.dtype, folder: Path
 ) -> Machine:
-    """Measure matrix products and memory bandwidth with as many weights as the target has.
+    """Measure the speed of matrix products, and the memory bandwidth of reading about as many weights as a target has.
 
-    folder: Directory for drafts, whose free disk space is measured.
+    Args:
+        size: Size of the target. Fewer weights are read if the target is above a limit.
+        folder: Folder for the drafts; its free disk space is measured.
     """
     trained = checkpoint.DTYPES[training_dtype("auto")]
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -181,12 +192,15 @@ def measure_machine(
 
 
 def guessed_draft(size: Shape | ApproximateSize) -> Shape:
-    """Return the shape that a plan assumes for drafts before the search: a sixth of the target's layers."""
+    """Return the shape of the draft that a plan assumes before the search: a sixth of the target's layers.
+
+    size: Shape of the target.
+    """
     assert isinstance(size, Shape)
     return resolve(size, layers=max(1, size.layers // 6))
 
 
-LABELS = {  # label by kind of candidate; {} stands for the searched shape
+LABELS = {  # kind of candidate -> label; {} stands for the shape that the search found
     "draft": "draft model {}",
     "parallel": "parallel draft {}",
     "trimmed": "draft model {} with a trimmed head",
@@ -195,57 +209,57 @@ LABELS = {  # label by kind of candidate; {} stands for the searched shape
     "fallback": "prompt lookup followed by draft model {}",
     "fallback-eagle": "prompt lookup followed by the EAGLE-3 head",
 }
+# kind of candidate -> name of its drafter, for kinds that servers run
 SERVED = {
     "draft": "model",
     "parallel": "parallel",
     "eagle": "eagle",
     "prompt-lookup": "prompt-lookup",
-}  # name of the drafter by kind of candidate
-CUT = ("draft", "parallel", "trimmed", "fallback")  # candidates that are cut from the target
+}
+# kinds of candidates that are cut from the target
+CUT = ("draft", "parallel", "trimmed", "fallback")
 HEADS = ("eagle", "fallback-eagle")
-STEPS = {  # share of the time, and purpose, of each step
+STEPS = {  # name of a step -> its fraction of the spare time, and what it does
     "ready": (
         0.05,
-        "measure your drafts; others are trained only if they may become faster beyond the noise",
+        "measure your drafts; new drafts are trained only if they may become significantly faster",
     ),
     "texts": (0.03, "store the target's answers to some prompts, on which drafts are replayed"),
     "answers": (
         0.22,
-        "store what drafts are trained on: the target's answers, or text with its probabilities",
+        "store the text to train on: the target's answers, or data with the target's probabilities",
     ),
     "search": (0.24, "measure a latency law; cut, distil, replay and measure draft shapes"),
     "train": (0.22, "train the best shape in rounds, until a round gains less than 1 %"),
     "parallel": (0.06, "train a parallel draft from the best draft"),
-    "trimmed": (0.04, "train the best draft with a head for frequent ids only"),
-    "eagle": (0.07, "an EAGLE-3 head"),
-    "score": (0.08, "all candidates side by side"),
-    "final": (0.04, "the choice on other prompts"),
+    "trimmed": (0.04, "train the best draft with an lm_head for frequent ids only"),
+    "eagle": (0.07, "train an EAGLE-3 head"),
+    "score": (0.08, "measure all candidates on the same prompts"),
+    "final": (0.04, "measure the fastest candidate on other prompts"),
     "export": (
         0.01,
         "export the chosen draft with a start script and a model card, and write a page",
     ),
 }
-EXPENDABLE = (
-    ("trimmed",),
-    HEADS,
-    ("parallel",),
-    ("draft", "fallback"),
-)  # candidates to leave out, in this order, where time is short
+# kinds of candidates that are left out, in this order, until the plan fits the time
+EXPENDABLE = (("trimmed",), HEADS, ("parallel",), ("draft", "fallback"))
 ANSWER_TOKENS = 128
 KS, OFFSETS = (2, 3, 5), 5
 LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
-DRAFTS = 10  # most checkpoints on disk: two of the search, six rounds, a variant, the export
-LARGE_VOCAB = 16_384  # least vocabulary for which a trimmed head saves time
+DRAFTS = 10  # largest number of checkpoints on disk: two of the search, six rounds, a variant, the export
+LARGE_VOCAB = 16_384  # smallest vocabulary with which a trimmed lm_head saves time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The target and the way it is served.
+    """What the user asks of auto: the target, and how it is served.
 
     Args:
         name: Target as the user typed it.
-        server: None stands for draftlab's own engine.
-        program: Program of the server for the verification. None if it is not installed.
+        target: Directory of the target.
+        server: Name of the server, or None for draftlab's own engine.
+        streams: Numbers of concurrent requests.
+        program: Program of the server, which verifies the export. None if it is not installed.
         ready: The user's drafts and heads, in the order of --draft.
     """
 
@@ -262,7 +276,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyDraft:
-    """A draft or head that exists. kind: Kind of candidate, a key of LABELS."""
+    """A draft or head that the user named by --draft. kind: Kind of candidate, a key of LABELS."""
 
     name: str
     kind: str
@@ -270,7 +284,7 @@ class ReadyDraft:
     artifact: Artifact
 
     def pass_seconds(self, costs: Costs) -> float:
-        """Return the seconds of a pass over one token, or those of the cheapest head for a head."""
+        """Return the estimated seconds of a pass over one token. All heads count as the cheapest head."""
         return (
             costs.cheapest(HEADS)
             if self.kind == "eagle"
@@ -279,7 +293,13 @@ class ReadyDraft:
 
 
 class PlannedStep(FileModel, extra="ignore"):
-    """A step of a plan. minutes: Planned minutes: least_minutes plus the step's share of the spare time."""
+    """A step of a plan.
+
+    Args:
+        what: What the step does, shown to the user.
+        minutes: Planned minutes: least_minutes, and the step's fraction of the spare time.
+        least_minutes: Minutes of the least useful amount of work.
+    """
 
     name: str
     what: str
@@ -292,11 +312,13 @@ class Plan(FileModel, extra="ignore"):
 
     Args:
         settings: Settings of the auto command that made the plan.
-        ready: Names of the drafts that exist.
-        left_out: Reason by candidate that is not tried.
+        prompts: Where the prompts come from, shown to the user.
+        candidates: Kinds of candidates to make, as in LABELS.
+        ready: Names of the user's drafts that are compared.
+        left_out: Candidates that are not tried, each with the reason.
         layers, widths, first_steps: Settings of the search.
-        disk: Bytes of all drafts.
-        needs: Memory and disk in words.
+        disk: Size of all drafts in bytes.
+        needs: The memory and disk that the run needs, as text.
     """
 
     version: Literal[2] = 2
@@ -319,13 +341,13 @@ class Plan(FileModel, extra="ignore"):
         return sum(step.minutes for step in self.steps)
 
     def seconds_for(self, name: str, spent: float) -> float:
-        """Return the seconds that a step may take. spent: Seconds that the run has taken so far."""
+        """Return the seconds that the step with this name may take. spent: Seconds that earlier steps took."""
         names = [step.name for step in self.steps]
         later = {step.name: 60 * step.least_minutes for step in self.steps[names.index(name) :]}
         return seconds_of_steps(later, 60 * self.minutes - spent)[name]
 
     def facts(self) -> dict[str, object]:
-        """Return the plan as text by topic, for a person to read."""
+        """Return the plan as text for the user, by topic."""
         facts: dict[str, object] = {
             "target": self.target,
             "machine": self.machine.describe(),
@@ -339,7 +361,7 @@ class Plan(FileModel, extra="ignore"):
 
 
 def served_by(server: str | None) -> list[str]:
-    """Return the kinds of candidates that a server runs. None stands for draftlab's own engine, which runs all."""
+    """Return the kinds of candidates that a server can run. None stands for draftlab's engine, which runs all kinds."""
     if server is None:
         return list(LABELS)
     return [
@@ -348,7 +370,10 @@ def served_by(server: str | None) -> list[str]:
 
 
 def not_tried(left_out: Mapping[str, str]) -> list[str]:
-    """Return one line per reason, with the candidates that were left out for it."""
+    """Return one line for each reason, with all candidates that are left out for this reason.
+
+    left_out: Candidates that are not tried, each with the reason.
+    """
     labels: dict[str, list[str]] = {}
     for kind, reason in left_out.items():
         labels.setdefault(reason, []).append(in_words(kind))
@@ -356,7 +381,7 @@ def not_tried(left_out: Mapping[str, str]) -> list[str]:
 
 
 def in_words(kind: str, shape: str = "") -> str:
-    """Return the label of a kind of candidate. A draft that the user named keeps its name."""
+    """Return the label of a kind of candidate, with the shape of its draft. A draft of the user keeps its name."""
     return " ".join(LABELS.get(kind, kind).replace("{}", shape).split())
 
 
@@ -366,10 +391,12 @@ def streams(numbers: Sequence[int]) -> str:
 
 
 def make_plan(request: Request, machine: Machine, minutes: float, settings: dict[str, Any]) -> Plan:
-    """Return a plan of the work that fits the minutes on this machine.
+    """Return a plan of work that fits into `minutes` on this machine. Candidates are left out until the plan fits.
+
+    settings: Settings of the auto command, which the plan records.
 
     Raises:
-        UserError: The target cannot be used, memory is too small, or the minutes do not suffice for any candidate.
+        UserError: The target cannot be used, memory is too small, or the time is too short for any candidate.
     """
     size, costs = request.size, Costs(machine=machine, size=request.size)
     if request.server == "llama.cpp":
@@ -387,21 +414,21 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
         fewest = math.ceil(sum(least.values()) / 60)
         if fewest <= minutes:
             break
-        reason = f"there is too little time; --minutes {everything} would try everything"
+        reason = f"the time is too short; --minutes {everything} would try all candidates"
         left_out |= dict.fromkeys([kind for kind in dropped if kind in candidates], reason)
         candidates = [kind for kind in candidates if kind not in dropped]
         least = _least(costs, request, candidates, len(ready))
     if sum(least.values()) > 60 * minutes:
         raise UserError(
-            f"--minutes {minutes:g} is too little: comparing prompt lookup with no draft already takes "
-            f"{math.ceil(sum(least.values()) / 60)}"
+            f"--minutes {minutes:g} is too short: even to compare prompt lookup with no draft takes "
+            f"{math.ceil(sum(least.values()) / 60)} minutes"
         )
     seconds = seconds_of_steps(least, 60 * minutes)
     layers, widths, first_steps = (
         _grid(request.target, costs, seconds["search"]) if "search" in least else ([], [], 0)
     )
     draft = guessed_draft(size) if "draft" in candidates else None
-    # and an optimizer's state
+    # the drafts, and the state of one optimizer
     disk = 0 if draft is None else DRAFTS * draft.weight_bytes() + 12 * draft.params()
     return Plan(
         settings=settings,
@@ -430,27 +457,30 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
 
 
 def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, float]:
-    """Return the seconds of each step: the least seconds, and the step's share of the spare time."""
+    """Return the seconds of each step: its least seconds, and its fraction (see STEPS) of the spare time."""
     left, shares = max(0.0, total - sum(least.values())), sum(STEPS[name][0] for name in least)
     return {name: needed + left * STEPS[name][0] / shares for name, needed in least.items()}
 
 
 def _unsuitable(request: Request) -> dict[str, str]:
-    """Return the candidates that this target cannot have, or that the user did not ask for, with the reason."""
+    """Return the kinds of candidates that are not made for this target or request, each with the reason.
+
+    A candidate is not made if the target cannot have it, the server refuses it, or there are no prompts to train on.
+    """
     target, server = request.target, request.server
     prompts = request.prompts
     if request.ready and prompts.train is not None and prompts.train < LEAST_TRAINED:
         trained = [kind for kind in (*CUT, *HEADS) if kind in served_by(server)]
         more = LEAST_TRAINED - prompts.train
         return dict.fromkeys(
-            trained, f"no prompts to train on; --prompts with {more} more has them"
+            trained, f"there are too few prompts to train on; add {more} prompts to --prompts"
         )
     vocab = checkpoint.vocab_size(target)
     try:
         prunable_shape(str(target))
         no_cut = _refused(DraftModel(target, target), server)
     except UserError as error:
-        no_cut = f"it cannot be pruned: {error}"
+        no_cut = f"the target cannot be pruned: {error}"
     try:
         head = eagle.head_config(target, None, max(1, vocab // 4), norm_before_residual=False)
         no_head = _refused(HeadArtifact(target, target, head, {}), server)
@@ -458,21 +488,23 @@ def _unsuitable(request: Request) -> dict[str, str]:
         no_head = str(error)
     reasons = dict.fromkeys(CUT, no_cut) | dict.fromkeys(HEADS, no_head)
     if not reasons["trimmed"] and vocab < LARGE_VOCAB:
-        reasons["trimmed"] = f"with a vocabulary of {vocab:,} a trimmed head saves little"
+        reasons["trimmed"] = f"with a vocabulary of {vocab:,} a trimmed lm_head saves little"
     return {
         kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)
     }
 
 
 def _refused(artifact: Artifact, server: str | None) -> str:
-    """Return the reason why a server cannot run an artifact, which need not exist yet, or "" without a reason."""
+    """Return why a server cannot run a draft or head, or "" if it can. The files need not exist yet."""
     if server is None:
         return ""
     return "; ".join(finding.text for finding in refusals(artifact, SERVERS.get(server, "--for")))
 
 
 def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[ReadyDraft]:
-    """Return the drafts and heads of these names. Without weights, only configurations are fetched from the hub.
+    """Return the drafts and heads that the user named by --draft.
+
+    weights: Whether weight files are downloaded; if not, only configurations are.
 
     Raises:
         UserError: A draft is missing, its vocabulary differs from the target's, or two drafts have the same name.
@@ -488,20 +520,23 @@ def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[Read
             kind = "eagle"
         name = hub.checkpoint_name(path)
         if name in drafts:
-            raise UserError(f"two drafts have the name {name}; rename one")
+            raise UserError(f"two drafts have the name {name}; rename one of their directories")
         drafts[name] = ReadyDraft(name=name, kind=kind, path=path, artifact=artifact)
     return list(drafts.values())
 
 
 def arms(candidates: int) -> int:
-    """Return the number of ways to decode that a score of this many candidates compares."""
+    """Return how many ways to decode a score compares: plain decoding, and each candidate with each K."""
     return 1 + candidates * len(KS)
 
 
 def _least(
     costs: Costs, request: Request, candidates: Sequence[str], ready: int
 ) -> dict[str, float]:
-    """Return the least useful seconds of each step, by the name of the step."""
+    """Return the seconds of the least useful amount of work in each step, by the name of the step.
+
+    ready: How many drafts of the user are compared.
+    """
     sequences, prompts = 2 * LEAST_SEQUENCES, request.prompts
     least: dict[str, float] = {}
     if "draft" in candidates or "eagle" in candidates:
@@ -529,7 +564,10 @@ def _least(
 
 
 def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[int], int]:
-    """Return depths, widths and first steps of a search, such that the first rungs take 3/4 of its time at most."""
+    """Return settings of a search whose first rungs take at most 3/4 of its `seconds`, or else the cheapest settings.
+
+    Returns: the numbers of layers, the widths, and the distillation steps on the first rung.
+    """
     source = checkpoint.planned_shape(target)
     depths = [n for n in default_depths(source) if n <= max(2, 3 * source.layers // 8)]
     wide = default_widths(source)

@@ -1,4 +1,4 @@
-"""The prompts of auto in three groups: to choose a draft, to measure the choice, and to train."""
+"""The prompts of auto, in three groups: to choose a draft by, to measure the chosen draft with, and to train on."""
 
 import json
 import math
@@ -16,18 +16,20 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.prompts import FROM_DATA_TOKENS, file_prompts
 
-CHOOSE, MEASURE, LEAST_TRAINED = 48, 24, 24  # 48 because search replays 48 texts
-BUILT_IN = 12_000
+# numbers of prompts for the choice, for the measurement and, at least, for training; search replays 48 texts
+CHOOSE, MEASURE, LEAST_TRAINED = 48, 24, 24
+BUILT_IN = 12_000  # number of draftlab's own prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSplit:
-    """Prompts of the target: first for the choice, then for the final measurement, then for training.
+    """Prompts for a search: first those to choose a draft by, next those for the final measurement, then for training.
 
-    Args:
-        about: Source of the prompts, as text for a person.
-        rows: Rows of a prompt file. Empty if the prompts are cut from data.
-        choose, measure: Numbers of prompts.
+    Attributes:
+        about: Where the prompts come from, shown to the user.
+        rows: Rows of a prompt file, empty if the prompts are cut from data.
+        data: Text source from which the prompts are cut, or None.
+        choose, measure: How many prompts are for the choice and for the measurement.
     """
 
     about: str
@@ -38,11 +40,14 @@ class PromptSplit:
 
     @property
     def train(self) -> int | None:
-        """Return the number of training prompts, or None if drafts train on data."""
+        """Return the number of training prompts, or None if drafts are trained on `data`."""
         return None if self.data else len(self.rows) - self.choose - self.measure
 
     def write(self, folder: Path, target: Path) -> None:
-        """Write choose.jsonl, measure.jsonl and train.jsonl, unless an earlier run has written the same files."""
+        """Write choose.jsonl, measure.jsonl and train.jsonl. Files that exist are kept.
+
+        target: Checkpoint of the target, whose tokenizer cuts prompts from data.
+        """
         rows, count = self.rows, self.choose + self.measure
         if self.data is not None:
             tokenizer = checkpoint.load_tokenizer(target)
@@ -73,13 +78,14 @@ def find_prompts(
     *,
     trains: bool = True,
 ) -> PromptSplit:
-    """Return the prompts of a file, draftlab's own prompts for chat models, or passages of text.
+    """Return the prompts of auto: those of a file, draftlab's own prompts for chat models, or passages of text.
 
     Args:
-        text: Source of text to cut prompts from.
-        default_text: Source of text for models without a chat template.
-        streams: Numbers of prompts decoded at once. The size of each group is a multiple of every number.
-        trains: Whether drafts must be trained, so that a file needs further prompts.
+        file: Prompt file of the user.
+        text: Text source from which prompts are cut, if there is no file.
+        default_text: Text source for a target without a chat template, if there is neither file nor text.
+        streams: Numbers of prompts that are decoded at once. Each number divides the sizes of the first two groups.
+        trains: Whether drafts must be trained, so that a file needs prompts for training as well.
 
     Raises:
         UserError: The file cannot be used or is too short, or there is no text.
@@ -94,18 +100,18 @@ def find_prompts(
             prompts, about=file.name, rows=_of_file(file, target, least, batched=together > 1)
         )
     if text is None and checkpoint.load_tokenizer(target).chat_template:
-        about = "draftlab's own prompts for chat models; give your users' prompts by --prompts FILE"
+        about = "draftlab's own prompts for chat models; name your users' prompts by --prompts FILE"
         return replace(prompts, about=about, rows=mixed(0, BUILT_IN))
     text = text or default_text
     if text is None:
         raise UserError(
-            f"--prompts: {target.name} has no chat template, so give your users' prompts by --prompts FILE, or "
+            f"--prompts: {target.name} has no chat template; name your users' prompts by --prompts FILE, or "
             "similar text by --data SOURCE"
         )
     hub.check_data(text)
     data.documents(data.first_source(text), "heldout")
     about = (
-        f"passages of {text}, which {hub.checkpoint_name(target)} continues; give your users' prompts by "
+        f"passages of {text}, which {hub.checkpoint_name(target)} continues; name your users' prompts by "
         "--prompts FILE"
     )
     return replace(prompts, about=about, data=text)
@@ -114,16 +120,16 @@ def find_prompts(
 def _of_file(
     file: Path, target: Path, least: Mapping[str, int], *, batched: bool
 ) -> list[dict[str, Any]]:
-    """Return the distinct prompts of a file in an order that depends on their text alone.
+    """Return the distinct prompts of a file, in an order that depends only on their text.
 
     Args:
-        least: Number of prompts that are needed, by use.
-        batched: Whether prompts are decoded in batches, which excludes later turns.
+        least: How many prompts are needed for each use, by the words for this use in the error.
+        batched: Whether prompts are decoded in batches. Later turns are then left out.
 
     Raises:
         UserError: The file cannot be used, or has too few prompts.
     """
-    file_prompts(file, checkpoint.load_tokenizer(target), chat="auto")  # this checks every line
+    file_prompts(file, checkpoint.load_tokenizer(target), chat="auto")  # only to check every line
     lines: set[str] = set()
     for _, row in rows_of(file, prompt_of):
         lines.update(json.dumps(prompt, sort_keys=True) for prompt in _prompts(row, batched))
@@ -138,7 +144,7 @@ def _of_file(
 
 
 def _prompts(row: TextRow, batched: bool) -> list[dict[str, Any]]:
-    """Return the prompts of a row. In batches, later turns of a conversation are left out."""
+    """Return the prompts of a row, as rows of a prompt file. batched: Whether to leave out later turns."""
     prompt: dict[str, Any] = {"category": row.category} if row.category else {}
     if row.messages:
         return [prompt | {"messages": list(messages)} for messages in row.asked]

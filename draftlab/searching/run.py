@@ -1,7 +1,7 @@
-"""Search for the draft shape and K with which a target is fastest: cut, distil, replay, price and measure candidates.
+"""Search for the draft shape and K with which a target is fastest: cut, distil, replay and measure candidates.
 
-Every step is a command whose output lies in the state directory of the search. All decisions follow from the records
-of these steps, so a killed search decides the same again and repeats none of them.
+Every step is a command whose output is in the state directory of the search. All decisions depend only on the records
+of these steps. A search that resumes after a kill therefore decides the same, and repeats no finished step.
 """
 
 import shutil
@@ -46,27 +46,30 @@ from draftlab.training.students.draft import OrdinarySpec
 from draftlab.training.students.parallel import ParallelStudent
 
 CALIBRATION_TOKENS, SEQ_LEN = 8192, 256
-TOP_LOGPROBS = 64  # log-probabilities that are stored for each token, to distil from
-BATCH_SIZE, LR, MOST_STEPS = 8, 4.0e-3, 1000  # the rate for Muon, as in recipes/quickstart.yaml
+TOP_LOGPROBS = 64  # number of log-probabilities that are stored for each token, to distil from
+# the learning rate of recipes/quickstart.yaml, for Muon
+BATCH_SIZE, LR, MOST_STEPS = (8, 4.0e-3, 1000)
 REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
 FINALISTS, MEASURED_PROMPTS = 2, 16
-MEASURED_SHARE = 0.25  # share of the time that is reserved for measuring the leaders
-TRIED_SHARES = (
-    0.3,
-    0.6,
-)  # share of the time after which no further candidate is tried, on rung 0 and on later rungs
+MEASURED_SHARE = 0.25  # fraction of the time that is reserved to measure the best candidates
+# fraction of the time after which no further candidate is tried, on rung 0 and on later rungs
+TRIED_SHARES = (0.3, 0.6)
 REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The candidates of a search.
+    """What to search for: the models, the shapes to consider, the text, and the time.
 
     Args:
-        offsets: Number of tokens that a draft learns to draft in one pass.
-        tried: Shapes to consider. Shapes with cheap passes become candidates.
-        text: Settings (data or outputs) of the text to calibrate and train on.
-        prompts: Settings of the prompts to replay and measure on.
+        minutes: Time to spend, approximately.
+        ks: Numbers of drafted tokens per step to try.
+        offsets: How many tokens a draft learns to draft in one pass.
+        first_steps: Distillation steps of every candidate on the first rung after the cut.
+        tried: Shapes to consider. Those with cheap passes become candidates.
+        text: Settings of commands (data or outputs) for the text on which drafts are calibrated and trained.
+        prompts: Settings of commands for the prompts on which drafts are replayed and measured.
+        inputs: Files and directories of the user that decide the result.
     """
 
     target: Path
@@ -89,29 +92,33 @@ class Wanted:
 def shapes_to_try(
     source: Shape, layers: Sequence[int] | None, widths: Sequence[int] | None
 ) -> list[Shape]:
-    """Return a shape for every depth and width. Raises UserError: the source is smaller than a depth or width."""
+    """Return a shape for every pair of a number of layers and a width, or for default pairs.
+
+    Raises:
+        UserError: The source has fewer layers or a smaller width.
+    """
     depths, wide = layers or default_depths(source), widths or default_widths(source)
     return [resolve(source, layers=n, hidden=width) for n, width in product(depths, wide)]
 
 
 def default_depths(source: Shape) -> list[int]:
-    """Return the depths 1, 2, 3, 4, 6, 8, 12, 16 ... up to half of the source's layers."""
+    """Return the numbers of layers that are tried by default: 1, 2, 3, 4, 6, 8, 12, 16 ... to half of the source's."""
     powers = [2**i for i in range(8)]
     depths = {1, *(2 * n for n in powers), *(3 * n for n in powers)}
     return sorted(n for n in depths if n <= max(1, source.layers // 2))
 
 
 def default_widths(source: Shape) -> list[int]:
-    """Return half, three quarters and all of the source's width, as multiples of the head size."""
+    """Return the widths that are tried by default: half, three quarters and all of the source's, in whole heads."""
     heads = {max(1, source.heads * n // 4) for n in (2, 3, 4)}
     return sorted(n * source.hidden // source.heads for n in heads)
 
 
 def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
-    """Search, and write the winner's draft, the target's texts, the scores and search.json.
+    """Run a search, and write its output: the fastest draft, the target's texts, the scores and search.json.
 
     Raises:
-        UserError: Too few shapes are cheap, or a step fails.
+        UserError: Too few shapes are cheap enough, or a step fails.
     """
     inputs = [wanted.target, wanted.source, *wanted.inputs]
     # a search may resume with another number of minutes
@@ -132,7 +139,7 @@ def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Searcher:
-    """A run of a search."""
+    """The steps and decisions of a search, in the state directory."""
 
     wanted: Wanted
     steps: StepRunner
@@ -154,14 +161,14 @@ class Searcher:
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the candidates by name."""
+        """Return the shapes of the candidates, by name. Shapes of medium cost come first."""
         parallel, target_ms = self.wanted.offsets > 1, self._pass_ms(self._target_cost)
         share = MAX_WIDE_SHARE if parallel else MAX_PASS_SHARE
         pass_ms = self._wide_ms if parallel else self._law.ms
         return candidates(self.wanted.source_shape, self.wanted.tried, pass_ms, target_ms, share)
 
     def _halve(self) -> list[Rung]:
-        """Distil all candidates for a few steps; on each further rung, distil the best third for longer.
+        """Cut all candidates, distil them for a few steps, and on each further rung distil the best third for longer.
 
         Return the rungs.
         """
@@ -181,7 +188,10 @@ class Searcher:
             note(f"rung {len(rungs)}: {len(names)} drafts, {steps} steps each")
 
     def _rung(self, before: Rung | None, index: int, steps: int, names: Sequence[str]) -> Rung:
-        """Try candidates in this order while time is left, and return the rung."""
+        """Make and replay candidates, in the order of `names`, while time is left. Return them as a rung.
+
+        before: The previous rung. steps: Distillation steps of each candidate; 0 only cuts.
+        """
         until = TRIED_SHARES[min(index, 1)] * 60 * self.wanted.minutes
         works: dict[str, Workload] = {}
         for name in names:
@@ -195,7 +205,7 @@ class Searcher:
         return Rung(steps=steps, trials=sorted(trials, key=lambda trial: -trial.promise))
 
     def _replayed(self, rung: int, name: str, steps: int) -> Workload:
-        """Make and replay a candidate, and return the target's texts with its acceptance probabilities."""
+        """Make a candidate, replay it, and return the target's texts with the acceptance probability of each token."""
         draft = self._distilled(rung, name, steps) if steps else self._cut(name)
         replayed = self.steps.run(
             f"replay-{rung}/{name}",
@@ -207,9 +217,11 @@ class Searcher:
         return workload_of_replay(read_replay(replayed / draft.name))
 
     def _trial(self, name: str, work: Workload, rejection: float, left: float) -> ShapeTrial:
-        """Predict the speed of a candidate now, and after one more rung.
+        """Predict the speed of a candidate as it is, and after one more rung.
 
-        left: Share of its rejections that a candidate still has after one more rung.
+        work: The target's texts with the acceptance probability of each token.
+        rejection: Mean probability that a drafted token is rejected.
+        left: Factor by which one more rung is expected to multiply the candidate's rejections.
         """
         cost, ks = self._shape_cost(self.shapes[name]), self.wanted.ks
         k, speedup, rate = best_k(cost, self._target_cost, work, ks)
@@ -226,7 +238,10 @@ class Searcher:
         )
 
     def _last_steps(self, rung: int, steps: int, names: Sequence[str]) -> int:
-        """Return the number of steps on the last rung that fits the time left."""
+        """Return the number of distillation steps of each candidate on the last rung, which must fit the time left.
+
+        rung, steps, names: The previous rung, its number of steps, and the candidates of the last rung.
+        """
         step_seconds, overhead = 0.0, 0.0
         for name in names:
             record = record_of(self.draft(rung, name))
@@ -241,7 +256,7 @@ class Searcher:
         return int(max(self.wanted.first_steps, min(MOST_STEPS, (left - overhead) / step_seconds)))
 
     def _measure(self, rung: int, leaders: Sequence[ShapeTrial]) -> list[MeasuredDraft]:
-        """Score the leaders in one run, and rank the leaders by measured speed."""
+        """Score the best candidates of a rung in one run, and return them, the fastest first."""
         scores = self.steps.run(
             "score",
             "score",
@@ -252,7 +267,7 @@ class Searcher:
             num_prompts=MEASURED_PROMPTS,
             max_new_tokens=MAX_TOKENS,
             repeats=1,
-            seed=1,  # so that other prompts are measured than were replayed
+            seed=1,  # the measurement uses other prompts than the replays
         )
         ranked = rank([read_score(scores / each.name) for each in leaders])
         return [
@@ -269,7 +284,7 @@ class Searcher:
 
     @cached_property
     def _law(self) -> ScalingLaw:
-        """Return the latency law of drafts, for passes up to the widest pass of a parallel draft."""
+        """Return a latency law for drafts, measured for all passes up to the widest pass of a parallel draft."""
         k = 2 * self.wanted.offsets - 1
         return read_law(
             self.steps.run(
@@ -296,7 +311,7 @@ class Searcher:
         return float(cost.forward_ms(1, 1, np.array(self._law.context)))
 
     def _wide_ms(self, shape: Shape) -> float:
-        """Return the milliseconds of a parallel draft's pass after a step that accepted half of its tokens."""
+        """Return the milliseconds of a parallel draft's pass after a step that accepted half of the drafted tokens."""
         width = 3 * self.wanted.offsets // 2
         return float(self._shape_cost(shape).forward_ms(width, 1, np.array(self._law.context)))
 

@@ -1,8 +1,9 @@
 """The records of a search for the fastest draft, the choice of its candidates, and the steps that make them. No torch.
 
-The search is successive halving: on each rung every candidate is made (only cut on rung 0, then distilled), replayed
-over the target's text, and its speed is predicted by a latency law. The best candidates advance, and the leaders of the
-last rung are measured. A step is a command with its settings, run once in one directory. auto uses the same steps.
+The search is successive halving. On each rung, every candidate is made (cut on rung 0, distilled on later rungs) and
+replayed on the target's text, and a latency law predicts its speed. The best candidates advance to the next rung, and
+the best of the last rung are measured. A step is a command with its settings, which runs once in one directory. auto
+uses the same steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,24 +22,25 @@ from draftlab.provenance import Record
 from draftlab.reading import FileModel, read_model
 
 FILE = "search.json"
-# largest time of a draft's pass over the target's; at K = 1 and 3 of 4 tokens accepted, it gives a speed-up of 1.25
+# a candidate's pass takes at most this fraction of the time of the target's pass; with K = 1 and 3 of 4 tokens
+# accepted, the speed-up is then 1.25
 MAX_PASS_SHARE = 0.4
-# the same for a parallel draft, which makes one pass per step; with 2 tokens accepted, it gives a speed-up of 1.5
+# the fraction for a parallel draft, which makes one pass per step; with 2 tokens accepted, the speed-up is then 1.5
 MAX_WIDE_SHARE = 1.0
 
 
 class NoCheapShape(UserError):
-    """Too few shapes have passes that are fast enough to draft for the target."""
+    """The error for too few shapes whose passes are fast enough to draft for the target."""
 
 
 class ShapeTrial(FileModel):
-    """A candidate on one rung, predicted at its best K.
+    """A candidate on one rung, with its predicted speed at its best K.
 
     Args:
         length: Tokens per target pass.
         rejection: Mean probability that a drafted token is rejected.
-        draft_ms: Milliseconds of one pass by the latency law.
-        promise: Predicted tokens per second if the next rung lowers rejections by the same factor as this rung.
+        draft_ms: Milliseconds of one pass of the draft, by the latency law.
+        promise: Predicted tokens per second if the next rung multiplies rejections by the same factor as this rung.
     """
 
     name: str
@@ -52,16 +54,19 @@ class ShapeTrial(FileModel):
 
 
 class Rung(FileModel):
-    """Candidates that were distilled for the same number of steps, the most promising first."""
+    """A rung of a search: candidates that were distilled for the same number of steps, the most promising first."""
 
     steps: int
     trials: list[ShapeTrial]
 
 
 class MeasuredDraft(FileModel):
-    """A leader at its fastest measured K. gain: Speed-up over plain decoding.
+    """A draft that the search measured, at its fastest K.
 
-    changed: Whether the draft changed the output, as ties in bfloat16 can. Such drafts are ranked last.
+    Args:
+        length: Tokens per target pass.
+        gain: Speed-up of whole requests over plain decoding.
+        changed: Whether the target's output changed, as it may by ties in bfloat16. Such drafts are ranked last.
     """
 
     name: str
@@ -73,7 +78,7 @@ class MeasuredDraft(FileModel):
 
 
 class Search(FileModel):
-    """The contents of search.json: the rungs, and the measured leaders with the fastest first."""
+    """The contents of search.json: the rungs, and the drafts that were measured, the fastest first."""
 
     version: Literal[2] = 2
     target: str
@@ -89,11 +94,11 @@ class Search(FileModel):
 
     @property
     def pays(self) -> bool:
-        """Return whether the fastest draft is faster than no draft."""
+        """Return whether the fastest draft is faster than plain decoding."""
         return not self.winner.changed and self.winner.gain.value > 1
 
     def explain(self) -> list[str]:
-        """Return the lines of the verdict."""
+        """Return the result of the search as lines of text."""
         winner, spread = self.winner, self.winner.gain
         predicted = next(trial for trial in self.rungs[-1].trials if trial.name == winner.name)
         lines = [] if self.pays else ["No draft is faster than plain decoding. The best candidate:"]
@@ -116,10 +121,16 @@ def candidates(
     target_ms: float,
     share: float,
 ) -> dict[str, Shape]:
-    """Return by name the shapes whose pass takes at most `share` of the time of the target's.
+    """Return the shapes that are cheap enough to draft, by name.
 
-    Shapes of medium cost come first, so that a search without enough time leaves out the cheapest and the most
-    expensive.
+    A shape is cheap enough if its pass takes at most the fraction `share` of the time of the target's pass. Shapes of
+    medium cost come first, so that a search without enough time leaves out the cheapest and the most expensive shapes.
+
+    Args:
+        source: Shape of the source, which is never a candidate.
+        shapes: Shapes to consider.
+        latency_ms: Function that returns the milliseconds of a pass of a shape.
+        target_ms: Milliseconds of a pass of the target.
 
     Raises:
         NoCheapShape: Fewer than two shapes are cheap enough.
@@ -132,7 +143,7 @@ def candidates(
     if len(cheap) < 2:
         fastest = min(map(latency_ms, shapes)) / target_ms
         raise NoCheapShape(
-            f"only {len(cheap)} of {len(shapes)} shapes have passes of at most {share:.0%} of the target's time "
+            f"only {len(cheap)} of {len(shapes)} shapes need at most {share:.0%} of the target's time for a pass "
             f"(the fastest: {fastest:.0%}); try smaller --layers or --widths"
         )
     ordered = sorted(cheap, key=lambda name: latency_ms(cheap[name]))
@@ -141,10 +152,12 @@ def candidates(
 
 
 def remaining_rejections(before: Rung | None, rejections: dict[str, float]) -> float:
-    """Return the median over candidates of their rejections on this rung, divided by those on the rung before.
+    """Return the factor by which training on this rung has lowered the rejections of the median candidate, at most 1.
 
-    On the first rung it is 1. Rungs rank candidates by the rejections expected after more training, because otherwise
-    the cheapest passes would win while all drafts are poor.
+    On the first rung the factor is 1. Rungs rank candidates by the rejections that are expected after more training,
+    because otherwise the cheapest drafts would win while all drafts are still poor.
+
+    rejections: Mean probability that a drafted token is rejected on this rung, by the name of the candidate.
     """
     if before is None:
         return 1.0
@@ -153,7 +166,7 @@ def remaining_rejections(before: Rung | None, rejections: dict[str, float]) -> f
 
 
 def read_search(path: Path) -> Search:
-    """Read search.json. Raises the errors of read_model."""
+    """Read search.json from a file or directory. Raises UserError: the file is missing, or not of this version."""
     return read_model(Search, path, FILE, "; draftlab search writes one")
 
 
@@ -162,7 +175,7 @@ def write_search(search: Search, folder: Path) -> None:
 
 
 class Runnable(Protocol):
-    """A command with its settings. entry: The step as an entry of a recipe."""
+    """What a StepRunner needs of a step, which is a command with its settings. entry: The step's entry in a recipe."""
 
     @property
     def entry(self) -> dict[str, dict[str, Any]]: ...
@@ -171,12 +184,15 @@ class Runnable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRunner:
-    """Runs steps in a directory. Decisions depend on the records of steps, so a resumed run repeats the decisions.
+    """Runs steps whose outputs are in one folder.
+
+    search and auto decide by the records in these outputs, so that a resumed run decides as the killed run did.
 
     Args:
-        make: Returns a step for a command's name and settings. It adds the settings that all steps share.
-        label: Returns the line to print before a step, for the step's name and command.
-        done: Finished steps by the name of their output.
+        make: Function that returns a step, from the name of a command and settings. It adds settings that all steps
+            share.
+        label: Function that returns the line to print before a step, from the names of the output and the command.
+        done: Finished steps, by the name of their output.
     """
 
     folder: Path
@@ -194,7 +210,10 @@ class StepRunner:
         return out
 
     def seconds(self, part: str = "") -> float:
-        """Return the seconds of finished steps. part: Name of a step, or of a folder of steps, to count alone."""
+        """Return the seconds that all finished steps took.
+
+        part: Name of a step, or of a folder of steps; only their seconds then count.
+        """
         names = [name for name in self.done if not part or name.split("/")[0] == part]
         return sum(record_of(self.folder / name).total_seconds for name in names)
 
@@ -206,5 +225,5 @@ def record_of(output: Path) -> Record:
 
 
 def number(record: Record, name: str) -> float:
-    """Return a number in the notes of a training's record."""
+    """Return the number with this name from the notes of a record."""
     return float(str(record.notes[name]))

@@ -1,4 +1,4 @@
-"""The verdict of auto: which draft to serve, or that none helps, and why; with its export and its page.
+"""The verdict of auto: which draft to serve and why, or why no draft helps. Also export the draft, and make the page.
 
 The export is verified in the server if the server is installed.
 """
@@ -33,17 +33,18 @@ from draftlab.searching.plan import Plan, Request, in_words, not_tried, streams
 from draftlab.searching.schedule import StepRunner, record_of
 from draftlab.servers.kinds import Launch
 
-Scores = Mapping[int, Mapping[str, Score]]  # keys: number of streams, then name of the score
+Scores = Mapping[int, Mapping[str, Score]]  # scores by number of streams, then by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One way to draft, to be compared with others.
+    """One way to draft, which auto compares with other ways: a draft model, a head or another drafter.
 
     Args:
-        draft: Checkpoint or head. None if the drafter needs no weights.
-        shape: Name of a draft model's shape, or of a ready draft.
-        drafter: None for a draft model without another drafter.
+        kind: Kind of candidate, a key of LABELS in plan.py.
+        draft: Directory of the draft model or head. None if the drafter needs no weights.
+        shape: Name of the draft model's shape, or name of a draft of the user.
+        drafter: The drafter. None for a draft model that drafts alone.
     """
 
     kind: str
@@ -53,7 +54,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Return the name of the arm's scores."""
+        """Return the name under which scores list this way to draft."""
         if self.drafter is not None:
             return self.drafter.name
         assert self.draft is not None
@@ -61,23 +62,24 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """Return the arm as text for a person."""
+        """Return this way to draft as text for the user."""
         return in_words(self.kind, self.shape)
 
 
-# largest acceptance of a token that an hour of training gave a draft of auto's kinds (benchmarks/results/smollm2.json)
+# highest acceptance rate of a token that a draft reached in an hour of training (benchmarks/results/smollm2.json)
 REACHED = 0.62
 
 
 class Choice(FileModel):
-    """An arm (a way to draft) at its best K.
+    """A way to draft with its best K, as measured.
 
     Args:
-        name: Name of the arm's scores.
-        label: The arm as text for a person.
-        speedup: Speed-up of whole requests, the geometric mean over all numbers of streams.
-        at_fewest: Speed-up at the fewest streams. tokens_per_pass and tokens_per_second are measured there, too.
-        changed: Whether the arm changed the target's output. Its speed-up then does not count.
+        kind: Kind of candidate, a key of LABELS in plan.py.
+        name: Name under which scores list this way to draft.
+        label: This way to draft as text for the user.
+        speedup: Speed-up of whole requests: the geometric mean over all numbers of streams.
+        at_fewest: Speed-up at the fewest streams, where tokens_per_pass and tokens_per_second are measured as well.
+        changed: Whether the target's output changed. The speed-up then does not count.
     """
 
     kind: str
@@ -92,14 +94,17 @@ class Choice(FileModel):
 
 
 class Round(FileModel, extra="ignore"):
-    """A draft after a round of training. tokens: All training tokens so far. length: Tokens per target pass."""
+    """A draft after a round of training. tokens: Number of training tokens so far. length: Tokens per target pass."""
 
     tokens: float
     length: float
 
 
 class TrainingRounds(FileModel):
-    """Rounds of training, each as long as all rounds before it. stopped: Reason why no round follows."""
+    """The rounds in which a draft was trained, each as long as all rounds before it.
+
+    k: K at which the rounds are compared. stopped: Why training ended, as text.
+    """
 
     k: int
     rounds: list[Round]
@@ -110,19 +115,23 @@ class TrainingRounds(FileModel):
         lengths = ", ".join(
             f"{each.length:.2f} after {each.tokens:,.0f} tokens" for each in self.rounds
         )
-        return f"tokens per pass at K = {self.k}: {lengths}; it ended because {self.stopped}"
+        return f"tokens per pass at K = {self.k}: {lengths}; training ended because {self.stopped}"
 
 
 class Verdict(FileModel, extra="ignore"):
     """The contents of auto.json.
 
     Args:
-        choice: Label of an arm, or "no draft".
-        speedups: Speed-ups of whole requests by number of streams, on prompts that had no part in the choice.
+        use: Whether to serve the target with a draft.
+        choice: Label of the way to draft that is chosen, or "no draft".
+        speedups: Speed-ups of whole requests by number of streams, on prompts that were not used for the choice.
         precision: Precision of target and draft, as text.
-        doubt: Reason why the scores decide nothing, or "".
-        draft: Checkpoint or head of the choice.
-        drafter: Text for score --drafter. Empty for a draft model without another drafter.
+        reason: Why the choice is served or not, as text.
+        doubt: Why the measurement decides nothing, as text, or "".
+        would_change: What would make a draft faster, as sentences.
+        left_out: Candidates that were not tried, each with the reason.
+        draft: Directory of the chosen draft model or head.
+        drafter: Value of score --drafter for the choice. Empty for a draft model that drafts alone.
         serve: Command that serves the target with the choice.
     """
 
@@ -153,13 +162,13 @@ class Verdict(FileModel, extra="ignore"):
         choice = f"use {self.choice} with K = {self.k}" if self.use else "do not use a draft here"
         if self.doubt:
             return (
-                f"Cannot tell, because {self.doubt}; measure again on a machine without other work. By these "
-                f"numbers, {choice}"
+                f"Cannot tell, because {self.doubt}; measure again on a machine without other work. By this "
+                f"measurement, {choice}"
             )
         return choice[0].upper() + choice[1:]
 
     def lines(self) -> list[str]:
-        """Return the lines of the verdict, for a person to read."""
+        """Return the verdict as lines of text for the user."""
         gains = [f"{gain.as_speedup()} at {streams([n])}" for n, gain in self.speedups.items()]
         ran = f"; whole requests, {self.precision}" if self.precision else ""
         lines = [
@@ -176,7 +185,10 @@ class Verdict(FileModel, extra="ignore"):
 
 
 def ranking(arms: Sequence[Arm], scores: Scores) -> list[Choice]:
-    """Return each arm at its best K over all streams, the fastest first."""
+    """Return each arm (a way to draft) with the K that is fastest on average over all tested numbers of streams.
+
+    The fastest arm is first. Arms that changed the target's text are last.
+    """
     choices = [_at_best_k(arm, [names[arm.name] for names in scores.values()]) for arm in arms]
     return sorted(choices, key=lambda choice: (choice.changed, -choice.speedup))
 
@@ -200,9 +212,12 @@ def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:
-    """The largest speed-up that a draft trained here may have, beside the fastest that exists.
+    """An upper limit on the speed-up of a draft that auto may train, and the fastest way to draft without training.
 
-    name: Ready draft whose acceptance, or REACHED if that is more, gives the ceiling.
+    Args:
+        name: Draft of the user from whose measurement the limit is computed.
+        speedup: The limit.
+        best: The fastest way to draft that exists already.
     """
 
     name: str
@@ -211,28 +226,33 @@ class Ceiling:
 
     @property
     def may_gain(self) -> bool:
-        """Return whether the ceiling is above the interval of the best."""
+        """Return whether a trained draft may become significantly faster than the best: above its 95 % interval."""
         return (
             self.speedup > self.best.speedup * self.best.at_fewest.high / self.best.at_fewest.value
         )
 
     def text(self, minutes: float) -> str:
-        """Return the comparison as a sentence. minutes: Time that the training takes."""
+        """Return the comparison as a sentence for the user. minutes: Planned minutes of the training."""
         sentence = (
-            f"a draft as cheap as can be made, with the acceptance of {self.name} or of {REACHED} per token, would "
+            f"the cheapest draft that can be made, with the acceptance of {self.name} or of {REACHED} per token, would "
             f"reach {self.speedup:.2f}x"
         )
         best = f"{self.best.label} has {self.best.at_fewest.as_speedup()}"
         if not self.may_gain:
-            return f"{sentence}, and {best}"
+            return f"{sentence}, but {best}"
         hours = minutes / 60 / (1 - self.best.speedup / self.speedup)
         return f"{sentence}, {best}, and {hours:.2g} hours of decoding would pay the training back"
 
 
 def training_ceiling(arms: Sequence[Arm], scores: Scores, relative: Mapping[str, float]) -> Ceiling:
-    """Return the ceiling of a draft that is trained.
+    """Return an upper limit on the speed-up of a draft that auto may train.
 
-    relative: Time of its pass over the time of a pass of each ready draft, by the name of the arm, at most 1.
+    The limit assumes the cheapest draft, with the acceptance of a draft of the user or with REACHED if that is higher.
+
+    Args:
+        arms: Ways to draft that exist already, with their scores.
+        relative: Time of a pass of the cheapest draft over the time of a pass of each draft of the user, at most 1, by
+            the name of the draft's scores.
     """
     choices, ceilings = ranking(arms, scores), dict[str, float]()
     for name, cheaper in relative.items():
@@ -246,7 +266,7 @@ def training_ceiling(arms: Sequence[Arm], scores: Scores, relative: Mapping[str,
 
 
 def _at_ceiling(score: Score, k: int, cheaper: float) -> float:
-    """Return the speed-up with drafting `cheaper` times as long, and with the acceptance REACHED if that is more."""
+    """Return the speed-up at K if drafting took `cheaper` times its time, and if acceptance were at least REACHED."""
     length, share = score.tokens_per_pass(k), score.time_shares(k).get("draft", 0.0)
     longer = max(1.0, (1 - REACHED ** (k + 1)) / (1 - REACHED) / length)
     return score.speedup_value(k) * longer / (1 - share * (1 - cheaper))
@@ -255,7 +275,7 @@ def _at_ceiling(score: Score, k: int, cheaper: float) -> float:
 def would_change(
     ranking: Sequence[Choice], scores: Scores, left_out: Mapping[str, str]
 ) -> list[str]:
-    """Return lines on what would make a draft faster than plain decoding, or faster than it is."""
+    """Return sentences about what would make a draft faster than plain decoding."""
     changes, fewest = [], min(scores)
     trained = next((choice for choice in ranking if choice.kind == "draft"), None)
     if trained is not None:
@@ -265,18 +285,20 @@ def would_change(
         if trained.tokens_per_pass < needed:
             changes.append(
                 f"{trained.label} gives {trained.tokens_per_pass:.2f} tokens per target pass at K = {trained.k}, "
-                f"and needs {needed:.2f} to break even after the first token; drafting takes {share:.0%} of that time"
+                f"but needs {needed:.2f} to break even after the first token; drafting takes {share:.0%} of that time"
             )
     if any("minutes" in reason for reason in left_out.values()):
         changes.append("more --minutes, because some candidates were not tried")
     return changes or [
-        "prompts whose answers repeat parts of the prompt, or a larger target, next to whose passes drafting "
-        "costs less"
+        "prompts whose answers repeat parts of the prompt, or a larger target, compared with which a draft costs less"
     ]
 
 
 def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
-    """Return whether to serve the choice, and the reason. speedups: Speed-ups by number of streams."""
+    """Return whether to serve the fastest way to draft, and why.
+
+    speedups: Speed-ups of this way to draft, by number of streams.
+    """
     gains = [n for n, gain in speedups.items() if gain.low > 1]
     losses = [n for n, gain in speedups.items() if gain.value < 1]
     if not gains:
@@ -289,7 +311,7 @@ def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
         return True, f"whole requests run at {gain.as_speedup()} the speed of the target alone"
     reason = f"whole requests are faster than with the target alone at {streams(gains)}"
     if losses:
-        reason += f"; at {streams(losses)} they are slower, so serve without a draft there"
+        reason += f"; at {streams(losses)} they are slower, so serve without a draft then"
     return True, reason
 
 
@@ -305,10 +327,14 @@ def serve(
     k: int,
     int8: bool,
 ) -> tuple[str, list[str]]:
-    """Export the choice with its script. Return the command that serves it, and notes.
+    """Export the chosen draft with a start script. Return the command that serves it, and notes for the user.
+
+    Without a server, the command runs draftlab score with the draft.
 
     Args:
+        chosen: The chosen way to draft.
         k_by_streams: Best K by number of streams. 0 stands for no draft.
+        k: Best K over all numbers of streams.
         int8: Whether weights were rounded to 8 bits in the scores.
     """
     prompts, server = steps.folder / "prompts/measure.jsonl", request.server
@@ -325,7 +351,7 @@ def serve(
             drafter = drafter or DraftModelSpec.of(draft=str(out))
         assert drafter is not None
         rounded = f" --int8 {'target' if chosen.draft is None else 'both'}" if int8 else ""
-        note = "to choose for a server and get its start script, give --for vllm, sglang, llama.cpp or transformers"
+        note = "to choose for a server and get a start script, add --for vllm, sglang, llama.cpp or transformers"
         options = f"--drafter {drafter.text} --k {k}{rounded} --prompt-file {prompts}"
         return f"draftlab score --target {request.name} {options}", [note]
     if chosen.draft is None:
@@ -366,7 +392,7 @@ def serve(
 
 
 def unverified(request: Request) -> list[str]:
-    """Return a line on why the export is not verified in the server, or no lines if it is."""
+    """Return a sentence about why the export is not verified in the server, or [] if it can be verified."""
     if request.server is None or request.program is not None:
         return []
     if not SERVERS.get(request.server, "--for").program:
@@ -374,7 +400,7 @@ def unverified(request: Request) -> list[str]:
             f"not verified in {request.server}, because draftlab can start only vLLM and llama.cpp"
         ]
     return [
-        f"the export is not verified, because {request.server} is not on the PATH; give its program by --verify-with"
+        f"the export is not verified, because {request.server} is not on the PATH; name its program by --verify-with"
     ]
 
 
@@ -386,11 +412,11 @@ def _typed(export: Path) -> str:
 
 
 def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command: str) -> str:
-    """Return an HTML page that loads no other files.
+    """Return the verdict as an HTML page, which loads no other files.
 
     Args:
-        seconds: Returns the seconds that a step of the plan took, by the name of the step.
-        command: Command that resumes the run.
+        seconds: Function that returns how many seconds a step of the plan took, from the name of the step.
+        command: Command line of the run.
     """
     board = _candidates(verdict)
     labels = [choice.label for choice in verdict.ranking]
@@ -401,10 +427,10 @@ def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command:
         svg=plots.plot_ranking(gains),
         table=Table(
             heads=(),
-            rows=[],  # the table of candidates has the numbers
+            rows=[],  # the table of candidates has the values
             title="Speed-up of each candidate",
             caption=f"Speed-up of whole requests at {at_fewest}: tokens per second with the draft, divided by "
-            "those of the target alone. Each candidate has its best number of drafted tokens.",
+            "tokens per second of the target alone. Each candidate drafts its best number of tokens.",
         ),
     )
     return page_template("auto.html.j2").render(
@@ -447,25 +473,25 @@ def _candidates(verdict: Verdict) -> Table:
     return Table.of(
         rows,
         title="Candidates",
-        caption="Each candidate at its best K, on the prompts by which K was chosen. On other prompts the choice "
-        "looks less good.",
+        caption="Each candidate at its best K, on the prompts by which K was chosen. On other prompts the chosen "
+        "candidate looks less good.",
         best=labels.index(verdict.choice) if verdict.use and not verdict.doubt else None,
     )
 
 
 def _tables(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> list[Table]:
-    """Return the tables of details: the choice on other prompts, the training, and the steps."""
+    """Return the detailed tables of the page: the choice on other prompts, the training rounds, and the steps."""
     ran = f" How both sides ran: {verdict.precision}." if verdict.precision else ""
     measured = Table(
         title="The choice on other prompts",
         heads=["concurrent requests", "speed-up of whole requests (95% interval over prompts)"],
         rows=[[str(n), gain.as_speedup()] for n, gain in verdict.speedups.items()],
         caption="Tokens per second of whole requests, prefill included, divided by those of the target alone, on "
-        f"prompts that had no part in the choice.{ran}",
+        f"prompts that were not used for the choice.{ran}",
     )
     steps = Table(
         title="Steps",
-        heads=["step", "what it made", "planned, minutes", "taken, minutes"],
+        heads=["step", "what it does", "planned minutes", "actual minutes"],
         rows=[
             [step.name, step.what, f"{step.minutes:.1f}", f"{seconds(step.name) / 60:.1f}"]
             for step in plan.steps
@@ -475,8 +501,8 @@ def _tables(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> li
     if verdict.training is None:
         return [measured, steps]
     training = Table(
-        title="What training gave",
-        heads=["tokens trained on", "tokens per target pass"],
+        title="Training",
+        heads=["training tokens", "tokens per target pass"],
         rows=[[f"{each.tokens:,.0f}", f"{each.length:.2f}"] for each in verdict.training.rounds],
         caption="Acceptance of the draft after each round, replayed on the target's answers. Training ended "
         f"because {verdict.training.stopped}.",

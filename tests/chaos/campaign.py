@@ -185,7 +185,7 @@ class Campaign:
                     break
                 ended = run(self.arguments(name), room)
                 if ended.code == 1 and re.search(
-                    "exists(; edit it| and is not empty)", ended.error
+                    "exists( already; edit| and is not empty)", ended.error
                 ):
                     break  # the fault came after the output was in its place
                 if ended.code:

@@ -52,6 +52,7 @@ class Batch:
         positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
         depths: Number of tokens that a parallel draft predicts from each position, [B, T]. If None, each position with
             mask 1 predicts its next token.
+        together: Number of consecutive rows that stay in one part and one process, such as a text's row for each head.
     """
 
     ids: np.ndarray
@@ -59,6 +60,7 @@ class Batch:
     top_logprobs: TopLogprobs | None = None
     positions: np.ndarray | None = None
     depths: np.ndarray | None = None
+    together: int = 1
 
     @property
     def lengths(self) -> np.ndarray:
@@ -134,14 +136,17 @@ class Batch:
         """
         lengths = self.lengths
         fed = lengths if self.depths is None else lengths + np.maximum(self.depths - 1, 0).sum(1)
-        order = np.argsort(-fed, kind="stable")
+        each = self.together
+        longest = fed.reshape(-1, each).max(1)  # of the rows that stay together
         parts: list[list[int]] = []
-        for row in order:
-            longest = fed[parts[-1][0]] if parts else 0
-            if parts and (tokens == 0 or (len(parts[-1]) + 1) * longest <= tokens):
-                parts[-1].append(int(row))
+        limit = 0  # most rows of the last part
+        for group in np.argsort(-longest, kind="stable").tolist():
+            rows = list(range(group * each, (group + 1) * each))
+            if parts and (tokens == 0 or len(parts[-1]) + each <= limit):
+                parts[-1] += rows
             else:
-                parts.append([int(row)])
+                parts.append(rows)
+                limit = tokens // max(1, int(longest[group]))
         return [(rows, self._picked(rows, int(lengths[rows].max()))) for rows in parts]
 
     def _picked(self, rows: list[int] | slice, length: int) -> "Batch":
@@ -150,16 +155,18 @@ class Batch:
             None if top is None else TopLogprobs(top.ids[index], top.log_p[index], top.tail[index])
         )
         positions, depths = (None if x is None else x[index] for x in (self.positions, self.depths))
-        return Batch(self.ids[rows, : length + 1], self.mask[index], top, positions, depths)
+        ids, together = self.ids[rows, : length + 1], self.together
+        return Batch(ids, self.mask[index], top, positions, depths, together)
 
     def shard(self, index: int, count: int) -> "Batch":
         """Return the rows of one process out of `count`: every count-th row, from row `index` on.
 
-        A process without rows gets one row with an empty mask.
+        Rows that stay together count as one. A process without rows gets the first with an empty mask.
         """
-        if index < len(self.ids):
-            return self.rows(slice(index, None, count))
-        spare = self.rows(slice(0, 1))
+        groups = np.arange(len(self.ids)).reshape(-1, self.together)
+        if index < len(groups):
+            return self._picked(groups[index::count].ravel().tolist(), self.mask.shape[1])
+        spare = self.rows(slice(0, self.together))
         depths = None if spare.depths is None else np.zeros_like(spare.depths)
         return replace(spare, mask=np.zeros_like(spare.mask), depths=depths)
 

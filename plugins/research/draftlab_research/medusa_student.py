@@ -39,8 +39,7 @@ class MedusaStudent(StudentSpec):
 
         if set(job.text.shares) != {"data"} or job.answers is not None:
             raise UserError(
-                "--text: Medusa heads train on data only; for the target's text, store it with draftlab outputs "
-                "build and give --outputs"
+                "--text: Medusa heads train on data only; leave it out, and name the text by --data"
             )
         assert job.target is not None  # a head reads the target's states
         llama.check_supported(job.target)  # in decoding, heads read states of draftlab's own engine

@@ -177,14 +177,11 @@ def repeat_rows(batch: Batch, count: int) -> Batch:
     mask = batch.mask.repeat(count, 0)
     for k in range(1, count + 1):
         mask[k - 1 :: count, :k] = 0
-    return Batch(batch.ids.repeat(count, 0), mask)
+    return Batch(batch.ids.repeat(count, 0), mask, together=count)
 
 
 def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingSetup:
-    """Return the training setup of Medusa heads, whose batches have each text once for every head.
-
-    Training needs a single process and undivided batches, because the rows of a text must stay together.
-    """
+    """Return the training setup of Medusa heads, whose batches have each text once for every head."""
     count = len(student.heads)
     repeated = replace(heldout, batches=[repeat_rows(batch, count) for batch in heldout.batches])
     return TrainingSetup(

@@ -55,7 +55,7 @@ class WidthsSpec(DrafterSpec):
         if run.rule == "k-sequential" and self.drawn != "sampled":
             raise UserError(
                 f"--rule k-sequential needs independently sampled siblings, but --drafter {self.text} takes "
-                f"{self.drawn} siblings; add siblings=sampled, or use --rule recursive"
+                f"{self.drawn} siblings; use --rule recursive"
             )
 
 

@@ -156,6 +156,17 @@ def test_a_killed_run_writes_the_heads_of_one_that_was_not(trained, family_dirs,
     assert all(weight.any() for weight in wanted.values())
 
 
+def test_heads_of_a_step_in_parts_are_those_of_the_whole_step(trained, family_dirs, text, tmp_path):
+    """A part holds three rows of 32 tokens, but both rows of a text stay together."""
+    asked = words(family_dirs, text, micro_batch_tokens=100)
+    COMMANDS["distill"](**asked, out=tmp_path / "heads")
+    found, wanted = (load_file(folder / medusa.WEIGHTS) for folder in (tmp_path / "heads", trained))
+    for name, weight in wanted.items():
+        torch.testing.assert_close(
+            found[name], weight, rtol=0, atol=0.01 * float(weight.abs().max())
+        )
+
+
 def test_what_was_written_is_read_and_decodes_as_the_target(trained, family_dirs, target):
     heads = medusa.read(trained, family_dirs["llama"])
     assert heads.shape == (2, HIDDEN, HIDDEN)

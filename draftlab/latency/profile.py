@@ -1,4 +1,4 @@
-"""Profile models, or shapes with random weights, and write one file per model."""
+"""Measure the latency profiles of models, or of shapes with random weights, and write one file per model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Subject:
 
     Args:
         place: A checkpoint, or a shape that gets random weights.
-        target: Name of the model whose states a head reads; None for other models.
+        target: Name of the target whose hidden states a head reads; None if the model is not a head.
         kind: Kind of the drafter, as --drafter names it.
     """
 
@@ -48,7 +48,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """The settings of passes. device_map: Map of accelerate, with which transformers runs the models."""
+    """How the passes are run. device_map: If set, transformers runs the models, spread over devices by accelerate."""
 
     device: torch.device
     dtype: torch.dtype
@@ -58,11 +58,11 @@ class Running:
 
 
 def subjects(models: Mapping[str, Path | Shape]) -> list[Subject]:
-    """Return the named models with their sizes.
+    """Return the models to time, with their sizes. models: Checkpoints and shapes by name.
 
     Raises:
-        UserError: a head whose target is not among them, a shape that the engine does not run, or a checkpoint
-            that cannot be read.
+        UserError: The target of a head is not among the models, the engine does not run a shape, or a checkpoint
+            cannot be read.
     """
     whole = {name: p for name, p in models.items() if isinstance(p, Path) and not hub.head_kind(p)}
     return [_subject(name, place, whole) for name, place in models.items()]
@@ -100,10 +100,11 @@ def resolve_running(
     threads: int | None = None,
     device_map: str | None = None,
 ) -> Running:
-    """Return the settings with which the passes of all models run.
+    """Return settings with which the passes of all models run; the mode "auto" is resolved.
 
     Raises:
-        UserError: the mode does not run on this device or with this dtype, or the engine does not run a model in it.
+        UserError: The mode does not run on this device or with this dtype, or the engine does not run a model in the
+            mode.
     """
     heads = [model for model in models if model.target is not None]
     if device_map and heads:
@@ -129,7 +130,7 @@ def grid_of(
 ) -> Grid:
     """Return the grid of passes to time.
 
-    A parallel draft reads up to 2 K tokens in a pass, other models up to K + 1.
+    A parallel draft reads up to 2 K tokens in a pass, any other model up to K + 1 tokens.
     """
     wide = any(
         model.path is not None and parallel.pard_token(model.path) is not None for model in models
@@ -144,9 +145,9 @@ def grid_of(
 
 
 def needed_bytes(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, float]:
-    """Return the bytes of each model's weights, and of the KV caches at all batch sizes.
+    """Return the bytes of each model's weights, and of the KV caches for all batch sizes together.
 
-    With a device_map, checkpoints are not counted, because the library accelerate spreads them over devices.
+    With a device_map, checkpoints are not counted, because accelerate spreads them over devices.
     """
     width = running.dtype.itemsize
     counted = [
@@ -167,7 +168,7 @@ def profile_models(
     """Measure all models in one process, and write NAME.yaml for each model.
 
     Raises:
-        UserError: a model has a shorter context than the grid needs, or there is too little memory.
+        UserError: A model has a shorter context than the grid needs, or there is too little memory.
     """
     if running.threads is not None:
         torch.set_num_threads(running.threads)

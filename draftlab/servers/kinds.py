@@ -400,7 +400,7 @@ class ServerKind:
     def completion_request(
         self, prompt: list[int], sampling: SamplingParams, k: int | None
     ) -> dict[str, Any]:
-        """Return the body of a completion request. k: Number of top tokens per position; None requests only token ids."""
+        """Return the body of a completion request. k: Number of top tokens per position; None requests only ids."""
         raise NotImplementedError
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:

@@ -1,4 +1,4 @@
-"""What int8 weights cost a target on real text, against the same target in bfloat16.
+"""Compare a target with int8 weights with the same target in bfloat16, by bits per byte and other figures on real text.
 
 python -m benchmarks.int8_target TARGET TEXT
 """

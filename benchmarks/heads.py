@@ -370,8 +370,8 @@ class Training:
     def logits(self) -> dict[str, Any]:
         """Compare the logits of the libraries. Return the largest difference and the fraction of equal argmaxes.
 
-        Results are by head and data type. "rounding" is the largest difference between logits of speculators in that type
-        and in float32.
+        Results are by head and data type. "rounding" is the largest difference between logits of speculators in that
+        type and in float32.
         """
         ids = torch.from_numpy(
             texts_of(self.job(0), self.target, self.folder)[1].ids[:1, : self.seq_len + 1]

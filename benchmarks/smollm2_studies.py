@@ -2,8 +2,8 @@
 
 FOLDER is the folder of benchmarks.smollm2, in which `draftlab run` has run recipes/smollm2-depth.yaml, -losses.yaml,
 -pruning.yaml, -search.yaml, -accuracy.yaml and -batch.yaml. The last line is one JSON object, with null for studies
-that were not run. --figures writes figures, too. To draw the figures of an earlier result, FOLDER may be a file with this
-JSON object. --siblings collects only the study of recipes/smollm2-siblings.yaml.
+that were not run. --figures writes figures, too. To draw the figures of an earlier result, FOLDER may be a file with
+this JSON object. --siblings collects only the study of recipes/smollm2-siblings.yaml.
 """
 
 import json
@@ -96,7 +96,7 @@ def siblings(folder: Path) -> dict[str, Any]:
     """Return the results of ready siblings: drafts cut from the target, as cut ("stock") and distilled with some seeds.
 
     Results are by number of layers. "speedup" is predicted for whole requests, with the prefills of both models, at the
-    the best K.
+    best K.
     """
     models = {p.name: CostModel.of(p, extrapolate=True) for p in passes_of(folder / "passes")}
     target = models[next(name for name in models if not name.isdigit())]

@@ -92,8 +92,8 @@ class Profile(FileModel):
             axes = [sorted(set(column)) for column in zip(*grid, strict=True)]
             if not grid or grid != list(itertools.product(*axes)) or axes[0][0] != 1:
                 raise ValueError(
-                    f"{name} must have each combination of its widths (in steady: of its values of after), batches and "
-                    "contexts exactly once, and the lowest width or value of after must be 1"
+                    f"{name} must be a complete grid: each combination of width, batch and context exactly once, from "
+                    "width 1 on (in steady: after instead of width)"
                 )
         after = sorted({p.after for p in self.steady})
         if after[:-1] != list(range(1, len(after))):

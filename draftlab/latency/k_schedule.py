@@ -103,7 +103,8 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
         sha256: Hash of the draft.
 
     Raises:
-        UserError: The file predicts other drafts, has no schedule, or predicts that the draft is slower than none.
+        UserError: The file predicts other drafts, has no schedule, or predicts that the draft is slower than the target
+            alone.
     """
     predictions = read_model(Predictions, file, hint=REMEDY).predictions
     prediction = next((each for each in predictions if each.draft_sha256 == sha256), None)

@@ -1,4 +1,4 @@
-"""Whatever timings depend on in a machine: other work, warm-up, clocks, and the processor's or GPU's name."""
+"""The state of a machine that timings depend on: its load, warm-up, clocks, and the names of processor and GPU."""
 
 import os
 import platform
@@ -119,9 +119,9 @@ def steady_clock(device: torch.device) -> Clock:
 
 
 def steady_step_clock(device: torch.device) -> StepClock:
-    """Return a clock that times the phases of a step without waiting for the device, or one of CPU seconds.
+    """Return a clock for the phases of a step, which does not wait for the device.
 
-    CPU seconds are chosen as in steady_clock.
+    If torch runs on one CPU thread, the clock counts CPU seconds, as in steady_clock.
     """
     return time.process_time if _one_cpu_thread(device) else step_clock_for(device)
 

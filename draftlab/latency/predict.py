@@ -30,7 +30,7 @@ from draftlab.latency.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KPrediction:
-    """The prediction for one K.
+    """The predicted speed and speed-up with one K.
 
     Args:
         tokens_per_pass: Tokens per target pass, including the target's own token.

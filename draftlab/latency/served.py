@@ -45,7 +45,7 @@ class ServedPasses:
     """The latency of a server's target passes, by the number of streams and of cached tokens.
 
     Args:
-        streams: Number of tokens in each timed pass, ascending, [N]. A stream has one token.
+        streams: Number of tokens in each timed pass, ascending, [N]. Each stream has one token in a pass.
         tokens_ms: Milliseconds of each pass without cached tokens, [N].
         cached_ms: Additional milliseconds per cached token of a row.
     """

@@ -135,7 +135,7 @@ class ServerLog:
         return sorted(set(every) - set(heldout)), heldout
 
     def outputs(self, which: Sequence[int]) -> list[TargetOutput]:
-        """Return the lines at the indices `which` as outputs, each cut to seq_len + 1 tokens with its prompt."""
+        """Return the lines at the indices `which` as outputs. Each is cut to seq_len + 1 tokens, prompt included."""
         written = []
         with self.path.open("rb") as stream:
             for _, start in (self.starts[i] for i in which):

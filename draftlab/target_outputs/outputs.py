@@ -111,7 +111,10 @@ class TargetOutput:
 
 
 def log_rest(logprobs: np.ndarray) -> np.ndarray:
-    """Return the log-probability of all unlisted tokens together, [n]. logprobs: Those of the listed tokens, [n, k]."""
+    """Return the log-probability of all tokens together that are not in a list, [n].
+
+    logprobs: Log-probabilities of the listed tokens, [n, k].
+    """
     listed = np.logaddexp.reduce(logprobs.astype(np.float64), axis=-1)
     return np.log(-np.expm1(np.minimum(listed, -LEAST_REST))).astype(np.float32)
 
@@ -158,6 +161,6 @@ def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
 
 
 def with_top(outputs: Sequence[TargetOutput], top: StoredLogprobs) -> list[TargetOutput]:
-    """Return the outputs with their most probable tokens. top: Those of all outputs, in the order of the outputs."""
+    """Return copies of the outputs that have lists of most probable tokens. top: The lists of all outputs, in order."""
     parts = top.parts(len(output.ids) for output in outputs)
     return [replace(output, top=part) for output, part in zip(outputs, parts, strict=True)]

@@ -391,7 +391,7 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
 
 
 def _target_sampling(store: StoredOutputs) -> SamplingParams:
-    """Return how the target sampled. Raises UserError: the target did not write the texts, or no sampling is known."""
+    """Return how the target sampled. Raises UserError: the target did not write the texts, or this is not known."""
     if store.manifest.text == "data":
         raise UserError(
             f"{store.directory} has text that the target only read, but a replay needs text that the target wrote; "

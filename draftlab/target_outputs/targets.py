@@ -1,6 +1,6 @@
 """Targets in memory or on a server, which score or write the text of a store. A target can also verify its store.
 
-R rows, T tokens, n tokens that count, k listed tokens, V vocab.
+R rows, T tokens, n scored tokens, k listed tokens, V vocab.
 """
 
 import contextlib

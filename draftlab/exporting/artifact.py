@@ -236,9 +236,7 @@ class DraftModel:
             checkpoint.eos_token_ids(self.target),
         )
         if (beyond := max(ends, default=0)) >= self.vocab:
-            text = (
-                f"end-of-text id {beyond} is not in the vocabulary, which has 0 to {self.vocab - 1}"
-            )
+            text = f"end-of-text id {beyond} is not in the vocabulary, which has the ids 0 to {self.vocab - 1}"
             yield error("special tokens", text, "set eos_token_id to the id that ends a text")
         elif ends != target_ends:
             text = f"end-of-text ids are {list(ends)} in the draft, but {list(target_ends)} in the target"

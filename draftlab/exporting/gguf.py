@@ -247,7 +247,7 @@ def _head_info(source: str, dims: tuple[int, ...], qtype: str) -> TensorInfo:
 
 
 def _type_of(dims: tuple[int, ...], qtype: str) -> str:
-    """Return the type in which to store a tensor: f32 for a vector, f16 if rows cannot be divided into blocks."""
+    """Return the type in which to store a tensor: f32 for a vector, f16 if its rows do not fit blocks, else qtype."""
     gguf = library()
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[qtype.upper()]][0]
     return "f32" if len(dims) < 2 else qtype if dims[-1] % block == 0 else UNQUANTIZED

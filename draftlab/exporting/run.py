@@ -251,7 +251,7 @@ def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -
 
 
 def _alone(scores: Sequence[Score]) -> list[Score]:
-    """Return the scores with the draft as the only drafter. Pairs, as prompt lookup with a head, cannot be exported."""
+    """Return the scores with the draft as the only drafter. Pairs, such as lookup with a head, cannot be exported."""
     return [score for score in scores if "," not in score.name]
 
 

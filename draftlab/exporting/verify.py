@@ -330,7 +330,7 @@ def verify(
 
 
 def lengths_before_end(texts: TargetTexts, ends: Sequence[int]) -> list[int]:
-    """Return the number of tokens of each text, without a last token that ends the text, [R]."""
+    """Return the number of tokens of each text, not counting an end-of-text token at its end, [R]."""
     pairs = zip(texts.completions, texts.tokens, strict=True)
     return [length - (ids[length - 1] in ends) for ids, length in pairs]
 

@@ -44,7 +44,7 @@ SPECIAL = {
     "unk": "tokenizer.ggml.unknown_token_id",
     "pad": "tokenizer.ggml.padding_token_id",
 }
-# values of tokenizer.ggml.pre that llama.cpp treats like the pre-tokenizer at their right
+# tokenizer.ggml.pre -> name of the pre-tokenizer that llama.cpp applies for it
 ALIASES = {
     "mpt": "gpt-2",
     "olmo": "gpt-2",
@@ -353,7 +353,7 @@ def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
         smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
         if not math.isclose(1 / f, (1 - smooth) / most + smooth, rel_tol=1e-3):
             raise UserError(
-                f"{header.file} has values in {ROPE_FACTORS} that differ from Llama 3's scaling, which is not "
+                f"{header.file} has values in {ROPE_FACTORS} that no Llama 3 scaling gives, and other scalings are not "
                 "supported; import this model from another format"
             )
     return {

@@ -27,7 +27,7 @@ CODE_FOR_CHAT = (
 
 
 def is_imported(file: Path, out: Path) -> bool:
-    """Return whether the directory `out` was imported from `file` as the file is now."""
+    """Return whether `out` is an import of `file`, and the file has not changed since the import."""
     record = provenance.read_record(out)
     if record is None or record.command != "import":
         return False

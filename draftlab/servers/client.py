@@ -199,12 +199,14 @@ class Server:
             first, *_ = cards
             name = model or first
         if name not in cards:
-            raise UserError(f"{http.url} serves no model {name!r}{did_you_mean(name, cards)}")
+            raise UserError(
+                f"{http.url} does not serve a model named {name!r}{did_you_mean(name, cards)}"
+            )
         # the model's name is used for directories, scripts and pages
         folder_name(name, f"the model of {http.url}")
         kind, adapter = _kind_of(cards[name].get("owned_by"))
         page = http.json("GET", adapter.about_path, default={})
-        with reading(f"{http.url}{adapter.about_path} is not what {kind} answers there"):
+        with reading(f"{http.url}{adapter.about_path} does not answer as a {kind} server should"):
             version, max_length = adapter.about(page, cards[name])
             version, max_length = one_line(version), None if max_length is None else int(max_length)
         return cls(

@@ -90,7 +90,7 @@ def completion(
     tops: Sequence[TopLogprobs],
     reason: Any,
 ) -> ServedCompletion:
-    """Check the parts of a completion, and return it. Raises ValueError: a value is missing, no id, or not finite."""
+    """Check the parts of a completion, and return it. Raises ValueError: a value is missing, not an id, or infinite."""
     top_ids, top_logprobs = _columns(tops)
     return ServedCompletion(
         prompt_ids=prompt,
@@ -192,7 +192,7 @@ class Artifact(Protocol):
         ...
 
     def spelled_alike(self) -> str:
-        """Return how many of the target's tokens the draft has, too, as text such as "100 of 200"."""
+        """Return how many of the target's tokens also exist in the draft, as text such as "100 of 200"."""
         ...
 
     def pre_tokenizer(self) -> tuple[str, float]:
@@ -369,7 +369,7 @@ class ServerKind:
     # starting
 
     def script(self, launch: Launch) -> tuple[str, str]:
-        """Return the name and the text of a script that starts the server. It lies in the directory of the draft."""
+        """Return the name and the text of a script in the draft's directory that starts the server with the draft."""
         raise NotImplementedError
 
     def command(self, program: Path, trial: ServerTrial, method: SampleMethod) -> list[object]:

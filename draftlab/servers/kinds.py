@@ -90,7 +90,7 @@ def completion(
     tops: Sequence[TopLogprobs],
     reason: Any,
 ) -> ServedCompletion:
-    """Check the parts of a completion, and return it. Raises ValueError: a value is missing, not an id, or infinite."""
+    """Check and return a completion. Raises ValueError: a value is missing, is not an id, or is not finite."""
     top_ids, top_logprobs = _columns(tops)
     return ServedCompletion(
         prompt_ids=prompt,

@@ -4,8 +4,8 @@ The target is a small model expanded on the device (expand.py). It writes the sa
 costs as much as one of --target's shape, with head_dim and vocabulary of the small model. Each draft is the same pruned
 draft of the small model, expanded to one of the paper's shapes. So all drafts propose the same tokens, and only their
 cost differs. Shapes that are too small for the pruned draft are left out. If the target does not fit the device, it has
-as many layers as fit ("layers"). "beside_paper" compares the speed-up of Wide-796M with that of the deep draft, here
-and with that of earlier drafts in the paper.
+as many layers as fit ("layers"). "beside_paper": the speed-up of Wide-796M divided by that of the deep draft here, and
+divided by that of earlier drafts in the paper.
 """
 
 import gc

@@ -40,7 +40,7 @@ def transformers(asked: dict) -> tuple[dict, str]:
     counted, prefills = (
         [0, 0],
         int(asked["way"] == "plain"),
-    )  # 0 prefills if it drafts, because assisted generation also drafts before its first pass
+    )  # a prefill is left out of the count only in plain decoding, as assisted generation drafts before its first pass
 
     def count(*_: object) -> None:
         counted[1] += 1

@@ -92,9 +92,9 @@ def main(
     ),
     k: Annotated[int, typer.Option(help="Tokens that the parallel draft learns to draft.")] = 4,
     cod_share: Annotated[
-        float, typer.Option(help="share in distill --student parallel. PARD has 0.7.")
+        float, typer.Option(help="Value of share in --student parallel. PARD has 0.7.")
     ] = 0.3,
-    cod_floor: Annotated[float, typer.Option(help="floor in distill --student parallel.")] = 0.0,
+    cod_floor: Annotated[float, typer.Option(help="Value of floor in --student parallel.")] = 0.0,
     steps: Annotated[int, typer.Option(help="Further training steps of the ordinary draft.")] = 300,
     common: Annotated[
         int, typer.Option(help="Training steps of the draft from which both start.")

@@ -154,7 +154,7 @@ def main(
         Path | None, typer.Option(help="JSON-lines file with prompts or conversations.")
     ] = None,
     data: Annotated[
-        str, typer.Option(help="Without a prompt file: data whose texts begin with prompts.")
+        str, typer.Option(help="Without a prompt file: data whose beginnings are the prompts.")
     ] = "stdlib",
     prompts: Annotated[
         int, typer.Option(help="Number of prompts, evenly spaced in the file.")
@@ -180,7 +180,9 @@ def main(
     transformers: Annotated[
         Path | None, typer.Option(help="Path of a Python that has transformers.")
     ] = Path(sys.executable),
-    out: Annotated[Path | None, typer.Option(help="File to write the result to, too.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the result, which is also printed.")
+    ] = None,
 ) -> None:
     torch.set_num_threads(1)
     programs = {"transformers": transformers, "llama.cpp": llama_server, "vllm": vllm}

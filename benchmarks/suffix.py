@@ -73,7 +73,7 @@ def arm(
 
 
 def decode(output: TargetOutput, drafter: TextDrafter, count: int) -> tuple[int, int, int]:
-    """Draft over a stored answer. Return its tokens after the first, the target passes for them, and drafted tokens."""
+    """Draft over a stored answer. Return the number of tokens after the first, of passes, and of drafted tokens."""
     answer = np.asarray(output.ids).tolist()
     text = [*np.asarray(output.prompt).tolist(), *answer[:1]]
     written, passes, drafted = 1, 0, 0

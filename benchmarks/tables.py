@@ -466,12 +466,12 @@ def tpot(row: dict[str, Any]) -> str:
 
 
 def measure(row: dict[str, Any]) -> str:
-    """Return what the key "speedup" of a row is the speed-up of: whole requests or, in older results, TPOT."""
+    """Return the quantity whose speed-up is in row["speedup"]: "whole request" or, in older results, "TPOT"."""
     return "whole request" if "tpot_speedup" in row else "TPOT"
 
 
 def relation(row: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return the verb of a sentence that compares the speed-up of whole requests of two drafters."""
+    """Return "gains more than", "gains less than" or "does not differ clearly from", by speed-up of whole requests."""
     if "tpot_speedup" in row and not separates(row["speedup"], other["speedup"]):
         return "does not differ clearly from"
     return "gains more than" if request_gain(row) > request_gain(other) else "gains less than"

@@ -14,9 +14,8 @@ DRAFTERS = [
     "prompt-lookup", "fallback", "cascade:inner=prompt-lookup,inner_tokens=3", "confidence-stop",
     "layer-skip:layers=0+3+6+7+10", "tree:widths=2x1x1",
 ]  # fmt: skip
-SUMMARY_TOKENS = (
-    280  # length to which prompts of summaries are cut; the shortest prompt has 286 tokens
-)
+# length to which prompts of summaries are cut; the shortest prompt has 286 tokens
+SUMMARY_TOKENS = 280
 SPEC_BENCH = ("summarization", "math_reasoning")
 
 

@@ -42,9 +42,8 @@ from draftlab.sampling import SamplingParams
 INSIDE = Path(__file__).parent / "inside_peers.py"
 WAYS = ("plain", "draft", "ngram")
 OURS = "draftlab"
-DEFAULTS = (
-    0  # instead of a K, stands for llama.cpp's defaults: n-grams of 12 tokens, drafts of 48 tokens
-)
+# instead of a K, stands for llama.cpp's defaults: n-grams of 12 tokens, drafts of 48 tokens
+DEFAULTS = 0
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "Q8_0": 8}
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "Q8_0": "q8_0"}
 PRECISIONS = {  # precisions with 8 bits that each engine supports on a CPU, in addition to --dtype

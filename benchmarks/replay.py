@@ -29,9 +29,8 @@ from draftlab.sampling import SamplingParams
 
 KS = range(1, 9)
 Texts = list[tuple[list[int], list[int]]]  # prompt and the target's answer, as token ids
-Accepted = dict[
-    int, list[list[int]]
-]  # K -> for each text, the number of accepted tokens in each step
+# K -> for each text, the number of accepted tokens in each step
+Accepted = dict[int, list[list[int]]]
 
 
 def main(

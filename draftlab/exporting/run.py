@@ -25,9 +25,8 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, Sampling, ServerTrial
 
 NEW_TOKENS = 64  # length of each text that verifies an export
-TURN_TOKENS = (
-    128  # most tokens in the target's answer to an earlier turn, as by default in draftlab score
-)
+# most tokens in the target's answer to an earlier turn, as by default in draftlab score
+TURN_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

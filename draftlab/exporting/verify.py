@@ -129,9 +129,8 @@ class TargetTexts:
         return max(map(len, self.prompts)) + max(self.tokens)
 
 
-Counts = Mapping[
-    SampleMethod, np.ndarray
-]  # number of tokens and steps of each text in draftlab, [R, 2]
+# number of tokens and steps of each text in draftlab, [R, 2]
+Counts = Mapping[SampleMethod, np.ndarray]
 # probability that each token of each text is accepted, [n] or [n, K] each
 Chances = Mapping[SampleMethod, Sequence[np.ndarray]]
 Count = Callable[[TargetTexts], Counts]

@@ -271,9 +271,8 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
         UserError: `out` has other files, or a store with other settings.
     """
     if not (out / MANIFEST).exists():
-        (out / f".{MANIFEST}.new").unlink(
-            missing_ok=True
-        )  # left by a build that was killed at once
+        # left by a build that was killed at once
+        (out / f".{MANIFEST}.new").unlink(missing_ok=True)
         check_free(out, force=False, remedy=", or remove it")
         return manifest
     existing = read_manifest(out)
@@ -286,9 +285,8 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
             f"{out} has outputs of another build, with {differing} = {_short(old[differing])} instead of "
             f"{_short(new[differing])}; choose another --out, or remove that directory"
         )
-    for left in out.rglob(
-        ".tmp*"
-    ):  # left by a build that was killed while safetensors wrote a shard
+    # left by a build that was killed while safetensors wrote a shard
+    for left in out.rglob(".tmp*"):
         left.unlink()
     return existing
 

@@ -250,10 +250,8 @@ class _Inputs:
     def _trl_gkd(self) -> Tensor:
         from trl.experimental.gkd import GKDTrainer  # type: ignore[import-not-found]
 
-        logits = (
-            (self.hidden @ self.head.T).float(),
-            self._teacher_logits(),
-        )  # in fp32, as accelerate passes logits on
+        # in fp32, as accelerate passes logits on
+        logits = ((self.hidden @ self.head.T).float(), self._teacher_logits())
         return GKDTrainer.generalized_jsd_loss(*logits, beta=BETAS[self.case.loss])
 
     def _liger(self) -> Tensor:

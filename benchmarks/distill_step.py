@@ -33,10 +33,8 @@ from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import MAX_GRAD_NORM, StepRecord, TrainingSetup, train
 
 TARGET, BATCHES, WARM_UP, ENDLESS = "tiny", 64, 3, 10**6
-WIDE, SMALL = (
-    (3, 256),
-    (2, 192),
-)  # (layers, width) of a good draft, and of a draft with an eighth of the target's operations
+# (layers, width) of a good draft, and of a draft with an eighth of the target's operations
+WIDE, SMALL = ((3, 256), (2, 192))
 BETAS = {"fkl": 0.0, "rkl": 1.0, "jsd(0.5)": 0.5}  # name in draftlab -> beta in TRL
 Dtype = Literal["float32", "bfloat16"]
 Step = Callable[[], object]  # one optimiser step

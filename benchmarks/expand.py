@@ -34,11 +34,8 @@ from draftlab.model.shape import (
 )
 from draftlab.pruning.cut import TensorView, Untied
 
-WRITES = (
-    "embed_tokens",
-    "o_proj",
-    "down_proj",
-)  # tensors that write the residual stream, in which all added values are zero
+# tensors that write the residual stream, in which all added values are zero
+WRITES = ("embed_tokens", "o_proj", "down_proj")
 FFN_STEP = 16
 
 

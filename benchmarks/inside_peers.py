@@ -37,10 +37,8 @@ def transformers(asked: dict) -> tuple[dict, str]:
         options = {"assistant_model": assistant}
     if asked["way"] == "ngram":
         options = {"prompt_lookup_num_tokens": asked["k"], "max_matching_ngram_size": NGRAM}
-    counted, prefills = (
-        [0, 0],
-        int(asked["way"] == "plain"),
-    )  # a prefill is left out of the count only in plain decoding, as assisted generation drafts before its first pass
+    # a prefill is left out of the count only in plain decoding, as assisted generation drafts before its first pass
+    counted, prefills = ([0, 0], int(asked["way"] == "plain"))
 
     def count(*_: object) -> None:
         counted[1] += 1

@@ -41,13 +41,8 @@ from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import PLAIN, Arm, measure_throughput
 
 TARGET = "tiny"
-DRAFTS = {
-    "12x128": 60,
-    "3x256": 60,
-    "6x192": 60,
-    "2x256": 0,
-    "4x192": 0,
-}  # layers x width -> steps of distillation; 0 leaves the draft as pruned
+# layers x width -> steps of distillation; 0 leaves the draft as pruned
+DRAFTS = {"12x128": 60, "3x256": 60, "6x192": 60, "2x256": 0, "4x192": 0}
 KS = (1, 2, 3, 4, 6)
 PROMPT = 64
 Timing = TypeVar("Timing", bound=Latency)

@@ -31,10 +31,8 @@ from draftlab.target_outputs.replay import ReplayContext
 
 DEFAULT_CONTEXT = 2048  # tokens, if config.json names no context
 UNMEASURED_K = "a default; draftlab score finds the fastest K"
-SPACES = (
-    "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}",
-    "\N{LOWER ONE EIGHTH BLOCK}",
-)  # characters that mark a leading space in a token
+# characters that mark a leading space in a token
+SPACES = ("\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}", "\N{LOWER ONE EIGHTH BLOCK}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

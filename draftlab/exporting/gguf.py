@@ -41,6 +41,7 @@ class Architecture:
 
 
 LLAMA = Architecture("llama", neighbours=True)
+# keys: model_type of config.json
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -57,7 +58,7 @@ ARCHITECTURES = {
             "logits_scaling": "logit_scale",
         },
     ),
-}  # keys: model_type of config.json
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,11 +33,8 @@ from draftlab.reading import reading
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings this module completes
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-LONG = (
-    "tokenizer.ggml.tokens",
-    "tokenizer.ggml.merges",
-    "tokenizer.ggml.scores",
-)  # settings that are slow to read, and that nothing here needs
+# settings that are slow to read, and that nothing here needs
+LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
 SPECIAL = {
     "bos": "tokenizer.ggml.bos_token_id",
     "eos": "tokenizer.ggml.eos_token_id",
@@ -200,9 +197,8 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
 
     logging.disable_progress_bar()
     config = load_config(header)
-    stream = (
-        sys.stderr if sys.stderr.isatty() else io.StringIO()
-    )  # where the reader of transformers writes its progress bar
+    # where the reader of transformers writes its progress bar
+    stream = sys.stderr if sys.stderr.isatty() else io.StringIO()
     with reading(f"{header.file} cannot be loaded"), contextlib.redirect_stderr(stream):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             header.file.parent,

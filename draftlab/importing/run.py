@@ -138,10 +138,8 @@ def convert(source: ImportSource, output: Output) -> None:
         else:
             directory = source.base or source.layout.path
             fields = checkpoint.read_config(directory)
-            for folder in (
-                directory,
-                source.layout.path,
-            ):  # an adapter's own tokenizer replaces the base's
+            # an adapter's own tokenizer replaces the base's
+            for folder in (directory, source.layout.path):
                 saving.copy_tokenizer(folder, work)
         fields = {
             name: value

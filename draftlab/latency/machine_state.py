@@ -19,12 +19,13 @@ from draftlab.results.score import Environment
 WARM_UPS = (3, 10)  # fewest and most runs of a warm-up
 SIMILAR = 0.1  # largest relative difference between two consecutive times at which a warm-up ends
 WATCH_SECONDS = 0.5
+# the fastest instructions first
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX512_BF16",
     "avx512f": "AVX-512",
     "avx2": "AVX2",
-}  # the fastest instructions first
+}
 
 
 def read_environment() -> Environment:

@@ -207,9 +207,8 @@ def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, 
     context = max(grid.capacity, (grid.repeats + 3) * max(grid.widths))
     paths = {model.name: model.path for model in models}
     decoders: dict[str, Decoder] = {}
-    for model in sorted(
-        models, key=lambda model: model.target is not None
-    ):  # heads are loaded after their targets
+    # heads are loaded after their targets
+    for model in sorted(models, key=lambda model: model.target is not None):
         if isinstance(model.place, Shape):
             decoders[model.name] = random_model(model.place, running.dtype, running.device, context)
         elif model.target is None:

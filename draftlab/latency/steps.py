@@ -223,9 +223,8 @@ def _after(starts: np.ndarray, chances: np.ndarray, drafted: np.ndarray, k: int)
     n = starts.shape[1]
     after, alive = np.zeros((*starts.shape, k + 1)), starts
     after[:, 0, 0] = starts[:, 0]
-    for a in range(
-        min(k + 1, n - 1)
-    ):  # alive: steps that have accepted at least a tokens, by the token at which they started
+    # alive: steps that have accepted at least a tokens, by the token at which they started
+    for a in range(min(k + 1, n - 1)):
         chance = np.zeros_like(starts)
         if a < k:
             chance[:, : n - a] = chances[:, a:, a] if chances.ndim == 3 else chances[:, a:]

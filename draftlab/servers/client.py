@@ -76,11 +76,8 @@ class HttpClient:
         seconds: float = ANSWER_SECONDS,
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url, self.wait, self.seconds = (
-            without_secrets(url),
-            wait,
-            seconds,
-        )  # self.url is for messages, so it has no secrets
+        # self.url is for messages, so it has no secrets
+        self.url, self.wait, self.seconds = (without_secrets(url), wait, seconds)
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         limits = httpx.Limits(max_connections=None)  # the caller limits the number of workers
         self.client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits)

@@ -102,9 +102,8 @@ class LlamaCpp(ServerKind):
             )
         ]
         target_file = "target=${1:?GGUF file of the target}; shift"
-        if (
-            launch.kind == "prompt lookup"
-        ):  # llama.cpp never drafts fewer tokens than its n-gram has
+        # llama.cpp never drafts fewer tokens than its n-gram has
+        if launch.kind == "prompt lookup":
             sizes = f"--spec-ngram-simple-size-n {min(PROMPT_LOOKUP_MAX, launch.k)}"
             lines += [
                 target_file,

@@ -74,9 +74,8 @@ class StoredBatches:
             )
         self.manifest, self.batch_size, self.temperature = manifest, batch_size, temperature
         longest = 0
-        for number in range(
-            len(manifest.shards)
-        ):  # check all shards before training, without keeping them in memory
+        # check all shards before training, without keeping them in memory
+        for number in range(len(manifest.shards)):
             longest = max(longest, *map(len, read_shard(directory, manifest, number)))
         self.seq_len = manifest.seq_len or longest - 1
         self._order = functools.lru_cache(2)(

@@ -168,9 +168,8 @@ class LocalTarget:
         if not len(columns):
             return scores[0]
         first, end = int(columns[0]), int(columns[-1]) + 1  # later tokens have no effect
-        for at, logits in logits_in_parts(
-            self.model, ids[:, :end], first, most
-        ):  # only a single row comes in several parts
+        # only a single row comes in several parts
+        for at, logits in logits_in_parts(self.model, ids[:, :end], first, most):
             mask = counted[:, at : at + logits.shape[1]]
             labels = batch.ids[:, 1 + at :][:, : logits.shape[1]][mask]
             chosen = logits[..., : self.vocab][torch.from_numpy(mask).to(logits.device)]

@@ -1,4 +1,4 @@
-"""Scripts behind every performance claim: python -m benchmarks.NAME prints one JSON object on its last line."""
+"""Scripts that measure what draftlab claims: python -m benchmarks.NAME prints one JSON object on its last line."""
 
 import platform
 import re
@@ -12,7 +12,7 @@ from draftlab.results.score import Score
 
 
 def environment(threads: int) -> dict[str, object]:
-    """Return the date, machine, processor and versions, which are stored with a result."""
+    """Return the date, machine, processor and versions, to be stored with a result. threads: CPU threads used."""
     return {
         "date": date.today().isoformat(),
         "threads": threads,
@@ -23,7 +23,7 @@ def environment(threads: int) -> dict[str, object]:
 
 
 def cpu_name() -> str:
-    """Return the processor's model, with the extensions that decide the speed of matrix products."""
+    """Return the processor's model with those of its instruction sets that decide the speed of matrix products."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -40,7 +40,7 @@ def cpu_name() -> str:
 
 
 def drafting_row(score: Score) -> dict[str, Any]:
-    """Return the row of a draft for a table. Intervals are [value, low, high], at a K chosen on other prompts."""
+    """Return the figures of a scored draft for a table. Speed-ups [value, low, high] are at a K from other prompts."""
     k, shape, tpot = score.best_k, score.draft.shape, score.best_k_tpot_speedup
     return {
         "parameters": shape.params() if shape else None,
@@ -67,7 +67,7 @@ def mean(estimate: Interval | None) -> float | None:
 
 
 def speedups(row: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the speed-ups of whole requests and of TPOT in a row of score --json, as [value, low, high]."""
+    """Return the speed-ups of whole requests and of TPOT from a row of score --json, each as [value, low, high]."""
     return {
         name: [row[name], row[f"{name}_low"], row[f"{name}_high"]]
         for name in ("speedup", "tpot_speedup")

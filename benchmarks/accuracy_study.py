@@ -1,8 +1,8 @@
-"""Does a draft's accuracy predict how well it drafts? Correlations over drafts, from their scores.
+"""Does a draft's accuracy on tasks predict how well it drafts? Correlations over drafts, from their scores.
 
-The script reads the scores of `score --tasks`. It correlates each lm-eval metric with tokens per target pass and with
-the speed-up at the same K, and the cost of a draft pass with the speed-up. Correlations are Pearson's, with bootstrap
-intervals over drafts, which are wide because drafts are few.
+The script reads the scores that `draftlab score --tasks` wrote. It correlates each lm-eval metric with the tokens per
+target pass and with the speed-up, both at the same K. It also correlates the cost of a draft pass with the speed-up.
+Correlations are Pearson's, with bootstrap intervals over drafts. The intervals are wide, because there are few drafts.
 """
 
 import json
@@ -21,7 +21,7 @@ DRAWS = 4000
 
 def main(
     scores: Annotated[
-        Path, typer.Argument(help="Folder of scores that share target, prompts and tasks.")
+        Path, typer.Argument(help="Folder of scores with the same target, prompts and tasks.")
     ],
     k: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 2,
     plot: Annotated[Path | None, typer.Option(help="Figure to write, .svg or .png.")] = None,
@@ -52,9 +52,9 @@ def _figures(score: Score, k: int) -> dict[str, float]:
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """Return Pearson's r with its 95 % bootstrap interval over drafts.
+    """Return Pearson's r of two columns, with its 95 % bootstrap interval over drafts.
 
-    Bootstrap samples without variance are left out.
+    Bootstrap samples in which a column has no variance are left out.
     """
     rng = np.random.default_rng(0)
     drawn = [rng.integers(0, len(x), len(x)) for _ in range(DRAWS)]

@@ -1,13 +1,16 @@
-"""Every family of tests/zoo as the target of the measuring engine: python -m benchmarks.any_target
+"""Run every model family of tests/zoo as a target in draftlab: python -m benchmarks.any_target
 
-Each family is built small, with random weights in its own structure and file layout. SmolLM2, named by --smollm2,
-compares draftlab's own engine with the path that runs other families. The last line is one JSON object, which
-benchmarks/results/any_target.json keeps:
+Each family is built as a small model with random weights, in its own structure and file layout. With --smollm2, SmolLM2
+is used to compare draftlab's own engine with the path that runs other families. The last line is one JSON object, which
+is also written to benchmarks/results/any_target.json:
 
-served: Share of models x COMMANDS that work. refused: The others with the reason that their message gives.
-generate_ratio: Plain tokens per CPU second of draftlab's engine over those of transformers' generate, batch 1, for the
-slowest family: medians of rounds in which both take turns, in one process on one thread.
-equal_texts: Share of models x DRAFTERS x batches of 1 and 4 whose greedy speculative text is what generate writes.
+served: Fraction of all pairs of model and command (COMMANDS) that work.
+refused: The pairs that do not work, with the reason in the error message.
+generate_ratio: Tokens per CPU second of plain decoding in draftlab, divided by those of transformers' generate(), for
+the slowest family. It is the median over rounds in which both take turns, at batch size 1, in one process, on one
+thread.
+equal_texts: Fraction of all combinations of model, drafter (DRAFTERS) and batch size (1 and 4) whose greedy speculative
+text equals the text of generate().
 """
 
 import json
@@ -55,15 +58,15 @@ DRAFTERS = [
 ]
 DRAFTERS += ["fallback:draft=D", "eagle:heads=head"]
 BATCHES, K, LENGTH = (1, 4), 3, 24
-ROUNDS, TIMED = 9, 48  # rounds of timing, and their new tokens
+ROUNDS, TIMED = 9, 48  # number of timed rounds, and of new tokens in each round
 
 
 def main(
     models: Annotated[
-        list[str] | None, typer.Option(help="Names of tests/zoo/models.yaml.")
+        list[str] | None, typer.Option(help="Names of models in tests/zoo/models.yaml.")
     ] = None,
     smollm2: Annotated[
-        Path | None, typer.Option(help="SmolLM2-135M-Instruct, imported. Default: left out.")
+        Path | None, typer.Option(help="SmolLM2-135M-Instruct as imported by draftlab.")
     ] = None,
     out: Annotated[Path, typer.Option(help="File to write.")] = RESULT,
 ) -> None:
@@ -85,7 +88,7 @@ def main(
 
 
 def row(name: str, folder: Path) -> dict[str, Any]:
-    """Return what works, the pace and the texts of one model of the zoo."""
+    """Measure one model of the zoo: which commands work, its speed, and whether its texts are right."""
     from tests.zoo.build import build
     from tests.zoo.facts import zoo
     from tests.zoo.law import draft_for, outcomes
@@ -128,7 +131,10 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def generated(model: Any, prompt: Sequence[int], length: int) -> list[int]:
-    """Return what transformers writes greedily; inference mode makes it faster than its own no_grad."""
+    """Return the tokens that generate() of transformers writes greedily.
+
+    It runs in inference mode, which is faster than its own no_grad.
+    """
     ids = torch.tensor([prompt])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length, eos_token_id=[],
@@ -138,7 +144,10 @@ def generated(model: Any, prompt: Sequence[int], length: int) -> list[int]:
 
 
 def pace(target: Decoder, model: PreTrainedModel) -> dict[str, float]:
-    """Return the milliseconds of a token of both engines, and the median ratio of their pace over the rounds."""
+    """Time plain decoding in draftlab (target) and in transformers (model).
+
+    Return the milliseconds per token of each, and the median ratio of their speeds over the rounds.
+    """
     sampling = SamplingParams(max_tokens=TIMED)
     ways: list[Callable[[list[int]], object]] = [
         lambda prompt: output_tokens(decode(target, [prompt], sampling)),
@@ -155,7 +164,10 @@ def pace(target: Decoder, model: PreTrainedModel) -> dict[str, float]:
 def timed(
     ways: Sequence[Callable[[list[int]], object]], texts: list[list[int]], rounds: int
 ) -> list[list[float]]:
-    """Return the CPU seconds of each way in each round, in which the ways take turns; the first round warms up."""
+    """Return the CPU seconds that each function in `ways` takes in each round.
+
+    The functions take turns in a round. A first round warms up, and is not counted.
+    """
     seconds: list[list[float]] = [[] for _ in ways]
     for number in range(rounds + 1):
         turns = list(zip(ways, seconds, strict=True))
@@ -168,7 +180,7 @@ def timed(
 
 
 def prompts(count: int, vocab: int) -> list[list[int]]:
-    """Return prompts of unequal lengths with repeated parts, so that copies are accepted now and then."""
+    """Return prompts of unequal lengths with repeated parts, so that copied tokens are accepted now and then."""
     rng = np.random.default_rng(0)
     parts = [rng.integers(5, min(vocab, 290), 6 + 3 * i).tolist() for i in range(count)]
     return [[*part, *part[:5]] for part in parts]
@@ -177,7 +189,10 @@ def prompts(count: int, vocab: int) -> list[list[int]]:
 def equal_texts(
     target: Decoder, model: PreTrainedModel, folder: Path
 ) -> Iterator[tuple[str, bool | None]]:
-    """Yield by drafter and batch whether speculative text equals generate's; None where the target has no such run."""
+    """Yield, for each drafter and batch size, whether the speculative texts equal those of generate().
+
+    None stands for a drafter that the target does not support.
+    """
     texts, sampling = prompts(max(BATCHES), target.vocab or 0), SamplingParams(max_tokens=LENGTH)
     expected = [generated(model, prompt, LENGTH) for prompt in texts]
     shutil.copytree(folder / "D", folder / "P")
@@ -201,7 +216,7 @@ def equal_texts(
 
 
 def drafter_of(name: str, context: DrafterContext, folder: Path) -> Drafter:
-    """Return a drafter by its text, or one with a random head of DFlash or DSpark."""
+    """Return a drafter by its text as in --drafter. For "dflash" and "dspark", return a drafter with a random head."""
     if name not in ("dflash", "dspark"):
         for part in ("draft=", "heads="):
             name = name.replace(part, f"{part}{folder}/")
@@ -233,7 +248,7 @@ def weights(shape: DFlashShape) -> dict[str, torch.Tensor]:
 
 
 def paths(folder: Path, length: int = 32, rounds: int = 6) -> dict[str, Any]:
-    """Return tokens per CPU second of SmolLM2 in bf16, by the path that runs it, plain and with prompt lookup."""
+    """Return tokens per CPU second of SmolLM2 in bf16, plain and with prompt lookup, by the path that runs it."""
     model = checkpoint.load_model(folder, torch.bfloat16).eval()
     eager = llama.load(folder, torch.bfloat16)
     targets: dict[str, Decoder] = {

@@ -1,14 +1,15 @@
-"""Speculative decoding at the cost of a 1.3B and a 3B target, live: SmolLM2-135M expanded, with SmolLM2's drafts.
+"""Time speculative decoding with targets of 1.3B and 3B parameters: expansions of SmolLM2-135M, with SmolLM2's drafts.
 
-An expansion writes the same text as its source (expand.py). Drafts of SmolLM2 therefore keep their acceptance with a
-target of 10 or 22 times SmolLM2's size. Profiles of the expansions and replays of the drafts over SmolLM2's answers are
-made separately. predict combines them, and score then times the same prompts live.
+An expansion writes the same text as its source (expand.py). So SmolLM2's drafts have the same acceptance with a target
+that is 10 or 22 times as large as SmolLM2. The expansions are profiled, and the drafts are replayed over SmolLM2's
+answers. `predict` combines both, and `score` then times the same prompts.
 
-Wide and deep drafts are compared twice: drafts with equal parameters in their blocks and equal training, and one draft
-expanded in both ways to equal parameters, which writes the same text, so that only latency differs. Drafts come from
-the folder of benchmarks.smollm2, which is run (--quick) if the folder is missing. A draft of 24 layers is cut as well,
-because a draft of nearly SmolLM2's size is cheap for a target of 3B. --quick uses the embedded target and untrained
-drafts, and takes a few minutes. A killed run resumes in its folder. Runs with other settings have other folders.
+Wide and deep drafts are compared in two ways. The first way takes drafts with equal parameters in their blocks and
+equal training. The second way expands one draft to a wide and to a deep draft with equal parameters. Both write the
+same text, so that only their latency differs. Drafts come from the folder of benchmarks.smollm2. If the folder is
+missing, that benchmark is run with --quick. A draft of 24 layers is also cut, because a draft of nearly SmolLM2's size
+is cheap for a 3B target. --quick uses the embedded target and untrained drafts, and takes a few minutes. A run that was
+killed resumes in its folder. Runs with other settings have other folders.
 """
 
 import json
@@ -40,10 +41,10 @@ from draftlab.target_outputs.store import read_store
 
 ROOT = Path(__file__).parents[1]
 COST = "about 25 minutes on one quiet core, 7 GB of memory, 9 GB of disk for a while; --quick takes a few minutes"
-LONGEST = 300  # most characters of a prompt; a prefill of 3B parameters takes seconds
+LONGEST = 300  # largest number of characters in a prompt, because a prefill with 3B parameters takes seconds
 SIZES: dict[
     str, dict[str, Any]
-    # at four times the source's width all scales are powers of two, which bf16 represents exactly
+    # at four times the source's width, all scaling factors are powers of two, which bf16 represents exactly
 ] = {
     "1.3b": {"layers": 30, "width": 2304, "params": "1.3b"},
     "3b": {"layers": 36, "width": 2304, "params": "3b"},
@@ -59,7 +60,7 @@ class Study:
     """A target with its drafts.
 
     trained: A wide and a deep draft of equal training. to_expand: Draft to expand to a wide and to a deep draft.
-    deeper: Layers of the deep expansion.
+    deeper: Number of layers of the deep expansion. prompts: Options of draftlab that name the prompts.
     """
 
     target: Path
@@ -71,17 +72,19 @@ class Study:
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Models and scores are written here.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder for models and scores.")] = Path(
         "runs/at-size"
     ),
-    study: Annotated[Path, typer.Option(help="Folder of benchmarks.smollm2.")] = Path(
+    study: Annotated[Path, typer.Option(help="Folder that benchmarks.smollm2 wrote.")] = Path(
         "runs/smollm2-study"
     ),
     prompts: Annotated[int, typer.Option(help="Prompts to decode.")] = 8,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 48,
-    k: Annotated[str, typer.Option(help="Drafted tokens, as 4,7.")] = "4,7",
+    k: Annotated[str, typer.Option(help="Drafted tokens per step, such as 4,7.")] = "4,7",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    quick: Annotated[bool, typer.Option(help="The embedded target and untrained drafts.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Use the embedded target and untrained drafts.")
+    ] = False,
 ) -> None:
     torch.set_num_threads(threads)
     folder /= f"{'quick' if quick else 'full'}-{prompts}-{new_tokens}-{k}-{threads}"
@@ -117,11 +120,11 @@ def of_tiny(folder: Path, prompts: int) -> Study:
 
 
 def of_smollm2(folder: Path, study: Path, prompts: int) -> Study:
-    """Return the study on SmolLM2. Raises UserError: the package with SmolLM2 is missing."""
+    """Prepare the study on SmolLM2. Raises UserError: the package with SmolLM2 is missing."""
     runs = study / "runs"
     if not (runs / "distilled").is_dir():
         run.smollm2_file()
-        note(f"no drafts in {runs}: making some, briefly trained")
+        note(f"{runs} has no drafts: making some, with little training")
         command = [sys.executable, "-m", "benchmarks.smollm2", "--quick", "--folder", str(study)]
         subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
     target = study / "models" / "smollm2-135m-instruct"
@@ -142,7 +145,7 @@ def of_smollm2(folder: Path, study: Path, prompts: int) -> Study:
 
 
 def shortest_prompts(source: Path, out: Path, count: int) -> Path:
-    """Write short prompts of one turn, in alternating order of their categories."""
+    """Write a file with the first `count` short prompts of single turns. Their categories alternate."""
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     short = [row for row in rows if len(row["prompt"]) <= LONGEST]
     by_category = [
@@ -157,7 +160,7 @@ def shortest_prompts(source: Path, out: Path, count: int) -> Path:
 
 
 def result(folder: Path, study: Study, running: dict[str, Any], quick: bool) -> dict[str, Any]:
-    """Expand, profile and replay, then predict and score at both sizes. Expansions are deleted at the end."""
+    """Run the study: at both sizes expand the target, profile, replay, score and predict. Then delete the expansion."""
     answers = made(
         "outputs build", folder / "answers", use="replay", target=str(study.target),
         max_new_tokens=running["max_new_tokens"], **study.prompts,
@@ -206,7 +209,10 @@ def expanded_drafts(folder: Path, study: Study) -> tuple[Path, Path]:
 
 @torch.inference_mode()
 def equality(source: Path, expanded: Path, answers: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the largest error of a logit relative to the largest logit, and the share of equal greedy tokens."""
+    """Compare the logits of an expansion with those of its source on stored answers.
+
+    Return the largest error of a logit, relative to the largest logit, and the fraction of equal greedy tokens.
+    """
     texts = [
         [*map(int, output.prompt), *map(int, output.ids)] for output in read_store(answers).outputs
     ]
@@ -238,7 +244,7 @@ def measured(
     prompts: dict[str, Any],
     running: dict[str, Any],
 ) -> None:
-    """Profile, replay and score an expansion with its drafts."""
+    """Profile an expansion and its drafts, replay the drafts, and score them on the expansion."""
     target, ks = folder / size, running["k"]
     most = max(ks)
     lengths = [len(output.prompt) for output in read_store(answers).outputs]
@@ -262,7 +268,7 @@ def measured(
 
 
 def compared(folder: Path, size: str, ks: list[int]) -> list[dict[str, Any]]:
-    """Return the rows of the expansion's score, each with its prediction. Speed-ups are of TPOT."""
+    """Return the measured speed-ups of an expansion's drafts, each with the predicted speed-up. All are of TPOT."""
     rows = []
     for file in sorted((folder / f"score-{size}").glob("*/score.json")):
         score = read_score(file)
@@ -290,7 +296,7 @@ def compared(folder: Path, size: str, ks: list[int]) -> list[dict[str, Any]]:
 def predicted(
     profiles: Path, replays: Path, size: str, draft: str, ks: list[int]
 ) -> dict[int, float]:
-    """Return the predicted speed-up by K, or {} for drafters without a draft model."""
+    """Return the predicted speed-up by K, or {} if the drafter has no draft model."""
     if not (profiles / f"{draft}.yaml").is_file():
         return {}
     found: Any = COMMANDS["predict"](
@@ -301,20 +307,20 @@ def predicted(
 
 
 def ratio(scored: Path, wide: Path, deep: Path) -> list[float]:
-    """Return the speed-up of the wide draft over the speed-up of the deep draft, with the 95 % interval."""
+    """Return the speed-up of the wide draft divided by that of the deep draft, with its 95 % interval."""
     found = speedup_ratio(*(read_score(scored / path.name / "score.json") for path in (wide, deep)))
     return [found.value, found.low, found.high]
 
 
 def expansion(source: Path, out: Path, **sizes: Any) -> Path:
-    """Return an expansion, made now or by an earlier run."""
+    """Return the path of an expansion. Make the expansion unless an earlier run has made it."""
     return (
         out if out.exists() else expand(source, out, larger(checkpoint.read_shape(source), **sizes))
     )
 
 
 def made(command: str, out: Path, **settings: Any) -> Path:
-    """Return the output of a command, made now or by an earlier run."""
+    """Return the output of a command. Run the command unless an earlier run has made the output."""
     if not (out / "draftlab.json").exists():
         COMMANDS[command](**settings, out=out)
     return out

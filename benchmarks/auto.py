@@ -1,12 +1,13 @@
-"""From targets to served drafts in one command: python -m benchmarks.auto
+"""Measure `draftlab auto`, which makes a draft for a target in one command: python -m benchmarks.auto
 
-The last line is a JSON object, with null for parts that did not run. auto runs on tiny in an empty folder. The choice
-is then scored in one process with the drafts of recipes/quickstart.yaml. --smollm2 reads finished runs on SmolLM2.
+`auto` runs on the target tiny in an empty folder. The drafter that it chooses is then scored in one process with the
+drafts of recipes/quickstart.yaml. --smollm2 reads finished runs of `auto` on SmolLM2. The last line is a JSON object,
+with null for parts that did not run:
 
-server_rule_gap: draftlab's tokens per target pass minus the server's, for the draft chosen for tiny, in the server that
---vllm names. Without --vllm, or without a chosen draft, the largest gap of the last benchmarks.server_rules.
-server_rule_half_width: half width of draftlab's interval for the same draft. streams_prediction_error: result of the
-last benchmarks.streams.
+server_rule_gap: draftlab's tokens per target pass minus those of the server that --vllm names, for the draft that was
+chosen for tiny. Without --vllm, or if no draft was chosen: the largest gap of the last run of benchmarks.server_rules.
+server_rule_half_width: half the width of draftlab's interval for the same draft.
+streams_prediction_error: result of the last run of benchmarks.streams.
 """
 
 import json
@@ -33,18 +34,17 @@ STREAMS, RULES = (
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Everything is written here.")] = Path(
-        "runs/auto-tiny"
-    ),
-    minutes: Annotated[float, typer.Option(help="Time for tiny.")] = 10.0,
+    folder: Annotated[Path, typer.Option(help="Folder for all outputs.")] = Path("runs/auto-tiny"),
+    minutes: Annotated[float, typer.Option(help="Minutes that auto may take on tiny.")] = 10.0,
     smollm2: Annotated[
-        list[Path] | None, typer.Option(help="Finished output of draftlab auto on SmolLM2; repeat.")
+        list[Path] | None,
+        typer.Option(help="Finished output of draftlab auto on SmolLM2. May be repeated."),
     ] = None,
     by_hand: Annotated[
         bool, typer.Option(help="Compare with the drafts of recipes/quickstart.yaml.")
     ] = True,
     vllm: Annotated[
-        Path | None, typer.Option(help="Program of vllm, to compare what it accepts.")
+        Path | None, typer.Option(help="Path of the program vllm, to compare its acceptance.")
     ] = None,
 ) -> None:
     start, cpu = time.time(), _cpu_seconds()
@@ -75,10 +75,10 @@ def main(
 
 
 def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
-    """Return the speed-up of auto's choice (1 for no draft) over the best drafter made by hand, in one process.
+    """Score the drafter that auto chose and drafters made by hand in one process. Return the ratio of their speed-ups.
 
-    Drafters made by hand are prompt lookup, the drafts of recipes/quickstart.yaml, and prompt lookup followed by each
-    draft.
+    The ratio is that of auto's choice (1 if auto chose no draft) to the best drafter made by hand. Those are prompt
+    lookup, the drafts of recipes/quickstart.yaml, and prompt lookup followed by each of these drafts.
     """
     drafts = [str(BY_HAND / "distilled" / name) for name in ("3x128", "4x192")]
     if not all(Path(draft, "draftlab.json").is_file() for draft in drafts):
@@ -109,9 +109,9 @@ def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
 
 
 def gap(folder: Path, vllm: Path, minutes: float) -> Any:
-    """Return the acceptance of the choice in vLLM and in draftlab on the same texts, from export --verify-with.
+    """Return the acceptance of the chosen draft in vLLM and in draftlab on the same texts, from export --verify-with.
 
-    None if auto chose prompt lookup or no draft, as there is no export to verify.
+    Return None if auto chose prompt lookup or no draft, because then there is no export to verify.
     """
     out = folder.with_name(f"{folder.name}-vllm")
     auto(target="tiny", minutes=minutes, threads=1, server="vllm", verify_with=vllm, out=out)

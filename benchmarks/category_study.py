@@ -1,4 +1,4 @@
-"""The best draft and K for each category of text: the scores of recipes/study-categories.yaml, as one file."""
+"""The best draft and K for each category of text, collected from the scores of recipes/study-categories.yaml."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,9 @@ from draftlab.results.score import Score, read_score
 
 
 def main(
-    scores: Annotated[Path, typer.Argument(help="Folder of scores that share target and prompts.")],
+    scores: Annotated[
+        Path, typer.Argument(help="Folder of scores with the same target and prompts.")
+    ],
     plot: Annotated[Path | None, typer.Option(help="Figure to write, .svg or .png.")] = None,
 ) -> None:
     read = {score.name: score for score in map(read_score, sorted(scores.rglob("score.json")))}

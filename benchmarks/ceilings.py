@@ -1,4 +1,4 @@
-"""The limits of a device: bytes per second of a large matrix-vector product, and FLOP/s of a square matrix product."""
+"""Measure the limits of a device: GB/s of a large matrix-vector product, and TFLOP/s of a square matrix product."""
 
 import json
 from typing import Annotated
@@ -14,9 +14,9 @@ from draftlab.model import checkpoint
 
 def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtypes: Annotated[str, typer.Option(help="By comma.")] = "float32,bfloat16",
+    dtypes: Annotated[str, typer.Option(help="Dtypes, separated by commas.")] = "float32,bfloat16",
     gigabytes: Annotated[
-        float, typer.Option(help="Size of what is read; at most 1 GiB counts.")
+        float, typer.Option(help="Size of the matrix to read, in GB; at most 1 GiB is read.")
     ] = 1.0,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:

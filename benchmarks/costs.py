@@ -1,7 +1,8 @@
-"""The computed cost of making a draft for targets of 1B, 8B and 70B parameters: python -m benchmarks.costs
+"""Compute the cost of making a draft for targets of 1B, 8B and 70B parameters: python -m benchmarks.costs
 
-No model is run. Operations are counted as `--dry-run` counts them. Hours assume one H100 at 40 % of its bf16 peak for
-training and calibration. While the target writes, 32 texts at a time, they assume a decoder's share of its bandwidth.
+No model is run. Operations are counted as `--dry-run` counts them. Hours are those of one H100. Training and
+calibration are assumed to reach 40 % of its bf16 peak. The target writes 32 texts at a time, and is assumed to read its
+weights at the bandwidth that a decoder reaches.
 """
 
 import json
@@ -40,7 +41,7 @@ PAIRS = [
 def costs(
     pair: Pair, shapes: dict[str, Shape], peak_tflops: float, bandwidth_gbs: float
 ) -> dict[str, object]:
-    """Return operations, memory and disk of making a draft, and hours on one device of this speed."""
+    """Return the operations, memory, disk and hours that it takes to make a draft on one device of this speed."""
     target, source = shapes[pair.target], shapes[pair.source]
     draft = resolve(source, layers=pair.layers, hidden=pair.hidden)
     calibration = 2 * CALIBRATION_TOKENS * source.flops_per_token(SEQ_LEN // 2)

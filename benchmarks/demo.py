@@ -1,7 +1,7 @@
 """Collect what `make demo` measured: python -m benchmarks.demo [--folder runs/quickstart] [--figure FILE.svg]
 
-Prints one JSON object. Its machine and date are those of this command, so run it where the demo ran, on the same day.
---figure also draws the speed-ups; with --read FILE.json it draws an earlier result.
+The command prints one JSON object. Machine and date in it are those of this command, so run it on the machine and on
+the day of the demo. --figure also draws the speed-ups. With --read FILE.json, the figure is of an earlier result.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the numbers of a finished demo."""
+    """Return the results of a finished demo."""
     scores = [read_score(file) for file in sorted((folder / "score").glob("*/score.json"))]
     folders = [
         *sorted(folder.glob("pruned/*")),

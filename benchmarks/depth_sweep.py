@@ -1,8 +1,9 @@
-"""Latency against depth at equal parameters: the paper's figure 3a, on this machine, with random weights.
+"""Measure latency against depth for shapes with equal parameters: the paper's figure 3a, on this machine.
 
-Shapes come from ``draftlab design``. Only one model is in memory at a time. share_of_bandwidth: Bytes per second of a
-pass over those of one large matrix-vector product, which is measured first (bandwidth_gbs). On one CPU thread, the
-clock counts CPU seconds, which other work lengthens less than wall seconds.
+Shapes are designed as by ``draftlab design``, and have random weights. Only one model is in memory at a time.
+share_of_bandwidth: Bytes per second that a pass reads, divided by those of one large matrix-vector product, which is
+measured first (bandwidth_gbs). On a CPU the time is in CPU seconds of one thread, which other work lengthens less than
+wall seconds.
 """
 
 import json
@@ -29,13 +30,17 @@ from draftlab.results.plots import Panel, save_figure
 
 
 def main(
-    params: Annotated[str, typer.Option(help="Parameters of every shape.")] = "350m",
-    source: Annotated[str, typer.Option(help="Shape whose proportions they have.")] = "llama-7b",
-    layers: Annotated[str, typer.Option(help="Depths.")] = "1,2,3,4,6,8,12,16,24,32",
-    modes: Annotated[str, typer.Option(help="eager, native, graphs; by comma.")] = "eager",
+    params: Annotated[str, typer.Option(help="Number of parameters of every shape.")] = "350m",
+    source: Annotated[
+        str, typer.Option(help="Shape whose proportions the shapes have.")
+    ] = "llama-7b",
+    layers: Annotated[str, typer.Option(help="Numbers of layers.")] = "1,2,3,4,6,8,12,16,24,32",
+    modes: Annotated[
+        str, typer.Option(help="Modes, separated by commas: eager, native, graphs.")
+    ] = "eager",
     context: Annotated[int, typer.Option(help="Cached tokens before a pass.")] = 64,
-    passes: Annotated[int, typer.Option(help="Passes of each shape.")] = 12,
-    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
+    passes: Annotated[int, typer.Option(help="Timed passes of each shape.")] = 12,
+    dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     plot: Annotated[Path | None, typer.Option(help="Figure to write, .svg or .png.")] = None,
 ) -> None:
@@ -95,7 +100,7 @@ def _measured(
 
 
 def _line(rows: list[dict[str, float]], of: str, what: str) -> dict[str, float]:
-    """Fit a straight line to all points. Return its slope and intercept, and the share of variance explained."""
+    """Fit a straight line to all rows. Return its slope and intercept, and the fraction of variance explained."""
     x, y = (np.array([row[name] for row in rows]) for name in (of, what))
     slope, intercept = np.polyfit(x, y, 1)
     left = y - slope * x - intercept

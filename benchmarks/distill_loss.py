@@ -1,10 +1,11 @@
-"""Memory and time of the fused losses, against naive autograd on whole logits and against peers on the same tensors.
+"""Measure memory and time of the fused losses against naive losses on complete logits, and against TRL and Liger.
 
-Naive is each loss's textbook formula on fp32 logits, in as few tensor operations as torch allows. Memory is the largest
-increase of the resident size during a forward and backward pass (CUDA: of torch's allocated bytes), minus the gradients
-that every arm returns. Times are medians of runs in alternating order, in CPU seconds and wall seconds. On CUDA only
-wall seconds are reported (`wall_ratio`). Every loss runs in a separate process, so that memory is returned to the
-system. TRL and Liger are measured if they are installed.
+A naive loss is the textbook formula on fp32 logits, in as few tensor operations as torch allows, with autograd. Memory
+is the largest increase of the process's resident size during a forward and a backward pass, minus the gradients that
+every implementation returns. On CUDA it is the increase of torch's allocated bytes. Times are medians of runs in
+alternating order, in CPU seconds and wall seconds. On CUDA only wall seconds are reported (`wall_ratio`). Every loss
+runs in a separate process, so that its memory is returned to the system. TRL and Liger are measured on the same
+tensors, if they are installed.
 """
 
 import ctypes
@@ -34,13 +35,13 @@ from draftlab.training.losses import parse_loss
 LOSSES = ("fkl", "rkl", "jsd(0.5)", "tvd", "nla", "lk(3)")
 BETAS = {"fkl": 0.0, "rkl": 1.0, "jsd(0.5)": 0.5}  # name in draftlab -> beta in TRL and Liger
 DTYPES = ("float32", "bfloat16")  # bfloat16: autocast with fp32 weights, and a teacher in bf16
-PEERS = {"trl": "trl", "trl_gkd": "trl", "liger": "liger_kernel"}  # arm -> package
-Arm = Callable[[], Tensor]  # the mean loss of a token
+PEERS = {"trl": "trl", "trl_gkd": "trl", "liger": "liger_kernel"}  # implementation -> package
+Arm = Callable[[], Tensor]  # an implementation of a loss, which returns the mean loss per token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One loss on one set of inputs. top_k: Tokens that the teacher lists. 0 stands for all tokens."""
+    """One loss on one set of inputs. top_k: Number of tokens that the teacher lists; 0 stands for all tokens."""
 
     loss: str
     dtype: str
@@ -56,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Medians of one arm. cpu_seconds: None on CUDA, where CPU time is meaningless."""
+    """Medians of the runs of one implementation. cpu_seconds: None on CUDA, where CPU time is meaningless."""
 
     cpu_seconds: float | None
     wall_seconds: float
@@ -71,18 +72,19 @@ class Found:
 
 
 def main(
-    losses: Annotated[str, typer.Option(help="Losses, by comma.")] = ",".join(LOSSES),
-    dtypes: Annotated[str, typer.Option(help="Dtypes, by comma.")] = ",".join(DTYPES),
-    tokens: Annotated[int, typer.Option(help="Tokens, N.")] = 2048,
-    vocab: Annotated[int, typer.Option(help="Vocabulary, V.")] = 65536,
-    hidden: Annotated[int, typer.Option(help="Draft's hidden size.")] = 1024,
-    teacher_hidden: Annotated[int, typer.Option(help="Target's hidden size.")] = 2048,
+    losses: Annotated[str, typer.Option(help="Losses, separated by commas.")] = ",".join(LOSSES),
+    dtypes: Annotated[str, typer.Option(help="Dtypes, separated by commas.")] = ",".join(DTYPES),
+    tokens: Annotated[int, typer.Option(help="Number of tokens, N.")] = 2048,
+    vocab: Annotated[int, typer.Option(help="Size of the vocabulary, V.")] = 65536,
+    hidden: Annotated[int, typer.Option(help="Hidden size of the draft.")] = 1024,
+    teacher_hidden: Annotated[int, typer.Option(help="Hidden size of the target.")] = 2048,
     top_k: Annotated[
-        int, typer.Option(help="Tokens that stored outputs list; 0: no teacher from them.")
+        int, typer.Option(help="Tokens per position in stored outputs. 0 leaves them out.")
     ] = 64,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each implementation.")] = 3,
     budget: Annotated[
-        int | None, typer.Option(help="Bytes of the fused loss's logits. Default: the device's.")
+        int | None,
+        typer.Option(help="Bytes for the fused loss's logits. Default: depends on the device."),
     ] = None,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
@@ -96,7 +98,7 @@ def main(
         if importlib.util.find_spec(name)
     }
     if len(peers) < 2:
-        note("left out, as not installed: " + ", ".join({"trl", "liger_kernel"} - peers.keys()))
+        note("not installed, so left out: " + ", ".join({"trl", "liger_kernel"} - peers.keys()))
     result: dict[str, object] = {}
     for dtype in dtypes.split(","):
         whole = [replace(case, dtype=dtype, loss=loss) for loss in losses.split(",")]
@@ -117,7 +119,7 @@ def main(
 
 
 def _report(cases: list[Case]) -> dict[str, object]:
-    """Return the ratios of fused over every other arm, by loss, with the measurements of each arm."""
+    """Measure the cases. Return the ratios of the fused loss to each other implementation, and all measurements."""
     ratios: dict[str, dict[str, dict[str, float]]] = {}
     growth, arms = {}, {}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
@@ -129,7 +131,7 @@ def _report(cases: list[Case]) -> dict[str, object]:
                 for key, value in ours.over(found[name]).items():
                     ratios.setdefault(name, {}).setdefault(key, {})[case.loss] = value
             note(
-                f"{case.dtype} {case.loss} {case.top_k or 'all'}: {ours.over(found['naive'])} of naive"
+                f"{case.dtype} {case.loss} {case.top_k or 'all'}: fused / naive: {ours.over(found['naive'])}"
             )
     naive = {f"{key}_ratio": values for key, values in ratios.pop("naive").items()}
     peers = {f"over_{name}": values for name, values in sorted(ratios.items())}
@@ -164,11 +166,14 @@ def _measure(case: Case) -> dict[str, Found]:
 
 
 class _Inputs:
-    """One set of tensors. Each arm returns the mean loss per token, with gradients for hidden states and head."""
+    """A set of tensors on which all implementations of a loss run.
+
+    Each returns the mean loss per token, with gradients for hidden states and LM head.
+    """
 
     def __init__(self, case: Case, tokens: int) -> None:
         device = _device()
-        # drawn on the device, since a copy from CPU to GPU takes minutes
+        # tensors are drawn on the device, because a copy from CPU to GPU takes minutes
         rng = torch.Generator(device).manual_seed(0)
 
         def draw(*size: int, spread: float = 1.0) -> Tensor:
@@ -195,7 +200,7 @@ class _Inputs:
             self.listed = TopK(ids, log_p[:, :-1], log_p[:, -1])
 
     def run(self, arm: Arm) -> tuple[float, float, float, float]:
-        """Run an arm. Return CPU seconds, wall seconds, GiB and loss."""
+        """Run an implementation forward and backward. Return CPU seconds, wall seconds, GiB of memory, and the loss."""
         before = _held(self.device)
         began = _clock(self.device)
         with torch.autocast(
@@ -225,10 +230,10 @@ class _Inputs:
         return TEXTBOOK[self.case.loss](log_p, torch.cat([listed, rest], 1)).mean()
 
     def peers(self) -> dict[str, Arm]:
-        """Return the peers' arms.
+        """Return the implementations of TRL and Liger.
 
-        trl is the chunked loss of TRL's DistillationTrainer. trl_gkd is TRL's loss on complete logits. liger is Liger's
-        loss with default settings.
+        trl is the chunked loss of TRL's DistillationTrainer. trl_gkd is the loss of TRL's GKDTrainer on complete
+        logits. liger is Liger's loss with default settings.
         """
         return {"trl": self._trl, "trl_gkd": self._trl_gkd, "liger": self._liger}
 
@@ -245,10 +250,8 @@ class _Inputs:
     def _trl_gkd(self) -> Tensor:
         from trl.experimental.gkd import GKDTrainer  # type: ignore[import-not-found]
 
-        logits = (
-            (self.hidden @ self.head.T).float(),
-            self._teacher_logits(),
-        )  # as accelerate passes them on
+        # in fp32, as accelerate passes logits on
+        logits = ((self.hidden @ self.head.T).float(), self._teacher_logits())
         return GKDTrainer.generalized_jsd_loss(*logits, beta=BETAS[self.case.loss])
 
     def _liger(self) -> Tensor:
@@ -261,7 +264,7 @@ class _Inputs:
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Return KL(a || b), [N]."""
+    """Return the Kullback-Leibler divergence KL(a || b) at each position, [N]."""
     return functional.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
 
 
@@ -305,7 +308,7 @@ def _clock(device: torch.device) -> tuple[float, float]:
 
 
 def _held(device: torch.device) -> int:
-    """Return the bytes in use now, and reset the peak."""
+    """Return the bytes of memory in use now, and reset the counter of the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

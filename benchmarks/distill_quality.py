@@ -1,7 +1,7 @@
-"""The effect of loss and text: acceptance before and after distilling one draft, at equal token budgets.
+"""Compare losses and texts for distilling: acceptance before and after distilling one draft, at equal token budgets.
 
-Every arm starts from the same pruned draft and trains on the same number of tokens. Finished arms are read from
---state, so a killed run resumes, and several runs can share one state.
+Every run starts from the same pruned draft and trains on the same number of tokens. Finished runs are read from the
+folder --state. So a benchmark that was killed resumes, and several processes can share the folder.
 """
 
 import json
@@ -54,17 +54,17 @@ class Arm:
 
 def main(
     draft: Annotated[Path, typer.Argument(help="Pruned draft to start from.")],
-    target: Annotated[str, typer.Option(help="Target.")] = "tiny",
-    data: Annotated[str, typer.Option(help="Text.")] = "stdlib",
+    target: Annotated[str, typer.Option(help="Target checkpoint.")] = "tiny",
+    data: Annotated[str, typer.Option(help="Data to train on.")] = "stdlib",
     steps: Annotated[
-        int, typer.Option(help="Steps of 8 rows of 256 tokens of data; others until as many count.")
+        int, typer.Option(help="Steps of 8 rows x 256 tokens; other texts get as many tokens.")
     ] = 60,
-    lr: Annotated[float, typer.Option(help="Peak rate of Muon.")] = 4e-3,
-    seeds: Annotated[str, typer.Option(help="Seeds, by comma.")] = "0,1,2",
+    lr: Annotated[float, typer.Option(help="Peak learning rate of Muon.")] = 4e-3,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
     arms: Annotated[
-        str, typer.Option(help="Losses and texts, by semicolon; all if left out.")
+        str, typer.Option(help="Losses and texts, separated by semicolons. Default: all.")
     ] = "",
-    state: Annotated[Path, typer.Option(help="Folder for what is done.")] = Path(
+    state: Annotated[Path, typer.Option(help="Folder for finished runs.")] = Path(
         "runs/distill_quality"
     ),
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
@@ -165,7 +165,7 @@ def _at_four(found: list[LengthComparison]) -> LengthComparison:
 
 
 def _summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return mean and spread over seeds by arm and figure. greedy, sampled: Tokens per target pass at K = 4."""
+    """Return mean and spread over seeds of each result. "greedy" and "sampled" are tokens per target pass at K = 4."""
 
     def one(values: list[float]) -> dict[str, float]:
         spread = statistics.stdev(values) if len(values) > 1 else 0.0

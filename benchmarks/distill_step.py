@@ -1,9 +1,9 @@
-"""Seconds of a distillation step: draftlab against TRL's GKD trainer, and stored outputs against a target in memory.
+"""Time a distillation step: draftlab against TRL's GKDTrainer, and stored outputs against a target in memory.
 
-The drafts are cut from the embedded target by `draftlab prune`. The arms of a comparison have the same weights, rows,
+The drafts are cut from the embedded target by `draftlab prune`. Both sides of a comparison have the same weights, rows,
 loss, dtype, clipping and AdamW. They run in alternating order, one step at a time, each with its own loop and data
-loader. TRL's arm is GKD on given text (lmbda 0) without gradient checkpointing, because TRL's DistillationTrainer
-trains only on text of the student. Seconds are CPU seconds, which other work changes less than wall seconds.
+loader. TRL runs GKD on given text (lmbda 0) without gradient checkpointing, because TRL's DistillationTrainer trains
+only on text of the student. Times are in CPU seconds, which other work changes less than wall seconds.
 """
 
 import importlib.util
@@ -33,26 +33,24 @@ from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import MAX_GRAD_NORM, StepRecord, TrainingSetup, train
 
 TARGET, BATCHES, WARM_UP, ENDLESS = "tiny", 64, 3, 10**6
-WIDE, SMALL = (
-    (3, 256),
-    (2, 192),
-)  # layers and width: of a good draft, and of a draft with an eighth of the target's operations
+# (layers, width) of a good draft, and of a draft with an eighth of the target's operations
+WIDE, SMALL = ((3, 256), (2, 192))
 BETAS = {"fkl": 0.0, "rkl": 1.0, "jsd(0.5)": 0.5}  # name in draftlab -> beta in TRL
 Dtype = Literal["float32", "bfloat16"]
 Step = Callable[[], object]  # one optimiser step
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Where drafts and cache are kept.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder for drafts and stored outputs.")] = Path(
         "runs/distill_step"
     ),
     loss: Annotated[str, typer.Option(help=f"One of {', '.join(BETAS)}.")] = "fkl",
     dtype: Annotated[
-        Dtype, typer.Option(help="bfloat16: autocast, and a target in bf16.")
+        Dtype, typer.Option(help="bfloat16 trains with autocast and a target in bf16.")
     ] = "bfloat16",
-    rows: Annotated[int, typer.Option(help="Rows of a step.")] = 16,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
-    steps: Annotated[int, typer.Option(help="Timed steps of each arm.")] = 20,
+    rows: Annotated[int, typer.Option(help="Rows per step.")] = 16,
+    seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
+    steps: Annotated[int, typer.Option(help="Timed steps of each side.")] = 20,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
     torch.set_num_threads(threads)
@@ -88,7 +86,7 @@ def main(
             "trl": metadata.version("trl"),
         }
     else:
-        note("trl is not installed here: no comparison with its trainer")
+        note("trl is not installed, so draftlab is not compared with its trainer")
     report["cpu_seconds"] = {
         arm: [round(s, 4) for s in sorted(taken)] for arm, taken in seconds.items()
     }
@@ -147,12 +145,12 @@ def _operations_over(draft: Path, seq_len: int) -> float:
 
 
 def _ratio(seconds: dict[str, list[float]], of: str, to: str) -> float:
-    """Return the ratio of two arms' median seconds."""
+    """Return the median seconds of one side divided by those of the other."""
     return statistics.median(seconds[of]) / statistics.median(seconds[to])
 
 
 def _taking_turns(arms: dict[str, Step], steps: int) -> dict[str, list[float]]:
-    """Run the arms in alternating order, and return the CPU seconds of each arm's steps."""
+    """Run steps of all sides in alternating order. Return the CPU seconds of each side's steps after the warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(WARM_UP + steps):
         for name in arms if number % 2 else reversed(arms):
@@ -216,7 +214,7 @@ def _theirs(draft: Path, text: TokenBatches, settings: Loop, loss: str) -> Step:
 
 
 class _Turns(TrainerCallback):
-    """Pauses a trainer, which runs in a separate thread, before each of its steps."""
+    """A callback that pauses a trainer, which runs in a separate thread, before each of its steps."""
 
     def __init__(self) -> None:
         self.go, self.held = threading.Semaphore(0), threading.Semaphore(0)

@@ -1,4 +1,4 @@
-"""The fastest drafter for each kind of text: code, prose, maths, summaries. `draftlab score` times them in one run."""
+"""Find the fastest drafter for code, prose, maths and summaries. `draftlab score` times all drafters in one process."""
 
 import json
 import re
@@ -14,7 +14,8 @@ DRAFTERS = [
     "prompt-lookup", "fallback", "cascade:inner=prompt-lookup,inner_tokens=3", "confidence-stop",
     "layer-skip:layers=0+3+6+7+10", "tree:widths=2x1x1",
 ]  # fmt: skip
-SUMMARY_TOKENS = 280  # tokens of each prompt; the shortest prompt has 286
+# length to which prompts of summaries are cut; the shortest prompt has 286 tokens
+SUMMARY_TOKENS = 280
 SPEC_BENCH = ("summarization", "math_reasoning")
 
 
@@ -26,13 +27,13 @@ def main(
             help="Folder with wikitext2_test.txt, gsm8k_train.jsonl, specbench_open.jsonl."
         ),
     ],
-    folder: Annotated[Path, typer.Option(help="Scores are written here.")] = Path("runs/drafters"),
+    folder: Annotated[Path, typer.Option(help="Folder for scores.")] = Path("runs/drafters"),
     prompts: Annotated[
-        int, typer.Option(help="Prompts of each text; WikiText-2 has 8 held-out articles, no more.")
+        int, typer.Option(help="Prompts of each kind of text. WikiText-2 has at most 8.")
     ] = 8,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 64,
-    k: Annotated[str, typer.Option(help="Drafted tokens to try.")] = "2,5",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    k: Annotated[str, typer.Option(help="Drafted tokens per step, such as 2,5.")] = "2,5",
+    temperature: Annotated[float, typer.Option(help="Temperature. 0 decodes greedily.")] = 0.0,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     questions = {
@@ -71,7 +72,7 @@ def _category(file: Path, category: str, folder: Path) -> Path:
 
 
 def _articles(file: Path, folder: Path) -> Path:
-    """Write one file per article of WikiText. Articles begin with a line like ' = Title = '."""
+    """Write a file for each article of WikiText. An article begins with a line such as ' = Title = '."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = re.split(r"(?m)^(?= = [^=].* = $)", file.read_text())
     for i, part in enumerate(parts):

@@ -1,8 +1,8 @@
-"""An EAGLE-3 head for tiny: trained and timed in draftlab's engine, and served by vLLM and llama.cpp.
+"""Train an EAGLE-3 head for tiny, time it in draftlab's engine, and serve it with vLLM and llama.cpp.
 
-The gap of a server is the server's tokens per target pass minus draftlab's, on the same greedy texts at the same K, as
-export --verify-with counts them. The gap should be at most half the width of draftlab's 95 % interval over texts.
-export fails if the server's value is outside of the interval. null: not measured.
+A server's gap is the server's tokens per target pass minus draftlab's, on the same greedy texts at the same K, as
+export --verify-with counts them. The gap should be at most half the width of draftlab's 95 % interval over texts,
+because export fails if the server's value is outside of the interval. null stands for values that were not measured.
 """
 
 import json
@@ -24,21 +24,21 @@ DATA, TARGET, TOKENS, SEQ_LEN = "stdlib", "tiny", 64, 256
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="The head and its scores are written here.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder for the head and its scores.")] = Path(
         "runs/eagle"
     ),
-    steps: Annotated[int, typer.Option(help="Training steps, of 8 texts.")] = 200,
-    k: Annotated[int, typer.Option(help="Most drafted tokens.")] = 6,
+    steps: Annotated[int, typer.Option(help="Training steps, each with 8 texts.")] = 200,
+    k: Annotated[int, typer.Option(help="Largest number of drafted tokens per step.")] = 6,
     prompts: Annotated[int, typer.Option(help="Prompts to score on.")] = 16,
-    served_k: Annotated[int, typer.Option(help="Drafted tokens in servers.")] = 3,
+    served_k: Annotated[int, typer.Option(help="Drafted tokens per step on servers.")] = 3,
     vllm: Annotated[
-        Path | None, typer.Option(help="vllm's program. Default: that of the PATH.")
+        Path | None, typer.Option(help="Path of vllm. Default: vllm on the PATH.")
     ] = None,
     llama_server: Annotated[
-        Path | None, typer.Option(help="llama.cpp's server. Default: that of the PATH.")
+        Path | None, typer.Option(help="Path of llama-server. Default: that on the PATH.")
     ] = None,
     smollm2: Annotated[
-        Path, typer.Option(help="Folder where recipes/smollm2.yaml has run.")
+        Path, typer.Option(help="Folder in which recipes/smollm2.yaml has run.")
     ] = Path("runs/smollm2-study"),
 ) -> None:
     head = folder / f"head-{steps}"
@@ -93,7 +93,7 @@ def on_path(program: str) -> Path | None:
 
 
 def scored(out: Path, head: Path, temperature: float, k: int, prompts: int) -> dict[str, Any]:
-    """Score a head, and return the row of the best K."""
+    """Score a head, and return the result at the best K."""
     rows: Any = COMMANDS["score"](
         target=TARGET, drafter=[f"eagle:heads={head}"], data=DATA, k=f"1-{k}", num_prompts=prompts,
         max_new_tokens=TOKENS, temperature=temperature, threads=1, out=out, force=True,
@@ -102,14 +102,16 @@ def scored(out: Path, head: Path, temperature: float, k: int, prompts: int) -> d
 
 
 def of_study(study: Path, folder: Path) -> dict[str, list[dict[str, float]]] | None:
-    """Return the acceptance by context of SmolLM2's head, plain draft and parallel draft.
+    """Return the acceptance of SmolLM2's head, plain draft and parallel draft by length of the context.
 
-    None without a finished study.
+    Return None if the study in the folder is not finished.
     """
     runs = study / "runs"
     drafts = [runs / "eagle", runs / "distilled" / "plain", runs / "distilled" / "parallel"]
     if not all((draft / "draftlab.json").exists() for draft in drafts):
-        note(f"recipes/smollm2.yaml has not run in {study}: contexts of tiny alone")
+        note(
+            f"recipes/smollm2.yaml has not run in {study}: acceptance by context is measured for tiny alone"
+        )
         return None
     written = {
         "target": str(study / TARGET_MODEL),
@@ -122,9 +124,13 @@ def of_study(study: Path, folder: Path) -> dict[str, list[dict[str, float]]] | N
 def by_context(
     folder: Path, drafts: list[Path], trained: int, written: dict[str, Any]
 ) -> dict[str, list[dict[str, float]]]:
-    """Return the acceptance of tokens 1 and 3 of a draft by context, up to four times the length of training rows.
+    """Return, for each draft, the acceptance of its tokens 1 and 3 by length of the context.
 
-    trained: Tokens of a training row. written: Settings of the texts that the target writes greedily.
+    Contexts are up to four times as long as a row in training.
+
+    Args:
+        trained: Number of tokens in a training row.
+        written: Options for the texts that the target writes greedily.
     """
     store, longest = folder / "long", min(4 * trained, 1000) - 32
     if not store.exists():
@@ -142,7 +148,10 @@ def by_context(
 
 
 def rows_by_context(found: Replay, trained: int) -> list[dict[str, float]]:
-    """Return a row per range of contexts. A plain draft's token has the same acceptance at every draft position."""
+    """Return the acceptance in a replay for each range of contexts.
+
+    "first" and "third" are equal for a plain draft, because its acceptance does not depend on the position in a draft.
+    """
     contexts = np.concatenate(
         [text.prompt_tokens + np.arange(1, len(text.chances)) for text in found.texts]
     )
@@ -166,7 +175,7 @@ def rows_by_context(found: Replay, trained: int) -> list[dict[str, float]]:
 
 
 def served(out: Path, head: Path, to: str, program: Path | None, k: int) -> Any:
-    """Return the acceptance of an export in a server and in draftlab. None without the server's program."""
+    """Export a head, and return its acceptance in the server and in draftlab. None without the server's program."""
     if program is None:
         return None
     options: dict[str, Any] = {"outtype": "f32"} if to == "llama.cpp" else {}

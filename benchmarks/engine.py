@@ -1,9 +1,9 @@
-"""Tokens per second of draftlab's engine, eager and native, and of transformers' generate and assisted generation.
+"""Time draftlab's engine, eager and native, against plain and assisted generation of transformers, in tokens/s.
 
-Greedy, batch 1, in one process. All arms have the same weights, prompts and K, and take turns for every prompt. Times
-are CPU seconds of one thread, including the prefill, which transformers does not report separately. transformers is
-configured as a fair peer: constant lookahead, no confidence stop. The floor of a step is the time of one matrix-vector
-product that reads the same number of weights.
+All decode greedily at batch size 1 in one process, with the same weights, prompts and K, and take turns for every
+prompt. Times are CPU seconds of one thread. They include the prefill, which transformers does not report separately.
+For a fair comparison, transformers always drafts K tokens, without its stop at low confidence. The floor of a step is
+the time of one matrix-vector product that reads the same number of weights.
 """
 
 import json
@@ -29,8 +29,8 @@ from draftlab.model.llama import Llama
 from draftlab.model.modes import with_mode
 from draftlab.sampling import SamplingParams
 
-COLUMNS = 4096  # columns of the matrix that the floor reads
-Spoken = tuple[list[int], list[int]]  # tokens, and accepted tokens of each step
+COLUMNS = 4096  # columns of the matrix that is read for the floor
+Spoken = tuple[list[int], list[int]]  # generated tokens, and number of accepted tokens in each step
 Decode = Callable[[list[int]], Spoken]
 
 
@@ -52,7 +52,7 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     device: Annotated[
-        str, typer.Option(help="auto, cpu or cuda, where mode graphs replaces native.")
+        str, typer.Option(help="auto, cpu or cuda. On cuda, graphs is timed instead of native.")
     ] = "cpu",
 ) -> None:
     torch.set_num_threads(threads)
@@ -113,7 +113,7 @@ def _measure(
     }
     ours, theirs = accepted["fast_speculative"], accepted["transformers_assisted"]
     return {
-        "mode": mode,  # mode of draftlab's fast arms
+        "mode": mode,  # mode of "fast_plain" and "fast_speculative"
         "tokens_per_second": per_second,
         "over_hf_assisted": per_second["fast_speculative"] / per_second["transformers_assisted"],
         "eager_over_hf_assisted": per_second["draftlab_speculative"] / per_second["transformers_assisted"],
@@ -151,7 +151,7 @@ def _theirs(
 ) -> dict[str, Arm]:
     target, draft = (checkpoint.load_model(path, dtype, device).eval() for path in directories)
     assert draft.generation_config is not None
-    # transformers reads these from the assistant's config, and ignores them as arguments of generate()
+    # transformers reads these settings from the assistant's config, and ignores them as arguments of generate()
     draft.generation_config.num_assistant_tokens = k
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
@@ -182,7 +182,7 @@ def _generate(model: Any, prompt: list[int], new_tokens: int, **options: Any) ->
 
 
 class _Matches:
-    """A hook that makes transformers record the number of accepted tokens of each step."""
+    """A context in which assisted generation of transformers records the number of accepted tokens in each step."""
 
     def __init__(self, into: list[int]) -> None:
         self.into, self.real = into, AssistedCandidateGenerator.update_candidate_strategy
@@ -201,12 +201,12 @@ class _Matches:
 
 
 def _same(arm: Arm, other: Arm) -> float:
-    """Return the share of texts on which two arms agree in every token."""
+    """Return the fraction of texts on which two ways to decode agree in every token."""
     return sum(a == b for a, b in zip(arm.tokens, other.tokens, strict=True)) / len(other.tokens)
 
 
 def _over_floor(model: Llama, context: int, rounds: int = 200) -> float:
-    """Return the median CPU time of a one-token step over the time to read its weights, measured alternately."""
+    """Return the median time of a one-token step divided by the time to read its weights. Both take turns."""
     size = int(active_params(model.shape))
     matrix, vector = (
         model.embed.new_ones(size // COLUMNS, COLUMNS),

@@ -1,12 +1,12 @@
-"""Function-preserving expansion, a larger checkpoint that computes the source's function:
+"""Expand a checkpoint: write a larger checkpoint that computes the same function as its source.
 
     python -m benchmarks.expand SOURCE OUT --layers 36 --width 2304 --params 3b
 
-Expansion is the opposite of a cut: added weights read zeros or write zeros (Gesmundo and Maile 2023, 2308.06103; zero
-padding as in LEMON, Wang et al. 2023, 2310.07999). D hidden dimensions of the source, D' of the expansion. Drafts of
-the source keep their acceptance, with a target of another cost. The expansion does not suit drafters that read or skip
-the target's layers, because the added layers do nothing. Zeros and random weights may draw less power than trained
-weights.
+Added weights read zeros or write zeros (Gesmundo and Maile 2023, 2308.06103; zero padding as in LEMON, Wang et al.
+2023, 2310.07999). D hidden dimensions of the source, D' of the expansion. With the expansion as target, drafts of the
+source have the same acceptance as with the source, but a pass of the target costs more. The expansion does not suit
+drafters that read or skip the target's layers, because the added layers do nothing. Zeros and random weights may draw
+less power than trained weights.
 """
 
 import math
@@ -34,20 +34,18 @@ from draftlab.model.shape import (
 )
 from draftlab.pruning.cut import TensorView, Untied
 
-WRITES = (
-    "embed_tokens",
-    "o_proj",
-    "down_proj",
-)  # tensors that write the residual stream: zero except for the source's values
+# tensors that write the residual stream, in which all added values are zero
+WRITES = ("embed_tokens", "o_proj", "down_proj")
 FFN_STEP = 16
 
 
 class Expanded(TensorView):
-    """The source's tensors inside larger tensors. Added outputs are zero. Other added weights are random.
+    """The tensors of an expansion: larger tensors that contain the source's tensors.
 
-    The residual stream is padded with zeros, so its mean square is D / D' times as large. Norms are therefore scaled by
-    sqrt(D / D'), and their epsilon by D / D' (config_of). Norms of q and k have the same epsilon but keep their width,
-    so q_proj and k_proj are scaled as well. Random weights have the scale of the source's weights.
+    Added weights that write the residual stream are zero. All other added weights are random, with the standard
+    deviation of the source's weights. As the residual stream is padded with zeros, its mean square is D / D' times as
+    large. So norms are scaled by sqrt(D / D'), and their epsilon by D / D' (config_of). Norms of q and k have the same
+    epsilon but keep their width, so q_proj and k_proj are scaled as well.
     """
 
     def __init__(
@@ -90,12 +88,12 @@ class Expanded(TensorView):
         if "norm" in name:
             return tensor.fill_(self.scale)
         rng = torch.Generator(tensor.device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
-        # uniform values are drawn much faster than normal ones
+        # uniform values are drawn much faster than normally distributed values
         spread = math.sqrt(3) * float(origin.float().std())
         return tensor.uniform_(-spread, spread, generator=rng)
 
     def _places(self, axis: Axis, size: int) -> tuple[slice | Tensor, slice | Tensor]:
-        """Return the indices along an axis that hold values of the source, and the source's indices to copy."""
+        """Return the indices along an axis that get values of the source, and the indices of these in the source."""
         if axis not in ("q", "kv"):
             return slice(size), slice(size)
         have, group = self.source, self.shape.heads // self.shape.kv_heads
@@ -112,7 +110,7 @@ class Expanded(TensorView):
 
 
 def expand(source: Path, out: Path, shape: Shape, seed: int = 0) -> Path:
-    """Write the expansion of a checkpoint to a shape, one tensor at a time.
+    """Write an expansion of a checkpoint that has the given shape, one tensor at a time.
 
     Raises:
         UserError: The source's norms are not plain RMSNorms, or the shape does not contain the source's shape.
@@ -120,7 +118,7 @@ def expand(source: Path, out: Path, shape: Shape, seed: int = 0) -> Path:
     config, have = checkpoint.read_config(source), checkpoint.read_shape(source)
     if (kind := config.get("model_type")) not in MODEL_TYPES:
         raise UserError(
-            f"{source} is a {kind} model; expand takes {', '.join(MODEL_TYPES)}, whose norms scale plainly"
+            f"{source} is a {kind} model, but expand supports only {', '.join(MODEL_TYPES)}, with plain RMSNorms"
         )
     check_contains(shape, have)
     check(shape, llama=kind == "llama")
@@ -135,14 +133,14 @@ def expand(source: Path, out: Path, shape: Shape, seed: int = 0) -> Path:
 
 
 def config_of(config: Mapping[str, object], have: Shape, shape: Shape) -> dict[str, object]:
-    """Return config.json of an expansion. config: config.json of the source."""
+    """Return the config.json of an expansion. config: The config.json of its source."""
     layers = [layer % have.layers for layer in range(shape.layers)]
     eps = float(str(config["rms_norm_eps"])) * have.hidden / shape.hidden
     return checkpoint.config_for(shape, dict(config), layers) | {"rms_norm_eps": eps}
 
 
 def kv_copies(have: Shape, shape: Shape) -> int:
-    """Return the number of copies of each kv head. A kv head of the expansion may serve fewer query heads."""
+    """Return how many copies of each kv head an expansion needs, because its kv heads may serve fewer query heads."""
     return -(-(have.heads // have.kv_heads) // (shape.heads // shape.kv_heads))
 
 
@@ -150,12 +148,13 @@ def check_contains(shape: Shape, have: Shape) -> None:
     """Check that a source can be expanded to a shape.
 
     Raises:
-        UserError: An axis is shorter than the source's; head_dim, vocab or an option differs; the kv heads are too few.
+        UserError: An axis is shorter than that of the source; head_dim, vocab or an option differs; or there are too
+            few kv heads.
     """
     for field in ("layers", "hidden", "heads", "kv_heads", "ffn"):
         size, least = getattr(shape, field), getattr(have, field)
         if size < least:
-            raise UserError(f"{field} {size} is less than the source has; at least {least}")
+            raise UserError(f"{field} {size} is less than in the source; use {least} or more")
     for field in (
         "head_dim",
         "vocab",
@@ -169,13 +168,13 @@ def check_contains(shape: Shape, have: Shape) -> None:
         size, own = getattr(shape, field), getattr(have, field)
         if size != own and not (field == "tied" and own):  # an expansion may untie a tied head
             raise UserError(
-                f"{field} {size} differs from the source's {own}, and expansion does not change it"
+                f"{field} is {size} instead of the source's {own}, which an expansion cannot change"
             )
     fewest = have.kv_heads * kv_copies(have, shape)
     if shape.heads % shape.kv_heads == 0 and shape.kv_heads < fewest:
         raise UserError(
-            f"{shape.heads} heads on {shape.kv_heads} kv-heads cannot repeat the source's {have.heads} on "
-            f"{have.kv_heads}; at least {fewest} kv-heads, or as many heads per kv-head as the source has"
+            f"{shape.heads} heads with {shape.kv_heads} kv heads cannot contain the source's {have.heads} heads with "
+            f"{have.kv_heads}; use {fewest} or more kv heads, or as many heads per kv head as the source has"
         )
 
 
@@ -187,7 +186,10 @@ def larger(
     ffn: int | None = None,
     params: str | None = None,
 ) -> Shape:
-    """Return a shape of other sizes with the proportions of a source. params: Such as 1.3b, solves for the FFN."""
+    """Return a larger shape with the proportions of a source.
+
+    params: Number of parameters, such as 1.3b, for which the width of the FFN is solved.
+    """
     hidden = width or have.hidden
     natural = max(have.heads, have.heads * hidden // have.hidden)
     heads = next(
@@ -230,14 +232,16 @@ tags: [speculative-decoding, measuring-instrument]
 def main(
     source: Annotated[str, typer.Argument(help="Checkpoint to expand.")],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
-    layers: Annotated[int | None, typer.Option(help="Layers. Default: the source's.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Number of layers. Default: as in the source.")
+    ] = None,
     width: Annotated[
-        int | None, typer.Option(help="Hidden dimensions. Default: the source's.")
+        int | None, typer.Option(help="Hidden dimensions. Default: as in the source.")
     ] = None,
     params: Annotated[
-        str | None, typer.Option(help="Total parameters, as in 1.3b: solves for the FFN.")
+        str | None, typer.Option(help="Parameters, such as 1.3b, reached by the FFN's width.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the values that are added.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random values that are added.")] = 0,
 ) -> None:
     directory = hub.locate(source)
     shape = larger(checkpoint.read_shape(directory), layers=layers, width=width, params=params)

@@ -1,10 +1,11 @@
-"""A LLaMA-65B-shaped target that writes real text, with drafts of the paper's shapes whose acceptance is real, live.
+"""Time a target of LLaMA-65B's shape with drafts of the paper's shapes, on real text and with real acceptance.
 
-The target is a small model expanded on the device (expand.py). It writes the text of the small model at the cost of its
-shape, which is --target's shape with the head size and vocabulary of the small model. Each draft is the same cut of the
-small model, expanded to one of the paper's shapes. All drafts therefore propose the same tokens, and only their cost
-differs. A shape that does not contain the cut is left out. If the target does not fit the device, it has as many layers
-as fit ("layers"). "beside_paper": Wide-796M over the deep draft here, and over earlier drafts in the paper.
+The target is a small model expanded on the device (expand.py). It writes the same text as the small model, but a pass
+costs as much as one of --target's shape, with head_dim and vocabulary of the small model. Each draft is the same pruned
+draft of the small model, expanded to one of the paper's shapes. So all drafts propose the same tokens, and only their
+cost differs. Shapes that are too small for the pruned draft are left out. If the target does not fit the device, it has
+as many layers as fit ("layers"). "beside_paper": the speed-up of Wide-796M divided by that of the deep draft here, and
+divided by that of earlier drafts in the paper.
 """
 
 import gc
@@ -35,19 +36,19 @@ from draftlab.sampling import SamplingParams
 
 
 def main(
-    cut: Annotated[Path, typer.Option(help="Draft of the source, as prune makes it.")],
-    source: Annotated[str, typer.Option(help="Checkpoint that the target computes.")] = "tiny",
+    cut: Annotated[Path, typer.Option(help="Draft pruned from the source.")],
+    source: Annotated[str, typer.Option(help="Checkpoint to expand to the target.")] = "tiny",
     target: Annotated[str, typer.Option(help="Shape of the target.")] = "llama-65b",
-    drafts: Annotated[str, typer.Option(help="Shapes of drafts, by comma.")] = DRAFTS,
-    k: Annotated[str, typer.Option(help="Drafted tokens, as 1,2,4.")] = "1,2,3,4",
-    data: Annotated[str, typer.Option(help="Text whose held-out part has the prompts.")] = "stdlib",
-    prompts: Annotated[int, typer.Option(help="Prompts, after one that warms up.")] = 3,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each.")] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Tokens after each.")] = 48,
+    drafts: Annotated[str, typer.Option(help="Shapes of drafts, separated by commas.")] = DRAFTS,
+    k: Annotated[str, typer.Option(help="Drafted tokens per step, such as 1,2,4.")] = "1,2,3,4",
+    data: Annotated[str, typer.Option(help="Data whose held-out text gives prompts.")] = "stdlib",
+    prompts: Annotated[int, typer.Option(help="Prompts, not counting the warm-up's.")] = 3,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 48,
     mode: Annotated[str, typer.Option(help="eager, native or graphs.")] = "graphs",
-    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
-    room: Annotated[float, typer.Option(help="Bytes beside the target.")] = ROOM,
+    room: Annotated[float, typer.Option(help="Bytes to leave free beside the target.")] = ROOM,
 ) -> None:
     place, kind, ks = torch.device(device), checkpoint.DTYPES[dtype], parse_numbers(k)
     origin, draft = hub.locate(source), hub.locate(cut)
@@ -58,7 +59,7 @@ def main(
     texts = heldout_prompts(data, tokenizer, count=prompts + 1, length=prompt_tokens, seed=0)
     whole = like(shape_of(target), checkpoint.read_shape(origin))
     shape = as_fits(whole, devices.free_bytes(place) - room, kind.itemsize)
-    note(f"{source} as {shape.describe()}, {shape.layers} of {whole.layers} layers")
+    note(f"{source} is expanded to {shape.describe()}, {shape.layers} of {whole.layers} layers")
     ceiling = bandwidth_gbs(shape.params(), kind, place)
     model = with_mode(expanded(origin, shape, kind, place, context), mode)  # type: ignore[arg-type]
     bench = Bench(model, texts, new_tokens, place)
@@ -86,7 +87,9 @@ def main(
             )
         del drafter
         gc.collect()
-        note(f"{name}: {max(row['speedup'] for row in rows[name]):.2f} times plain decoding")
+        note(
+            f"{name}: {max(row['speedup'] for row in rows[name]):.2f} x the speed of plain decoding"
+        )
     best = {name: max(row["speedup"] for row in found) for name, found in rows.items()}
     read = pass_bytes(shape, dtype) * alone["tokens_per_second"] / 1e9
     result = {
@@ -101,7 +104,7 @@ def main(
 
 
 class Bench:
-    """A target and its prompts. The first prompt warms up."""
+    """A target to time on prompts, of which the first is a warm-up."""
 
     def __init__(
         self, target: Llama, prompts: list[list[int]], new_tokens: int, device: torch.device
@@ -114,7 +117,7 @@ class Bench:
         self.clock, self.step_clock = steady_clock(device), steady_step_clock(device)
 
     def run(self, drafter: ModelDrafter | None, k: int) -> tuple[dict[str, float], list[list[int]]]:
-        """Return tokens per second after the prefill, tokens per target pass, and the texts."""
+        """Decode all prompts. Return tokens per second after the prefill, tokens per target pass, and the texts."""
         rates, passes, texts = [], [], []
         for number, prompt in enumerate(self.prompts):
             if drafter is None:
@@ -138,7 +141,7 @@ class Bench:
 
 
 def like(shape: Shape, source: Shape) -> Shape:
-    """Return a shape with head size, vocabulary and options of a source. heads x head_dim stays the same."""
+    """Return a shape with head_dim, vocabulary and options of a source, but its own heads x head_dim."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     heads = {"heads": q // source.head_dim, "kv_heads": kv // source.head_dim}
     return source.model_copy(
@@ -149,7 +152,7 @@ def like(shape: Shape, source: Shape) -> Shape:
 def expanded(
     directory: Path, shape: Shape, dtype: torch.dtype, device: torch.device, context: int
 ) -> Llama:
-    """Return a checkpoint expanded to a shape. Each weight is made on the device at look-up.
+    """Load a checkpoint expanded to a shape. Each weight is expanded on the device when it is read.
 
     Raises:
         UserError: The shape does not contain the checkpoint's shape.

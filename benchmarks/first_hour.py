@@ -1,11 +1,11 @@
-"""The first hour of docs/tutorial.md, typed as on the page: python -m benchmarks.first_hour [--steps 2] [--folder DIR]
+"""Run the commands of docs/tutorial.md as written: python -m benchmarks.first_hour [--steps 2] [--folder DIR]
 
 The lines after `$` in the section "The first hour" run one after the other in an empty folder. The last line is one
-JSON object, which is also written to benchmarks/results/first_hour.json if the page was typed unchanged.
+JSON object, which is also written to benchmarks/results/first_hour.json if --steps is left out.
 
-minutes: Time of all commands. seconds_of_silence: Longest time without a byte on stdout or stderr. commands: Typed
-lines. stopped: Commands with an exit code other than 0. next_named: Whether each command of draftlab suggested the
-subcommand that the page types next.
+minutes: Time of all commands. seconds_of_silence: Longest time without a byte on stdout or stderr. commands: Number of
+commands that ran. stopped: Number of commands with an exit code other than 0. next_named: Whether each command of
+draftlab suggested the subcommand that comes next on the page.
 """
 
 import json
@@ -31,7 +31,7 @@ SECTION = "## The first hour"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed:
-    """A command that was typed. silence: Longest time without output, in seconds."""
+    """A command that was run. silence: Longest time without output, in seconds."""
 
     line: str
     exit_code: int
@@ -42,10 +42,10 @@ class Typed:
 
 def main(
     steps: Annotated[
-        int | None, typer.Option(help="Steps of training, in place of the page's.")
+        int | None, typer.Option(help="Training steps. Default: as on the page.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Empty folder to type in. Default: a temporary folder.")
+        Path | None, typer.Option(help="Empty folder to run in. Default: a temporary folder.")
     ] = None,
     threads: Annotated[int, typer.Option(help="OMP_NUM_THREADS of the commands.")] = 1,
 ) -> None:
@@ -62,7 +62,7 @@ def main(
 
 
 def commands(page: str, steps: int | None = None) -> list[str]:
-    """Return the lines that the section of the page types. steps: Replaces the number after --steps."""
+    """Return the commands in the section of the page. steps: Number to write after --steps instead of the page's."""
     section = page.partition(f"{SECTION}\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^\$ (.+)$", section, re.MULTILINE)
     return (
@@ -73,7 +73,7 @@ def commands(page: str, steps: int | None = None) -> list[str]:
 
 
 def type_all(lines: list[str], folder: Path, threads: int) -> list[Typed]:
-    """Type commands until a command fails."""
+    """Run commands one after the other until one fails."""
     typed: list[Typed] = []
     for line in lines:
         print(f"$ {line}", file=sys.stderr, flush=True)
@@ -84,7 +84,7 @@ def type_all(lines: list[str], folder: Path, threads: int) -> list[Typed]:
 
 
 def type_line(line: str, folder: Path, threads: int) -> Typed:
-    """Run a line in a shell with this process's draftlab and python, and copy its output to stderr."""
+    """Run a line in a shell whose draftlab and python are those of this process, and copy its output to stderr."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     started = heard = time.monotonic()
     silence, output = 0.0, b""

@@ -1,4 +1,4 @@
-"""Formats for numbers on a page: rounded, with an interval, in another unit; and comparisons of intervals."""
+"""Functions that format numbers for a page, rounded, with an interval or in another unit, and compare intervals."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,7 +8,7 @@ Printed = list[tuple[str, str]]
 
 
 class Value(float):
-    """A number of a JSON file. Each time the number is printed, its text and its key are recorded."""
+    """A number from a JSON file. Each time the number is printed, its text and its key are recorded."""
 
     key: str
     printed: Printed
@@ -20,7 +20,7 @@ class Value(float):
         return value
 
     def scaled(self, factor: float) -> "Value":
-        """Return the same number in another unit."""
+        """Return the number in another unit: multiplied by `factor`, with the same key."""
         return Value.of(float(self) * factor, self.key, self.printed)
 
     def __truediv__(self, other: float) -> "Value":
@@ -40,7 +40,7 @@ class Value(float):
     def __str__(self) -> str:
         if not self.is_integer():
             raise ValueError(
-                f"{self.key} is {float(self)}; say how to print it: {{{{ {self.key}|fixed }}}}"
+                f"{self.key} is {float(self)}; name a format, such as {{{{ {self.key}|fixed }}}}"
             )
         return f"{self:,.0f}"
 
@@ -50,7 +50,7 @@ def _key(number: float) -> str:
 
 
 def tagged(value: Any, key: str, printed: Printed) -> Any:
-    """Return a JSON value in which every number is a Value with its key."""
+    """Return a JSON value with every number in it replaced by a Value that has the number's key."""
     if isinstance(value, dict):
         return {name: tagged(each, _joined(key, name), printed) for name, each in value.items()}
     if isinstance(value, list):
@@ -73,7 +73,7 @@ def percent(share: Value, digits: int = 0) -> str:
 
 
 def bounds(estimate: Any) -> tuple[Value, Value, Value]:
-    """Return value, low and high of an interval, which is a list or a dict in results."""
+    """Return value, low and high of an interval, which results store as a list or as a dict."""
     if isinstance(estimate, dict):
         return estimate["value"], estimate["low"], estimate["high"]
     value, low, high = estimate
@@ -93,7 +93,7 @@ def total(values: Iterable[Value]) -> Value:
 
 
 def mean(values: dict[str, Value], digits: int = 3) -> str:
-    """Return a mean over seeds and its standard deviation."""
+    """Return text with a mean over seeds and the standard deviation."""
     deviation = values["sd"] if "sd" in values else values["spread"]
     return f"{values['mean']:.{digits}f} (sd {deviation:.{digits}f})"
 
@@ -110,7 +110,7 @@ def separates(first: Any, second: Any) -> bool:
 
 
 def against_plain(speedup: Any) -> str:
-    """Return text on whether a speed-up differs from plain decoding, by its interval."""
+    """Return text that says, by its interval, whether a speed-up is above or below 1."""
     _, low, high = bounds(speedup)
     if low > 1:
         return "faster than plain decoding"
@@ -122,7 +122,7 @@ def millions(value: Value, digits: int = 0) -> str:
 
 
 def measured(result: dict[str, Any]) -> str:
-    """Return the date, threads and processor of a result, as text."""
+    """Return text with the date, the number of threads and the processor of a result."""
     threads = result.get("threads")
     on = processor(result)
     if threads is not None:
@@ -131,7 +131,7 @@ def measured(result: dict[str, Any]) -> str:
 
 
 def processor(result: dict[str, Any]) -> str:
-    """Return a processor's name with the best of its extensions for matrix products."""
+    """Return the name of a result's processor with the fastest of its instruction sets for matrix products."""
     name, _, flags = result["cpu"].replace("(R)", "").rpartition(" (")
     best = [flag for flag in EXTENSIONS if flag in flags]
     return name.removesuffix(" Processor") + (f" ({best[-1]})" if best else "")

@@ -1,4 +1,4 @@
-"""The machine of gpu.sh's results (clocks, power, driver, libraries, attention backends), or a run of the GPU tests."""
+"""Describe the machine of gpu.sh (clocks, power, driver, libraries, attention backends), or run the GPU tests on it."""
 
 import json
 import re
@@ -19,7 +19,7 @@ QUERIED = ("name", "driver_version", "pstate", "clocks.sm", "clocks.mem", "clock
 
 def main(
     tests: Annotated[
-        bool, typer.Option("--tests", help="Run pytest -m gpu, and count what passed.")
+        bool, typer.Option("--tests", help="Run pytest -m gpu, and count the tests that passed.")
     ] = False,
 ) -> None:
     print(json.dumps(tested() if tests else machine()))
@@ -38,7 +38,7 @@ def machine() -> dict[str, object]:
         "sdpa": {
             "flash": torch.backends.cuda.flash_sdp_enabled(),
             "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
-            "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),  # not used by the engine
+            "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),  # the engine does not use it
             "math": torch.backends.cuda.math_sdp_enabled(),
         },
         **environment(torch.get_num_threads()),
@@ -46,7 +46,7 @@ def machine() -> dict[str, object]:
 
 
 def queried() -> list[str]:
-    """Return a line of nvidia-smi for each GPU, or no lines without nvidia-smi."""
+    """Return the values of QUERIED for each GPU as a line of nvidia-smi. Without nvidia-smi, return no lines."""
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader"]
     try:
         return (
@@ -59,7 +59,7 @@ def queried() -> list[str]:
 
 
 def tested() -> dict[str, object]:
-    """Run the tests that need a GPU, and print a line as each test ends. Exits with 1 if a test fails."""
+    """Run the tests that need a GPU, and print a line when each test ends. Exit with 1 if a test fails."""
     command = [sys.executable, "-u", "-m", "pytest", "-m", "gpu", "-n0", "-vv", "-rf", "tests"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         lines = []

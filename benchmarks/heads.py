@@ -1,12 +1,12 @@
-"""EAGLE-3 and DFlash heads here and in speculators: the same logits and acceptance, and the speed and gain of training.
+"""Compare EAGLE-3 and DFlash heads in draftlab and in speculators: logits, acceptance, and speed and gain of training.
 
-Run this with a Python that has speculators (make peers). The heads are those of tiny. Both libraries train on the same
-rows in float32, on one thread: draftlab with its command's defaults, speculators with its own class, its loss kl_div,
-its Muon and schedule and the norms of its command line, over three steps of training-time test. Finished parts are read
-from --folder, so a killed run resumes.
+Run this with a Python that has speculators (make peers). The heads are for the target tiny. Both libraries train on the
+same rows in float32, on one thread, with three steps of training-time test. draftlab trains with the defaults of its
+command. speculators trains with its own class, its loss kl_div, its Muon and schedule, and the norms of its command
+line. Finished parts are read from --folder, so a run that was killed resumes.
 
-Acceptance is sum min(p, q) on held-out text at each step of a chain. The gap compares the tokens that each library
-itself drafts for one head, on text that the target writes greedily.
+Acceptance is sum min(p, q) on held-out text at each step of a chain. The gap compares the tokens that the libraries
+draft with the same head, on text that the target writes greedily.
 """
 
 import json
@@ -41,27 +41,30 @@ from draftlab.training.eagle_head import EagleHead, EagleObjective, EagleTeacher
 from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import StepRecord, train
 
-TARGET, DATA, ROWS, STEPS = "tiny", "stdlib", 8, 3  # STEPS: of training-time test
-RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)  # the defaults, 0.002 here and 0.001 there, are among them
+TARGET, DATA, ROWS, STEPS = "tiny", "stdlib", 8, 3  # STEPS: steps of training-time test
+# learning rates to try, including the defaults: 0.002 in draftlab and 0.001 in speculators
+RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 NORMS = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
 MUON = {
     "optimizer": "muon", "weight_decay": 0.01, "muon_momentum": 0.95, "muon_weight_decay": 0.1, "muon_ns_steps": 5,
     "muon_adjust_lr_fn": "match_rms_adamw",
 }  # fmt: skip
-FEW = 20  # steps of the heads whose logits are compared
+FEW = 20  # training steps of the heads whose logits are compared
 BLOCK = {"block_size": 8, "sample_from_anchor": False}
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Heads and finished parts are written here.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder for heads and finished parts.")] = Path(
         "runs/heads"
     ),
-    steps: Annotated[int, typer.Option(help="Training steps of 8 rows.")] = 80,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a row.")] = 128,
+    steps: Annotated[int, typer.Option(help="Training steps, each with 8 rows.")] = 80,
+    seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 128,
     seeds: Annotated[
-        int, typer.Option(help="Seeds of the compared rates; 0 compares no training.")
+        int, typer.Option(help="Seeds for each compared rate. 0 does not compare training.")
     ] = 3,
-    vllm: Annotated[Path | None, typer.Option(help="vllm's program, to serve a head.")] = None,
+    vllm: Annotated[
+        Path | None, typer.Option(help="Path of vllm, to serve a head with it.")
+    ] = None,
 ) -> None:
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +116,7 @@ def main(
 
 
 def spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return acceptance by step and tokens per CPU second over seeds: the mean, the lowest and the highest."""
+    """Return the mean, lowest and highest value over seeds of acceptance by step, and of tokens per CPU second."""
 
     def of(values: list[float]) -> list[float]:
         return [statistics.fmean(values), min(values), max(values)]
@@ -128,7 +131,7 @@ def spread(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def their_eagle(target: Path, ids: Tensor, layer_ids: list[int], **fields: Any) -> Any:
-    """Return a new EAGLE-3 head as speculators' command line makes it. ids: Target id of each draft id, [W]."""
+    """Return a new EAGLE-3 head as the command line of speculators makes it. ids: Target id of each draft id, [W]."""
     vocab = checkpoint.vocab_size(target)
     known = torch.zeros(vocab, dtype=torch.bool)
     known[ids] = True
@@ -150,7 +153,7 @@ def their_dflash(target: Path, layers: int, layer_ids: list[int], **fields: Any)
 
 
 def _layers(target: Path, count: int, fields: dict[str, Any]) -> Any:
-    """Return the configuration of layers like the target's, with the window in `fields`."""
+    """Return a configuration with `count` layers like those of the target, with the sliding window in `fields`."""
     config = AutoConfig.from_pretrained(target)
     config.num_hidden_layers, config.tie_word_embeddings = count, False
     if window := fields.pop("sliding_window", None):
@@ -159,7 +162,10 @@ def _layers(target: Path, count: int, fields: dict[str, Any]) -> Any:
 
 
 def their_chains(model: Any, ids: Tensor, states: Tensor, steps: int) -> list[Tensor]:
-    """Return the logits of each step of a head of speculators, [T, W] each. ids: [1, T + 1]. states: [1, T, A E]."""
+    """Return the logits of an EAGLE-3 head of speculators at each step of its chains, [T, W] each.
+
+    ids: [1, T + 1]. states: The target's hidden states, [1, T, A E].
+    """
     found: list[Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda *call: found.append(call[2][0].detach()))
     documents = torch.zeros(1, states.shape[1], dtype=torch.long)
@@ -170,9 +176,14 @@ def their_chains(model: Any, ids: Tensor, states: Tensor, steps: int) -> list[Te
 
 
 def their_blocks(model: Any, ids: Tensor, states: Tensor, anchors: Tensor) -> Tensor:
-    """Return the logits of blocks of a DFlash head of speculators, [A, M, W], the first of a block unused.
+    """Return the logits of a DFlash head of speculators for blocks of M tokens, [A, M, W].
 
-    ids: [1, T]. states: [1, T, L D]. anchors: Ascending places before the last M, [A].
+    The first logits of a block are not used.
+
+    Args:
+        ids: [1, T].
+        states: The target's hidden states, [1, T, L D].
+        anchors: Ascending positions at which blocks begin, before the last M positions, [A].
     """
     mask = torch.zeros(ids.shape)
     mask[0, anchors] = 1
@@ -185,7 +196,7 @@ def their_blocks(model: Any, ids: Tensor, states: Tensor, anchors: Tensor) -> Te
 
 
 class Training:
-    """Heads of both libraries on one target and one text."""
+    """Trains and compares heads of both libraries for the same target on the same text."""
 
     def __init__(self, folder: Path, target: Path, steps: int, seq_len: int) -> None:
         self.folder, self.target, self.steps, self.seq_len = folder, target, steps, seq_len
@@ -199,7 +210,10 @@ class Training:
         return cast(Any, prepare(DistillConfig.build(given | settings), True).run).args[0]
 
     def measure(self, side: str, lr: float, seed: int) -> dict[str, Any]:
-        """Train a head; return its held-out acceptance by step, the tokens and the CPU seconds of training."""
+        """Train a head. Return its held-out acceptance by step, and the tokens and CPU seconds of its training.
+
+        side: Library that trains, "draftlab" or "speculators".
+        """
         out = self.folder / f"{side}-{lr:g}-{seed}"
         out.mkdir(exist_ok=True)
         trained = self.ours if side == "draftlab" else self.theirs
@@ -226,7 +240,7 @@ class Training:
         return seconds
 
     def theirs(self, job: Any, lr: float, seed: int, out: Path) -> float:
-        """Train speculators' head, with the draft ids of draftlab's head of this seed."""
+        """Train a head in speculators, with the draft ids of draftlab's head with the same seed."""
         found = self.folder / f"draftlab-0.002-{seed}"
         own = eagle.read(
             found if self.steps > FEW else self.folder / "eagle31", self.target, torch.float32
@@ -287,9 +301,9 @@ class Training:
 
     @cached_property
     def heads(self) -> dict[str, tuple[Path, Any]]:
-        """Return heads by name, as a directory that draftlab reads and a model of speculators.
+        """Return heads by name, each as a directory for draftlab and as a model of speculators.
 
-        here: trained here and read there. there: trained there and read here.
+        Heads named "here" are trained by draftlab, and heads named "there" by speculators. Both libraries read both.
         """
         core = import_module("speculators.models.eagle3.core")
 
@@ -338,7 +352,7 @@ class Training:
         return found
 
     def _train_dflash(self, model: Any, layer_ids: list[int]) -> None:
-        """Train a head of speculators for a few steps of one row, with its defaults of loss and decay."""
+        """Train a DFlash head of speculators for FEW steps of one row, with the default loss of speculators."""
         batches, _ = texts_of(self.job(0), self.target, self.folder)
         verifier = self.teacher((*layer_ids, checkpoint.auto_config(self.target).num_hidden_layers))
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -354,9 +368,10 @@ class Training:
             optimizer.step()
 
     def logits(self) -> dict[str, Any]:
-        """Return the largest difference of logits and the share of equal argmaxes, by head and data type.
+        """Compare the logits of the libraries. Return the largest difference and the fraction of equal argmaxes.
 
-        rounding: Largest difference of the logits of speculators in bfloat16 and float32.
+        Results are by head and data type. "rounding" is the largest difference between logits of speculators in that
+        type and in float32.
         """
         ids = torch.from_numpy(
             texts_of(self.job(0), self.target, self.folder)[1].ids[:1, : self.seq_len + 1]
@@ -415,7 +430,7 @@ class Training:
             )
 
     def gaps(self) -> dict[str, Any]:
-        """Return the acceptance of drafted tokens 1 to 3 of each head in both libraries, over the same tokens."""
+        """Return the acceptance of the drafted tokens 1 to 3 of each head in both libraries, on the same texts."""
         target = llama.load(self.target, torch.float32)
         heldout = texts_of(self.job(0), self.target, self.folder)[1]
         prompts = [row.tolist() for row in heldout.ids[:24, :32]]
@@ -430,7 +445,7 @@ class Training:
         for name, (folder, model) in self.heads.items():
             if hub.head_kind(folder) == "dflash":
                 head = dflash.load(folder, self.target, target.embed, target.head)
-                # the tokens of a block read each other, so both libraries need blocks of one width
+                # the tokens of a block read each other, so blocks must be equally long in both libraries
                 views = score_blocks(
                     target, head, texts, target.shape.vocab, greedy, head.config.most
                 )
@@ -449,7 +464,10 @@ class Training:
         return rows
 
     def _drafted(self, model: Any, text: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        """Return the token that speculators drafts in place of each token at each age, [n, K]; -1 without a draft."""
+        """Return the tokens that speculators drafts in place of the n tokens of a text, [n, K].
+
+        Column j is for a step that began j tokens earlier. -1 stands for no drafted token.
+        """
         prompt, n = len(text[0]), len(text[1])
         ids = torch.from_numpy(np.concatenate(text)).long().unsqueeze(0)
         states = self._states(tuple(model.target_layer_ids), ids)

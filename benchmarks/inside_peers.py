@@ -1,7 +1,8 @@
-"""Greedy decoding of one pair in a peer engine, run by the peer's Python. Request on stdin, answer on stdout, in JSON.
+"""Decode greedily in another engine, transformers or vLLM, with that engine's Python. JSON on stdin and stdout.
 
-The request has peer, way (plain, draft, ngram), target, draft, k, prompts as token ids, new_tokens, eos, context and
-dtype. The first prompt warms up. The answer has the result of timed() for all other prompts, and the peer's version.
+The request on stdin has peer (the engine), way (plain, draft, ngram), target, draft, k, prompts as token ids,
+new_tokens, eos, context and dtype. The first prompt is a warm-up. The answer on stdout has the result of timed() for
+all other prompts, and the version of the engine.
 """
 
 import json
@@ -13,7 +14,7 @@ NGRAM = 3  # longest n-gram to look up
 
 
 def transformers(asked: dict) -> tuple[dict, str]:
-    """Time plain, assisted and prompt-lookup generation, with a constant number of drafted tokens."""
+    """Time plain, assisted or prompt-lookup generation of transformers, with a constant number of drafted tokens."""
     import torch
     import transformers as library
 
@@ -36,10 +37,8 @@ def transformers(asked: dict) -> tuple[dict, str]:
         options = {"assistant_model": assistant}
     if asked["way"] == "ngram":
         options = {"prompt_lookup_num_tokens": asked["k"], "max_matching_ngram_size": NGRAM}
-    counted, prefills = (
-        [0, 0],
-        int(asked["way"] == "plain"),
-    )  # because assisted generation also drafts before its first pass
+    # a prefill is left out of the count only in plain decoding, as assisted generation drafts before its first pass
+    counted, prefills = ([0, 0], int(asked["way"] == "plain"))
 
     def count(*_: object) -> None:
         counted[1] += 1
@@ -88,7 +87,7 @@ def vllm(asked: dict) -> tuple[dict, str]:
         )
         drafts, accepted = (now - then for now, then in zip(drafted(), before, strict=True))
         counted[0] += len(tokens) - 1
-        # a lookup may find no match
+        # passes of a lookup are counted by tokens, because a lookup without a match drafts nothing
         counted[1] += drafts if asked["way"] == "draft" else len(tokens) - 1 - accepted
         return tokens
 
@@ -103,10 +102,12 @@ def vllm(asked: dict) -> tuple[dict, str]:
 
 
 def timed(decode, asked: dict, counted: list[int], clock=time.process_time) -> dict:
-    """Decode all prompts except the first, once for one token and once completely. Return lists by prompt.
+    """Decode all prompts except the first, once for one token and once completely. Return a dict of lists, by prompt.
 
-    prefill_seconds: CPU seconds for one token. seconds: CPU seconds of the complete answer. steps: Tokens after the
-    prefill's token, and target passes for these tokens. decode adds both numbers to counted.
+    prefill_seconds: CPU seconds for one token. seconds: CPU seconds for the complete answer. steps: Number of tokens
+    after the prefill's token, and number of target passes for these tokens.
+
+    counted: Both numbers, summed; decode adds to them.
     """
     decode(asked["prompts"][0], asked["new_tokens"])
     answer = {"prefill_seconds": [], "seconds": [], "wall_seconds": [], "texts": [], "steps": []}
@@ -125,7 +126,7 @@ def timed(decode, asked: dict, counted: list[int], clock=time.process_time) -> d
 
 def main() -> None:
     asked, out = json.load(sys.stdin), sys.stdout
-    sys.stdout = sys.stderr  # because peers print to stdout
+    sys.stdout = sys.stderr  # because the engines print to stdout, too
     peers = {"transformers": transformers, "vllm": vllm}
     answer, version = peers[asked["peer"]](asked)
     json.dump(answer | {"version": version}, out)

@@ -1,11 +1,11 @@
-"""A LLaMA-65B-shaped target with the paper's five drafts, live: the engine's own steps, with random weights.
+"""Time a target of LLaMA-65B's shape with the paper's five drafts in draftlab's engine. All weights are random.
 
-Random drafts never agree with the target, so a special verify rule accepts each drafted token with probability alpha.
-All passes, choices and rollbacks are those of sampled decoding, and alpha is the acceptance model of the paper. If the
-target does not fit the device, only its first layers run, as many as fit ("layers"). A 65B target fits one H200 in
-bfloat16. "beside_paper": throughput of Wide-796M over earlier drafts on 4 x A100 in the paper (2402.01528, third
-version), and over NoFT-1.3B here, at each alpha. "share_of_bandwidth": bytes per second of plain decoding over those of
-one large matrix product.
+Drafts with random weights never agree with the target. So a special verify rule accepts each drafted token with
+probability alpha, which is the paper's model of acceptance. All passes, choices and rollbacks are those of sampled
+decoding. If the target does not fit the device, it has only as many layers as fit ("layers"). A 65B target fits one
+H200 in bfloat16. "beside_paper": the throughput of Wide-796M divided by that of earlier drafts on 4 x A100 in the paper
+(2402.01528, third version), and divided by that of NoFT-1.3B here, at each alpha. "share_of_bandwidth": bytes per
+second of plain decoding, divided by those of one large matrix-vector product.
 """
 
 import json
@@ -35,22 +35,22 @@ from draftlab.sampling import SamplingParams
 
 DRAFTS = "noft-1.3b,wide-1.3b,wide-796m,wide-543m,wide-290m"
 PAPER = {"wide_796m_over_earlier_drafts": 2.11, "on": "4 x A100-80GB"}
-ROOM = 8e9  # bytes that stay free beside the target, for the largest draft, caches and graphs
+ROOM = 8e9  # bytes to leave free beside the target, for the largest draft, caches and graphs
 
 
 def main(
     target: Annotated[str, typer.Option(help="Shape of the target.")] = "llama-65b",
-    drafts: Annotated[str, typer.Option(help="Shapes of drafts, by comma.")] = DRAFTS,
-    k: Annotated[str, typer.Option(help="Drafted tokens, as 1,2,4.")] = "1,2,4,6,8",
+    drafts: Annotated[str, typer.Option(help="Shapes of drafts, separated by commas.")] = DRAFTS,
+    k: Annotated[str, typer.Option(help="Drafted tokens per step, such as 1,2,4.")] = "1,2,4,6,8",
     alphas: Annotated[
-        str, typer.Option(help="Chances of a drafted token, by comma.")
+        str, typer.Option(help="Acceptance probabilities, separated by commas.")
     ] = "0.5,0.6,0.7,0.8,0.9",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Tokens after it.")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after the prompt.")] = 64,
     mode: Annotated[str, typer.Option(help="eager, native or graphs.")] = "graphs",
-    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
-    room: Annotated[float, typer.Option(help="Bytes beside the target.")] = ROOM,
+    room: Annotated[float, typer.Option(help="Bytes to leave free beside the target.")] = ROOM,
 ) -> None:
     place, ks = torch.device(device), parse_numbers(k)
     torch.manual_seed(0)
@@ -71,7 +71,8 @@ def main(
         plain.append(bench.plain(model))  # plain decoding is timed again with each draft
         fastest = best(rows[name], max(chances))
         note(
-            f"{name}: {fastest['tokens_per_second']:.1f} tokens/s at {max(chances):g}, {plain[-1]:.1f} without a draft"
+            f"{name}: {fastest['tokens_per_second']:.1f} tokens/s at alpha {max(chances):g}, {plain[-1]:.1f} without "
+            "a draft"
         )
     alone = median(plain)
     leaders = {
@@ -98,7 +99,7 @@ def main(
 
 
 class Bench:
-    """One prompt of random tokens, decoded with and without a draft."""
+    """Times the decoding of one prompt with and without a draft."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class Bench:
         new_tokens: int,
         k: int,
     ):
-        """k: The largest K."""
+        """k: Largest number of tokens drafted per step."""
         self.device, self.dtype, self.prompt = device, checkpoint.DTYPES[dtype], prompt
         self.mode: Mode = mode
         self.sampling = SamplingParams(max_tokens=new_tokens, temperature=1.0)
@@ -120,7 +121,7 @@ class Bench:
         return with_mode(random_model(shape, self.dtype, self.device, self.context), self.mode)
 
     def plain(self, target: Llama) -> float:
-        """Return tokens per second after the prefill."""
+        """Return the tokens per second of plain decoding, without the prefill."""
         # the first run only captures graphs
         self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))
         return self._timed(decode(target, [self.prompt], self.sampling, self.step_clock))[0]
@@ -129,7 +130,7 @@ class Bench:
         self, target: Llama, drafter: Drafter, ks: list[int], alphas: list[float]
     ) -> Iterator[dict[str, float]]:
         for k in ks:
-            # this captures graphs of every width
+            # this run captures graphs of every width
             self._timed(self._steps(target, drafter, k, max(alphas)))
             for alpha in alphas:
                 per_second, per_pass = self._timed(self._steps(target, drafter, k, alpha))
@@ -154,11 +155,11 @@ class Bench:
 
 
 def by_coin(alpha: float) -> Rule:
-    """Return a verify rule that accepts each token of a chain with probability alpha."""
+    """Return a verify rule that accepts each drafted token with probability alpha, up to the first rejection."""
 
     def rule(p: Tensor, tokens: Tokens, chance: Any) -> Verdict:
         assert isinstance(chance, Uniforms)
-        # one transfer from the device
+        # all draws in one transfer from the device
         draws = torch.stack([*chance.draws])[: len(tokens.ids)].tolist() if tokens.ids else []
         accepted = next((i for i, draw in enumerate(draws) if draw >= alpha), len(draws))
         return list(range(accepted)), p[accepted]
@@ -168,12 +169,12 @@ def by_coin(alpha: float) -> Rule:
 
 def shape_of(name: str) -> Shape:
     shape = locate_shape(name)[1]
-    assert isinstance(shape, Shape)  # files of configs/widths
+    assert isinstance(shape, Shape)  # the names are those of files in configs/widths
     return shape
 
 
 def as_fits(shape: Shape, free: float, itemsize: int) -> Shape:
-    """Return the shape with as many layers as fit the free bytes, at least one."""
+    """Return the shape with as many of its layers as fit into the free bytes, but at least one."""
     layer = shape.body_params() / shape.layers * itemsize
     beside = (shape.params() - shape.body_params()) * itemsize
     return shape.model_copy(

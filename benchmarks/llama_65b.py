@@ -1,7 +1,7 @@
-"""The paper's question, by prediction: which draft and K are fastest for LLaMA-65B on four A100, by acceptance.
+"""Predict the answer to the paper's question: which draft and K are fastest for LLaMA-65B on four A100 at each alpha?
 
 Nothing is measured. Profiles are computed from configs/profiles, with the drafts on one A100 as in the paper. Every
-token is accepted with the same probability alpha. Prompts have 128 tokens, texts 200.
+drafted token is accepted with the same probability alpha. Prompts have 128 tokens, and answers have 200 tokens.
 """
 
 import json
@@ -35,13 +35,13 @@ PROMPT, NEW = 128, 200
 
 
 def main(
-    figure: Annotated[Path | None, typer.Option(help="Also draw it, as SVG or PNG.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Figure to write, .svg or .png.")] = None,
 ) -> None:
     curves = {mode: {name: _cost(f"{name}@{ON},{mode}") for name in DRAFTS} for mode in MODES}
     targets = {mode: _cost(f"{TARGET}@{TARGET_ON},{mode}") for mode in MODES}
 
     def rates(mode: str, name: str, alpha: float) -> dict[int, float]:
-        """Return tokens per second by K. K = 0 is plain decoding."""
+        """Return the predicted tokens per second by K. K = 0 is plain decoding."""
         work = constant_workload(alpha, tokens=NEW, prompt_tokens=PROMPT)
         found = predict(curves[mode][name], targets[mode], work, KS)
         return {0: found.plain_tokens_per_second} | {
@@ -49,7 +49,10 @@ def main(
         }
 
     def needed(mode: str, name: str, rate: float) -> float | None:
-        """Return the lowest alpha at which a draft reaches `rate` tokens per second at its best K, or None."""
+        """Return the lowest alpha at which a draft reaches `rate` tokens per second at its best K.
+
+        Return None if the draft does not reach this rate even at alpha = 1.
+        """
 
         def enough(alpha: float) -> bool:
             work = constant_workload(alpha, tokens=NEW, prompt_tokens=PROMPT)
@@ -110,7 +113,7 @@ def _middle() -> Any:
 
 
 def _draw(tables: dict[str, Any], path: Path) -> None:
-    """Draw tokens per second by K for two values of alpha, eager and with graphs."""
+    """Draw the tokens per second by K for two values of alpha, in eager mode and with CUDA graphs."""
     canvas = Figure(figsize=(9, 6), layout="constrained")
     axes = canvas.subplots(2, 2, sharex=True, sharey="row")
     for row, mode in zip(axes, MODES, strict=True):

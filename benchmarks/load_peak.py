@@ -1,7 +1,8 @@
-"""Peak memory of loading a checkpoint over the size of its weights. Each way of loading runs in a separate process.
+"""Measure the peak memory of loading a checkpoint, divided by the size of its weights.
 
-The checkpoint has the shape of Llama-3.2-1B and random weights. The ratio is the largest increase of the process's
-resident memory, over the bytes of the weights in the requested dtype.
+The checkpoint has the shape of Llama-3.2-1B and random weights. Each way of loading runs in a separate process. The
+ratio is the largest increase of the process's resident memory, divided by the bytes of the weights in the requested
+dtype.
 """
 
 import json
@@ -43,10 +44,10 @@ print(json.dumps(resident("VmHWM") - before))
 
 def main(
     directory: Annotated[
-        Path | None, typer.Option(help="Checkpoint to load, instead of a random one.")
+        Path | None, typer.Option(help="Checkpoint to load. Default: random weights.")
     ] = None,
     stored: Annotated[
-        str, typer.Option(help="dtype that the random one is stored in.")
+        str, typer.Option(help="dtype in which random weights are stored.")
     ] = "bfloat16",
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -63,12 +64,12 @@ def main(
 
 
 def load_peak_ratio(directory: Path, dtype: str = "float32") -> float:
-    """Return the largest ratio over all ways to load a checkpoint."""
+    """Return the largest ratio of peak memory to the size of the weights over all ways to load a checkpoint."""
     return max(peak(way, directory, dtype) for way in WAYS)
 
 
 def peak(way: str, directory: Path, dtype: str) -> float:
-    """Return the ratio of one way to load, measured in a child process."""
+    """Return the ratio of peak memory to the size of the weights for one way to load, measured in a child process."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, way, str(directory), dtype],
         capture_output=True,
@@ -112,7 +113,7 @@ def _matrix(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def resident(what: str) -> int:
-    """Return the bytes of VmRSS (resident now) or VmHWM (most since the last reset)."""
+    """Return the process's resident bytes: `what` is VmRSS for now, or VmHWM for the peak since the last reset."""
     line = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)
     )

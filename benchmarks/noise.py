@@ -1,15 +1,17 @@
 """Score the same drafts again and again while other processes steal cores: python -m benchmarks.noise [--quick]
 
-First a reference without other work, then --runs scores, during which --stolen-cores processes compute about half of
-the time. The drafts are prompt lookup, a draft distilled from the embedded target (or --draft), and the target itself
-as draft, which cannot give a speed-up. Outputs in --folder are not made again, so a killed run resumes. About 15
-minutes on two cores.
+A first score without other work is the reference. Then --runs scores are made while --stolen-cores processes compute
+for about half of the time. The drafters are prompt lookup, a draft distilled from the embedded target (or --draft), and
+the target as its own draft, which cannot give a speed-up. Outputs in --folder are not made again, so a run that was
+killed resumes. The benchmark takes about 15 minutes on two cores. The last line is one JSON object:
 
-relative_spread: standard deviation of the best speed-up over its mean; coverage: share of 95 % intervals that contain
-the reference; answered: scores that say whether a draft is faster than plain decoding; right, wrong: answers that agree
-with the reference, or not; false_faster: answers that wrongly call a draft faster; cannot_tell: scores without an
-answer, because the machine was busy; reference_in_doubt: drafts whose reference has no answer. The last line is one
-JSON object.
+relative_spread: standard deviation of the best speed-up divided by its mean.
+coverage: fraction of the 95 % intervals that contain the reference.
+answered: number of scores that say whether a draft is faster than plain decoding.
+right, wrong: number of answers that agree with the reference, and of those that do not.
+false_faster: number of answers that wrongly call a draft faster.
+cannot_tell: number of scores without an answer, because the machine was busy.
+reference_in_doubt: drafts for which the reference has no answer.
 """
 
 import argparse
@@ -32,7 +34,7 @@ from draftlab.results.score import Score, read_score
 
 ROOT = Path(__file__).parents[1]
 TEXT = ("--data", "stdlib")
-# settings that are passed to draftlab score
+# options that are passed on to draftlab score
 SCORED = ("num_prompts", "max_new_tokens", "repeats", "threads", "dtype")
 QUICK = {"runs": 2, "num_prompts": 4, "max_new_tokens": 16, "repeats": 1, "steps": 4}
 
@@ -51,7 +53,7 @@ def main() -> None:
     asked = folder / "settings.json"
     if asked.exists() and asked.read_text() != settings:
         raise SystemExit(
-            f"{folder} has scores with other settings: {asked.read_text()}; name another --folder"
+            f"{folder} has scores with other settings: {asked.read_text()}; use another --folder"
         )
     asked.write_text(settings)
     if options.draft is None:
@@ -80,28 +82,30 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", default="tiny")
     parser.add_argument(
         "--draft",
-        help="of the target; by default one is cut and distilled, for the embedded target",
+        help="draft of the target; by default a draft of the embedded target is pruned and distilled",
     )
     parser.add_argument(
-        "--prompt-file", type=Path, help="by default prompts of the standard library"
+        "--prompt-file", type=Path, help="by default, prompts are from Python's standard library"
     )
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--stolen-cores", type=int, default=1, help="processes that compute")
-    parser.add_argument("--steps", type=int, default=120, help="of distillation")
     parser.add_argument(
-        "--threads", type=int, default=1, help="with more than one, seconds are the wall clock's"
+        "--stolen-cores", type=int, default=1, help="number of processes that compute meanwhile"
     )
-    parser.add_argument("--quick", action="store_true", help="two runs over four prompts")
+    parser.add_argument("--steps", type=int, default=120, help="steps of distillation")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="with more than one, times are in wall seconds"
+    )
+    parser.add_argument("--quick", action="store_true", help="make only two runs on four prompts")
     options = parser.parse_args(words)
     if options.draft is None and options.target != "tiny":
         parser.error("--target needs its --draft")
     if options.runs < 2:
         parser.error("a spread needs --runs 2 or more")
-    # absolute, because commands run in the folder
+    # paths become absolute, because commands run in the folder
     for name in ("folder", "prompt_file", "target", "draft"):
         path = getattr(options, name)
         if path is not None and (name == "folder" or Path(path).exists()):
@@ -110,7 +114,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make(folder: Path, name: str, *words: str) -> None:
-    """Run a command of draftlab in a folder, unless its output exists."""
+    """Run a command of draftlab in a folder, unless its output `name` exists."""
     if (folder / name).exists():
         return
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -135,7 +139,7 @@ def score(options: argparse.Namespace, name: str) -> dict[str, Score]:
 
 @contextlib.contextmanager
 def disturbed(cores: int, seed: int) -> Iterator[None]:
-    """Keep a number of cores busy at random times while the block runs."""
+    """Keep a number of cores busy at random times, as long as the block runs."""
     thieves = [
         multiprocessing.Process(target=steal, args=(seed * 100 + core, os.getpid()), daemon=True)
         for core in range(cores)
@@ -193,7 +197,7 @@ def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, 
 
 
 def answer(score: Score) -> bool | None:
-    """Return whether a score calls its draft faster than plain decoding, or None if the score decides nothing."""
+    """Return whether a score calls its draft faster than plain decoding, or None if the score cannot tell."""
     gain = score.best_k_speedup
     return None if score.doubt is not None or gain.low <= 1 <= gain.high else gain.low > 1
 

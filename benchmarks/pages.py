@@ -1,7 +1,8 @@
-"""Pages whose numbers come from benchmarks/results: python -m benchmarks.pages writes README.md and pages of docs/.
+"""Write README.md and pages of docs/, with numbers from benchmarks/results: python -m benchmarks.pages
 
-A source in docs/pages is Markdown with Jinja2 expressions. {{ demo.drafts["3x128"].speedup|interval }} is a key of
-demo.json with a format. {{ tables.demo() }} on a separate line is a table that benchmarks/tables.py makes.
+The source of a page, in docs/pages, is Markdown with Jinja2 expressions. {{ demo.drafts["3x128"].speedup|interval }}
+stands for the value of a key of demo.json in a format. {{ tables.demo() }} on a separate line stands for a table that
+benchmarks/tables.py makes.
 """
 
 import json
@@ -26,7 +27,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line of a page, the line of its source, and the numbers in it with their keys."""
+    """A line of a page. source: Number of the line in the source. printed: Numbers in the line, with their keys."""
 
     text: str
     source: int
@@ -34,7 +35,7 @@ class Line:
 
 
 class Missing(StrictUndefined):
-    """A key that no result has. It raises an error before a format receives it."""
+    """A key that no result has. Its creation raises an error, so that no format receives it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,7 +43,7 @@ class Missing(StrictUndefined):
 
 
 class Pages:
-    """Renders sources with the results of a folder."""
+    """Renders the sources of pages with the results in a folder."""
 
     def __init__(self, results: Path = RESULTS) -> None:
         self.printed: Printed = []
@@ -76,7 +77,11 @@ class Pages:
             raise KeyError(f"{{{{{expression}}}}}: {error.message}") from error
 
     def _refuse_literals(self, expression: str) -> None:
-        """Raise an error for typed numbers and texts. A constant may only be a key or an argument of a format."""
+        """Check that a constant in an expression is only used as a key or as an argument of a format or function.
+
+        Raises:
+            ValueError: The expression has another number or text.
+        """
         tree = self.environment.parse(f"{{{{ {expression} }}}}")
         places = [id(item.arg) for item in tree.find_all(nodes.Getitem)]
         places += [
@@ -87,7 +92,7 @@ class Pages:
         typed = [constant for constant in tree.find_all(nodes.Const) if id(constant) not in places]
         if typed:
             raise ValueError(
-                f"{{{{{expression}}}}} types {typed[0].value!r}: name a key of benchmarks/results"
+                f"{{{{{expression}}}}} contains {typed[0].value!r}: name a key of benchmarks/results instead"
             )
 
     def text(self, source: Path) -> str:
@@ -95,12 +100,17 @@ class Pages:
 
 
 def page(source: Path) -> Path:
-    """Return the path of the page that is made from a source."""
+    """Return the path of the page that is written from a source."""
     return ROOT / source.name if source.name == "README.md" else ROOT / "docs" / source.name
 
 
 def differences(lines: list[Line], committed: list[str], page: str, source: str) -> list[str]:
-    """Return the lines of a page that differ from its source: expected text, and keys of the numbers."""
+    """Compare a committed page with its source. Return a line of text for each difference.
+
+    The text says what the line should be or, if only numbers differ, which numbers, with their keys.
+
+    lines: Lines that the source gives.
+    """
     found = []
     matcher = SequenceMatcher(None, [line.text for line in lines], committed, autojunk=False)
     for kind, first, last, start, end in matcher.get_opcodes():
@@ -116,7 +126,7 @@ def differences(lines: list[Line], committed: list[str], page: str, source: str)
 
 
 def _wrong(line: Line, written: str) -> str:
-    """Return text on the wrong numbers of a line, with their keys, or the expected line if other text differs."""
+    """Return text that names the wrong numbers of a line and their keys, or the expected line if other text differs."""
     wanted, got = NUMBER.findall(line.text), NUMBER.findall(written)
     if len(wanted) != len(got) or wanted == got:
         return f"should be {line.text!r}"

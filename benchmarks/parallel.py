@@ -1,10 +1,11 @@
-"""A parallel draft and an EAGLE-3 head against an ordinary draft at equal training compute, by draftlab's commands.
+"""Compare a parallel draft and an EAGLE-3 head with an ordinary draft, at equal training compute.
 
 Both drafts start from the same distilled draft. The ordinary draft is distilled further. The parallel draft is trained
-on the same number of tokens, so for fewer steps, because each of its steps reads more tokens. The head gets the
-ordinary draft's total training. draftlab score then times in one process: both drafts, the head, the parallel weights
-used as an ordinary draft, prompt lookup and n-grams; greedily and at temperature 1. All of this is on tiny. For
-SmolLM2, the scores of a finished recipes/smollm2.yaml are read, and its two drafts are only replayed.
+on the same number of tokens. It gets fewer steps, because each of its steps reads more tokens. The head is trained for
+as long as the ordinary draft in total. Then `draftlab score` times all in one process, greedily and at temperature 1:
+both drafts, the head, the parallel draft's weights used as an ordinary draft, prompt lookup and n-grams. All of this is
+done for the target tiny. For SmolLM2, the scores of a finished recipes/smollm2.yaml are read, and its two drafts are
+only replayed.
 """
 
 import json
@@ -34,7 +35,8 @@ from draftlab.training.run import read_log
 from draftlab.training.trainer import EvalRecord
 
 TEMPERATURES = (0.0, 1.0)
-ACCEPTANCE = (0.5, 0.6, 0.7, 0.8, 0.9)  # acceptance rates for the largest possible gain
+# acceptance rates at which the largest possible gain is computed
+ACCEPTANCE = (0.5, 0.6, 0.7, 0.8, 0.9)
 OTHERS = ["prompt-lookup", "ngram:tokens=500000"]
 
 Rows = list[dict[str, Any]]
@@ -44,8 +46,10 @@ Rows = list[dict[str, Any]]
 class Settings:
     """Settings of the study on tiny.
 
-    common: Steps that both drafts share. steps: Further steps of the ordinary draft. The parallel draft's further steps
-    read the same number of tokens.
+    Args:
+        common: Training steps of the draft from which both drafts start.
+        steps: Further steps of the ordinary draft. The further steps of the parallel draft read as many tokens.
+        head_steps: Training steps of the EAGLE-3 head.
     """
 
     k: int
@@ -70,7 +74,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The start and the texts of tiny's drafts."""
+    """The draft from which tiny's two drafts are trained, and their texts."""
 
     start: Path  # draft from which both drafts are trained
     outputs: Path  # store to distil from
@@ -78,39 +82,37 @@ class Pair:
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Models and scores are written here.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder for models and scores.")] = Path(
         "runs/parallel"
     ),
     k: Annotated[int, typer.Option(help="Tokens that the parallel draft learns to draft.")] = 4,
     cod_share: Annotated[
-        float, typer.Option(help="See draftlab distill. PARD's 0.7 learns more slowly.")
+        float, typer.Option(help="Value of share in --student parallel. PARD has 0.7.")
     ] = 0.3,
-    cod_floor: Annotated[float, typer.Option(help="See draftlab distill.")] = 0.0,
-    steps: Annotated[
-        int, typer.Option(help="Steps of the ordinary draft, beyond what both have in common.")
+    cod_floor: Annotated[float, typer.Option(help="Value of floor in --student parallel.")] = 0.0,
+    steps: Annotated[int, typer.Option(help="Further training steps of the ordinary draft.")] = 300,
+    common: Annotated[
+        int, typer.Option(help="Training steps of the draft from which both start.")
     ] = 300,
-    common: Annotated[int, typer.Option(help="Steps in common.")] = 300,
-    head_steps: Annotated[
-        int, typer.Option(help="Of the EAGLE-3 head, as long as both of the plain draft.")
-    ] = 270,
-    shape: Annotated[Path, typer.Option(help="Of tiny's draft.")] = Path(
+    head_steps: Annotated[int, typer.Option(help="Training steps of the EAGLE-3 head.")] = 270,
+    shape: Annotated[Path, typer.Option(help="Shape file of tiny's draft.")] = Path(
         "configs/widths/tiny-3x256.yaml"
     ),
     smollm2: Annotated[
-        Path, typer.Option(help="Folder where recipes/smollm2.yaml has run.")
+        Path, typer.Option(help="Folder in which recipes/smollm2.yaml has run.")
     ] = Path("runs/smollm2-study"),
     vllm: Annotated[
-        Path | None, typer.Option(help="vllm's program, to compare its counters on tiny.")
+        Path | None, typer.Option(help="Path of vllm, to compare its acceptance on tiny.")
     ] = None,
     losses: Annotated[
-        str, typer.Option(help="Losses of the parallel draft, by comma; the first is scored.")
+        str, typer.Option(help="Losses of parallel drafts, by comma; the first is scored.")
     ] = "fkl",
-    quick: Annotated[bool, typer.Option(help="A few steps and prompts.")] = False,
+    quick: Annotated[bool, typer.Option(help="Use few steps and prompts.")] = False,
     costs_of: Annotated[
         list[str] | None,
-        typer.Option(help="Train nothing: only time passes of these shapes beside --target."),
+        typer.Option(help="Train nothing: only time passes of these shapes and of --target."),
     ] = None,
-    target: Annotated[str, typer.Option(help="With --costs-of.")] = "tiny",
+    target: Annotated[str, typer.Option(help="Target to time with --costs-of.")] = "tiny",
 ) -> None:
     if costs_of:
         whole = checkpoint.planned_shape(hub.locate(target, weights=False))
@@ -133,7 +135,7 @@ def main(
     if (smollm2 / "runs" / "score-sampled" / "draftlab.json").exists():
         measured["smollm2"] = studied(smollm2, folder / "smollm2")
     else:
-        note(f"recipes/smollm2.yaml has not run in {smollm2}: on tiny alone")
+        note(f"recipes/smollm2.yaml has not run in {smollm2}, so the study is on tiny alone")
     gap = (
         vllm_gap(folder / "tiny", f"parallel-{settings.losses[0]}", vllm)
         if vllm is not None
@@ -149,7 +151,7 @@ def main(
 
 
 def tiny_pair(folder: Path, shape: Path, settings: Settings) -> Pair:
-    """Cut a draft from tiny, store tiny's outputs on the training text, and distil the draft from the outputs."""
+    """Prune a draft from tiny, store tiny's outputs on the training text, and distil the draft from these outputs."""
     common, batch = settings.common, settings.batch
     cut = made(
         "prune", folder / "cut", source="tiny", shape=shape, data="stdlib", calibration_tokens=16384
@@ -171,7 +173,7 @@ def tiny_pair(folder: Path, shape: Path, settings: Settings) -> Pair:
 
 
 def measure(pair: Pair, folder: Path, settings: Settings) -> dict[str, Any]:
-    """Train both drafts and the head, replay the drafts, and score all."""
+    """Train both drafts and the head, replay the drafts, and score all three. Return the results."""
     batch, steps, k, quick = settings.batch, settings.steps, settings.k, settings.quick
     training = {"draft": str(pair.start), "outputs": pair.outputs, "batch_size": batch}
     plain = made("distill", folder / "plain", **training, steps=steps, eval_steps=steps)
@@ -220,7 +222,10 @@ def measure(pair: Pair, folder: Path, settings: Settings) -> dict[str, Any]:
 
 
 def studied(study: Path, folder: Path) -> dict[str, Any]:
-    """Return the results of the two drafts of a finished recipes/smollm2.yaml, replayed on greedy texts."""
+    """Return the results for SmolLM2: scores of a finished recipes/smollm2.yaml, and replays of its two drafts.
+
+    study: Folder in which the recipe has run.
+    """
     runs = study / "runs"
     plain, parallel = (runs / "distilled" / name for name in ("plain", "parallel"))
     questions = {"prompt_file": study / "questions.jsonl", "num_prompts": 44, "max_new_tokens": 96}
@@ -264,7 +269,13 @@ def compared(
 ) -> dict[str, Any]:
     """Compare a parallel draft with the plain draft, each at its best K.
 
-    The parallel weights are also replayed as an ordinary draft, for tokens per pass at the plain draft's best K.
+    "as_plain_draft_loss" is the fraction of tokens per pass that is lost if the parallel draft's weights are used as a
+    plain draft, at the plain draft's best K.
+
+    Args:
+        rows: Scores by temperature.
+        replays: Tokens per target pass by draft and K.
+        parallel: Name of the parallel draft.
     """
     best = {
         t: {row["draft"].removesuffix("@int8"): row for row in each} for t, each in rows.items()
@@ -285,7 +296,7 @@ def compared(
 
 
 def replayed(folder: Path, answers: Path, draft: Path, k: int, parallel: bool) -> dict[int, float]:
-    """Return tokens per target pass by K."""
+    """Replay a draft, as a parallel or as a plain draft, and return its tokens per target pass by K."""
     out = folder / f"replay-{draft.name}{'' if parallel else '-as-plain'}"
     drafts = {"draft": [str(draft)]} if parallel else {"drafter": [f"model:draft={draft}"]}
     made("replay", out, directory=answers, k=list(range(1, k + 1)), **drafts)
@@ -298,7 +309,7 @@ def replayed(folder: Path, answers: Path, draft: Path, k: int, parallel: bool) -
 def scored(
     folder: Path, drafts: list[Path], drafters: list[str], k: int, temperature: float, quick: bool
 ) -> Rows:
-    """Score drafts and drafters for tiny, and return the row of each at its best K."""
+    """Score drafts and drafters for tiny, and return the results of each at its best K."""
     row = COMMANDS["score"](
         draft=[str(path) for path in drafts], drafter=drafters, target="tiny", data="stdlib", k=f"1-{k}",
         num_prompts=2 if quick else 16, max_new_tokens=16 if quick else 64, repeats=1 if quick else 3,
@@ -310,17 +321,17 @@ def scored(
 
 
 def best_rows(rows: Rows) -> Rows:
-    """Return the compared numbers of each drafter, at its best K."""
+    """Return the results of each drafter at its best K, without the fields that are not compared."""
     kept = ("draft", "num_speculative_tokens", "tokens_per_target_pass", "break_even_length", "output_tps",
             "plain_output_tps", "doubt", "identical", "equal_texts")  # fmt: skip
     return [{name: each[name] for name in kept} | speedups(each) for each in rows if each["best"]]
 
 
 def costs(target: Shape, draft: Shape, k: int, passes: int) -> dict[str, Any]:
-    """Return the time of passes by width, with complete and trimmed heads, and the largest gain of a parallel draft.
+    """Time passes of target and draft by width, and compute how much faster than a plain draft a parallel draft may be.
 
-    The gain is over an ordinary draft, by acceptance rate, if every token of the parallel draft were accepted as often
-    as its first token.
+    The draft is also timed with a trimmed LM head. The gain is by acceptance rate. It would be reached if every token
+    of the parallel draft were accepted as often as its first token.
     """
     shapes = {"target": target, "draft": draft} | {
         f"draft, 1/{part} of the ids": draft.model_copy(update={"draft_vocab": draft.vocab // part})
@@ -344,15 +355,15 @@ def costs(target: Shape, draft: Shape, k: int, passes: int) -> dict[str, Any]:
 
 
 def dtype() -> torch.dtype:
-    """Return the dtype in which models are timed: bfloat16 if the CPU is fast in it, else float32."""
+    """Return the dtype in which models are timed: bfloat16 if the CPU is fast in bfloat16, else float32."""
     return torch.bfloat16 if checkpoint.is_fast(torch.bfloat16, checkpoint.CPU) else torch.float32
 
 
 def ceiling(target_ms: dict[int, float], draft_ms: dict[int, float], alpha: float, k: int) -> float:
-    """Return the speed of parallel drafting over ordinary drafting, each at its best K.
+    """Return the speed of parallel drafting divided by that of plain drafting, each at its best K up to k.
 
-    Every token is accepted with probability alpha. A pass of a parallel draft that drafts n tokens reads the tokens of
-    the last step and n - 1 mask tokens.
+    Every drafted token is accepted with probability alpha. The pass in which a parallel draft drafts n tokens reads the
+    tokens of the last step and n - 1 mask tokens.
     """
     tokens = {n: expected_tokens([alpha] * n) for n in range(1, k + 1)}
     wide_ms = {
@@ -363,7 +374,7 @@ def ceiling(target_ms: dict[int, float], draft_ms: dict[int, float], alpha: floa
 
 
 def vllm_gap(folder: Path, parallel: str, program: Path) -> float:
-    """Return the relative difference between vLLM's and draftlab's tokens per pass."""
+    """Export a draft to vLLM. Return the relative difference between vLLM's and draftlab's tokens per target pass."""
     served = {
         "draft": str(folder / parallel),
         "target": "tiny",
@@ -374,19 +385,19 @@ def vllm_gap(folder: Path, parallel: str, program: Path) -> float:
     }
     out = made("export", folder / "export", **served)
     text = str(json.loads((out / "draftlab.json").read_text())["notes"]["verified"])
-    theirs, ours = (float(text.split(word)[1].split()[0]) for word in (": ", "in draftlab "))
+    theirs, ours = (float(text.split(word)[1].split()[0]) for word in (": ", "draftlab expects "))
     return theirs / ours - 1
 
 
 def made(command: str, out: Path, **settings: Any) -> Path:
-    """Return the output of a command, made now or by an earlier run."""
+    """Return the output of a command. Run the command unless an earlier run has made the output."""
     if not (out / "draftlab.json").exists():
         COMMANDS[command](**settings, out=out)
     return out
 
 
 def heldout(draft: Path) -> list[dict[str, Any]]:
-    """Return the held-out evaluations of a training, with acceptance by draft position."""
+    """Return the held-out evaluations of a training run: step, acceptance, and acceptance by position in the draft."""
     records = [each for each in read_log(draft / "log.jsonl") if isinstance(each, EvalRecord)]
     return [
         {"step": each.step, "acceptance": each.acceptance, "offsets": each.offsets}

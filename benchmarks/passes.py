@@ -1,8 +1,8 @@
-"""Milliseconds of a pass by width and by number of texts in the batch: python -m benchmarks.passes MODEL
+"""Time a pass by its width and by the number of texts in the batch: python -m benchmarks.passes MODEL
 
-Verifying K drafted tokens pays if a pass of K + 1 tokens costs little more than a pass of one token. The ratios show
-this cost. All passes take turns in one process. Times are CPU seconds of one thread: the median over groups of five
-rounds of each group's fastest round.
+Verifying K drafted tokens pays if a pass over K + 1 tokens costs little more than a pass over one token. The ratios
+show this cost. All passes take turns in one process. Times are CPU time of one thread. Rounds are grouped by five; a
+time is the median over groups of the fastest round of each group.
 """
 
 import json
@@ -19,20 +19,20 @@ from draftlab.model import checkpoint, hub, llama
 from draftlab.model.llama import Llama
 from draftlab.model.modes import with_mode
 
-GROUP = 5  # number of rounds of which the fastest counts
-Pass = tuple[str, int, int]  # arm, rows, width
+GROUP = 5  # number of rounds of which the fastest is taken
+Pass = tuple[str, int, int]  # name of mode and dtype, rows, width
 
 
 def main(
     model: Annotated[str, typer.Argument(help="Checkpoint or embedded model.")],
     widths: Annotated[
-        str, typer.Option(help="Tokens of one text per pass, by comma.")
+        str, typer.Option(help="Tokens in a pass over one text, separated by commas.")
     ] = "1,2,4,5,6,8,9,12,16",
     rows: Annotated[
-        str, typer.Option(help="Texts per pass of one token each, by comma.")
+        str, typer.Option(help="Texts in a pass over one token each, separated by commas.")
     ] = "16,32,64",
     context: Annotated[int, typer.Option(help="Cached tokens of each text.")] = 128,
-    rounds: Annotated[int, typer.Option(help="Times that each pass is run.")] = 25,
+    rounds: Annotated[int, typer.Option(help="Number of times that each pass is run.")] = 25,
 ) -> None:
     torch.set_num_threads(1)
     directory = hub.locate(model)

@@ -1,9 +1,11 @@
-"""One pair in draftlab, transformers, llama.cpp and vLLM's CPU build: whole requests and decoding, each at its best K.
+"""Time one target and draft in draftlab, transformers, llama.cpp and vLLM's CPU build, each at its best K.
 
-Greedy, batch 1, one thread, the same prompts. Every engine decodes in three ways, at each precision that it supports on
-this machine: plainly, with the exported draft, and with n-gram lookup. K is chosen on other prompts than the timed
-prompts. Each arm runs in a separate process. The arms take turns, once for each part of the prompts. Times are CPU
-seconds. Answers are kept in --work, so a stopped run resumes. Engines that are not installed are skipped.
+All decode the same prompts greedily at batch size 1 on one thread. Each engine decodes in three ways, at each precision
+that it supports on this machine: plainly, with the exported draft, and with n-gram lookup. Whole requests are timed,
+and decoding after the prefill. K is chosen on other prompts than the timed prompts. Each combination of engine,
+precision, way and K (an arm) runs in a separate process. The arms take turns, once for each part of the prompts. Times
+are CPU seconds. Answers are kept in --work, so a run that was stopped resumes. Engines that are not installed are
+skipped.
 """
 
 import json
@@ -40,10 +42,11 @@ from draftlab.sampling import SamplingParams
 INSIDE = Path(__file__).parent / "inside_peers.py"
 WAYS = ("plain", "draft", "ngram")
 OURS = "draftlab"
-DEFAULTS = 0  # stands for llama.cpp's defaults instead of a K: n-grams of 12 tokens, drafts of 48
+# instead of a K, stands for llama.cpp's defaults: n-grams of 12 tokens, drafts of 48 tokens
+DEFAULTS = 0
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "Q8_0": 8}
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "Q8_0": "q8_0"}
-PRECISIONS = {  # 8-bit precisions of each engine on a CPU, besides the pair's dtype
+PRECISIONS = {  # precisions with 8 bits that each engine supports on a CPU, in addition to --dtype
     OURS: ("int8",),
     "transformers": (),
     "llama.cpp": ("Q8_0",),
@@ -56,7 +59,7 @@ MODES = {
     "vllm": "CPU build, compiled (enforce_eager=False), compiling not counted",
 }
 VLLM = {
-    # so that one process does all work, and its CPU seconds count all of it
+    # one process must do all work, so that its CPU seconds count all of the work
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -69,7 +72,7 @@ VLLM = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One engine at one precision, decoding in one way with at most k drafted tokens; plain decoding has k = 0."""
+    """An engine at one precision that decodes in one way, with at most k drafted tokens per step. Plain has k = 0."""
 
     engine: str
     precision: str
@@ -83,7 +86,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The result of inside_peers.timed(). prefill_seconds and seconds are CPU seconds by prompt."""
+    """The result of inside_peers.timed() for an arm. prefill_seconds and seconds are CPU seconds by prompt."""
 
     prefill_seconds: list[float]
     seconds: list[float]
@@ -102,7 +105,7 @@ class Answer:
         return [(len(text) - 1, max(seconds - prefill, 1e-9)) for text, seconds, prefill in times]
 
     def and_then(self, other: "Answer") -> "Answer":
-        """Return these answers followed by the answers to another part of the prompts."""
+        """Return an Answer with these answers, followed by those to another part of the prompts."""
         mine, theirs = asdict(self), asdict(other)
         return Answer(
             **{name: mine[name] + theirs[name] for name in mine if name != "version"},
@@ -115,7 +118,14 @@ Groups = dict[tuple[str, str, str], dict[int, Answer]]  # by engine, precision a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One pair and its prompts. peer_draft: Exported draft. files: GGUF of target and draft, by precision."""
+    """A target with its draft, and the prompts to decode.
+
+    Args:
+        peer_draft: Exported draft, for transformers and vLLM.
+        files: GGUF files of target and draft, by precision.
+        dtype: Data type of all engines, apart from PRECISIONS.
+        context: Number of tokens of the longest prompt with its answer.
+    """
 
     target: Path
     draft: Path
@@ -128,7 +138,7 @@ class Job:
     context: int
 
     def asked(self, arm: Arm) -> dict[str, Any]:
-        """Return the request to an engine (inside_peers.py), as JSON values."""
+        """Return the request to an engine as JSON values, see inside_peers.py."""
         return {
             "prompts": self.prompts, "way": arm.way, "k": arm.k, "new_tokens": self.new_tokens, "eos": self.eos,
             "dtype": self.dtype, "context": self.context,
@@ -137,35 +147,41 @@ class Job:
 
 def main(
     draft: Annotated[Path, typer.Option(help="Draft checkpoint.")],
-    work: Annotated[
-        Path, typer.Option(help="Folder for the answers of every arm; a stopped run resumes in it.")
-    ],
+    work: Annotated[Path, typer.Option(help="Folder for answers, in which a stopped run resumes.")],
     target: Annotated[str, typer.Option(help="Target checkpoint.")] = "tiny",
     prompt_file: Annotated[
-        Path | None, typer.Option(help="JSON lines; as conversations for a chat model.")
+        Path | None, typer.Option(help="JSON-lines file with prompts or conversations.")
     ] = None,
     data: Annotated[
-        str, typer.Option(help="Prompts without a prompt file: starts of this source's texts.")
+        str, typer.Option(help="Without a prompt file: data whose beginnings are the prompts.")
     ] = "stdlib",
     prompts: Annotated[
         int, typer.Option(help="Number of prompts, evenly spaced in the file.")
     ] = 24,
     parts: Annotated[
-        int, typer.Option(help="Parts of the prompts; the arms take turns once for each.")
+        int, typer.Option(help="Number of parts into which prompts are split for the turns.")
     ] = 2,
-    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt, at most.")] = 64,
-    chat: Annotated[ChatMode, typer.Option(help="auto, on or off.")] = "auto",
+    new_tokens: Annotated[
+        int, typer.Option(help="Largest number of tokens after each prompt.")
+    ] = 64,
+    chat: Annotated[
+        ChatMode, typer.Option(help="Use the chat template: auto, on or off.")
+    ] = "auto",
     k: Annotated[
         str, typer.Option(help="Numbers of tokens to draft with the draft model.")
     ] = "1,2,3",
     ngram_k: Annotated[str, typer.Option(help="Numbers of tokens to draft with n-grams.")] = "2,5",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
-    vllm: Annotated[Path | None, typer.Option(help="A Python that has vLLM's CPU build.")] = None,
+    llama_server: Annotated[Path | None, typer.Option(help="Path of llama-server.")] = None,
+    vllm: Annotated[
+        Path | None, typer.Option(help="Path of a Python that has vLLM's CPU build.")
+    ] = None,
     transformers: Annotated[
-        Path | None, typer.Option(help="A Python that has transformers.")
+        Path | None, typer.Option(help="Path of a Python that has transformers.")
     ] = Path(sys.executable),
-    out: Annotated[Path | None, typer.Option(help="Also write the result here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the result, which is also printed.")
+    ] = None,
 ) -> None:
     torch.set_num_threads(1)
     programs = {"transformers": transformers, "llama.cpp": llama_server, "vllm": vllm}
@@ -175,7 +191,7 @@ def main(
         if program is not None and program.exists()
     }
     for name in programs.keys() - here.keys():
-        note(f"{name}: not here, skipped")
+        note(f"{name} is not installed, and is skipped")
     locations = hub.locate(target), hub.locate(str(draft))
     tokenizer = checkpoint.load_tokenizer(locations[0])
     chosen = load_prompts(
@@ -220,7 +236,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def arms_of(engines: Sequence[str], ks: dict[str, list[int]], dtype: str) -> Iterator[Arm]:
-    """Yield every arm. Engines with the same way are adjacent, so that drift of the machine affects all engines."""
+    """Yield every arm. Arms with the same way are adjacent, so that changes of the machine affect all engines alike."""
     for way, counts in ks.items():
         for engine in engines:
             for precision in (dtype, *PRECISIONS[engine]):
@@ -233,7 +249,7 @@ def _jobs(
     locations: tuple[Path, Path], work: Path, prompts: Prompts, parts: int, new_tokens: int, dtype: str, k: int,
     as_gguf: bool,
 ) -> list[Job]:  # fmt: skip
-    """Return a job for each part of the prompts. The first prompt warms up in every job."""
+    """Export the draft, and return a job for each part of the prompts. The first prompt is the warm-up of every job."""
     target, draft = locations
     exported = work / "draft"
     if not exported.exists():
@@ -309,7 +325,7 @@ def _theirs(program: Path, job: Job, arm: Arm) -> Answer:
 
 
 def _ask_llama_server(program: Path, job: Job, arm: Arm) -> Answer:
-    """Time llama.cpp through its server, in CPU seconds of the server with HTTP. Answers count accepted tokens."""
+    """Time an arm in llama.cpp's server. Times are CPU seconds of the server, which include HTTP."""
     counted = [0, 0]
     with running(_server_command(program, job, arm), os.environ | {"OMP_NUM_THREADS": "1"}) as (
         server,
@@ -338,10 +354,10 @@ def _ask_llama_server(program: Path, job: Job, arm: Arm) -> Answer:
 
 
 def _server_command(program: Path, job: Job, arm: Arm) -> list[object]:
-    """Return llama-server's command.
+    """Return the command that starts llama-server for an arm.
 
-    ngram-simple drafts at least as many tokens as its n-gram has, so the n-gram has at most K tokens. With DEFAULTS,
-    llama.cpp's default lengths are used.
+    ngram-simple drafts at least as many tokens as its n-gram has, so the n-gram has at most K tokens. If k is
+    DEFAULTS, llama.cpp's default lengths are used.
     """
     one = [
         "--threads",
@@ -380,7 +396,7 @@ def _server_command(program: Path, job: Job, arm: Arm) -> list[object]:
 
 
 def result(answers: dict[Arm, Answer]) -> dict[str, Any]:
-    """Return a row for each engine, precision and way, and draftlab over the best peer for each bits and way."""
+    """Return the results of each engine, precision and way, and how much faster draftlab is than the fastest peer."""
     groups: Groups = {}
     for arm, answer in answers.items():
         groups.setdefault((arm.engine, arm.precision, arm.way), {})[arm.k] = answer
@@ -412,14 +428,17 @@ def _row(
 
 
 def _rate(answers: list[Answer], timings: Any) -> Interval:
-    """Return tokens per second with a cross-validated K: see intervals.speedup."""
+    """Return tokens per second at a K that is chosen on other prompts, see intervals.speedup.
+
+    answers: The answers at each K. timings: Function that returns the timings of an answer.
+    """
     one_a_second = [(1, 1.0)] * len(answers[0].texts)
     return intervals.speedup(([timings(answer) for answer in answers], one_a_second))
 
 
 def _over(first: dict[int, Answer], second: dict[int, Answer]) -> Interval:
     """Return the ratio of two speeds of whole requests, paired by prompt, each at a K chosen on other prompts."""
-    # the baseline of both speed-ups, which cancels out
+    # both speed-ups have the same baseline, which cancels out
     shared = next(iter(second.values())).requests()
     timings = [
         ([answer.requests() for answer in by_k.values()], shared) for by_k in (first, second)
@@ -428,7 +447,7 @@ def _over(first: dict[int, Answer], second: dict[int, Answer]) -> Interval:
 
 
 def _leads(groups: Groups) -> Iterator[dict[str, Any]]:
-    """Yield draftlab's speed of whole requests over the fastest peer's at equal bits, for each way."""
+    """Yield, for each way and number of bits, the ratio of draftlab's speed of whole requests to the fastest peer's."""
     for (engine, precision, way), ours in groups.items():
         peers = {
             key: by_k
@@ -443,7 +462,7 @@ def _leads(groups: Groups) -> Iterator[dict[str, Any]]:
 
 
 def _same(answer: Answer, plain: Answer) -> float:
-    """Return the share of texts that equal plain decoding. An engine may leave out the end-of-text token."""
+    """Return the fraction of texts that equal those of plain decoding. A missing end-of-text token is ignored."""
     pairs = zip(answer.texts, plain.texts, strict=True)
     return sum(
         a == b or ([*a, *b[len(a) :]] == b and len(b) - len(a) == 1) for a, b in pairs

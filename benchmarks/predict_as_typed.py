@@ -1,7 +1,8 @@
-"""The error of predictions, with profile, replay, predict and score typed one after the other as a user does.
+"""Measure the error of predictions when profile, replay, predict and score run one after the other, as users run them.
 
-The target is the embedded target, with drafts that are cut and briefly distilled. Acceptance comes from a replay over
-the prompts that score decodes. Only latencies can differ, because profiles are measured in another process and minute.
+The target is the embedded target. Its drafts are pruned, and distilled for a few steps. Acceptance comes from a replay
+over the prompts that score decodes. So only latencies can differ between prediction and score, because profiles are
+measured in another process and at another time.
 """
 
 import json
@@ -46,8 +47,8 @@ FEW = ("--batch-size", "16", "--seq-len", "128", "--training-dtype", "float32")
 
 def main(
     mode: Annotated[str, typer.Option(help="eager or native.")] = "native",
-    steps: Annotated[int, typer.Option(help="Of distilling each draft.")] = 30,
-    repeats: Annotated[int, typer.Option(help="Of the score.")] = 2,
+    steps: Annotated[int, typer.Option(help="Training steps of each draft.")] = 30,
+    repeats: Annotated[int, typer.Option(help="Repeats of the score.")] = 2,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -128,7 +129,7 @@ def _row(shape: str, measured: dict[str, Any], predicted: dict[str, Any]) -> dic
 
 
 def _best(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return the fastest K of each draft, predicted and measured."""
+    """Return the fastest K of each draft, by prediction and by measurement."""
     return {
         shape: {
             side: max((row for row in rows if row["draft"] == shape), key=lambda row: row[side])[
@@ -141,7 +142,7 @@ def _best(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def _type(work: Path, *words: str) -> dict[str, Any]:
-    """Run a command, and return its JSON if the command has --json."""
+    """Run a command of draftlab in a folder. Return its JSON if `words` has --json, else {}."""
     note("draftlab " + " ".join(words))
     done = subprocess.run(
         [sys.executable, "-m", "draftlab", *words],

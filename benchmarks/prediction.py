@@ -1,8 +1,9 @@
-"""Predicted against measured speed-up: drafts cut from tiny, some of them distilled, at every K, in one process.
+"""Compare predicted with measured speed-ups at every K, for drafts of tiny, in one process.
 
-Each round profiles all models and then decodes some prompts in every arm, so profiles and decoding share the state of
-the machine. Latency curves are averaged over rounds. Acceptance comes from one teacher-forced pass of each draft over
-the texts of plain decoding. Times are CPU seconds, which other work lengthens less than wall seconds.
+The drafts are pruned from tiny, and some are distilled. Each round profiles all models, and then decodes some prompts
+with each draft and K. So profiles and decoding see the same state of the machine. Latency curves are averaged over
+rounds. Acceptance comes from one teacher-forced pass of each draft over the texts of plain decoding. Times are CPU
+seconds, which other work lengthens less than wall seconds.
 """
 
 import json
@@ -40,26 +41,21 @@ from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import PLAIN, Arm, measure_throughput
 
 TARGET = "tiny"
-DRAFTS = {
-    "12x128": 60,
-    "3x256": 60,
-    "6x192": 60,
-    "2x256": 0,
-    "4x192": 0,
-}  # layers x width -> steps of distillation
+# layers x width -> steps of distillation; 0 leaves the draft as pruned
+DRAFTS = {"12x128": 60, "3x256": 60, "6x192": 60, "2x256": 0, "4x192": 0}
 KS = (1, 2, 3, 4, 6)
 PROMPT = 64
 Timing = TypeVar("Timing", bound=Latency)
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Drafts are made here, or found.")] = Path(
-        "runs/prediction"
-    ),
+    folder: Annotated[
+        Path, typer.Option(help="Folder for drafts. Drafts that exist are used.")
+    ] = Path("runs/prediction"),
     rounds: Annotated[int, typer.Option(help="Rounds of profiling and decoding.")] = 12,
-    prompts: Annotated[int, typer.Option(help="Prompts of a round.")] = 1,
+    prompts: Annotated[int, typer.Option(help="Prompts per round.")] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
-    repeats: Annotated[int, typer.Option(help="Times every pass is measured in a round.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Measurements of each pass per round.")] = 3,
 ) -> None:
     torch.set_num_threads(1)
     target = llama.load(hub.locate(TARGET), torch.float32)
@@ -103,7 +99,7 @@ def main(
 
 
 def _draft(name: str, folder: Path) -> Path:
-    """Return the draft of a shape, and make it if it is missing. name: LAYERSxWIDTH."""
+    """Return the path of a draft. Prune and distil the draft if it is missing. name: Its shape, LAYERSxWIDTH."""
     layers, width = map(int, name.split("x"))
     pruned, distilled = folder / f"pruned-{name}", folder / f"distilled-{name}"
     if not pruned.exists():
@@ -119,7 +115,7 @@ def _draft(name: str, folder: Path) -> Path:
 
 
 def _cost(name: str, model: Llama, rounds: list[LatencyCurves]) -> CostModel:
-    """Return the cost model of a model, from the medians of each round, averaged over rounds."""
+    """Return the cost model of a model. Each latency is the mean over rounds of the round's median."""
     profile = Profile(
         kind="measured", name=name, sha256=None, shape=model.shape, device=device_name(model.device), dtype="float32",
         mode="eager", threads=1, bandwidth_gbs=1, matmul_tflops={}, command="", versions={}, created="",
@@ -146,7 +142,7 @@ def _rows(
 ) -> list[dict[str, object]]:
     pairs = [(np.array(p), np.array(w)) for p, w in zip(texts, wrote, strict=True)]
     looked = score_tokens(draft, pairs, draft.shape.vocab, SamplingParams())
-    # the prefill gives the first token
+    # the first token is left out, because the prefill gives it
     accepted = [chances(one.logprobs, np.zeros(len(one.logprobs)))[1:] for one in looked]
     work = workload_of(accepted, [PROMPT] * len(accepted))
     paid = step_costs(costs[name], costs[TARGET], work, max(KS), 1)
@@ -163,7 +159,10 @@ def _row(
     kept: float,
     runs: dict[Arm, list[Generation]],
 ) -> dict[str, object]:
-    """Return measured and predicted speed-up, and the predictions without single terms of the cost model."""
+    """Return the measured and the predicted speed-up of a draft at one K, and the errors of simpler predictions.
+
+    Each simpler prediction leaves out one term of the cost model.
+    """
     measured = intervals.speedup(([decode_timings(runs[name, row.k])], decode_timings(runs[PLAIN])))
     counted = sum(len(g.drafted) for g in runs[name, row.k])
     less = {
@@ -197,14 +196,14 @@ def _row(
 
 
 def _without_turns(paid: StepCosts) -> StepCosts:
-    """Return the costs if the first pass of a step were as fast as a pass after many passes of the same model."""
+    """Return costs in which the first pass of a step is as fast as a pass after many passes of the same model."""
     passes = paid.passes
     steady = replace(passes, warmup=0 * passes.warmup, by_width={1: passes.steady})
     return replace(paid, passes=steady, tables={})
 
 
 def _at_middle(paid: StepCosts, work: Workload) -> StepCosts:
-    """Return the costs if every pass took the time of a pass halfway through the texts."""
+    """Return costs in which every pass takes as long as a pass halfway through the texts."""
     at, passes = int(work.texts.lengths.mean() / 2), paid.passes
     flat = replace(
         passes,

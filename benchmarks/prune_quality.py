@@ -1,8 +1,9 @@
-"""Acceptance of one shape cut in many ways: right after pruning, and after the same short distillations.
+"""Compare ways to prune a source to one shape: acceptance right after pruning, and after the same short distillations.
 
-Every arm gives the same shape, is distilled on the same text at the same rate, and is measured on the same held-out
-tokens. Every budget is a separate run. Finished arms are read from --state, so a killed run resumes, and several runs
-can share one state. Costs are CPU seconds, which other work on the machine hardly changes.
+All ways give the same shape. The drafts are distilled on the same text at the same learning rate, and measured on the
+same held-out tokens. Each number of distillation steps is a separate training run. Finished measurements are read from
+the folder --state. So a run that was killed resumes, and several processes can share the folder. Costs are CPU
+seconds, which other work on the machine hardly changes.
 """
 
 import json
@@ -36,23 +37,25 @@ Make = Callable[[int, Path], object]  # seed, directory
 
 
 def main(
-    shape: Annotated[Path, typer.Option(help="Shape file to cut to.")] = Path(
+    shape: Annotated[Path, typer.Option(help="Shape file to prune to.")] = Path(
         "configs/widths/tiny-6x192.yaml"
     ),
-    source: Annotated[str, typer.Option(help="Source and target.")] = "tiny",
-    data: Annotated[str, typer.Option(help="Text.")] = "stdlib",
-    seeds: Annotated[str, typer.Option(help="Seeds, by comma.")] = "0,1,2",
+    source: Annotated[str, typer.Option(help="Source, which is also the target.")] = "tiny",
+    data: Annotated[str, typer.Option(help="Data to calibrate and train on.")] = "stdlib",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
     mask_steps: Annotated[
-        int, typer.Option(help="Steps of mask training, 8 rows of 256 tokens.")
+        int, typer.Option(help="Steps of mask training, each 8 rows x 256 tokens.")
     ] = 300,
     mask_lr: Annotated[
-        float, typer.Option(help="Peak rate of the weights that joint masks train.")
+        float, typer.Option(help="Peak learning rate of weights trained with joint masks.")
     ] = 2e-3,
     budgets: Annotated[
-        str, typer.Option(help="Steps of distillation, 8 rows of 256 tokens, by comma.")
+        str, typer.Option(help="Steps of distillation (8 rows x 256 tokens), by comma.")
     ] = "60,240",
-    arms: Annotated[str, typer.Option(help="Arms, by comma; all if left out.")] = "",
-    state: Annotated[Path, typer.Option(help="Folder for what is done.")] = Path(
+    arms: Annotated[
+        str, typer.Option(help="Ways to prune, separated by commas. Default: all.")
+    ] = "",
+    state: Annotated[Path, typer.Option(help="Folder for finished measurements.")] = Path(
         "runs/prune_quality"
     ),
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
@@ -133,9 +136,9 @@ def _random(source: Path, shape: Shape, seed: int, out: Path) -> None:
 def _measured(
     make: Make, target: Path, data: str, seed: int, budgets: list[int], work: Path
 ) -> dict[str, float]:
-    """Return the CPU seconds to make the draft, and held-out acceptance by tokens of distillation.
+    """Return the CPU seconds to make a draft, and its held-out acceptance by the number of tokens distilled on.
 
-    Values that were measured before are not measured again.
+    Values that were measured before are read from the folder `work`.
     """
     file, draft = work / "found.json", work / "draft"
     found: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}

@@ -1,8 +1,8 @@
-"""A 7B source cut on a small machine: peak memory and minutes of `draftlab prune --layers 12 --width 2560`.
+"""Prune a 7B source on a small machine: peak memory and minutes of `draftlab prune --layers 12 --width 2560`.
 
-The source has LLaMA-7B's shape and random weights. Like the checkpoint on the hub, it is written layer by layer in
-float16, with a rotary buffer in each layer. The script also measures the cost of a step of mask training over a plain
-training step, on a small model.
+The source has LLaMA-7B's shape and random weights. Like the checkpoint on the hub, it is stored in float16, with a
+rotary buffer in each layer. The script also measures two ratios on small models: a step of mask training to a plain
+training step, and pruning in float16 to pruning in bfloat16.
 """
 
 import json
@@ -43,12 +43,12 @@ LLAMA_7B = Shape(
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Where 13.5 GB of source go; removed at the end.")],
+    folder: Annotated[Path, typer.Option(help="Folder for 13.5 GB of source, deleted at the end.")],
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 8192,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
-    seven_b: Annotated[bool, typer.Option(help="The 7B run.")] = True,
+    seven_b: Annotated[bool, typer.Option(help="Prune the 7B source.")] = True,
     mask_steps: Annotated[
-        int, typer.Option(help="Pairs of steps that are compared; 0: none.")
+        int, typer.Option(help="Pairs of steps with and without masks to time.")
     ] = 12,
 ) -> None:
     torch.set_num_threads(threads)
@@ -88,7 +88,7 @@ def _write_source(out: Path) -> None:
 
 
 def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, object]:
-    """Run draftlab prune in a separate workspace, as a user types it, and return the measurements."""
+    """Run draftlab prune in a separate workspace, as a user would run it. Return its memory, minutes and results."""
     work = folder / "workspace"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -123,7 +123,7 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
 
 
 def _draftlab(words: list[str], where: Path, threads: int) -> None:
-    """Run a command of this source tree's draftlab, installed or not. Its stdout goes to stderr."""
+    """Run a command with the draftlab of this source tree, whether installed or not. Its stdout goes to stderr."""
     environ = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     subprocess.run([*DRAFTLAB, *words], cwd=where, check=True, env=environ, stdout=sys.stderr)
 
@@ -135,7 +135,7 @@ class _Rows:
 
 
 def _float16_cost(threads: int) -> dict[str, object]:
-    """Return the CPU seconds of pruning the embedded target in float16 and in bfloat16, and the ratio."""
+    """Prune the embedded target in float16 and in bfloat16. Return the CPU seconds of both, and their ratio."""
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for dtype in ("bfloat16", "float16"):
@@ -174,9 +174,9 @@ def _float16_cost(threads: int) -> dict[str, object]:
 
 
 def _mask_cost(pairs: int) -> dict[str, object]:
-    """Return the CPU seconds of cross-entropy steps of the embedded target, alternately with and without masks.
+    """Time training steps of the embedded target with and without masks in turn, and return the median of the ratio.
 
-    All weights are trained.
+    The loss is cross-entropy, and all weights are trained.
     """
     source = hub.locate("tiny")
     have = checkpoint.read_shape(source)

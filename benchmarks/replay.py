@@ -1,9 +1,9 @@
-"""Acceptance of one draft for K = 1 to 8: replay of stored texts against repeated drafting over the texts.
+"""Time three ways to measure a draft's acceptance for K = 1 to 8 on stored texts of the target.
 
-All arms have the same draft, engine (llama.py, greedy, fp32, one thread) and stored texts of the target. Three arms
-take turns on each part of the texts. replay makes one teacher-forced pass, and computes the recursion for every K.
-sequential drafts anew at each step of each K, with a cache that is rolled back. The paper's way is sequential, but
-feeds the complete prefix at each step. Times are CPU seconds of the process. The first part warms up.
+All ways have the same draft, engine (llama.py, greedy, fp32, one thread) and texts. They take turns on each part of
+the texts. "replay" makes one teacher-forced pass over a text, and computes the acceptance of every K from it.
+"sequential" drafts at each step of each K, with a cache that is rolled back. "paper" also drafts at each step, but
+feeds the complete prefix each time. Times are CPU seconds of the process. The first part is a warm-up.
 """
 
 import json
@@ -28,8 +28,9 @@ from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
 
 KS = range(1, 9)
-Texts = list[tuple[list[int], list[int]]]  # prompt, and answer of the target
-Accepted = dict[int, list[list[int]]]  # K -> for each text, the accepted tokens of each step
+Texts = list[tuple[list[int], list[int]]]  # prompt and the target's answer, as token ids
+# K -> for each text, the number of accepted tokens in each step
+Accepted = dict[int, list[list[int]]]
 
 
 def main(
@@ -38,7 +39,7 @@ def main(
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 40,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 128,
-    part: Annotated[int, typer.Option(help="Prompts of one turn.")] = 8,
+    part: Annotated[int, typer.Option(help="Prompts in one turn.")] = 8,
 ) -> None:
     torch.set_num_threads(1)
     place = hub.locate(target)
@@ -122,7 +123,8 @@ def _drafted_again(
     drafter, at, found = ModelDrafter(model), 1, []
     drafter.reset(1, len(prompt) + len(text) + k)
     while at < len(text):
-        count = min(k, len(text) - at - 1)  # as in the engine, because the target adds one token
+        # as in the engine, one token less than is left, because the target adds one token
+        count = min(k, len(text) - at - 1)
         if not keep_cache:
             drafter.cache.used = [0]
         accepted = 0

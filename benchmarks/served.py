@@ -1,8 +1,8 @@
-"""The acceptance of exported drafts and heads in servers, by export --verify-with, one export after the other.
+"""Measure the acceptance of exported drafts and heads in servers, by export --verify-with, one after the other.
 
-gap: The server's tokens per target pass minus draftlab's on the same texts. half_width: Half the width of draftlab's 95
-% interval over texts. export fails if the server's value is outside of the interval. An export with the same settings
-is not made again.
+gap: The server's tokens per target pass minus draftlab's, on the same texts. half_width: Half the width of draftlab's
+95 % interval over texts. export fails if the server's value is outside of this interval. An export that exists with the
+same settings is not made again.
 """
 
 import json
@@ -18,16 +18,14 @@ from draftlab.provenance import read_record
 
 
 def main(
-    drafts: Annotated[list[Path], typer.Argument(help="Drafts and heads.")],
-    target: Annotated[str, typer.Option(help="Their target.")],
-    prompt_file: Annotated[Path, typer.Option(help="Prompts to verify with.")],
-    k: Annotated[int, typer.Option(help="Drafted tokens.")] = 3,
-    temperatures: Annotated[str, typer.Option(help="Temperatures, by comma.")] = "0",
-    folder: Annotated[Path, typer.Option(help="The exports are written here.")] = Path(
-        "runs/served"
-    ),
-    vllm: Annotated[Path | None, typer.Option(help="vllm's program.")] = None,
-    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
+    drafts: Annotated[list[Path], typer.Argument(help="Drafts and heads to export.")],
+    target: Annotated[str, typer.Option(help="Target of the drafts.")],
+    prompt_file: Annotated[Path, typer.Option(help="File of prompts to verify with.")],
+    k: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 3,
+    temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0",
+    folder: Annotated[Path, typer.Option(help="Folder for exports.")] = Path("runs/served"),
+    vllm: Annotated[Path | None, typer.Option(help="Path of vllm.")] = None,
+    llama_server: Annotated[Path | None, typer.Option(help="Path of llama-server.")] = None,
 ) -> None:
     asked: dict[str, Any] = {"target": target, "prompt_file": prompt_file, "k": k}
     rows = []
@@ -60,7 +58,7 @@ def main(
 
 
 def served(draft: Path, out: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the acceptance of an export in a server, and in draftlab on the same texts."""
+    """Export a draft unless that is done. Return its acceptance in the server, and in draftlab on the same texts."""
     record = read_record(out)
     if record is None or any(
         str(record.config[name]) != str(options[name]) for name in record.config.keys() & options

@@ -1,9 +1,11 @@
-"""Servers' rules above temperature 0 against the servers' counters: vLLM's draft_sample_method, and llama.cpp.
+"""Check draftlab's acceptance rules of servers above temperature 0 against the counters of vLLM and llama.cpp.
 
-For each draft and method, one server samples the same prompts at each temperature. draftlab counts steps over the
-server's texts, under the server's rule. server_rule_gap: draftlab's tokens per target pass minus the server's.
-half_width: Half the width of draftlab's 95 % interval over texts. by_method: draftlab's count of the same texts by
-sampling method of the draft. block: vLLM with rejection_sample_method block. The measurements of a killed run are kept.
+For each draft and method, a server answers the same prompts at each temperature. draftlab counts the steps that the
+server's texts take under the server's rule. Finished measurements are kept, so a run that was killed resumes.
+
+server_rule_gap: draftlab's tokens per target pass minus the server's. half_width: Half the width of draftlab's 95 %
+interval over texts. by_method: draftlab's tokens per target pass on the same texts, by the draft's sampling method
+(draft_sample_method in vLLM). The method block is vLLM with rejection_sample_method block.
 """
 
 import json
@@ -31,7 +33,7 @@ from draftlab.servers.kinds import SampleMethod, ServerKind, ServerTrial
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A server with a draft. name: Name of the result's file. method: How the draft samples in the server."""
+    """A server with a draft. name: Name for the file of results. method: How the draft samples in the server."""
 
     name: str
     server: ServerKind
@@ -42,22 +44,22 @@ class Setting:
 
 def main(
     drafts: Annotated[list[Path], typer.Argument(help="Drafts and EAGLE-3 heads.")],
-    target: Annotated[str, typer.Option(help="Their target.")],
-    prompt_file: Annotated[Path, typer.Option(help="Prompts, of which first turns are asked.")],
+    target: Annotated[str, typer.Option(help="Target of the drafts.")],
+    prompt_file: Annotated[Path, typer.Option(help="File of prompts. Only first turns are asked.")],
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 16,
-    new_tokens: Annotated[int, typer.Option(help="Tokens after each.")] = 64,
-    k: Annotated[int, typer.Option(help="Drafted tokens.")] = 3,
-    temperatures: Annotated[str, typer.Option(help="Temperatures, by comma.")] = "0.7,1",
-    vllm: Annotated[Path | None, typer.Option(help="vllm's program.")] = None,
-    llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's llama-server.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 64,
+    k: Annotated[int, typer.Option(help="Drafted tokens per step.")] = 3,
+    temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0.7,1",
+    vllm: Annotated[Path | None, typer.Option(help="Path of vllm.")] = None,
+    llama_server: Annotated[Path | None, typer.Option(help="Path of llama-server.")] = None,
     methods: Annotated[
-        str, typer.Option(help="Of vLLM: probabilistic, greedy, block; by comma.")
+        str, typer.Option(help="Methods of vLLM, by comma: probabilistic, greedy, block.")
     ] = "probabilistic,greedy",
-    folder: Annotated[Path, typer.Option(help="Exports and results are written here.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder for exports and results.")] = Path(
         "runs/server-rules"
     ),
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of the memory for vLLM.")
+        float | None, typer.Option(help="vLLM's --gpu-memory-utilization.")
     ] = None,
 ) -> None:
     place = hub.locate(target).absolute()
@@ -88,7 +90,7 @@ def main(
             rows += json.loads(file.read_text())
     worst = max(rows, key=lambda row: abs(row["server_rule_gap"]) / row["half_width"])
     about = {"benchmark": "server_rules", "target": place.name, "prompts": asked.sha256}
-    # from the row with the largest gap relative to its half width
+    # these two are from the row with the largest gap relative to its half width
     facts = {name: worst[name] for name in ("server_rule_gap", "half_width")}
     print(json.dumps(about | facts | {"rows": rows} | environment(torch.get_num_threads())))
 
@@ -139,7 +141,10 @@ def exported(folder: Path, draft: Path, target: Path, to: str) -> Path:
 def measured(
     setting: Setting, draft: Path, target: Path, texts: TargetTexts, temperatures: list[float]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each temperature. draftlab counts after the server has ended, when memory is free."""
+    """Let a server answer at each temperature, and yield a row of results for each.
+
+    draftlab counts its steps after the server has ended, when memory is free.
+    """
     note(f"starting {setting.name} with {draft.name}")
     answers = []
     with running(setting.command, verify.VLLM_ON_CPU | os.environ) as (server, _):

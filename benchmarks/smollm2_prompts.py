@@ -1,10 +1,10 @@
-"""Prompts to train SmolLM2's drafts on its answers: one JSON line each, with a category.
+"""Write prompts whose answers by SmolLM2 train its drafts: one JSON line for each prompt, with a category.
 
     python -m benchmarks.smollm2_prompts --gsm8k gsm8k_train.jsonl --wikitext wikitext2_valid.txt --out prompts.jsonl
 
-Instructions and German sentences were written for this script. Python docstrings come from the standard library on this
-disk. GSM8K's training questions and WikiText's articles are added if their files are named. Prompts of Spec-Bench are
-not used.
+The instructions and German sentences were written for this script. Python docstrings come from the installed standard
+library. Training questions of GSM8K and articles of WikiText are added if their files are named. Prompts of Spec-Bench
+are not used.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def math(file: Path | None, rng: random.Random) -> Iterator[str]:
 
 
 def summaries(files: Sequence[Path], rng: random.Random) -> Iterator[str]:
-    """Yield paragraphs of WikiText with a task: a summary, or an answer from the text."""
+    """Yield prompts, each a paragraph of WikiText with a task: to summarize, to name its topic, or to continue it."""
     text = "".join(file.read_text() for file in files)
     paragraphs = [
         p.strip() for p in text.splitlines() if 400 < len(p) < 1600 and not p.startswith(" =")
@@ -78,7 +78,7 @@ def summaries(files: Sequence[Path], rng: random.Random) -> Iterator[str]:
 def prompts(
     gsm8k: Path | None, wikitext: Sequence[Path], seed: int, counts: Mapping[str, int] = COUNTS
 ) -> list[dict[str, str]]:
-    """Return distinct prompts in a random order. counts: Most prompts by category."""
+    """Return distinct prompts in a random order. counts: Largest number of prompts by category."""
     rng = random.Random(seed)
     sources = {
         "math": math(gsm8k, rng), "instruction": instructions(rng), "question": questions(rng),
@@ -98,13 +98,13 @@ def prompts(
 def more_prompts(
     first: Sequence[Mapping[str, str]], gsm8k: Path | None, wikitext: Sequence[Path], seed: int
 ) -> list[dict[str, str]]:
-    """Return further prompts, none of which is in `first`."""
+    """Return further prompts. None of them is in `first`."""
     known = {row["prompt"] for row in first}
     return [row for row in prompts(gsm8k, wikitext, seed, MORE) if row["prompt"] not in known]
 
 
 def write(file: Path, rows: Sequence[Mapping[str, str]]) -> int:
-    """Write prompts, one JSON line each, and return their number."""
+    """Write a JSON line for each prompt, and return the number of prompts."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return len(rows)
 

@@ -1,9 +1,9 @@
-"""The paper's studies on SmolLM2, collected: python -m benchmarks.smollm2_studies FOLDER
+"""Collect the results of the paper's studies, repeated on SmolLM2: python -m benchmarks.smollm2_studies FOLDER
 
 FOLDER is the folder of benchmarks.smollm2, in which `draftlab run` has run recipes/smollm2-depth.yaml, -losses.yaml,
--pruning.yaml, -search.yaml, -accuracy.yaml and -batch.yaml. A study that was not run is null. The last line is one JSON
-object. --figures writes the figures. FOLDER may also be a file with this JSON object, to draw its figures. --siblings
-reads the study of recipes/smollm2-siblings.yaml alone.
+-pruning.yaml, -search.yaml, -accuracy.yaml and -batch.yaml. The last line is one JSON object, with null for studies
+that were not run. --figures writes figures, too. To draw the figures of an earlier result, FOLDER may be a file with
+this JSON object. --siblings collects only the study of recipes/smollm2-siblings.yaml.
 """
 
 import json
@@ -32,7 +32,7 @@ from draftlab.target_outputs.replay import read_replay
 Rows = dict[str, dict[str, Any]]
 DRAFTED, DRAFTED_BY_SIBLINGS = range(1, 7), range(1, 6)
 DRAWN = ("next_sentence acc_norm", "which_article acc", "local_gsm8k_answer bits_per_byte")
-K, LENGTH = 3, "tokens per target pass"  # the measure that is compared with accuracy
+K, LENGTH = 3, "tokens per target pass"  # accuracy is compared with this quantity
 EQUAL = ["5x576", "8x384", "12x256"]  # shapes with 16M parameters in their blocks
 CUTS = {
     "default": "the default", "pca": "untied, rotated", "even": "even layers", "no-refit": "no refit",
@@ -45,11 +45,11 @@ DRAFTERS = {"plain@int8": "plain draft", "prompt-lookup": "prompt lookup"}
 
 def main(
     folder: Annotated[
-        Path, typer.Argument(help="Where the recipes ran, or what an earlier run printed.")
+        Path, typer.Argument(help="Folder in which the recipes ran, or a file of results.")
     ] = Path("runs/smollm2-study"),
-    figures: Annotated[Path | None, typer.Option(help="Folder for the figures.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Folder for figures.")] = None,
     only_siblings: Annotated[
-        bool, typer.Option("--siblings", help="Ready siblings alone.")
+        bool, typer.Option("--siblings", help="Collect only the study of ready siblings.")
     ] = False,
 ) -> None:
     if only_siblings:
@@ -64,7 +64,7 @@ def main(
 
 
 def studies(runs: Path) -> dict[str, Any]:
-    """Return every study that was run."""
+    """Return the results of all studies, with None for those that were not run."""
     depth, losses, pruning = (drafts(runs / name) for name in ("depth", "losses", "pruning"))
     return {
         "depth": depth
@@ -93,9 +93,10 @@ def studies(runs: Path) -> dict[str, Any]:
 
 
 def siblings(folder: Path) -> dict[str, Any]:
-    """Return cuts of the target as ready siblings, by layers: stock, and distilled with several seeds.
+    """Return the results of ready siblings: drafts cut from the target, as cut ("stock") and distilled with some seeds.
 
-    speedup: Predicted for whole requests, the prefills of target and draft included, at the best K.
+    Results are by number of layers. "speedup" is predicted for whole requests, with the prefills of both models, at the
+    best K.
     """
     models = {p.name: CostModel.of(p, extrapolate=True) for p in passes_of(folder / "passes")}
     target = models[next(name for name in models if not name.isdigit())]
@@ -127,7 +128,10 @@ def siblings(folder: Path) -> dict[str, Any]:
 
 
 def whole_requests(replayed: Path, draft: CostModel, target: CostModel) -> dict[str, Any]:
-    """Return the predicted speed-up of whole requests at the best K, as [value, low, high] over the prompts."""
+    """Return the best K for whole requests, and the predicted speed-up there, [value, low, high] over the prompts.
+
+    replayed: Directory of a replay of the draft.
+    """
     work = workload_of_replay(read_replay(replayed))
     costs = step_costs(draft, target, work, max(DRAFTED_BY_SIBLINGS), 1)
     prefill = target.prefill_ms(work.prompt_tokens)
@@ -142,7 +146,7 @@ def whole_requests(replayed: Path, draft: CostModel, target: CostModel) -> dict[
 
 
 def drafts(folder: Path) -> Rows:
-    """Return the results of each draft that a study replayed, by the name of its folder."""
+    """Return the results of each draft that a study replayed, by the draft's path in the folder of the study."""
     rows: Rows = {}
     for file in sorted(folder.glob("replay/*/replay.json")):
         replay = read_replay(file.parent)
@@ -174,7 +178,7 @@ def drafts(folder: Path) -> Rows:
 
 
 def trainings(folder: Path, names: str) -> dict[str, dict[str, Any]]:
-    """Return tokens, seconds and held-out acceptance of trainings. names: Pattern of their folders."""
+    """Return tokens, seconds and held-out acceptance of training runs. names: Pattern of the names of their folders."""
     records = {
         path.parent.name: read_record(path.parent)
         for path in sorted(folder.glob(f"{names}/draftlab.json"))
@@ -198,13 +202,13 @@ def interval(pairs: np.ndarray) -> list[float]:
 
 
 def live(folder: Path) -> Rows | None:
-    """Return speed-ups with intervals and the latency of a pass, by draft."""
+    """Return the measured speed-ups and the latency of a pass from the scores in a folder, by draft."""
     files = sorted(folder.glob("*/score.json"))
     return {file.parent.name: timed(read_score(file)) for file in files} or None
 
 
 def passes(folder: Path) -> Rows | None:
-    """Return the milliseconds of passes over one token, by model, then by batch and context."""
+    """Return the milliseconds of one-token passes from the profiles in a folder, by model, and by batch and context."""
     return {
         p.name: {
             "layers": p.shape.layers if p.shape else None,
@@ -220,7 +224,7 @@ def passes_of(folder: Path) -> list[Profile]:
 
 
 def searched(folder: Path) -> dict[str, Any] | None:
-    """Return the candidates of each rung of a search, the best first, and its measurements."""
+    """Return the trials of each rung of a search, the best first, and its measurements. None if there is no search."""
     if not (folder / "search.json").exists():
         return None
     search = read_search(folder)
@@ -253,7 +257,7 @@ def timed(score: Score) -> dict[str, Any]:
 
 
 def by_seed(rows: Rows) -> Rows:
-    """Return mean and spread over seeds by NAME, for runs that are named NAME-SEED."""
+    """Return the mean and the spread over seeds of runs named NAME-SEED, by NAME."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for name, row in rows.items():
         groups[name.rpartition("-")[0]].append(row)
@@ -275,7 +279,7 @@ def summary(group: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def accuracy(folder: Path, rows: Rows) -> dict[str, Any] | None:
-    """Return accuracies and tokens per pass of each draft, and the correlations over drafts."""
+    """Return each draft's accuracies and tokens per pass, and the correlations of both over drafts."""
     if not folder.exists():
         return None
     scores = {score.name: score for score in map(read_score, sorted(folder.rglob("score.json")))}
@@ -293,7 +297,7 @@ def accuracy(folder: Path, rows: Rows) -> dict[str, Any] | None:
 
 
 def draw(folder: Path, found: dict[str, Any]) -> None:
-    """Write one figure for each study that was run. found: Results as read from JSON."""
+    """Write a figure for each study that was run. found: Results, as read from JSON."""
     figures = {
         "depth": depth_panels(found["depth"]),
         "pruning": pruning_panels(found["pruning"]),
@@ -307,7 +311,7 @@ def draw(folder: Path, found: dict[str, Any]) -> None:
 
 
 def depth_panels(depth: dict[str, Any] | None) -> list[Panel]:
-    """Return panels of tokens per pass, time of a pass, and speed-up, by the layers of the draft."""
+    """Return panels that show tokens per pass, time of a pass and speed-up by the number of layers of the draft."""
     if not depth or not depth["live"] or not all(depth["passes"].values()):
         return []
     drafts, timed = depth["drafts"], depth["live"]
@@ -338,7 +342,7 @@ def depth_panels(depth: dict[str, Any] | None) -> list[Panel]:
 
 
 def pruning_panels(rows: Rows | None) -> list[Panel]:
-    """Return panels of held-out acceptance, after the cut and after distillation, and of tokens per pass."""
+    """Return a panel of held-out acceptance after the cut and after distillation, and a panel of tokens per pass."""
     if not rows:
         return []
     names = [name for name in CUTS if name in rows]
@@ -365,7 +369,10 @@ def pruning_panels(rows: Rows | None) -> list[Panel]:
 
 
 def loss_panels(losses: Rows | None, texts: Rows | None) -> list[Panel]:
-    """Return panels of acceptance and tokens per greedy pass, for losses (LOSS-RATE) and texts. Bars are one sd."""
+    """Return panels of held-out acceptance and of tokens per greedy pass, for losses (named LOSS-RATE) and for texts.
+
+    Bars show one standard deviation over seeds.
+    """
     by_rate: dict[str, Rows] = defaultdict(dict)
     for name, row in sorted((losses or {}).items()):
         loss, _, rate = name.rpartition("-")
@@ -381,7 +388,10 @@ def loss_panels(losses: Rows | None, texts: Rows | None) -> list[Panel]:
 
 
 def spread_panel(value: str, label: str, groups: dict[str, Rows], bottom: float = 0) -> Panel:
-    """Return a panel of means over seeds by name, with a series for each group."""
+    """Return a panel of means over seeds by name, with a series for each group, and bars of one standard deviation.
+
+    value: Key of the result to show.
+    """
     names = list(dict.fromkeys(name for rows in groups.values() for name in rows))
     spreads = {group: [rows[name][value] for name in names] for group, rows in groups.items()}
     ends = {
@@ -399,12 +409,12 @@ def spread_panel(value: str, label: str, groups: dict[str, Rows], bottom: float 
 
 
 def error_bars(ends: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return points of a line that draws a bar from low to high at each x = 0, 1, ..., with gaps between bars."""
+    """Return the points of a line that draws a vertical bar from low to high at x = 0, 1, ..., with gaps in between."""
     return [(float(x), at) for x, (low, high) in enumerate(ends) for at in (low, high, math.nan)]
 
 
 def batch_panels(timed: Rows | None, passes: Rows | None) -> list[Panel]:
-    """Return panels of the speed-up by batch size for each drafter and K, and of the time of a pass."""
+    """Return a panel of the speed-up by batch size for each drafter and K, and a panel of the time of a pass."""
     gains: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for name, row in (timed or {}).items():
         for k, gain in row["by_k"].items():

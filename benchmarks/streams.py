@@ -1,14 +1,14 @@
-"""K by the number of streams: predicted from a profile of vLLM's servers, against throughput of vllm bench serve.
+"""Compare predicted with measured throughput of vLLM at each K and number of streams.
 
-profile --server times two servers: one with the target alone, and one that drafts with the largest K. Acceptance comes
-from a replay over the target's answers to the same prompts. vllm bench serve then sends these prompts to servers
-without a draft, with every K, and with the schedule that predict writes. Predicted throughput is that of a closed loop:
-a request starts when another request ends, a prefill stops all other requests, and the time of a step depends on the
-number of busy streams.
+`profile --server` times two servers: one with the target alone, and one that drafts with the largest K. Acceptance
+comes from a replay over the target's answers to the same prompts. `vllm bench serve` then sends these prompts to
+servers without a draft, with every K, and with the predicted K by batch size. The predicted throughput is that of a
+closed loop: a request starts when another request ends, a prefill stops all other requests, and the time of a step
+depends on the number of busy streams.
 
 streams_prediction_error: median error over every K of 1 or more and every number of streams. other_k_error: the same
-for values of K at which no step was timed. plain_error: error without a draft. The named vLLM needs pandas for its
-client.
+for every K that was not profiled. plain_error: median error without a draft. The vLLM that --vllm names needs pandas
+for its client.
 """
 
 import json
@@ -41,29 +41,35 @@ from draftlab.servers.vllm import speculative_config
 from draftlab.target_outputs.replay import read_replay
 
 BENCH = "prompts.jsonl"  # prompts for vllm bench serve
-LONGEST = 160  # most tokens of a prompt
+LONGEST = 160  # largest number of tokens in a prompt
 Row = dict[str, Any]
 Speculative = dict[str, object] | None
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="That of python -m benchmarks.smollm2.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder of benchmarks.smollm2.")] = Path(
         "runs/smollm2-study"
     ),
-    target: Annotated[Path | None, typer.Option(help="Default: that of the folder.")] = None,
-    draft: Annotated[
-        Path | None, typer.Option(help="Default: the folder's distilled draft.")
+    target: Annotated[
+        Path | None, typer.Option(help="Target. Default: SmolLM2 in the folder.")
     ] = None,
-    vllm: Annotated[Path, typer.Option(help="vllm's program (docs/servers.md).")] = Path(
+    draft: Annotated[
+        Path | None, typer.Option(help="Draft. Default: the distilled draft in the folder.")
+    ] = None,
+    vllm: Annotated[Path, typer.Option(help="Path of vllm (docs/servers.md).")] = Path(
         "vllm/bin/vllm"
     ),
-    out: Annotated[Path, typer.Option(help="Stored outputs and profiles.")] = Path("runs/streams"),
-    streams: Annotated[str, typer.Option(help="Requests at once, by comma.")] = "1,2,4,8",
+    out: Annotated[Path, typer.Option(help="Folder for stored outputs and profiles.")] = Path(
+        "runs/streams"
+    ),
+    streams: Annotated[
+        str, typer.Option(help="Numbers of concurrent requests, separated by commas.")
+    ] = "1,2,4,8",
     ks: Annotated[
-        str, typer.Option(help="K, by comma; the largest is the one that is profiled.")
+        str, typer.Option(help="Drafted tokens, by comma. Only the largest is profiled.")
     ] = "1,2,4",
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 40,
-    new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Largest number of tokens in an answer.")] = 64,
     repeats: Annotated[int, typer.Option(help="Repeats of every timing of the profile.")] = 3,
 ) -> None:
     if not vllm.exists():
@@ -137,7 +143,7 @@ def main(
 
 
 def made(command: str, out: Path, **settings: Any) -> None:
-    """Run a command unless its output exists with the same settings."""
+    """Run a command of draftlab, unless its output exists with the same settings."""
     record = read_record(out)
     if record is None or any(
         str(record.config[name]) != str(value) for name, value in settings.items()
@@ -146,7 +152,10 @@ def made(command: str, out: Path, **settings: Any) -> None:
 
 
 def short_prompts(out: Path, target: Path, questions: Path, count: int, new_tokens: int) -> Path:
-    """Write prompts of one turn for draftlab, and for vllm bench serve. Return draftlab's file."""
+    """Write `count` short prompts of one turn to a file for draftlab and to a file for vllm bench serve.
+
+    Return the file for draftlab.
+    """
     tokenizer, out_file = checkpoint.load_tokenizer(target), out / "questions.jsonl"
     rows = [{"prompt": each["prompt"]} for _, each in read_json_lines(questions)]
     out.mkdir(parents=True, exist_ok=True)
@@ -163,7 +172,7 @@ def short_prompts(out: Path, target: Path, questions: Path, count: int, new_toke
 
 
 def bench(vllm: Path, url: str, target: Path, file: Path, streams: int, prompts: int) -> Row:
-    """Return the measurements of vllm bench serve. streams: Number of concurrent requests."""
+    """Run vllm bench serve, and return its measurements. streams: Number of concurrent requests."""
     note(f"vllm bench serve: {streams} streams")
     with tempfile.TemporaryDirectory() as folder:
         words = [
@@ -221,7 +230,10 @@ def bench(vllm: Path, url: str, target: Path, file: Path, streams: int, prompts:
 def row(
     pair: tuple[CostModel, CostModel], work: Workload, k: int, streams: int, measured: Row
 ) -> Row:
-    """Return predicted and measured tokens per second."""
+    """Predict the tokens per second at one K and number of streams, and return them with the measured value.
+
+    pair: Cost models of draft and target.
+    """
     draft, target = pair
     each = steps(work, k).starts.sum(1)
     by_busy = []
@@ -249,8 +261,9 @@ def closed_loop(prefill_ms: np.ndarray, number: np.ndarray, step_ms: Sequence[np
 
     A request starts when another request ends. A prefill stops all other requests.
 
-    number: Steps of each request, [R]. step_ms: Milliseconds of a step of each request, [R], by number of busy streams
-    from 1 on.
+    Args:
+        number: Number of steps of each request, [R].
+        step_ms: Milliseconds of a step of each request, [R], for 1, 2, ... busy streams.
     """
     waiting, busy, now = list(range(len(number)))[::-1], {}, 0.0
     while waiting or busy:
@@ -267,7 +280,7 @@ def closed_loop(prefill_ms: np.ndarray, number: np.ndarray, step_ms: Sequence[np
 def result(
     rows: list[Row], scheduled: Mapping[int, Row], written: dict[str, Any], profiled: int
 ) -> Row:
-    """Return the prediction errors, and the throughput that the predicted K lose against the best measured K."""
+    """Return the prediction errors, and the throughput at the predicted K divided by that at the best measured K."""
     by_streams: dict[int, list[Row]] = {}
     for each in rows:
         by_streams.setdefault(each["streams"], []).append(each)

@@ -1,11 +1,11 @@
-"""Suffix decoding against prompt lookup on stored answers: python -m benchmarks.suffix GREEDY --earlier STORE
+"""Compare suffix decoding with prompt lookup on stored answers: python -m benchmarks.suffix GREEDY --earlier STORE
 
 With greedy decoding, a draft that depends only on the text is accepted up to the first token that differs from the
-target's text. Stored greedy texts therefore give the exact tokens per target pass, on any machine and without a pass.
+target's text. So stored greedy texts give the exact tokens per target pass, on any machine and without running a model.
 
-own_text: Drafts use the prompt and the answer so far. earlier_requests: Drafts also use the answers to earlier prompts,
-in the order of the store. repeated: Drafts also use the answers of --earlier, which the same target sampled for the
-same prompts, as in repeated traffic. tokens_per_pass: [value, low, high] with 95 % intervals over prompts. draft_ms:
+own_text: Suffix decoding with the prompt and the answer so far. earlier_requests: with answers to earlier prompts as
+well, in the order of the store. repeated: with the answers in --earlier as well, which the same target sampled for the
+same prompts, as in repeated traffic. tokens_per_pass: [value, low, high], with 95 % intervals over prompts. draft_ms:
 CPU milliseconds of a draft.
 """
 
@@ -26,7 +26,7 @@ from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import read_store
 
 RESULT = Path(__file__).parent / "results" / "suffix.json"
-VLLM = (24, 1.0, 0.1)  # vLLM's defaults: depth, factor, least probability
+VLLM = (24, 1.0, 0.1)  # vLLM's defaults of suffix decoding: depth, factor, least probability
 
 
 def main(
@@ -73,7 +73,7 @@ def arm(
 
 
 def decode(output: TargetOutput, drafter: TextDrafter, count: int) -> tuple[int, int, int]:
-    """Return the number of tokens after the first, of target passes for these tokens, and of drafted tokens."""
+    """Draft over a stored answer. Return the number of tokens after the first, of passes, and of drafted tokens."""
     answer = np.asarray(output.ids).tolist()
     text = [*np.asarray(output.prompt).tolist(), *answer[:1]]
     written, passes, drafted = 1, 0, 0

@@ -1,4 +1,4 @@
-"""Tables of the pages, from benchmarks/results. Rows are ordered by their measured values."""
+"""Tables and sentences for the pages, from benchmarks/results. Rows are ordered by their measured values."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,16 +55,16 @@ AT_SIZE = {
 
 
 class Tables:
-    """Each method yields the lines of a table, or returns a sentence."""
+    """Tables and sentences by name: a method yields the lines of a table, or returns a sentence."""
 
     def __init__(self, results: dict[str, Any]) -> None:
         self.results = results
         self.studies = results["smollm2_studies"]
-        # K of the studies' tokens per target pass
+        # the K at which the studies give tokens per target pass
         self.studied_k = f"{self.studies['accuracy']['k']:.0f}"
 
     def smollm2(self, record: str = "") -> Iterator[str]:
-        """Yield SmolLM2's drafters, ordered by the speed-up of whole requests."""
+        """Yield a table of SmolLM2's drafters, ordered by the speed-up of whole requests."""
         about = self.results[record or "smollm2"]
         greedy, sampled = about["greedy"], about.get("sampled", {})
         names = ["whole request", "TPOT", "TTFT, ms", "tokens per target pass"]
@@ -104,12 +104,12 @@ class Tables:
         )
 
     def smollm2_precision(self, record: str = "") -> str:
-        """Return a sentence on the precision of target and drafts."""
+        """Return a sentence on the precision of the target's and the drafts' weights."""
         about = self.results[record or "smollm2"]["settings"]["greedy"]
         return f"The target ran in {about['target_weights']} and the drafts in {', '.join(about['draft_weights'])}."
 
     def smollm2_baseline(self, record: str = "") -> str:
-        """Return a sentence on the target's speed at each precision. Speed-ups are over the fastest precision."""
+        """Return a sentence on the target's speed without a draft at each precision."""
         row = self.results[record or "smollm2"]["greedy"]["prompt-lookup"]
         if "plain_tokens_per_second_by_weights" in row:
             rates = [
@@ -125,7 +125,7 @@ class Tables:
         )
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return the row of a drafter. name: Name of the drafter in tables."""
+        """Return SmolLM2's results with a drafter. name: Name of the drafter in tables."""
         (row,) = [
             row for key, row in self.results["smollm2"]["greedy"].items() if label(key) == name
         ]
@@ -143,7 +143,7 @@ class Tables:
         return f"{gains[0]:.2f} to {gains[-1]:.2f}"
 
     def smollm2_texts(self, record: str = "") -> str:
-        """Return a sentence on the share of greedy texts that equal plain decoding."""
+        """Return a sentence on the fraction of greedy texts that equal those of plain decoding."""
         rows = list(self.results[record or "smollm2"]["greedy"].values())
         if all(row["identical"] for row in rows):
             return "Every drafter wrote the text of plain decoding in every greedy request."
@@ -152,7 +152,7 @@ class Tables:
         return f"Of the greedy texts {least} to {most}, by drafter, are those of plain decoding."
 
     def smollm2_categories(self) -> Iterator[str]:
-        """Yield the TPOT speed-up of the categories that have the most requests."""
+        """Yield a table of the speed-up of TPOT in the categories with the most requests."""
         greedy = self.results["smollm2"]["greedy"]
         names = sorted(
             (name for name in greedy if label(name) in DRAWN),
@@ -184,7 +184,7 @@ class Tables:
         return f"{text}best on other prompts. Tokens per CPU second. {'; '.join(modes.values())}."
 
     def peers(self) -> Iterator[str]:
-        """Yield engines, ordered by tokens per second of whole requests, for each way to draft."""
+        """Yield a table of engines for each way to draft, ordered by tokens per second of whole requests."""
         peers = self.results["peers"]
         names = (
             "tokens/s, whole request",
@@ -210,7 +210,7 @@ class Tables:
                 )
 
     def peers_reading(self) -> str:
-        """Return a sentence on draftlab's speed over the fastest peer's, for each way to draft."""
+        """Return a sentence that compares draftlab's speed with the fastest other engine's, for each way to draft."""
         peers = self.results["peers"]
         leads = []
         for lead in peers["over_best_peer"]:
@@ -273,7 +273,7 @@ class Tables:
         return f"The intervals of all three distilled drafts lie above the interval of the cut as it is {said}."
 
     def losses(self) -> Iterator[str]:
-        """Yield each loss at the rate that ran with several seeds."""
+        """Yield a table of losses, each at the learning rate that ran with several seeds."""
         yield from header(
             "loss, rate", "seeds", "held-out acceptance", f"tokens per pass, K = {self.studied_k}"
         )
@@ -294,14 +294,14 @@ class Tables:
             yield cells(drafter, row["batch"], row["k"], tpot(row), says)
 
     def shape_tokens(self) -> str:
-        """Return the total training tokens of the searched draft."""
+        """Return the total number of training tokens of the draft that the search found."""
         trainings = self.studies["shape"]["trainings"]
         return str(
             total(row["tokens"] for name, row in trainings.items() if "parallel" not in name)
         )
 
     def contexts(self) -> Iterator[str]:
-        """Yield the acceptance of the first drafted token, by the number of tokens before it."""
+        """Yield a table of the acceptance of the first drafted token, by the number of tokens before this token."""
         drafts = self.results["eagle_tiny"]["smollm2_by_context"]
         yield from header("tokens before", *drafts)
         for rows in zip(*drafts.values(), strict=True):
@@ -313,7 +313,7 @@ class Tables:
         names = "K", "tokens per target pass", "live TPOT", "predicted", "other work ran"
         yield from header("target, ms of its pass", "draft, ms of its pass", *names)
         rows = [row for row in self.results["at_size"]["rows"] if row["best"] and row["predicted"]]
-        # the wide and the deep expansion of one draft cost the same by construction
+        # the two expansions of one draft are left out, because their costs were chosen to be equal
         rows = [row for row in rows if not row["draft"].endswith("one-text")]
         for row in sorted(rows, key=lambda row: -row["speedup"]):
             target = f"{row['size']}, {row['target_pass_ms']:.1f}"
@@ -325,7 +325,7 @@ class Tables:
             )
 
     def served(self) -> Iterator[str]:
-        """Yield the acceptance of exported drafts and heads, by the server's counters and by draftlab."""
+        """Yield a table of the acceptance of exported drafts and heads, by the server's counters and by draftlab."""
         yield from header(
             "served", "in", "temperature", "K", "texts", "server counts", "draftlab counts"
         )
@@ -340,7 +340,7 @@ class Tables:
 
     @staticmethod
     def same_machine(*results: dict[str, Any]) -> str:
-        """Return the day and the processor that several results share."""
+        """Return the day and the processor of several results, which must be the same in all."""
         ((date, cpu),) = {(result["date"], processor(result)) for result in results}
         return f"{date}, {cpu}"
 
@@ -396,7 +396,7 @@ class Tables:
         return f"{text}The intervals overlap, so neither is shown to be faster."
 
     def llama_65b(self) -> Iterator[str]:
-        """Yield the predicted tokens per second at the best K, by the probability alpha that a token is accepted."""
+        """Yield a table of the predicted tokens per second at the best K, by the acceptance probability alpha."""
         modes = self.results["llama_65b"]["modes"]
         alphas = list(modes["eager"]["tokens_per_second"]["wide-796m"])[::2]
         yield from header("draft", "mode", "ms of a pass", *(f"alpha {alpha}" for alpha in alphas))
@@ -420,7 +420,7 @@ class Tables:
         return f"from {fixed(at[first])} at batch {first} to {fixed(at[last])} at batch {last}"
 
     def large_target(self) -> Iterator[str]:
-        """Yield each draft's predicted speed-up with CUDA graphs, by the acceptance probability alpha."""
+        """Yield a table of each draft's predicted speed-up with CUDA graphs, by the acceptance probability alpha."""
         graphs = self.results["llama_65b"]["modes"]["graphs"]
         alphas = list(graphs["tokens_per_second"]["wide-796m"])[::2]
         yield from header("draft", "c", *(f"speed-up at alpha {alpha}" for alpha in alphas))
@@ -430,7 +430,7 @@ class Tables:
             yield cells(draft, fixed(pass_ms / graphs["target_ms"], 3), *map(fixed, gains))
 
     def trimmed_heads(self) -> Iterator[str]:
-        """Yield the share of acceptance that drafts keep with a trimmed head."""
+        """Yield a table of the fraction of acceptance that drafts keep with a trimmed LM head."""
         heads = {
             name: row
             for name, row in self.results["trimmed_head"]["heads"].items()
@@ -465,7 +465,7 @@ class Tables:
 
 
 def label(name: str) -> str:
-    """Return the name of a drafter on pages."""
+    """Return the name of a drafter as it is printed on pages."""
     name = name.removesuffix("@int8")
     return DRAFTERS.get(name, name)
 
@@ -478,7 +478,7 @@ def served(name: str, row: dict[str, Any]) -> str:
 
 
 def request_gain(row: dict[str, Any]) -> Value:
-    """Return the speed-up of a whole request. Older records have only the times, whose ratio is taken."""
+    """Return the speed-up of a whole request. In older results, it is the ratio of the stored times."""
     if "tpot_speedup" in row:
         return bounds(row["speedup"])[0]
     return row["plain_request_ms"] / row["request_ms"]
@@ -489,29 +489,29 @@ def request(row: dict[str, Any]) -> str:
 
 
 def tpot(row: dict[str, Any]) -> str:
-    """Return the speed-up of TPOT. In older records, speedup is of TPOT."""
+    """Return the speed-up of TPOT as text. In older results, the key "speedup" has it."""
     return interval(row.get("tpot_speedup", row["speedup"]))
 
 
 def measure(row: dict[str, Any]) -> str:
-    """Return the name of the quantity that a row's speedup measures."""
+    """Return the quantity whose speed-up is in row["speedup"]: "whole request" or, in older results, "TPOT"."""
     return "whole request" if "tpot_speedup" in row else "TPOT"
 
 
 def relation(row: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return text that compares a drafter's gain in whole requests with another's."""
+    """Return "gains more than", "gains less than" or "does not differ clearly from", by speed-up of whole requests."""
     if "tpot_speedup" in row and not separates(row["speedup"], other["speedup"]):
         return "does not differ clearly from"
     return "gains more than" if request_gain(row) > request_gain(other) else "gains less than"
 
 
 def ordered(rows: dict[str, Any], gain: Callable[[Any], float]) -> list[tuple[str, Any]]:
-    """Return rows by their gain, the largest first."""
+    """Return the rows, sorted by `gain` of each, the largest first."""
     return sorted(rows.items(), key=lambda row: -float(gain(row[1])))
 
 
 def header(*names: str) -> Iterator[str]:
-    """Yield the header of a table whose first column is text."""
+    """Yield the header of a table. The first column is text, and all others are numbers."""
     yield cells(*names)
     yield "|---|" + "---:|" * (len(names) - 1)
 

@@ -1,6 +1,6 @@
-"""A new tokenizer for source code, and a new model of random weights: python -m benchmarks.tiny_target [OUT]
+"""Write a new tokenizer for source code, and a model with random weights: python -m benchmarks.tiny_target [OUT]
 
-recipes/tiny-target.yaml trains the model that is written here into the embedded target.
+recipes/tiny-target.yaml then trains this model. The result is the embedded target.
 """
 
 from pathlib import Path
@@ -16,13 +16,13 @@ from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape, read_shape_file
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
-# A word with one sign before it; up to three digits; punctuation with the line break and indentation after it; blank
-# lines with the next indentation. Most of Python's white space is indentation, so it gets single tokens.
+# A piece is a word with one sign before it, up to three digits, punctuation with the line break and indentation after
+# it, or blank lines with the next indentation. Indentation is most of Python's white space, so it gets single tokens.
 CODE_PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:[\r\n]+[ \t]*)?|\s*[\r\n]+[ \t]*|[ \t]+"
 
 
 def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json to `out`. All bytes are covered, and bos starts each text."""
+    """Train a byte-level BPE tokenizer on texts, and write it to the directory `out`. Each text begins with bos."""
     tokenizer: Any = Tokenizer(models.BPE())  # Any: the stubs declare attributes as read-only
     split = pre_tokenizers.Split(Regex(CODE_PIECES), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -51,7 +51,7 @@ def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
 
 
 def sample_texts(spec: str, limit: int) -> list[str]:
-    """Return texts of a mixture's train split, with each source by its weight. limit: Total bytes."""
+    """Return texts of a mixture's train split, with bytes of each source by its weight. limit: Number of all bytes."""
     return [
         document.text
         for name, weight in parse_mixture(spec).items()
@@ -60,7 +60,7 @@ def sample_texts(spec: str, limit: int) -> list[str]:
 
 
 def write_model(shape: Shape, out: Path, *, context: int, seed: int) -> None:
-    """Write a LLaMA model of random weights into the folder of its tokenizer."""
+    """Write a LLaMA model with random weights into the directory `out`, which has its tokenizer."""
     special = checkpoint.special_ids(checkpoint.load_tokenizer(out))
     config = checkpoint.llama_config(shape, context=context, **special)
     weights = saving.model_weights(checkpoint.new_model(config, seed), torch.bfloat16)
@@ -69,12 +69,14 @@ def write_model(shape: Shape, out: Path, *, context: int, seed: int) -> None:
 
 def main(
     out: Annotated[Path, typer.Argument(help="Directory to write.")] = Path("runs/tiny-target/new"),
-    shape: Annotated[Path, typer.Option(help="Shape file.")] = Path(
+    shape: Annotated[Path, typer.Option(help="Shape file of the model.")] = Path(
         "configs/widths/tiny-16x256.yaml"
     ),
-    data: Annotated[str, typer.Option(help="Text.")] = "stdlib=0.45,stdlib-tests=0.15,packages=0.4",
-    megabytes: Annotated[float, typer.Option(help="Size of the text.")] = 24.0,
-    context: Annotated[int, typer.Option(help="Longest context.")] = 2048,
+    data: Annotated[
+        str, typer.Option(help="Data to train the tokenizer on.")
+    ] = "stdlib=0.45,stdlib-tests=0.15,packages=0.4",
+    megabytes: Annotated[float, typer.Option(help="Size of this data, in MB.")] = 24.0,
+    context: Annotated[int, typer.Option(help="Longest context of the model.")] = 2048,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
     of_model = read_shape_file(shape)

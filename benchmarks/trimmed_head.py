@@ -1,12 +1,13 @@
-"""The acceptance that a trimmed head loses: python -m benchmarks.trimmed_head STORE DRAFT...
+"""Measure how much acceptance a trimmed LM head loses: python -m benchmarks.trimmed_head STORE DRAFT...
 
 [--sizes 4k,8k,16k,32k] [--texts 96]
 
 Each head has the most frequent ids in the first half of a store of target outputs, as prune --vocab --outputs counts
-them. Drafts are replayed on texts of the second half, with the target's sampling. One pass of the complete head serves
-all heads, by dropping the logits of other ids. acceptance: mean probability that a token of the target is accepted;
-share_of_whole: acceptance over that of the complete head, with its 95 % interval over texts. The last line is one JSON
-object.
+them. Drafts are replayed on texts of the second half, with the target's sampling. The logits of a trimmed head are
+those of the complete head without the other ids, so one pass serves all heads. The last line is one JSON object:
+
+acceptance: mean probability that a token of the target is accepted.
+share_of_whole: acceptance divided by that of the complete head, with its 95 % interval over texts.
 """
 
 import argparse
@@ -81,7 +82,7 @@ def main() -> None:
 def accepted(
     draft: Path, texts: list[TargetOutput], heads: dict[str, Tensor | None], sampling
 ) -> dict[str, np.ndarray]:
-    """Return the expected number of accepted tokens of each text, with each head."""
+    """Return the expected number of accepted tokens of each text, by head. heads: Ids of each head; None for all."""
     model = llama.load(draft, torch.bfloat16)
     sums = {size: np.zeros(len(texts)) for size in heads}
     with progress(draft.name, len(texts)) as advance:

@@ -1,1 +1,1 @@
-"""A finished draft in the form that a runtime loads, with its script and card, scored again in that runtime."""
+"""Export of drafts in the form that a server loads, with start script and model card, verified in that server."""

@@ -1,4 +1,4 @@
-"""Drafts with their targets, to check and to export: a draft model, a parallel draft or a head.
+"""What draftlab can check and export: a draft model, a parallel draft or a head, each with its target.
 
 R texts, n tokens of a text, K drafted.
 """
@@ -29,24 +29,22 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
 from draftlab.target_outputs.replay import ReplayContext
 
-DEFAULT_CONTEXT = 2048  # tokens, if a configuration names no context
+DEFAULT_CONTEXT = 2048  # tokens, if config.json names no context
 UNMEASURED_K = "a default; draftlab score finds the fastest K"
-SPACES = (
-    "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}",
-    "\N{LOWER ONE EIGHTH BLOCK}",
-)  # characters that mark a leading space in a token
+# characters that mark a leading space in a token
+SPACES = ("\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}", "\N{LOWER ONE EIGHTH BLOCK}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The server that an export is for, the layout of the export, and the type of its weights.
+    """The form of an export: for which server, in which layout, and with which type of weights.
 
     Args:
         to: hf, gguf, speculators or the name of a server.
         server: None for hf.
-        outtype: Type of a GGUF file's matrices. None for a Hugging Face directory.
-        dtype: Data type of a directory's weights. None keeps the stored type.
-        heterogeneous: Whether the draft keeps its own vocabulary.
+        outtype: Type of the matrices in a GGUF file. None for a Hugging Face directory.
+        dtype: Type of the weights in a Hugging Face directory. None keeps the stored type.
+        heterogeneous: Whether the draft keeps its own vocabulary, which differs from the target's.
     """
 
     to: str
@@ -67,7 +65,9 @@ class Form:
 class Checkable(Artifact, Protocol):
     """A draft or head that can be checked, here and in a running server.
 
-    served_by: Servers that load the directory as it is; None if each server checks it. context: Number of tokens.
+    Attributes:
+        served_by: Names of the servers that load the directory without an export. None if each ServerKind decides that.
+        context: Number of tokens that the draft can read.
     """
 
     served_by: frozenset[str] | None
@@ -76,11 +76,11 @@ class Checkable(Artifact, Protocol):
     def context(self) -> int: ...
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings on the files of the draft."""
+        """Check the files of the draft, and yield the findings."""
         ...
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
-        """Decode a few tokens, and return the findings. prompts: Token ids."""
+        """Run the draft on prompts of token ids for a few tokens, and return the findings."""
         ...
 
     def scores(
@@ -92,7 +92,7 @@ class Checkable(Artifact, Protocol):
         k: int,
         device: torch.device,
     ) -> list[TokenLogprobs]:
-        """Return the draft's log-probability of each token of each text, shaped as by DrafterSpec.acceptance.
+        """Return the draft's log-probabilities of the tokens of each text, [n] or [n, K] as in DrafterSpec.acceptance.
 
         directory: The output of write(), or the draft itself.
         """
@@ -100,9 +100,12 @@ class Checkable(Artifact, Protocol):
 
 
 class Exportable(Checkable, Protocol):
-    """A draft or head that can be checked, written and verified.
+    """A draft or head that can be checked, exported and verified.
 
-    default_k: Number of tokens to draft if there is no score, and the reason. most: Largest number of tokens to draft.
+    Attributes:
+        default_k: Number of tokens to draft per step if the draft has no score, and the reason for that number.
+        most: Largest number of tokens to draft per step.
+        layer_ids: Layers of the target whose hidden states a head reads; empty for a draft model.
     """
 
     kind: DraftKind
@@ -115,15 +118,18 @@ class Exportable(Checkable, Protocol):
         ...
 
     def write(self, folder: Path, form: Form, k: int, verifier: str) -> list[str]:
-        """Write the draft as a Hugging Face directory, and return the changes. verifier: Name of the target."""
+        """Write the draft as a Hugging Face directory, and return a list of what was changed.
+
+        verifier: Name of the target.
+        """
         ...
 
     def write_gguf(self, directory: Path, file: Path, qtype: str) -> gguf.Written:
-        """Convert the output of write() to a GGUF file."""
+        """Convert the output of write() to a GGUF file. qtype: Type of the matrices."""
         ...
 
     def summary(self, directory: Path, form: Form) -> str:
-        """Return the size and the requirements of the draft, for the card. directory: The output of write()."""
+        """Return a sentence on the draft's size and requirements for the card. directory: The output of write()."""
         ...
 
 
@@ -139,7 +145,11 @@ class DraftModel:
     default_k: tuple[int, str] = (4, UNMEASURED_K)
 
     def __init__(self, path: Path, target: Path) -> None:
-        """Raises UserError: the checkpoint is missing or unreadable, or its tokenizer has ids without embedding."""
+        """Open a draft model for a target, without loading its weights.
+
+        Raises:
+            UserError: A checkpoint is missing or unreadable, or its tokenizer has ids without an embedding.
+        """
         self.path, self.target = path, target
         checkpoint.check(path)
         for model in (path, target):
@@ -193,9 +203,7 @@ class DraftModel:
         differing = [
             text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]
         ]
-        text = (
-            f"{len(differing)} of {len(PROBES)} probe texts get other token ids than in the target"
-        )
+        text = f"{len(differing)} of {len(PROBES)} probe texts get other token ids than from the target's tokenizer"
         files = [model / "tokenizer.json" for model in (self.path, self.target)]
         if not differing:
             yield ok(
@@ -226,9 +234,7 @@ class DraftModel:
             checkpoint.eos_token_ids(self.target),
         )
         if (beyond := max(ends, default=0)) >= self.vocab:
-            text = (
-                f"end-of-text id {beyond} is not in the vocabulary, which has 0 to {self.vocab - 1}"
-            )
+            text = f"end-of-text id {beyond} is not in the vocabulary, which has the ids 0 to {self.vocab - 1}"
             yield error("special tokens", text, "set eos_token_id to the id that ends a text")
         elif ends != target_ends:
             text = f"end-of-text ids are {list(ends)} in the draft, but {list(target_ends)} in the target"
@@ -242,7 +248,7 @@ class DraftModel:
         if self.vocab == self.target_vocab:
             yield ok("vocabulary", f"{self.vocab:,} logits in both")
         else:
-            text = f"the draft has {self.vocab:,} logits and the target {self.target_vocab:,}"
+            text = f"the draft has {self.vocab:,} logits, but the target has {self.target_vocab:,}"
             yield warning(
                 "vocabulary",
                 text,
@@ -250,7 +256,7 @@ class DraftModel:
             )
         if (ids := read_head_ids(self.path, self.vocab)) is not None:
             text = (
-                f"the trimmed head predicts {len(ids):,} ids in draftlab; draftlab export writes a complete "
+                f"the trimmed LM head predicts {len(ids):,} ids in draftlab; draftlab export writes a complete LM "
                 "head for servers"
             )
             yield ok("vocabulary", text)
@@ -260,8 +266,8 @@ class DraftModel:
         if own != targets:
             has = "another chat template than" if own else "no chat template, unlike"
             text = (
-                f"the draft has {has} the target; servers use the target's, which the draft may not have been "
-                "trained on"
+                f"the draft has {has} the target; servers use the target's template, which the draft may not have "
+                "been trained on"
             )
             yield warning(
                 "chat template",
@@ -271,7 +277,7 @@ class DraftModel:
 
     def _context(self) -> Iterator[Finding]:
         own, targets = self.context, checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
-        text = f"the draft reads {own:,} tokens, the target {targets:,}"
+        text = f"the draft reads up to {own:,} tokens, and the target up to {targets:,}"
         if own >= targets:
             yield ok("context", text)
         else:
@@ -309,7 +315,7 @@ class DraftModel:
     def refuse(self, form: Form) -> None:
         if form.layout == "speculators":
             raise UserError(
-                f"--to speculators is the layout of EAGLE-3 heads, and {self.path} is a draft model; use --to vllm"
+                f"--to speculators is the layout of EAGLE-3 heads, but {self.path} is a draft model; use --to vllm"
             )
         if not form.heterogeneous:
             common_vocabulary(self.path, self.target)
@@ -402,7 +408,7 @@ class ParallelDraft(DraftModel):
 
 
 class PublishedHead:
-    """A head of a target that servers load as it was published. draftlab checks and scores it."""
+    """A published head, which servers load without an export. draftlab can check and score the head."""
 
     in_parallel = True
     head: HeadShape | None = None
@@ -411,7 +417,7 @@ class PublishedHead:
     def __init__(
         self, path: Path, target: Path, kind: str, sizes: HeadSizes, config: Mapping[str, Any]
     ) -> None:
-        """kind: Name of the head's drafter."""
+        """Open the head at `path` for a target. kind: Kind of the head's drafter, as --drafter names it."""
         self.path, self.target = path, target
         self.config: Mapping[str, Any] = config
         self.spec: Any = DRAFTERS.get(kind, "head").of(heads=str(path))
@@ -441,15 +447,15 @@ class PublishedHead:
     def findings(self) -> Iterator[Finding]:
         layers = ", ".join(map(str, self.layer_ids))
         text = (
-            f"reads the target's states after {layers} layers, predicts {self.sizes.draft_vocab:,} of "
+            f"reads the target's hidden states after {layers} layers, predicts {self.sizes.draft_vocab:,} of "
             f"{self.sizes.vocab:,} ids, {self._norm()}"
         )
         yield ok("head", text)
         context = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
         if context > self.context:
             text = (
-                f"the head was trained for {self.context:,} tokens and the target reads {context:,}; on longer texts "
-                "it drafts worse"
+                f"the head was trained for {self.context:,} tokens, but the target reads up to {context:,}; on longer "
+                "texts the head drafts worse"
             )
             yield warning("context", text, "train the head with a longer --seq-len")
 
@@ -481,7 +487,7 @@ class PublishedHead:
 
 
 class HeadArtifact(PublishedHead):
-    """An EAGLE-3 head of a target, which draftlab also exports."""
+    """An EAGLE-3 head, which draftlab can also export."""
 
     kind: DraftKind = "EAGLE-3 head"
     in_parallel = False
@@ -533,8 +539,8 @@ class HeadArtifact(PublishedHead):
         *first, last = map(str, self.layer_ids)
         layers = f"{', '.join(first)} and {last}" if first else last
         return (
-            f"{self.sizes.params() / 1e6:,.4g}M parameters; reads the target's states after {layers} layers; predicts "
-            f"{self.sizes.draft_vocab:,} of its {self.sizes.vocab:,} ids; {self._norm()}."
+            f"{self.sizes.params() / 1e6:,.4g}M parameters; reads the target's hidden states after {layers} layers; "
+            f"predicts {self.sizes.draft_vocab:,} of the target's {self.sizes.vocab:,} ids; {self._norm()}."
         )
 
     def scores(
@@ -552,7 +558,7 @@ class HeadArtifact(PublishedHead):
         )
 
     def model(self, target: llama.Llama, qtype: str | None) -> EagleLlama:
-        """Return the head as a model of the engine. qtype: GGUF type to round matrices to. None rounds nothing."""
+        """Return the head as a model of draftlab's engine. qtype: GGUF type to round matrices to; None keeps them."""
         head = eagle.read(self.path, self.target, target.embed.dtype, target.device)
         if qtype not in (None, "f32"):
             rounded = {
@@ -564,10 +570,10 @@ class HeadArtifact(PublishedHead):
 
 
 def open_checkable(path: Path, target: Path, weights: bool = True) -> Checkable:
-    """Return a draft or head with its target. weights: Whether the weights of an EAGLE-3 head must be there.
+    """Open a draft or head with its target. weights: Whether the weight files of an EAGLE-3 head must exist.
 
     Raises:
-        UserError: The draft cannot be read, or a head belongs to another target or is of an unknown kind.
+        UserError: The draft or head cannot be read, or the head belongs to another target or is of an unknown kind.
     """
     kind, config = hub.known_head(path), checkpoint.read_config(path)
     if kind == "eagle":
@@ -581,19 +587,23 @@ def open_checkable(path: Path, target: Path, weights: bool = True) -> Checkable:
 
 
 def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
-    """Return a draft or head that can be exported. Raises UserError: See open_checkable; or it is not exported."""
+    """Open a draft or head that can be exported.
+
+    Raises:
+        UserError: open_checkable raises it, or the head needs no export.
+    """
     artifact = open_checkable(path, target, weights)
     if isinstance(artifact, HeadArtifact | DraftModel):
         return artifact
     kind, servers = hub.head_kind(path), " and ".join(sorted(artifact.served_by or ()))
     raise UserError(
-        f"{path} is a {kind} head, which {servers} serve without export; measure it with draftlab score "
-        f"--drafter {kind}:heads={path}"
+        f"{path} is a {kind} head, which needs no export, because {servers} can load it as it is; measure it with "
+        f"draftlab score --drafter {kind}:heads={path}"
     )
 
 
 def refusals(artifact: Artifact, server: ServerKind) -> list[Finding]:
-    """Return the findings that keep a server from running an exported draft or head."""
+    """Return the findings that say why a server cannot run an exported draft or head; none if it can."""
     return [finding for finding in server.check(artifact) if finding.level == "error"]
 
 
@@ -607,7 +617,7 @@ def _refuse(artifact: Artifact, server: ServerKind, findings: Iterable[Finding])
 
 
 def check_files(artifact: Checkable, servers: Iterable[ServerKind]) -> Iterator[Finding]:
-    """Yield the findings on the files, and the findings of each server. No model is run."""
+    """Check the files of a draft or head, and whether each server can load it. Yield the findings. No model is run."""
     yield from artifact.findings()
     for server in servers:
         if artifact.served_by is not None:
@@ -625,10 +635,10 @@ def check_files(artifact: Checkable, servers: Iterable[ServerKind]) -> Iterator[
 
 
 def spelled_alike(draft: Iterable[str], target: Iterable[str]) -> int:
-    """Return the number of tokens that vLLM and transformers match between two vocabularies.
+    """Return the number of tokens in two vocabularies that vLLM and transformers take as equal.
 
-    Two tokens match if their characters are the same, apart from the mark of a leading space. Tokenizers of different
-    kinds spell other bytes differently, so such tokens do not match.
+    Two tokens are equal if they have the same characters, apart from the mark of a leading space. Tokenizers of
+    different kinds write other bytes with different characters, so tokens with such bytes are not equal.
     """
 
     def words(tokens: Iterable[str]) -> set[str]:

@@ -17,7 +17,7 @@ from draftlab.trust import printable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """The facts of a card."""
+    """The facts that a model card states."""
 
     name: str
     target: str
@@ -28,7 +28,7 @@ class Card:
     heldout: tuple[float, float] | None
     scores: Sequence[Score]
     script: tuple[str, str] | None  # name and text of the start script
-    verified: str  # result of scoring the export where it runs
+    verified: str  # result of running the export in its server; "" if it was not run
 
     def text(self) -> str:
         tag = self.kind.lower().replace(" ", "-")
@@ -52,7 +52,7 @@ class Card:
 
     @property
     def base_model(self) -> str:
-        """Return the name of the target. A local folder gives only the last part of its path."""
+        """Return the name of the target on the hub or, for a local folder, the last part of its path."""
         return Path(self.target).resolve().name if self.is_local else self.target
 
     def _summary(self) -> list[str]:
@@ -120,15 +120,16 @@ def _score_lines(score: Score) -> list[str]:
 
 
 def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:
-    """Return the commands that made a draft, and its held-out acceptance before and after distillation.
+    """Return the commands that made a draft, the earliest first, and held-out acceptance before and after distilling.
 
-    Commands are in order. Records of other versions of draftlab give no commands and no acceptance.
+    If a record is of another version of draftlab, return no commands and no acceptance.
     """
     try:
         return _commands(draft), _heldout(draft)
     except UserError:
         note(
-            f"the card has no commands that made {draft}, because their records are of another version of draftlab"
+            f"the card does not list the commands that made {draft}, because their records are of another version of "
+            "draftlab"
         )
         return [], None
 
@@ -143,9 +144,10 @@ def _commands(draft: Path) -> list[str]:
 
 
 def _typed(record: Record) -> str:
-    """Return the command of a record, with the values of draftlab.yaml, which readers of the card do not have.
+    """Return the command line of a record, with source, target and data added if they came from draftlab.yaml.
 
-    Absolute paths are shortened to their names, because their folders exist on this machine only.
+    Readers of the card do not have that file. Absolute paths are shortened to their last part, because their folders
+    exist on this machine only.
     """
     words = shlex.split(str(record.notes.get("command_line", f"draftlab {record.command}")))
     for name in ("source", "target", "data"):

@@ -1,4 +1,4 @@
-"""GGUF files with llama.cpp's names of tensors and settings, converted and written one weight at a time."""
+"""Conversion of checkpoints to GGUF files, with llama.cpp's names of tensors and settings, one weight at a time."""
 
 import math
 from collections import ChainMap
@@ -18,7 +18,7 @@ from draftlab.model.eagle import HeadShape
 from draftlab.model.shape import Shape
 
 EAGLE3 = "eagle3"  # llama.cpp's architecture of EAGLE-3 heads
-UNQUANTIZED = "f16"  # type of a matrix whose rows do not divide into blocks
+UNQUANTIZED = "f16"  # type of a matrix whose rows cannot be divided into blocks
 ROPE_FACTORS = "rope_freqs.weight"
 DEFAULT_CONTEXT = 2048
 
@@ -28,10 +28,10 @@ class Architecture:
     """An architecture of llama.cpp.
 
     Attributes:
-        names: Name of the table of tensor names in the gguf package.
-        neighbours: Whether rotary embeddings pair neighbouring rows of q and k, rather than row i with row i + head_dim
-            / 2.
-        scales: GGUF setting of each scale, by its name in config.json.
+        names: Name of the architecture in the gguf package whose table gives the names of the tensors.
+        neighbours: Whether rotary embeddings pair neighbouring rows of q and k. Otherwise they pair row i with row
+            i + head_dim / 2.
+        scales: Names of scaling factors: name in config.json to name in GGUF.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Architecture:
 
 
 LLAMA = Architecture("llama", neighbours=True)
+# keys: model_type of config.json
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -57,12 +58,12 @@ ARCHITECTURES = {
             "logits_scaling": "logit_scale",
         },
     ),
-}  # keys: model_type of config.json
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One tensor of a GGUF file. source: Name in the checkpoint. qtype: Type in the GGUF file."""
+    """One tensor of a GGUF file. name, qtype: Name and type in the GGUF file. source: Name in the checkpoint."""
 
     name: str
     source: str
@@ -72,14 +73,14 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A written GGUF file. unquantized: Matrices that stay f16, because their rows do not divide into blocks."""
+    """A written GGUF file. unquantized: Matrices in f16, because their rows cannot be divided into blocks."""
 
     path: Path
     tokenizer: GGUFTokenizer
     unquantized: list[str]
 
     def lines(self) -> list[str]:
-        """Return remarks on the file."""
+        """Return lines of text about the file: unquantized matrices, tokenizer, and size."""
         lines, tokenizer = [], self.tokenizer
         if self.unquantized:
             lines.append(
@@ -94,19 +95,20 @@ class Written:
 
 
 def library() -> Any:
-    """Return the gguf package, which the extra gguf installs."""
+    """Return the Python package gguf, which the optional dependency draftlab[gguf] installs."""
     import gguf
 
     return gguf
 
 
 def architecture(directory: Path) -> Architecture:
-    """Return llama.cpp's architecture of a checkpoint.
+    """Return the architecture of llama.cpp for a checkpoint.
 
-    llama.cpp's "qwen2" requires heads x head_dim = width. Any other Qwen2 is written as a "llama" with biases.
+    llama.cpp's "qwen2" requires that heads x head_dim equals the width. Any other Qwen2 is written as a "llama" with
+    biases.
 
     Raises:
-        UserError: llama.cpp lacks the architecture, or computes another activation for it.
+        UserError: GGUF export does not support the architecture, or llama.cpp computes another activation for it.
     """
     config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
     model_type = str(config.get("model_type"))
@@ -116,7 +118,8 @@ def architecture(directory: Path) -> Architecture:
         )
     if config.get("hidden_act") != "silu":
         raise UserError(
-            f"{directory}: activation {config.get('hidden_act')!r}, but llama.cpp computes silu for this architecture"
+            f"{directory} has the activation {config.get('hidden_act')!r}, but llama.cpp computes silu for this "
+            "architecture"
         )
     if model_type == "qwen2" and shape.sizes["q"] != shape.hidden:
         return LLAMA
@@ -143,7 +146,8 @@ def write(directory: Path, file: Path, qtype: str) -> Written:
 def write_head(directory: Path, target: Path, config: HeadShape, file: Path, qtype: str) -> Written:
     """Write an EAGLE-3 head of the native layout as a GGUF file for llama.cpp, with the target's tokenizer.
 
-    llama.cpp's d2t holds the target's ids, while the native d2t holds differences of ids.
+    The tensor d2t maps ids of the head to ids of the target. llama.cpp stores the target's ids in it, while the native
+    layout stores differences of ids.
 
     Raises:
         UserError: llama.cpp does not know the target's tokenizer or the head's rotary scaling.
@@ -175,7 +179,7 @@ def _write(
     weights: Mapping[str, Tensor],
     settings: Mapping[str, object],
 ) -> Written:
-    """Write a file. directory: Directory with config.json. settings: Settings that only this architecture has."""
+    """Write a GGUF file. directory: Directory with config.json. settings: Settings that only this architecture has."""
     gguf, rope = library(), _rope(directory)
     unquantized = [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
     if rope["rope_type"] == "llama3":
@@ -226,7 +230,7 @@ def _write(
 
 
 def _head_info(source: str, dims: tuple[int, ...], qtype: str) -> TensorInfo:
-    """Return the TensorInfo of an EAGLE-3 head's tensor, with llama.cpp's name."""
+    """Return the TensorInfo of a tensor in an EAGLE-3 head, with its name in llama.cpp."""
     gguf = library()
     part = source.removeprefix("midlayer.")
     if part == "d2t":
@@ -244,14 +248,14 @@ def _head_info(source: str, dims: tuple[int, ...], qtype: str) -> TensorInfo:
 
 
 def _type_of(dims: tuple[int, ...], qtype: str) -> str:
-    """Return the stored type of a tensor: f32 for vectors, and f16 for rows that do not divide into blocks."""
+    """Return the type in which to store a tensor: f32 for a vector, f16 if its rows do not fit blocks, else qtype."""
     gguf = library()
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[qtype.upper()]][0]
     return "f32" if len(dims) < 2 else qtype if dims[-1] % block == 0 else UNQUANTIZED
 
 
 def tensor_infos(shape: Shape, qtype: str, kind: Architecture = LLAMA) -> list[TensorInfo]:
-    """Return the tensors of a GGUF file in the checkpoint's order. qtype: Type of the matrices."""
+    """Return the tensors of a GGUF file, in the order of the checkpoint. qtype: Type of the matrices."""
     gguf = library()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.names], shape.layers)
     infos = []
@@ -263,7 +267,7 @@ def tensor_infos(shape: Shape, qtype: str, kind: Architecture = LLAMA) -> list[T
 
 
 def interleave_halves(tensor: Tensor, info: TensorInfo, shape: Shape) -> Tensor:
-    """Interleave the halves of each head in a q or k tensor. Other tensors are returned unchanged."""
+    """Interleave the first and second half of the rows of each head in a q or k tensor. Other tensors are unchanged."""
     query, key = (f"{part}_proj." in info.source for part in "qk")
     if not (query or key):
         return tensor
@@ -272,7 +276,7 @@ def interleave_halves(tensor: Tensor, info: TensorInfo, shape: Shape) -> Tensor:
 
 
 def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
-    """Quantize a tensor to a type and back. A tensor whose rows do not divide into blocks is unchanged."""
+    """Quantize a tensor to a GGUF type and back. A tensor whose rows cannot be divided into blocks is unchanged."""
     gguf = library()
     code = gguf.GGMLQuantizationType[qtype.upper()]
     if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[code][0]:
@@ -335,7 +339,7 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
 
 
 def _context(directory: Path, config: dict[str, object]) -> int:
-    """Return the context in tokens, limited to the sliding window, within which attention is full."""
+    """Return the context in tokens: at most the sliding window, because the GGUF file describes full attention."""
     context, window = (
         checkpoint.max_model_len(directory, DEFAULT_CONTEXT),
         config.get("sliding_window"),
@@ -349,13 +353,17 @@ def _rope(directory: Path) -> dict[str, Any]:
     rope = {"rope_type": "default", **checkpoint.auto_config(directory).rope_parameters}
     if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
         raise UserError(
-            f"{directory}: rotary scaling {rope['rope_type']!r}; GGUF export supports only linear, llama3 and yarn"
+            f"{directory} has rotary scaling {rope['rope_type']!r}, but GGUF export supports only linear, llama3 and "
+            "yarn"
         )
     return rope
 
 
 def _rope_factors(directory: Path, shape: Shape) -> Tensor:
-    """Return the divisors of the unscaled rotary frequencies, [C / 2]. GGUF stores Llama 3's scaling as divisors."""
+    """Return the divisors of the unscaled rotary frequencies, [head_dim / 2].
+
+    GGUF stores Llama 3's rotary scaling in this form.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config: Any = checkpoint.auto_config(directory)

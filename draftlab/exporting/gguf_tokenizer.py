@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers in GGUF: tokens, merges, and the pre-tokenizer with which llama.cpp splits text."""
+"""Conversion of Hugging Face tokenizers to GGUF: tokens, merges, and llama.cpp's pre-tokenizer, which splits text."""
 
 import json
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A split of text before merging. The patterns are applied in order.
+    """How text is split into pieces before bytes are merged. The regular expressions are applied in order.
 
-    ignore_merges: Whether a piece that is a token in the vocabulary skips merging.
+    ignore_merges: Whether a piece that is a token in the vocabulary becomes that token without merging.
     """
 
     patterns: tuple[str, ...]
@@ -60,7 +60,7 @@ PRE_TOKENIZERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTokenizer:
-    """A tokenizer in GGUF's form. match: Share of the probe texts for which llama.cpp gives the same ids."""
+    """A tokenizer in GGUF's form. match: Fraction of the probe texts to which llama.cpp gives the same ids."""
 
     model: str  # gpt2: byte-level BPE; llama: SentencePiece
     pre: str
@@ -117,9 +117,9 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
 
 
 def nearest_pre_tokenizer(fast: Tokenizer) -> tuple[str, float]:
-    """Return llama.cpp's pre-tokenizer that gives the same ids for most probe texts, and the share of those texts.
+    """Return llama.cpp's pre-tokenizer that gives most probe texts the same ids, and the fraction of those texts.
 
-    Of equally good pre-tokenizers, the one with the tokenizer's own patterns is returned, else the first.
+    If several pre-tokenizers are equally good, prefer the one whose patterns the tokenizer has, and then the first.
     """
     spec = json.loads(fast.to_str())
     spelled = json.dumps(spec["pre_tokenizer"])
@@ -137,7 +137,7 @@ def nearest_pre_tokenizer(fast: Tokenizer) -> tuple[str, float]:
 
 
 def set_pre_tokenizer(spec: dict[str, Any], pre_tokenizer: PreTokenizer) -> None:
-    """Write a pre-tokenizer into the JSON of a byte-level tokenizer."""
+    """Replace the pre-tokenizer in `spec`, the parsed tokenizer.json of a byte-level tokenizer."""
     splits = [
         {"type": "Split", "pattern": {"Regex": e}, "behavior": "Isolated", "invert": False}
         for e in pre_tokenizer.patterns
@@ -178,7 +178,7 @@ def _tokens(
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Return token scores: earlier merges have higher scores, because llama.cpp merges the highest score first."""
+    """Return a score for each token. Earlier merges score higher, because llama.cpp merges the highest score first."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)

@@ -1,4 +1,4 @@
-"""Drafts as Hugging Face directories, with the target's tokenizer and number of logits, in one dtype."""
+"""Export of drafts as Hugging Face directories, with the target's tokenizer and number of logits, in one dtype."""
 
 import contextlib
 import tempfile
@@ -18,7 +18,13 @@ from draftlab.training.vocabulary import resize
 def write(
     draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dtype: torch.dtype | None
 ) -> list[str]:
-    """Write a draft, and return the changes as text. vocab: Number of logits. dtype: None keeps the stored type."""
+    """Write a draft as a Hugging Face directory, and return a list of what was changed.
+
+    Args:
+        tokenizer_from: Directory whose tokenizer files are copied.
+        vocab: Number of logits to resize the draft to. None keeps the number.
+        dtype: Type of the written weights. None keeps the stored type.
+    """
     changed = []
     stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:
@@ -29,7 +35,7 @@ def write(
     if (ids := read_head_ids(draft, checkpoint.vocab_size(draft))) is not None:
         config, source = as_whole(config, checkpoint.Weights(draft), ids)
         changed.append(
-            f"trimmed head of {len(ids):,} ids completed to all ids; each new row is the mean of the trimmed rows"
+            f"trimmed LM head of {len(ids):,} ids completed to all ids; each new row is the mean of the trimmed rows"
         )
     weights = ((name, tensor.to(dtype or stored)) for name, tensor in source)
     saving.write_checkpoint(out, config, weights, tokenizer_from)
@@ -53,7 +59,7 @@ def write_fake_quantized(draft: Path, out: Path, qtype: str) -> None:
 
 @contextlib.contextmanager
 def as_quantized(draft: Path, qtype: str | None) -> Iterator[Path]:
-    """Yield a directory with the draft rounded to a GGUF type. None and f32 round nothing."""
+    """Yield a directory with the draft's weights rounded to a GGUF type, or the draft itself for None and f32."""
     if qtype in (None, "f32"):
         yield draft
         return
@@ -63,7 +69,7 @@ def as_quantized(draft: Path, qtype: str | None) -> Iterator[Path]:
 
 
 def parse_quantized_name(name: str) -> tuple[str, str | None]:
-    """Split 'draft@q8_0' into name and type. A name without a known type gives None as the type."""
+    """Split a name such as 'draft@q8_0' into name and GGUF type. Without a known type at its end, the type is None."""
     base, _, qtype = name.rpartition("@")
     return (base, qtype) if base and qtype in ROUNDED else (name, None)
 

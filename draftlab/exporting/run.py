@@ -1,4 +1,4 @@
-"""An export on disk: a directory or GGUF file with a model card, a server's start script, and its verification."""
+"""Write an export: a directory or GGUF file with a model card and a server's start script. Verify it in that server."""
 
 import tempfile
 from collections.abc import Sequence
@@ -24,13 +24,14 @@ from draftlab.results.score import Score
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, Sampling, ServerTrial
 
-NEW_TOKENS = 64  # tokens of a text to verify with
-TURN_TOKENS = 128  # tokens of an answer to an earlier turn, score's default
+NEW_TOKENS = 64  # length of each text that verifies an export
+# most tokens in the target's answer to an earlier turn, as by default in draftlab score
+TURN_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenK:
-    """The number of drafted tokens, and the reason. by_batch: K by batch size, for servers that change K."""
+    """How many tokens to draft per step, and why. by_batch: K by batch size, for servers that support that."""
 
     k: int
     reason: str
@@ -39,7 +40,7 @@ class ChosenK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verifier:
-    """The server program that verifies an export, and the requests that it answers."""
+    """The server program in which to verify an export, and the requests to send to it."""
 
     program: Path
     prompts: Prompts
@@ -51,7 +52,7 @@ class Verifier:
 class Exported:
     """A finished export.
 
-    lines: Text for a person. notes: Entries of draftlab.json. advice: Reason not to serve the draft, or "".
+    lines: Text to print. notes: Entries of draftlab.json. advice: Reason not to serve the draft, or "".
     """
 
     lines: list[str]
@@ -69,12 +70,16 @@ def export(
     scores: Sequence[Score],
     verifier: Verifier | None,
 ) -> Exported:
-    """Write a draft or head for a server.
+    """Export a draft or head in a form, and verify the export in a server if there is a verifier.
 
-    target: Name of the target in script and card. scores: Scores of this draft, the newest first.
+    Args:
+        target: Name of the target in the start script and in the model card.
+        chosen: Number of tokens to draft.
+        scores: Scores of this draft, the newest first.
 
     Raises:
-        UserError: The disk is full, or the server does not start, or its acceptance differs from draftlab's engine.
+        UserError: The disk is full, the server does not start, or its acceptance differs from that of draftlab's
+            engine.
     """
     draft = artifact.path
     serving = target_name(target, artifact.target)
@@ -140,9 +145,14 @@ def export(
 def _verify(
     artifact: Exportable, form: Form, directory: Path, written: Path, k: int, verifier: Verifier
 ) -> tuple[Prompts, verify.Verification]:
-    """Return a prompt for every turn, and the comparison of the server's acceptance with draftlab's.
+    """Compare acceptance in the server with acceptance in draftlab. Return the prompts, and the comparison.
 
-    directory: The export as a Hugging Face directory. written: File or directory that the server loads.
+    Args:
+        directory: The export as a Hugging Face directory.
+        written: File or directory that the server loads.
+
+    Returns:
+        A prompt for every turn of the verifier's conversations, and the comparison.
     """
     server, target = form.server, artifact.target
     assert server is not None  # the settings require it with --verify-with
@@ -188,7 +198,7 @@ def _verify(
 
 
 def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
-    """Return a prompt for every turn, with the target's greedy answers to earlier turns. model: The target."""
+    """Return a prompt for every turn, which has the target's greedy answers to earlier turns. model: The target."""
     sampling = SamplingParams(
         max_tokens=TURN_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target)
     )
@@ -202,7 +212,7 @@ def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
 
 
 def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -> Sampling:
-    """Return how the draft samples above temperature 0: by the method that did best in the verification, if any."""
+    """Return how the draft samples at temperatures above 0: the best method of the verification, or the default."""
     if heterogeneous:
         return Sampling("greedy", "the only method of vLLM for different vocabularies")
     if verified is None or len(verified.by_method) == 1:
@@ -215,14 +225,14 @@ def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -
 
 
 def target_name(named: str, target: Path) -> str:
-    """Return the target's name for a script that runs in any folder: an absolute path, or a hub name."""
+    """Return the target's name for a script that may run in any folder: an absolute path, or a name on the hub."""
     if Path(named).is_dir():
         return str(Path(named).absolute())
     return named if named.count("/") == 1 or not target.exists() else str(target.absolute())
 
 
 def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -> ChosenK:
-    """Return K and the reason: the K asked for, else the best K of the newest score, else the draft's default."""
+    """Return K and the reason: the K asked for, else the best K of the newest score, else the draft's default K."""
     scores, measured = _alone(scores), ""
     if scores:
         measured = scores[0].headline()
@@ -240,12 +250,12 @@ def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -
 
 
 def _alone(scores: Sequence[Score]) -> list[Score]:
-    """Return the scores in which the draft is the only drafter, because prompt lookup before a head is not exported."""
+    """Return the scores with the draft as the only drafter. Pairs, such as lookup with a head, cannot be exported."""
     return [score for score in scores if "," not in score.name]
 
 
 def advice(scores: Sequence[Score], draft: Path) -> str:
-    """Return the reason not to serve a draft yet, or "" if a score shows no loss against plain decoding."""
+    """Return the reason not to serve a draft yet, or "" if the newest score shows no loss against plain decoding."""
     scores = _alone(scores)
     if not scores:
         return f"{draft.name} is not measured yet; run draftlab score --draft {draft} before you serve it"
@@ -256,7 +266,7 @@ def advice(scores: Sequence[Score], draft: Path) -> str:
             "other work"
         )
     return (
-        f"do not serve {draft.name}: with it the target runs at {gain.as_speedup()} of its own speed"
+        f"do not serve {draft.name}: with it the target runs at {gain.as_speedup()} of its speed without a draft"
         if gain.high < 1
         else ""
     )

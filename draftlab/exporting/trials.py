@@ -15,16 +15,23 @@ from draftlab.prompts import file_prompts
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Finding, error, ok
 
-UNTRAINED = 0.9  # cross-entropy over log(vocabulary) from which a draft counts as untrained
-USELESS = 1.05  # tokens per target pass below which a head counts as useless
-K, TOKENS = 3, 24  # drafted tokens, and tokens of each text
-PROMPTS, PROMPT_TOKENS = 8, 96  # held-out text
+UNTRAINED = 0.9  # a draft whose cross-entropy divided by log(vocabulary size) is at least this counts as untrained
+USELESS = 1.05  # a head with fewer tokens per target pass counts as useless
+K, TOKENS = 3, 24  # number of drafted tokens per step, and of tokens in each text
+PROMPTS, PROMPT_TOKENS = 8, 96  # number and length of the held-out prompts
 
 
 def trial_prompts(
     model: Path, data: str, file: Path | None, count: int = PROMPTS, length: int = PROMPT_TOKENS
 ) -> list[list[int]]:
-    """Return token ids of held-out text, or of the first turns of a prompt file. count: Largest number of prompts."""
+    """Return prompts as token ids: pieces of held-out text or, if there is a prompt file, the first turns in it.
+
+    Args:
+        model: Directory of the tokenizer.
+        data: Data whose held-out text is used.
+        count: Largest number of prompts.
+        length: Number of tokens of each piece of held-out text.
+    """
     tokenizer = checkpoint.load_tokenizer(model)
     if file is None:
         return heldout_prompts(hub.check_data(data), tokenizer, count=count, length=length, seed=0)
@@ -33,7 +40,7 @@ def trial_prompts(
 
 
 def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -> Finding:
-    """Judge the perplexity of text. prompts: Token ids."""
+    """Judge by the perplexity of text whether a draft is trained. prompts: The text, as token ids."""
     texts = [(np.array(ids[:1]), np.array(ids[1:])) for ids in prompts]
     scored = score_tokens(model, texts, vocab, SamplingParams(temperature=1.0))
     logprobs = np.concatenate([s.logprobs for s in scored])
@@ -43,13 +50,13 @@ def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -
             "the draft computes NaN logits",
             "its weights are damaged or overflow; train the draft again",
         )
-    # a trimmed head gives -inf for the tokens that it lacks
+    # a trimmed LM head gives -inf for tokens that it lacks
     return judge_perplexity(-float(logprobs[np.isfinite(logprobs)].mean()), vocab)
 
 
 def judge_perplexity(cross_entropy: float, vocab: int) -> Finding:
     text = (
-        f"{math.exp(min(cross_entropy, 50)):,.4g} on held-out text; random guessing has {vocab:,}"
+        f"{math.exp(min(cross_entropy, 50)):,.4g} on held-out text; random guessing gives {vocab:,}"
     )
     if not cross_entropy < UNTRAINED * math.log(vocab):
         return error(
@@ -61,10 +68,10 @@ def judge_perplexity(cross_entropy: float, vocab: int) -> Finding:
 
 
 def check_decoding(model: Decoder, prompts: Sequence[list[int]]) -> Finding:
-    """Decode with the draft as both draft and target. The target must accept every drafted token."""
+    """Decode with the model as both draft and target, and check that every drafted token is accepted."""
     steps = _decode(model, ModelDrafter(model), [ids[:16] for ids in prompts])
     drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
-    text = f"as draft and target at once it accepts {accepted} of {drafted} tokens"
+    text = f"with the draft as its own target, {accepted} of {drafted} drafted tokens are accepted"
     if accepted < drafted:
         return error(
             "decoding",
@@ -75,7 +82,7 @@ def check_decoding(model: Decoder, prompts: Sequence[list[int]]) -> Finding:
 
 
 def check_acceptance(target: Decoder, drafter: Drafter, prompts: Sequence[list[int]]) -> Finding:
-    """Decode with a head, and judge the tokens per target pass."""
+    """Decode greedily with a head, and judge by the tokens per target pass whether the head works."""
     steps: list[Step] = []
     for ids in prompts:
         steps += _decode(target, drafter, [ids])[1:]
@@ -83,8 +90,8 @@ def check_acceptance(target: Decoder, drafter: Drafter, prompts: Sequence[list[i
     text = f"{length:.2f} tokens per target pass at K = {K} on {len(prompts)} prompts, greedily"
     if length < USELESS:
         fix = (
-            "the head is useless: it may need another norm_before_residual or other layer ids than its "
-            "config.json has"
+            "the head is useless: it may need another norm_before_residual or other layer ids than those in its "
+            "config.json"
         )
         return error("acceptance", text, fix)
     return ok("acceptance", text)

@@ -1,7 +1,7 @@
 """Verification of an export: its acceptance in the server must equal its acceptance in draftlab's engine.
 
-A draft that a conversion damaged still gives fluent text, because the target verifies every token, but no speed-up. R
-texts.
+If a conversion damaged the draft, the text is still right, because the target verifies every token. Only the speed-up
+is lost. R texts.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ HOST = "127.0.0.1"
 def running(
     command: Sequence[object], environ: Mapping[str, str] | None = None
 ) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    """Start a server on a free port, and yield its client and its process. The server is stopped after the block.
+    """Start a server on a free port, and yield its client and its process. Stop the server after the block.
 
     command: Command without --host and --port.
 
@@ -83,7 +83,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: IO[str], name: st
 
 
 def reason(log: str) -> str:
-    """Return the line of a server's log that says why it ended; vLLM prints further errors after that line."""
+    """Return the line of a server's log that says why the server ended. vLLM prints other errors after that line."""
     errors = [line.strip() for line in log.splitlines() if "rror" in line]
     causes = [line for line in errors if not any(text in line for text in ENVELOPES)]
     return ((causes or errors or ["it printed no error"])[-1])[-300:]
@@ -92,7 +92,7 @@ def reason(log: str) -> str:
 ENVELOPES = ("Engine core initialization failed", "EngineCore failed", "See root cause above")
 
 
-# otherwise vLLM's CPU build takes half of the memory, and one core for each thread
+# without these variables, vLLM's CPU build takes half of the memory, and binds each thread to a core
 VLLM_ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -102,10 +102,14 @@ VLLM_ON_CPU = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetTexts:
-    """Texts of the target. tokens: Number of scored tokens of each text, [R].
+    """Texts of the target on which to compare a server with draftlab.
 
-    The target writes greedy texts, with k more tokens than are scored, since every step drafts k tokens. The server
-    writes sampled texts, so completions are empty until it has answered.
+    At temperature 0 draftlab lets the target write the texts, with k more tokens than are compared, since every step
+    drafts k tokens. Above temperature 0 the server writes them, so `completions` are empty until it has answered.
+
+    Args:
+        tokens: Number of tokens of each text to compare, [R].
+        k: Number of tokens drafted per step.
     """
 
     prompts: list[list[int]]
@@ -125,7 +129,8 @@ class TargetTexts:
         return max(map(len, self.prompts)) + max(self.tokens)
 
 
-Counts = Mapping[SampleMethod, np.ndarray]  # draftlab's tokens and steps of each text, [R, 2]
+# number of tokens and steps of each text in draftlab, [R, 2]
+Counts = Mapping[SampleMethod, np.ndarray]
 # probability that each token of each text is accepted, [n] or [n, K] each
 Chances = Mapping[SampleMethod, Sequence[np.ndarray]]
 Count = Callable[[TargetTexts], Counts]
@@ -133,9 +138,9 @@ Count = Callable[[TargetTexts], Counts]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Acceptance length in draftlab, with a 95 % interval over texts, and in the server.
+    """The acceptance length in the server (measured), and in draftlab (expected, with a 95 % interval over texts).
 
-    by_method: Acceptance length in draftlab by sampling method of the draft. At temperature 0 only greedy.
+    by_method: Acceptance length in draftlab, by the draft's sampling method. At temperature 0 only "greedy".
     """
 
     runtime: str
@@ -149,7 +154,7 @@ class Verification:
     details: str
 
     def facts(self) -> dict[str, object]:
-        """Return the verification as JSON values. gap is the server's acceptance length minus draftlab's."""
+        """Return the verification as JSON values. `gap` is the server's acceptance length minus draftlab's."""
         expected = self.expected
         numbers = {
             "measured": self.measured,
@@ -178,7 +183,7 @@ class Verification:
 
 
 def to_sample(prompts: list[list[int]], tokens: int, k: int, temperature: float) -> TargetTexts:
-    """Return texts without completions, which the server will write."""
+    """Return texts with empty completions, which the server will write. tokens: Length of each text."""
     empty: list[list[int]] = [[] for _ in prompts]
     return TargetTexts(
         prompts=prompts,
@@ -192,7 +197,7 @@ def to_sample(prompts: list[list[int]], tokens: int, k: int, temperature: float)
 def generate_texts(
     model: Decoder, prompts: list[list[int]], sampling: SamplingParams, k: int
 ) -> TargetTexts:
-    """Generate each text greedily up to its end, and k more tokens."""
+    """Let the target write each text greedily, to its end and k tokens beyond."""
     longer = replace(sampling, max_tokens=sampling.max_tokens + k, stop_token_ids=())
     completions, lengths = [], []
     for ids in output_tokens(decode(model, prompts, longer)):
@@ -209,10 +214,14 @@ def chances_of(
     load_target: Callable[[], Decoder],
     vocab: int,
 ) -> Chances:
-    """Return the probability that each token of the texts is accepted, from a draft's scores of the tokens.
+    """Return the probability that each token of the texts is accepted, by the draft's sampling method.
 
-    A greedy draft has 0 or 1. Above temperature 0 the target scores the texts, too, for a draft that samples. vocab:
-    Number of logits that the target samples from.
+    For a greedy draft it is 0 or 1. Above temperature 0 a draft may also sample; then the target scores the texts, too.
+
+    Args:
+        scores: The draft's log-probabilities and ranks of the tokens.
+        load_target: Function that loads the target. It is called only above temperature 0.
+        vocab: Number of logits that the target samples from.
     """
     greedy = [scored.ranks == 0 for scored in scores]
     if texts.temperature == 0:
@@ -225,10 +234,10 @@ def chances_of(
 
 
 def counts_of(chances: Chances, texts: TargetTexts) -> Counts:
-    """Count the steps of a draft over texts at their temperature.
+    """Count the steps that speculative decoding takes for the texts, by the draft's sampling method.
 
-    A greedy draft has an exact number of steps (greedy_steps). A draft that samples has an expected number of steps
-    (acceptance/expected).
+    For a greedy draft the number of steps is exact (greedy_steps). For a draft that samples it is the expected number
+    (expected_steps).
     """
     counts: dict[SampleMethod, np.ndarray] = {"greedy": count_steps(chances["greedy"], texts)}
     if "probabilistic" in chances:
@@ -237,7 +246,9 @@ def counts_of(chances: Chances, texts: TargetTexts) -> Counts:
 
 
 def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndarray:
-    """Return tokens and expected steps of each text, [R, 2]. Each step drafts k tokens; the prefill gives the first.
+    """Return the number of tokens and the expected number of steps of each text, [R, 2].
+
+    Each step drafts texts.k tokens. The first token of a text is not counted, because the prefill gives it.
 
     chances: Probability that each token is accepted, [n], or [n, K] with a column per position in the draft.
     """
@@ -245,17 +256,22 @@ def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndar
     counts = expected.chain(
         expected.texts_of([row[1:] for row in chances], lengths + texts.k), texts.k
     )
-    # a step that the end of the text cuts also counts its target token
+    # if a step ends the text with a drafted token, the token that the target would add is counted, too
     return np.stack([counts.tokens + counts.truncated, counts.steps], 1)
 
 
 def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tuple[int, int]:
-    """Return tokens and steps of speculative decoding of one text. The prefill gives the first token.
+    """Count the tokens and the steps of speculative decoding of one text with a greedy draft.
 
-    hits: Whether the draft's most probable token is the text's token, [n]; or [n, K], where column j is for a step that
-    began j tokens earlier. Tokens after the n-th do not count. At any temperature of the target, a
-    server accepts a token of a greedy draft exactly if it is the text's token, because a rejected token is replaced by
-    a different token.
+    The first token is not counted, because the prefill gives it. At any temperature of the target, the server accepts
+    a token of a greedy draft exactly if it is the token in the text, because a rejected token is replaced by a
+    different token.
+
+    Args:
+        hits: Whether the draft's most probable token is the token in the text, [n]; or [n, K], where column j is for a
+            step that began j tokens earlier. Tokens after the n-th are taken as misses.
+        k: Number of tokens drafted per step.
+        tokens: Number of tokens of the text to count.
     """
     rows = np.asarray(hits)
     by_age, at, steps = (
@@ -270,7 +286,7 @@ def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tupl
 
 
 def count_steps(hits: Sequence[np.ndarray], texts: TargetTexts) -> np.ndarray:
-    """Return tokens and steps of each text, [R, 2]."""
+    """Return the number of tokens and of steps of each text with a greedy draft, [R, 2]. hits: See greedy_steps."""
     rows = zip(hits, texts.tokens, strict=True)
     return np.array([greedy_steps(row, texts.k, tokens) for row, tokens in rows], dtype=np.float64)
 
@@ -284,10 +300,13 @@ def verify(
     ends: Sequence[int],
     method: SampleMethod,
 ) -> Verification:
-    """Start the server with target and draft, read its counters, and compare them with draftlab's.
+    """Start a server with target and draft, and compare its acceptance length with draftlab's.
 
-    count: Counts draftlab's steps, see counts_of. ends: The target's end-of-text tokens. method: Sampling of the draft
-    above temperature 0.
+    Args:
+        program: The server's program.
+        count: Function that counts draftlab's steps on the texts (see counts_of).
+        ends: End-of-text tokens of the target.
+        method: How the draft samples above temperature 0.
 
     Raises:
         UserError: The server does not start, or its acceptance differs from draftlab's.
@@ -303,20 +322,23 @@ def verify(
     result = compare(f"{server.name} {client.version}", texts, counts, measured, details, method)
     if not result.expected.low <= measured <= result.expected.high:
         raise UserError(
-            "--verify-with: the export accepts more or fewer tokens than the draft in draftlab. "
+            "--verify-with: in the server, more or fewer drafted tokens are accepted than in draftlab. "
             f"{result.line()}"
         )
     return result
 
 
 def lengths_before_end(texts: TargetTexts, ends: Sequence[int]) -> list[int]:
-    """Return the number of tokens of each text without its end-of-text token, [R]."""
+    """Return the number of tokens of each text, not counting an end-of-text token at its end, [R]."""
     pairs = zip(texts.completions, texts.tokens, strict=True)
     return [length - (ids[length - 1] in ends) for ids, length in pairs]
 
 
 def as_served(texts: TargetTexts, completions: list[list[int]]) -> tuple[TargetTexts, str]:
-    """Return the texts to count steps in, and a remark. Above temperature 0 the server's completions are used."""
+    """Return the texts in which to count draftlab's steps, and a remark on the server's completions.
+
+    At temperature 0 the texts are the target's, and above it the server's completions.
+    """
     if texts.temperature == 0:
         same: list[bool] = []
         for written, ids in zip(completions, texts.completions, strict=True):
@@ -327,7 +349,10 @@ def as_served(texts: TargetTexts, completions: list[list[int]]) -> tuple[TargetT
 
 
 def counts_in(server: ServerKind, counts: Counts, texts: TargetTexts) -> Counts:
-    """Return the counts as this server counts. A server with cuts_last_step drafts greedily and stops at the end."""
+    """Convert draftlab's counts to those that the server makes of the same steps.
+
+    A server with cuts_last_step drafts greedily, and does not count tokens beyond the end of a text.
+    """
     if not server.cuts_last_step:
         return counts
     return {"greedy": np.stack([np.array(texts.tokens) - 1.0, counts["greedy"][:, 1]], 1)}
@@ -341,7 +366,7 @@ def compare(
     details: str,
     method: SampleMethod = "greedy",
 ) -> Verification:
-    """Compare a server's acceptance length with draftlab's. method: Sampling of the draft above temperature 0."""
+    """Compare a server's acceptance length with draftlab's. method: How the draft samples above temperature 0."""
     method = method if texts.temperature and method in counts else "greedy"
     lengths: dict[SampleMethod, float] = {}
     for name, rows in counts.items():

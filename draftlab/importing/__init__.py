@@ -1,1 +1,1 @@
-"""Checkpoints in other layouts, made Hugging Face directories."""
+"""Conversion of checkpoints in other layouts to Hugging Face directories."""

@@ -1,6 +1,7 @@
-"""GGUF files.
+"""Reading of GGUF files.
 
-transformers reads a file; this module adds what it misses: rotary scaling, biases, head size, special ids.
+The reader is that of transformers. This module adds what the reader ignores: rotary scaling, biases, head_dim and
+special ids.
 
 F elements of a rotary table, half of head_dim.
 """
@@ -32,18 +33,15 @@ from draftlab.reading import reading
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings this module completes
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-LONG = (
-    "tokenizer.ggml.tokens",
-    "tokenizer.ggml.merges",
-    "tokenizer.ggml.scores",
-)  # settings that are slow to read and not needed
+# settings that are slow to read, and that nothing here needs
+LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
 SPECIAL = {
     "bos": "tokenizer.ggml.bos_token_id",
     "eos": "tokenizer.ggml.eos_token_id",
     "unk": "tokenizer.ggml.unknown_token_id",
     "pad": "tokenizer.ggml.padding_token_id",
 }
-# values of tokenizer.ggml.pre that llama.cpp treats alike
+# tokenizer.ggml.pre -> name of the pre-tokenizer that llama.cpp applies for it
 ALIASES = {
     "mpt": "gpt-2",
     "olmo": "gpt-2",
@@ -70,8 +68,13 @@ ALIASES = {
 class GGUFHeader:
     """The metadata of a GGUF file.
 
-    types: Number of weights in matrices by type. rope_factors: Divisors of the unscaled rotary frequencies, [F], if the
-    file has them. special: bos, eos, unk and pad tokens, if the file has them.
+    Args:
+        settings: Key-value pairs of the file, without the long ones.
+        names: Names of the tensors.
+        types: Number of weights in matrices, by GGUF type.
+        weights: Number of all weights.
+        rope_factors: Divisors of the unscaled rotary frequencies, [F], if the file has them.
+        special: The bos, eos, unk and pad tokens that the file has, by these names.
     """
 
     file: Path
@@ -87,13 +90,13 @@ class GGUFHeader:
         return str(self.settings["general.architecture"])
 
     def setting(self, name: str) -> Any:
-        """Return a setting of the architecture, such as "rope.scaling.type", or None."""
+        """Return a setting of the file's architecture, such as "rope.scaling.type", or None if the file lacks it."""
         return self.settings.get(f"{self.architecture}.{name}")
 
     def dtype(self) -> torch.dtype:
         """Return the dtype that stores most matrices exactly, or bfloat16 if the matrices are quantised.
 
-        bfloat16 rounds each weight by at most 1/256 of its size. Quantisation has already moved the weight by up to
+        bfloat16 changes each weight by at most 1/256 of its value. Quantisation has already changed the weight by up to
         1/254 (8 bits) or 1/16 (4 bits) of the largest weight in its block, so float32 would only double the size.
         """
         return FLOATS.get(self.types.most_common(1)[0][0], torch.bfloat16)
@@ -105,7 +108,11 @@ def describe(header: GGUFHeader) -> str:
 
 
 def read_header(file: Path) -> GGUFHeader:
-    """Read the metadata of a file. Raises UserError: the file is no GGUF file, or is truncated."""
+    """Read the metadata of a GGUF file.
+
+    Raises:
+        UserError: The file is not a GGUF file, is truncated, has data after its last tensor, or is one part of several.
+    """
     gguf = library()
     with reading(f"{file} is not a readable GGUF file"):
         reader = gguf.GGUFReader(file)
@@ -123,10 +130,12 @@ def read_header(file: Path) -> GGUFHeader:
     blocks = {t.name.split(".")[1] for t in reader.tensors if t.name.startswith("blk.")}
     count = settings.get(f"{settings.get('general.architecture')}.block_count")
     if count != len(blocks):
-        raise UserError(f"{file} has {len(blocks)} blocks, and its block_count is {count}")
+        raise UserError(f"{file} has {len(blocks)} blocks, but its block_count is {count}")
     end = max((int(t.data_offset + t.n_bytes) for t in reader.tensors), default=0)
     if file.stat().st_size >= end + 2 * reader.alignment:
-        raise UserError(f"{file} goes on behind its last tensor, at byte {end:,}; is it two files?")
+        raise UserError(
+            f"{file} has more data after its last tensor, which ends at byte {end:,}; were two files joined?"
+        )
     if settings.get("split.count", 0) > 1:
         raise UserError(
             f"{file} is one of {settings['split.count']} parts of a model; join the parts with llama-gguf-split "
@@ -153,10 +162,10 @@ def read_header(file: Path) -> GGUFHeader:
 
 
 def load_config(header: GGUFHeader) -> Any:
-    """Return the transformers config that the file describes.
+    """Return the transformers config of the model in a GGUF file.
 
     Raises:
-        UserError: transformers does not support the architecture or a setting.
+        UserError: transformers or this module does not support the architecture or a setting.
     """
     from transformers import AutoConfig
 
@@ -178,7 +187,7 @@ def load_config(header: GGUFHeader) -> Any:
 
 
 def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
-    """Return the transformers model of a file, after a check that all weights were loaded.
+    """Load a GGUF file as a transformers model, and check that all weights were loaded.
 
     Raises:
         UserError: The reader of transformers fails or omits weights.
@@ -188,9 +197,8 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
 
     logging.disable_progress_bar()
     config = load_config(header)
-    stream = (
-        sys.stderr if sys.stderr.isatty() else io.StringIO()
-    )  # takes the progress bar of transformers' reader
+    # where the reader of transformers writes its progress bar
+    stream = sys.stderr if sys.stderr.isatty() else io.StringIO()
     with reading(f"{header.file} cannot be loaded"), contextlib.redirect_stderr(stream):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             header.file.parent,
@@ -204,7 +212,7 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
     weights = sum(parameter.numel() for parameter in model.parameters())
     if info["missing_keys"] or weights != header.weights:
         raise UserError(
-            f"{header.file} has {header.weights:,} weights, but transformers loads only {weights:,}, without "
+            f"{header.file} has {header.weights:,} weights, but the model in transformers has {weights:,}; not found: "
             f"{sorted(info['missing_keys'])[:1]}; import this model from another format than GGUF"
         )
     vars(model).pop("hf_quantizer", None)  # else transformers refuses to save the dequantised model
@@ -213,7 +221,7 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
 
 
 def special_ids(header: GGUFHeader) -> dict[str, int | list[int]]:
-    """Return bos_token_id, eos_token_id (a list if there are several) and pad_token_id, if the file has them."""
+    """Return those of bos_token_id, eos_token_id and pad_token_id that the file has. Several eos ids are a list."""
     ids = {
         name: header.settings.get(f"tokenizer.ggml.{name}_token_id")
         for name in ("bos", "eos", "eot", "eom")
@@ -228,10 +236,12 @@ def special_ids(header: GGUFHeader) -> dict[str, int | list[int]]:
 
 
 def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
-    """Return the file's tokenizer with its chat template and llama.cpp's pre-tokenisation.
+    """Return the tokenizer of a GGUF file, with its chat template and llama.cpp's pre-tokenizer.
+
+    context: The tokenizer's model_max_length. None or 0 leaves it open.
 
     Raises:
-        UserError: The kind of vocabulary or pre-tokeniser is unknown.
+        UserError: The kind of vocabulary or pre-tokenizer is unknown.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -253,22 +263,22 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a float32 as the shortest equal decimal: 1e-05, not 9.999999747378752e-06."""
+    """Return the shortest decimal that equals a float as float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _completed(config: Any, header: GGUFHeader) -> Any:
-    """Return the config, completed with the settings that transformers' reader ignores."""
+    """Return the config of transformers' reader with the settings of the file that this reader ignores."""
     biases = {
         name.split(".")[2]
         for name in header.names
         if name.endswith(".bias") and name.startswith("blk.0.")
     }
     if header.architecture == "llama" and "attn_q" in biases and "attn_output" not in biases:
-        # llama.cpp's form of a Qwen2 whose heads do not add up to its width
+        # in llama.cpp's conversion, a Qwen2 model whose heads x head_dim differs from its width is a llama like this
         config = _as(config, "qwen2")
     elif header.architecture == "llama":
-        # transformers fails to load the config that it makes for mistral
+        # transformers fails to load the mistral config that its reader makes for some files
         config = _as(config, "llama")
         config.attention_bias, config.mlp_bias = "attn_q" in biases, "ffn_down" in biases
     head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
@@ -312,15 +322,15 @@ def _rope(header: GGUFHeader, config: Any) -> dict[str, Any]:
     if kind == "linear":
         return scaled
     raise UserError(
-        f"{header.file}: rotary scaling {kind!r} is not supported; only linear, yarn and Llama 3's are"
+        f"{header.file} has rotary scaling {kind!r}, but only linear, yarn and Llama 3's scaling are supported"
     )
 
 
 def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
     """Return the llama3 rotary settings that give the file's rope_factors.
 
-    rope_factors are 1 for high frequencies, and the scaling factor for low frequencies. The settings are unique up to a
-    common scale, so low_freq_factor is set to 1 and high_freq_factor to 4, as in every checkpoint.
+    rope_factors are 1 for high frequencies, and equal the scaling factor for low frequencies. Several settings give the
+    same factors, so low_freq_factor is set to 1 and high_freq_factor to 4, as in every checkpoint.
     """
     factors = header.rope_factors or []
     most, low, high = max(factors), 1.0, 4.0
@@ -339,8 +349,8 @@ def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
         smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
         if not math.isclose(1 / f, (1 - smooth) / most + smooth, rel_tol=1e-3):
             raise UserError(
-                f"{header.file} has {ROPE_FACTORS}, which are supported only as Llama 3 has them; import another "
-                "format of this model"
+                f"{header.file} has values in {ROPE_FACTORS} that no Llama 3 scaling gives, and other scalings are not "
+                "supported; import this model from another format"
             )
     return {
         "rope_type": "llama3",
@@ -356,14 +366,14 @@ def _pre_tokenizer(header: GGUFHeader) -> PreTokenizer:
     known = ALIASES.get(name, name)
     if known not in PRE_TOKENIZERS:
         raise UserError(
-            f"{header.file}: unknown pre-tokeniser (tokenizer.ggml.pre: {name}); known: {', '.join(PRE_TOKENIZERS)}; "
-            "download the model's own repository instead"
+            f"{header.file} has an unknown pre-tokenizer (tokenizer.ggml.pre: {name}); known: "
+            f"{', '.join(PRE_TOKENIZERS)}; download the model's original repository instead"
         )
     return PRE_TOKENIZERS[known]
 
 
 def _drop_extra_tokens(spec: dict[str, Any], header: GGUFHeader) -> None:
-    """Remove unused ids, which converters name [PAD123], and tokens that transformers adds."""
+    """Remove from `spec` the unused ids, which converters name [PAD123], and the tokens that transformers adds."""
     types = header.settings["tokenizer.ggml.token_type"]
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < len(types)]
     vocabulary = spec["model"]["vocab"]

@@ -1,4 +1,4 @@
-"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories, and helpers of draftlab init."""
+"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories, and parts of draftlab init."""
 
 import importlib.util
 import json
@@ -22,12 +22,12 @@ from draftlab.reading import read_object, reading
 
 CODE_FOR_CHAT = (
     "is a chat model, but the data here is Python code, so a draft would learn to continue code. Use your users' "
-    "questions with answers: --data FILE.jsonl, or change data in draftlab.yaml"
+    "questions with answers: give --data FILE.jsonl, or change data in draftlab.yaml"
 )
 
 
 def is_imported(file: Path, out: Path) -> bool:
-    """Return whether the directory `out` was imported from this file, and the file has not changed since."""
+    """Return whether `out` is an import of `file`, and the file has not changed since the import."""
     record = provenance.read_record(out)
     if record is None or record.command != "import":
         return False
@@ -52,7 +52,7 @@ def smollm2_file() -> Path:
 
 
 def is_chat_model(target: str, *, fetch: bool) -> bool:
-    """Return whether the target's tokenizer has a chat template. fetch: Whether target may be a hub name."""
+    """Return whether the target's tokenizer has a chat template. fetch: Whether to fetch it if target is a hub name."""
     folder = hub.locate(target, weights=False) if fetch else Path(target)
     file = folder / "tokenizer_config.json"
     settings = read_object(file) if file.is_file() else {}
@@ -64,9 +64,10 @@ SHARD = "2GB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportSource:
-    """A checkpoint in another layout, and the dtype to write.
+    """A checkpoint to import: GGUF file, .bin files or adapter.
 
-    base: Checkpoint directory that an adapter is merged into. header: Metadata of a GGUF file.
+    dtype: Type of the weights to write. base: Directory of the checkpoint that an adapter is merged into. header:
+    Metadata of a GGUF file.
     """
 
     layout: Layout
@@ -89,18 +90,19 @@ class ImportSource:
 
 
 def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSource:
-    """Return the import source at a path or in a hub repository, whose .bin files or adapter are downloaded.
+    """Return the import source at a path, or in a hub repository. A repository's .bin files or adapter are downloaded.
 
-    dtype: None keeps the stored dtype. base: Base checkpoint of an adapter. None takes the base that the adapter's
-    config names.
+    Args:
+        dtype: Type of the weights to write. None keeps the stored type.
+        base: Base checkpoint of an adapter. None takes the base that the adapter's config names.
 
     Raises:
-        UserError: There is no such path, or nothing to import, or the source cannot be read.
+        UserError: There is no such path, there is nothing to import, or the files cannot be read.
     """
     layout = hub.import_source(name)
     if base is not None and layout.kind != "adapter":
         raise UserError(
-            f"--base {base}: {layout.path} is {NOUNS[layout.kind]}, and only adapters have a base; "
+            f"--base {base}: {layout.path} is {NOUNS[layout.kind]}, but only adapters have a base; "
             "leave --base out"
         )
     if layout.kind == "gguf":
@@ -113,7 +115,7 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
         directory = hub.locate(str(named))
     except UserError as error:
         raise UserError(
-            f"the base checkpoint of {layout.path}: {error}; name another base by --base"
+            f"the base checkpoint of {layout.path} cannot be used: {error}; name another base by --base"
         ) from None
     return ImportSource(
         layout=layout, dtype=dtype or checkpoint.Weights(directory).dtype, base=directory
@@ -121,11 +123,11 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
 
 
 def convert(source: ImportSource, output: Output) -> None:
-    """Write a Hugging Face directory. Raises UserError as load does."""
+    """Convert an import source to a Hugging Face directory. Raises UserError: load raises it."""
     with output.directory() as work:
         note(f"reading {source.layout.path} for {checkpoint.dtype_name(source.dtype)} weights")
         model = load(source)
-        # the generation config of the file may fail transformers' validation
+        # the file's own generation config may fail the validation of transformers
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.save_pretrained(work, max_shard_size=SHARD)
         fields = read_object(work / "config.json")
@@ -136,10 +138,8 @@ def convert(source: ImportSource, output: Output) -> None:
         else:
             directory = source.base or source.layout.path
             fields = checkpoint.read_config(directory)
-            for folder in (
-                directory,
-                source.layout.path,
-            ):  # an adapter's own tokenizer replaces the base's
+            # an adapter's own tokenizer replaces the base's
+            for folder in (directory, source.layout.path):
                 saving.copy_tokenizer(folder, work)
         fields = {
             name: value
@@ -152,7 +152,11 @@ def convert(source: ImportSource, output: Output) -> None:
 
 
 def load(source: ImportSource) -> Any:
-    """Return the model. Raises UserError: an adapter does not fit its base, or weights are not finite."""
+    """Load an import source as a transformers model, with an adapter merged into its base.
+
+    Raises:
+        UserError: The files cannot be read, the adapter does not fit its base, or a weight is not finite.
+    """
     if source.header is not None:
         model = gguf.load(source.header, source.dtype)
     elif source.base is not None:
@@ -165,7 +169,7 @@ def load(source: ImportSource) -> Any:
 
 
 def _stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype of the first matrix in the .bin files. Raises UserError: the files hold no such matrix."""
+    """Return the dtype of the first matrix in the first .bin file. Raises UserError: that file has no float matrix."""
     file = min(directory.glob("*.bin"))
     with reading(file):
         tensors = torch.load(file, map_location="cpu", weights_only=True)
@@ -173,7 +177,7 @@ def _stored_dtype(directory: Path) -> torch.dtype:
 
 
 def _merged(model: Any, source: ImportSource) -> Any:
-    """Return the model with the adapter merged into its weights. Raises UserError: a tensor fits no weight."""
+    """Merge an adapter into the weights of a model. Raises UserError: the adapter's tensors do not fit the model."""
     from peft import PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 

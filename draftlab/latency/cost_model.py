@@ -1,7 +1,7 @@
 """The latency of forward passes, measured or computed from a device's constants, and speed-up in closed form. No torch.
 
 T(w, B, L): milliseconds of a pass over w new tokens in each of B rows after L cached tokens. K drafted tokens per step,
-alpha acceptance probability of each token, c = T_draft(1) / T_target(1), beta = T_target(K + 1) / T_target(1).
+alpha acceptance probability of each drafted token, c = T_draft(1) / T_target(1), beta = T_target(K + 1) / T_target(1).
 """
 
 import itertools
@@ -31,20 +31,20 @@ BYTES = {
 
 
 class Point(Latency):
-    """T(width, batch, context)."""
+    """The latency of a pass over `width` tokens in each of `batch` rows after `context` cached tokens."""
 
     batch: PositiveInt
     context: NonNegativeInt
 
 
 class SteadyPoint(Point):
-    """T(1, batch, context) right after `after` consecutive passes of the same model."""
+    """The latency of a one-token pass that follows `after` consecutive passes of the same model."""
 
     after: PositiveInt
 
 
 def exact(ms: float, n: int = 0) -> dict[str, Any]:
-    """Return the fields of a Latency without a spread. n: Number of measurements, 0 for a computed time."""
+    """Return the fields of a Latency without a spread. n: Number of measurements, or 0 for a computed time."""
     return {"median_ms": ms, "low_ms": ms, "high_ms": ms, "n": n}
 
 
@@ -53,15 +53,15 @@ class Profile(FileModel):
 
     Args:
         sha256: Hash of the checkpoint. None for random weights, whose passes take the same time.
-        shape: None where transformers ran the model, and for a head.
+        shape: None for a head, a model on a server, and an architecture that draftlab's engine does not run.
         drafter: Kind of drafter with these passes, as --drafter names it; "model" also for a target. For a head,
-            forward has passes that read the target's states, and steady has passes that read the head's own states.
+            forward has passes that read the target's hidden states, and steady has passes that read the head's own.
         forward: Passes right after another model's pass, as in speculative decoding, at all points of a grid.
         steady: One-token passes after 1, 2, ... passes of the same model, and after many passes, as in plain decoding.
-        prefill: Passes of one row by prompt length.
-        host: Time of a step outside the passes, by verified tokens.
-        bandwidth_gbs: Upper bound, measured in the same run or assumed; None for a server.
-        matmul_tflops: Upper bounds by dtype, measured or assumed; empty for a server.
+        prefill: Passes of one row over its prompt, by prompt length.
+        host: Time of a step outside the passes, by the number of tokens that the step verifies.
+        bandwidth_gbs: Highest memory bandwidth, measured in the same run or assumed; None for a server.
+        matmul_tflops: Highest speed of matrix products by dtype, measured or assumed; empty for a server.
     """
 
     version: Literal[2] = 2
@@ -92,7 +92,8 @@ class Profile(FileModel):
             axes = [sorted(set(column)) for column in zip(*grid, strict=True)]
             if not grid or grid != list(itertools.product(*axes)) or axes[0][0] != 1:
                 raise ValueError(
-                    f"{name} must have each combination of batch (from 1 on) and context exactly once"
+                    f"{name} must be a complete grid: each combination of width, batch and context exactly once, from "
+                    "width 1 on (in steady: after instead of width)"
                 )
         after = sorted({p.after for p in self.steady})
         if after[:-1] != list(range(1, len(after))):
@@ -103,7 +104,7 @@ class Profile(FileModel):
             p.width for p in self.host
         ) != 1:
             raise ValueError(
-                "steady must have the batches and contexts of forward, and host must begin at width 1"
+                "steady must have the same batches and contexts as forward, and host must begin at width 1"
             )
         return self
 
@@ -113,14 +114,17 @@ class Profile(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """The curves of a profile, interpolated linearly between its points; the methods raise UserError outside them.
+    """The latency curves of a profile, interpolated linearly between the points of the profile.
+
+    The methods raise UserError for values outside the profile.
 
     Args:
-        grid: Milliseconds by width, batch and context, [W, B, L].
-        steady: Milliseconds by number of passes before, batch and context, [N, B, L].
-        prefill: Prompt lengths, and milliseconds.
-        host: Widths, and milliseconds.
-        extrapolate: Extend widths, contexts and prompt lengths linearly beyond the points. Batches never extend.
+        grid: Milliseconds of Profile.forward by width, batch and context, [W, B, L].
+        steady: Milliseconds of Profile.steady by number of passes before, batch and context, [N, B, L].
+        prefill: Prompt lengths, and the milliseconds of each.
+        host: Widths, and the milliseconds of each.
+        extrapolate: Whether to extrapolate widths, contexts and prompt lengths linearly. Batches are never
+            extrapolated.
     """
 
     profile: Profile
@@ -153,17 +157,26 @@ class CostModel:
         )
 
     def forward_ms(self, width: int, batch: int, contexts: np.ndarray) -> np.ndarray:
-        """Return T(width, batch, L) right after another model's pass, for every L in contexts."""
+        """Return the milliseconds of a pass right after another model's pass, for every context.
+
+        Each of `batch` rows has `width` new tokens.
+        """
         return self._over(
             self._along("width", self.widths, self.grid, np.array(width)), batch, contexts
         )
 
     def steady_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
-        """Return T(1, batch, L) after many passes of this model, as in plain decoding, for every L in contexts."""
+        """Return the milliseconds of a one-token pass after many passes of this model, for every context.
+
+        Plain decoding has such passes.
+        """
         return self._over(self.steady[-1], batch, contexts)
 
     def warmup_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
-        """Return by how much the first N one-token passes after another model's pass exceed steady_ms, [N, L]."""
+        """Return by how many milliseconds the first N one-token passes after another model's pass exceed steady_ms.
+
+        The shape is [N, L] for L contexts.
+        """
         each = [
             self.forward_ms(1, batch, contexts),
             *(self._over(plane, batch, contexts) for plane in self.steady[:-1]),
@@ -171,14 +184,14 @@ class CostModel:
         return np.stack(each) - self.steady_ms(batch, contexts)
 
     def prefill_ms(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the milliseconds of a pass of one row over its prompt, for every length."""
+        """Return the milliseconds of a pass over the prompt of one row, for every prompt length."""
         return self._along("prompt length", *self.prefill, lengths)
 
     def host_ms(self, width: int) -> float:
         return float(self._along("host width", *self.host, np.array(width)))
 
     def beyond(self, axis: Literal["width", "context", "prompt"], low: int, high: int) -> list[str]:
-        """Return a note for the results if the range from low to high is extrapolated, else []."""
+        """Return a list with a note if a part of the range from low to high is extrapolated, else an empty list."""
         xs = {"width": self.widths, "context": self.contexts, "prompt": self.prefill[0]}[axis]
         if xs[0] <= low and high <= xs[-1]:
             return []
@@ -207,7 +220,7 @@ class CostModel:
 
 
 def expected_tokens(alpha: float, k: int) -> float:
-    """Return the tokens per target pass when each drafted token is accepted independently.
+    """Return the tokens per target pass when each drafted token is accepted independently with probability alpha.
 
     (1 - alpha^(k + 1)) / (1 - alpha), Leviathan et al. 2023, eq. 1. alpha = 1 gives k + 1.
     """
@@ -215,7 +228,11 @@ def expected_tokens(alpha: float, k: int) -> float:
 
 
 def alpha_for(length: float, k: int) -> float:
-    """Return the alpha at which expected_tokens equals `length`. Raises UserError: there is no such alpha."""
+    """Return the acceptance probability at which a target pass gives `length` tokens, the inverse of expected_tokens.
+
+    Raises:
+        UserError: There is no such probability.
+    """
     if not 1 <= length <= k + 1:
         raise UserError(
             f"acceptance length {length:g} is impossible at K = {k}; it must be between 1 and {k + 1}"
@@ -230,39 +247,50 @@ def alpha_for(length: float, k: int) -> float:
 
 
 def break_even_length(k: int, c: float, beta: float = 1.0, host: float = 0.0) -> float:
-    """Return the tokens per target pass at which drafting neither gains nor loses. host: Host time over T_target(1)."""
+    """Return the tokens per target pass at which drafting neither gains nor loses time.
+
+    Args:
+        c: Time of a draft pass divided by T, the time of a one-token target pass.
+        beta: Time of a target pass over k + 1 tokens, divided by T.
+        host: Time of a step on the host, divided by T.
+    """
     return k * c + beta + host
 
 
 def closed_form_speedup(
     length: float, k: int, c: float, beta: float = 1.0, host: float = 0.0
 ) -> float:
-    """Return the speed-up of steps with `length` tokens, for a constant context and endless texts."""
+    """Return the speed-up if each step gives `length` tokens on average, for a constant context and endless texts.
+
+    c, beta, host: See break_even_length.
+    """
     return length / break_even_length(k, c, beta, host)
 
 
 def active_params(shape: Shape) -> int:
-    """Return the parameters that a pass reads. The embedding counts only if it is tied to the head."""
+    """Return the number of parameters that a pass reads. The embedding counts only if it is tied to the LM head."""
     looked_up = 0 if shape.tied else shape.vocab * shape.hidden
     return shape.params() - looked_up - shape.idle_head_params()
 
 
 def pass_bytes(shape: Shape, dtype: str) -> float:
-    """Return the bytes of weights that a pass reads; the head of a model in 4 bits has 16 bits."""
+    """Return the bytes of weights that a pass reads. In an int4 model, the LM head has 16 bits per weight."""
     head = shape.vocab * shape.hidden - shape.idle_head_params() if dtype == "int4" else 0
     return (active_params(shape) - head) * BYTES[dtype] + 2 * head
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile, from its path or from a directory with one profile.
+    """Read a profile. path: The file, or a directory with a single profile.
 
     Raises:
-        UserError: there is no profile or more than one in the directory, or the file is not a profile.
+        UserError: The directory has no profile or more than one, or the file is not a profile.
     """
     files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "draftlab profile writes one"
-        raise UserError(f"{path} has {len(files)} profiles; name one: {names}")
+        raise UserError(
+            f"{path} has {len(files)} profiles ({names}); give the path of a single profile"
+        )
     return read_model(Profile, files[0])
 
 

@@ -1,8 +1,8 @@
 """K by batch size: vLLM's num_speculative_tokens_per_batch_size, a list of [first size, last size, K]. No torch.
 
-The setting of vLLM 0.32 (pull request 32374, v1/spec_decode/dynamic/utils.py) starts at batch size 1 with ranges that
-do not overlap; larger batches use the last range's K. K does not depend on the context (issue 48627). At K = 0 the
-draft still reads every token (steps.py).
+In vLLM 0.32 (pull request 32374, v1/spec_decode/dynamic/utils.py) the ranges begin at batch size 1 and do not overlap.
+Batch sizes above the last range use its K. K does not depend on the context (issue 48627). At K = 0 the draft still
+reads every token (steps.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,31 +17,44 @@ from draftlab.latency.workload import Workload
 from draftlab.reading import FileModel, read_model
 
 Ranges = list[tuple[int, int, int]]
-REMEDY = "; make one with draftlab predict --for vllm --batch 1,4,16 --json"
+REMEDY = "; write such a file with draftlab predict --for vllm --batch 1,4,16 --json"
 
 
 class Schedule(FileModel):
-    """K by batch size. pays_up_to: Largest batch size up to which a draft is faster than none; 0 if it never is."""
+    """K by batch size.
+
+    pays_from, pays_up_to: Smallest and largest batch size at which decoding with the draft is faster than the target
+    alone. pays_up_to is 0 if there is none. A mixture of experts may gain from a few streams on.
+    """
 
     ranges: list[tuple[PositiveInt, PositiveInt, NonNegativeInt]] = Field(min_length=1)
+    pays_from: PositiveInt = 1
     pays_up_to: NonNegativeInt
+
+    @classmethod
+    def of(cls, ks: Sequence[int], pays: Sequence[int]) -> "Schedule":
+        """Return a schedule. ks: K at the batch sizes 1, 2, ... pays: Batch sizes at which the draft is faster."""
+        first, last = (pays[0], pays[-1]) if pays else (1, 0)
+        return cls(ranges=ranges(ks), pays_from=first, pays_up_to=last)
 
     @property
     def largest_k(self) -> int:
         return max(k for *_, k in self.ranges)
 
     def describe(self) -> str:
-        """Return text on the batch sizes at which a draft is faster than none."""
+        """Return text that says up to which batch size the draft is faster than the target alone."""
         most = self.ranges[-1][1]
-        if self.pays_up_to == most:
-            return f"1 to {most} streams, at each of which the draft is faster than none"
+        slower = [f"below {self.pays_from}"] if self.pays_from > 1 else []
+        slower += [f"above {self.pays_up_to}"] if self.pays_up_to < most else []
+        if not slower:
+            return f"1 to {most} streams: the draft is faster than the target alone at all of them"
         return (
-            f"1 to {most} streams; above {self.pays_up_to} streams serve without a draft, because in vLLM a draft "
+            f"1 to {most} streams; {' and '.join(slower)} streams, serve without a draft, because in vLLM a draft "
             "costs a pass per step even at K = 0"
         )
 
     def verdict(self) -> str:
-        """Return text with vLLM's setting, and with the batch size above which to serve without a draft."""
+        """Return text with the value of vLLM's setting and the batch size above which to serve without a draft."""
         if self.pays_up_to == 0:
             return f"No draft: with 1 to {self.ranges[-1][1]} streams, no draft is faster than the target alone"
         return f"num_speculative_tokens_per_batch_size {[list(r) for r in self.ranges]} for {self.describe()}"
@@ -58,13 +71,13 @@ def schedule(
     """Return the fastest K at every batch size from 1 to `most`.
 
     Args:
-        works: The same texts after prompts of different lengths, whose times are added.
+        works: The same texts after prompts of different lengths. The times of all are added.
+        ks: Values of K to choose from, in addition to 0.
 
     Raises:
-        UserError: a batch size is outside the profiles.
+        UserError: A batch size is outside the profiles.
     """
-    chosen: list[int] = []
-    pays_up_to = 0
+    chosen, pays = list[int](), list[int]()
     by_k = {k: steps(works[0], k) for k in (0, *ks)}  # the same for all prompt lengths
     for batch in range(1, most + 1):
         total, plain = dict.fromkeys(by_k, 0.0), 0.0
@@ -74,13 +87,13 @@ def schedule(
             for k, ms in drafted.items():
                 total[k] += ms
         chosen.append(min(total, key=lambda k: total[k]))
-        if pays_up_to == batch - 1 and total[chosen[-1]] < plain:
-            pays_up_to = batch
-    return Schedule(ranges=ranges(chosen), pays_up_to=pays_up_to)
+        if total[chosen[-1]] < plain:
+            pays.append(batch)
+    return Schedule.of(chosen, pays)
 
 
 class PredictedSchedule(BaseModel):
-    """A prediction as `predict --json` writes it, of which only the schedule and the draft are read."""
+    """The schedule and the draft of a prediction in the output of `draftlab predict --json`."""
 
     draft_sha256: str | None
     schedule: Schedule | None
@@ -91,26 +104,31 @@ class Predictions(BaseModel):
 
 
 def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
-    """Return the schedule that `predict --for vllm --json` printed for a draft. draft: Its name, for messages.
+    """Return the schedule for a draft from a file with the output of `draftlab predict --for vllm --json`.
+
+    Args:
+        draft: Name of the draft, for messages.
+        sha256: Hash of the draft.
 
     Raises:
-        UserError: the file predicts other drafts, has no schedule, or says that no draft pays.
+        UserError: The file predicts other drafts, has no schedule, or predicts that the draft is slower than the target
+            alone.
     """
     predictions = read_model(Predictions, file, hint=REMEDY).predictions
     prediction = next((each for each in predictions if each.draft_sha256 == sha256), None)
     if prediction is None:
-        raise UserError(f"{file} predicts other drafts than {draft}{REMEDY}")
+        raise UserError(f"{file} has no prediction for {draft}, only for other drafts{REMEDY}")
     if prediction.schedule is None:
         raise UserError(f"{file} has no table of K by batch size{REMEDY}")
     if prediction.schedule.pays_up_to == 0:
         raise UserError(
-            f"{file} predicts that {draft} is slower than no draft at every batch size: serve the target"
+            f"{file} predicts that {draft} is slower than the target alone; serve the target without a draft"
         )
     return prediction.schedule
 
 
 def schedule_of(ks: Mapping[int, int]) -> Schedule:
-    """Return the schedule that uses each best K up to the next number of streams.
+    """Return a schedule in which each K holds from its number of streams up to the next number in `ks`.
 
     ks: Best K by number of streams; 0 for no draft.
     """
@@ -119,11 +137,11 @@ def schedule_of(ks: Mapping[int, int]) -> Schedule:
     for batch in range(1, streams[-1] + 1):
         k = ks.get(batch, k)
         each.append(k)
-    return Schedule(ranges=ranges(each), pays_up_to=each.index(0) if 0 in each else len(each))
+    return Schedule.of(each, [batch for batch, k in enumerate(each, 1) if k])
 
 
 def ranges(ks: Iterable[int]) -> Ranges:
-    """Return ranges of batch sizes with equal K. ks: K of batch sizes 1, 2, ..."""
+    """Merge batch sizes with equal K into ranges. ks: K at the batch sizes 1, 2, ..."""
     merged: Ranges = []
     for batch, k in enumerate(ks, 1):
         if merged and merged[-1][2] == k:

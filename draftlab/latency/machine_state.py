@@ -1,4 +1,4 @@
-"""The state of the machine on which timings depend: other work, warm-up, clocks."""
+"""The state of a machine that timings depend on: its load, warm-up, clocks, and the names of processor and GPU."""
 
 import os
 import platform
@@ -16,19 +16,20 @@ from draftlab.console import note
 from draftlab.engine.clocks import Clock, StepClock, clock_for, step_clock_for
 from draftlab.results.score import Environment
 
-WARM_UPS = (3, 10)  # fewest and most runs
-SIMILAR = 0.1  # largest relative difference of two consecutive times that count as steady
+WARM_UPS = (3, 10)  # fewest and most runs of a warm-up
+SIMILAR = 0.1  # largest relative difference between two consecutive times at which a warm-up ends
 WATCH_SECONDS = 0.5
+# the fastest instructions first
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX512_BF16",
     "avx512f": "AVX-512",
     "avx2": "AVX2",
-}  # the fastest instructions first
+}
 
 
 def read_environment() -> Environment:
-    """Return the state of the machine. The call observes other work for WATCH_SECONDS."""
+    """Return the machine's processor, load and driver. The call takes WATCH_SECONDS, to observe the load."""
     cores = os.cpu_count() or 1
     return Environment(
         system=platform.platform(),
@@ -43,21 +44,21 @@ def read_environment() -> Environment:
 def warn_if_busy(environment: Environment) -> None:
     if environment.busy:
         note(
-            f"other work keeps {environment.busy_cores:.1f} of {environment.cores} cores busy, so times are "
+            f"other programs keep {environment.busy_cores:.1f} of {environment.cores} cores busy, so times are "
             "unreliable; speed-ups are less affected, because runs are interleaved"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class CoreTime:
-    """Seconds counted by Linux, None if the system does not count them.
+    """A reading of Linux's counters of seconds. A counter that the system lacks is None.
 
     Args:
         clock: Seconds of the wall clock.
-        ran: Seconds of this thread on a core.
+        ran: Seconds in which this thread ran on a core.
         waited: Seconds in which this thread waited for a core.
-        stolen: Seconds of cores that the hypervisor gave to other machines.
-        pressed: Seconds in which some thread of the machine waited for a core (PSI).
+        stolen: Seconds of core time that the hypervisor gave to other virtual machines.
+        pressed: Seconds in which at least one thread of the machine waited for a core (pressure stall information).
     """
 
     clock: float
@@ -80,7 +81,7 @@ def read_core_time() -> CoreTime:
 
 
 def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) -> Environment:
-    """Return the environment with the shares of waiting, stolen and pressed time between two readings."""
+    """Return the environment with waited_share, stolen_share and pressure between two readings of core time."""
 
     def share(first: float | None, last: float | None, of: float) -> float | None:
         return None if first is None or last is None or not of else round((last - first) / of, 4)
@@ -97,9 +98,9 @@ def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) ->
 
 
 def warm_up(run: Callable[[], float]) -> bool:
-    """Call run until two consecutive calls take similar times, and return whether they did.
+    """Call `run` 3 to 10 times, until two consecutive calls take similar times. Return whether they did.
 
-    run: Returns its seconds.
+    run: Function to warm up, which returns the seconds it took.
     """
     least, most = WARM_UPS
     times = [run() for _ in range(least)]
@@ -111,17 +112,26 @@ def warm_up(run: Callable[[], float]) -> bool:
 
 
 def steady_clock(device: torch.device) -> Clock:
-    """Return the device's clock; for one CPU thread, a clock of CPU seconds, which other work affects less."""
+    """Return the device's clock or, if torch runs on one CPU thread, a clock of CPU seconds.
+
+    Other programs affect CPU seconds less than the wall clock.
+    """
     return time.process_time if _one_cpu_thread(device) else clock_for(device)
 
 
 def steady_step_clock(device: torch.device) -> StepClock:
-    """Return a clock like steady_clock's that can time the phases of a step without waiting for the device."""
+    """Return a clock for the phases of a step, which does not wait for the device.
+
+    If torch runs on one CPU thread, the clock counts CPU seconds, as in steady_clock.
+    """
     return time.process_time if _one_cpu_thread(device) else step_clock_for(device)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or of the processor with its instructions, since virtual machines hide the model."""
+    """Return the name of a GPU, or the name of the processor with its fastest instructions.
+
+    The instructions are given because virtual machines may hide the processor's model.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return processor_name(_text("/proc/cpuinfo"))
@@ -130,7 +140,7 @@ def device_name(device: torch.device) -> str:
 def processor_name(cpuinfo: str) -> str:
     """Return the processor's name with its fastest instructions, such as ``AMD EPYC, AVX2``.
 
-    cpuinfo: Content of /proc/cpuinfo. Without a model name in it, the name comes from Python's platform.
+    cpuinfo: Content of /proc/cpuinfo. If it has no model name, the name comes from Python's platform module.
     """
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():

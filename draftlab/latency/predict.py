@@ -1,4 +1,7 @@
-"""Predict throughput for every K from acceptance and latency: the expected steps of every text times their cost."""
+"""Predict throughput for every K from acceptance and latency.
+
+The time of a text is the expected number of its steps times the cost of a step.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,16 +30,16 @@ from draftlab.latency.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KPrediction:
-    """The prediction for one K.
+    """The predicted speed and speed-up with one K.
 
     Args:
         tokens_per_pass: Tokens per target pass, including the target's own token.
-        speedup: Speed-up with its interval over texts; the spread of latencies is not included.
+        speedup: Speed-up with its confidence interval over texts, which does not include the spread of latencies.
         beta: Time of a target pass over K + 1 tokens divided by the time of a pass over one token.
         closed_form_speedup: Speed-up by closed_form_speedup() at the mean context of the texts, as a check.
         free_draft: Speed-up if drafting took no time.
         perfect_draft: Speed-up if every drafted token were accepted.
-        shares: Shares of the time: draft, verify, host.
+        shares: Fractions of the time that are spent on "draft", "verify" and "host".
     """
 
     k: int
@@ -57,9 +60,12 @@ class KPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The prediction of a draft and a target at one batch size.
+    """The prediction for a draft and a target at one batch size.
 
-    halved: Best speed-up if one cost were halved, by cost.
+    Args:
+        c: Time of a one-token draft pass divided by that of a one-token target pass.
+        rows: The prediction for each K.
+        halved: Best speed-up over all K if one cost were halved, by the name of the cost (see LOSSES).
     """
 
     name: str
@@ -82,9 +88,10 @@ class BestK:
     """The best K at one batch size and prompt length.
 
     Args:
-        prompt_tokens: Length of all prompts. None: the lengths in the data.
-        k: Best K; 0 for no draft.
-        speedups: Speed-up by K.
+        prompt_tokens: Length of all prompts. None for the lengths in the data.
+        k: Best K; 0 if the target alone is fastest.
+        speedup: Speed-up with the best K.
+        speedups: Speed-up by K, without K = 0.
     """
 
     batch: int
@@ -97,7 +104,7 @@ class BestK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftAcceptance:
-    """Texts with the acceptance of a draft.
+    """Texts, with the acceptance of a draft on them.
 
     Args:
         model: Name and hash of the draft; None if acceptance is assumed.
@@ -111,11 +118,12 @@ class DraftAcceptance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPrediction:
-    """The prediction of one draft.
+    """The prediction for one draft.
 
     Args:
-        prediction: Every K at the first batch size and the first prompt length.
-        best_ks: The best K at every batch size and prompt length.
+        prediction: Prediction for every K, at the first batch size and the first prompt length.
+        best_ks: Best K at every batch size and prompt length.
+        schedule: K by batch size for a server. None without a server, and for batch size 1 alone.
         model: Name and hash of the draft.
     """
 
@@ -157,10 +165,12 @@ def predict_draft(
     """Predict a draft's speed-up for every K, and its best K at every batch size and prompt length.
 
     Args:
-        prompts: Lengths of prompts; None stands for the lengths in the data.
+        batches: Batch sizes to predict.
+        prompts: Prompt lengths to predict; None stands for the lengths in the data.
+        server: Server whose steps are predicted; None stands for draftlab's engine.
 
     Raises:
-        UserError: the errors of predict, or the acceptance was measured with another kind of draft.
+        UserError: predict raises it, or the acceptance was measured with another kind of draft.
     """
     work = _drafted_by(draft, acceptance)
     works = {
@@ -169,7 +179,7 @@ def predict_draft(
     prediction = predict(draft, target, works[prompts[0]], ks, batches[0], server)
     if server is not None and acceptance.rule not in (None, "rejection", "block"):
         prediction.notes.append(
-            f"this acceptance was computed by --rule {acceptance.rule}, which {server} does not use; replay with "
+            f"the acceptance was computed with --rule {acceptance.rule}, which {server} does not use; replay with "
             f"--server-rule {server}"
         )
     by_k = {k: steps(work, k) for k in ks}
@@ -190,7 +200,7 @@ def predict_draft(
     most, table = max(batches), None
     if server is not None and most > 1 and work.kind == "parallel":
         prediction.notes.append(
-            "no K by batch size, because vLLM fixes the K of a parallel draft when it starts"
+            "there is no table of K by batch size, because vLLM fixes the K of a parallel draft when it starts"
         )
     elif server is not None and most > 1:
         table = schedule(draft, target, list(works.values()), ks, most, server)
@@ -199,7 +209,11 @@ def predict_draft(
 
 
 def _drafted_by(draft: CostModel, acceptance: DraftAcceptance) -> Workload:
-    """Return the texts with the draft's acceptance. Raises UserError: it was measured with another kind of draft."""
+    """Check that the acceptance was measured with the kind of draft that was profiled, and return its texts.
+
+    Raises:
+        UserError: The kinds of draft differ.
+    """
     work = acceptance.work
     profiled, replayed = draft.profile.drafter, work.kind
     if acceptance.model is None:  # assumed acceptance fits any draft
@@ -207,8 +221,8 @@ def _drafted_by(draft: CostModel, acceptance: DraftAcceptance) -> Workload:
     # a parallel draft is profiled as a draft model
     if profiled != ("model" if replayed == "parallel" else replayed):
         raise UserError(
-            f"{draft.profile.name} has a profile of drafter {profiled}, but its acceptance is of drafter "
-            f"{replayed}; use results of one drafter"
+            f"{draft.profile.name} was profiled as drafter {profiled}, but its acceptance was measured as drafter "
+            f"{replayed}; use results of the same drafter"
         )
     return work
 
@@ -227,7 +241,7 @@ def predict(
         server: Server whose steps are predicted; None stands for draftlab's engine.
 
     Raises:
-        UserError: a context, width or batch is outside the profiles, or every text has one token.
+        UserError: A context, width or batch is outside the profiles, or every text has one token.
     """
     if not work.texts.lengths.any():
         raise UserError(
@@ -263,16 +277,16 @@ def predict(
 def best_k(
     draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int]
 ) -> tuple[int, float, float]:
-    """Return the fastest K for one row, its speed-up, and its tokens per second."""
+    """Return the fastest K at batch size 1, its speed-up, and its tokens per second."""
     plain, ms = total_ms(draft, target, work, {k: steps(work, k) for k in ks}, 1)
     k = min(ms, key=lambda k: ms[k])
     return k, plain / ms[k], 1e3 * work.tokens / ms[k]
 
 
 def required_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:
-    """Return the K and tokens per pass that reach a speed-up with the lowest acceptance rate.
+    """Return the K at which a speed-up needs the lowest acceptance probability, and the tokens per pass needed there.
 
-    Return None if even a perfect draft of this latency misses the speed-up.
+    Return None if even a draft whose tokens are all accepted does not reach the speed-up at its latency.
     """
     needed = {row.k: speedup * row.break_even_length for row in prediction.rows}
     possible = {k: length for k, length in needed.items() if length <= k + 1}
@@ -283,7 +297,7 @@ def required_length(prediction: Prediction, speedup: float) -> tuple[int, float]
 
 
 def verdict(prediction: Prediction) -> str:
-    """Return text with the predicted gain, the largest cost, and the first change to make."""
+    """Return text with the predicted speed-up, the largest cost, and what to change first."""
     row, gain = prediction.best, prediction.best.speedup
     opening = (
         "Faster"
@@ -364,7 +378,10 @@ def _row(
 def _halved(
     costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: float
 ) -> dict[str, float]:
-    """Return the best speed-up if one cost were halved, by cost. Plain decoding is not changed."""
+    """Return the best speed-up over all K if one cost were halved, by the name of the cost.
+
+    plain: Milliseconds of decoding without a draft, which stay the same.
+    """
     likelier = work.with_chances((1 + work.texts.chances) / 2)
     cases = {
         "draft": (replace(costs, share=0.5), by_k),
@@ -382,7 +399,7 @@ def _halved(
 def _notes(
     draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int
 ) -> list[str]:
-    """Return notes on the limits of the prediction. widest: Tokens in the draft's widest pass."""
+    """Return notes on what limits the prediction's accuracy. widest: Number of tokens in the draft's widest pass."""
     first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1
     notes = draft.beyond("prompt", first + 1, last + 1)

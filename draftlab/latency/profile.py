@@ -1,4 +1,4 @@
-"""Profile models, or shapes with random weights, and write one file per model."""
+"""Measure the latency profiles of models, or of shapes with random weights, and write one file per model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Subject:
 
     Args:
         place: A checkpoint, or a shape that gets random weights.
-        target: Name of the model whose states a head reads; None for other models.
+        target: Name of the target whose hidden states a head reads; None if the model is not a head.
         kind: Kind of the drafter, as --drafter names it.
     """
 
@@ -49,7 +49,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """The settings of passes. device_map: Map of accelerate, with which transformers runs the models."""
+    """How the passes are run. device_map: If set, transformers runs the models, spread over devices by accelerate."""
 
     device: torch.device
     dtype: torch.dtype
@@ -59,11 +59,11 @@ class Running:
 
 
 def subjects(models: Mapping[str, Path | Shape]) -> list[Subject]:
-    """Return the named models with their sizes.
+    """Return the models to time, with their sizes. models: Checkpoints and shapes by name.
 
     Raises:
-        UserError: a head whose target is not among them, a shape that the engine does not run, or a checkpoint
-            that cannot be read.
+        UserError: The target of a head is not among the models, the engine does not run a shape, or a checkpoint
+            cannot be read.
     """
     whole = {name: p for name, p in models.items() if isinstance(p, Path) and not hub.head_kind(p)}
     return [_subject(name, place, whole) for name, place in models.items()]
@@ -101,10 +101,11 @@ def resolve_running(
     threads: int | None = None,
     device_map: str | None = None,
 ) -> Running:
-    """Return the settings with which the passes of all models run.
+    """Return settings with which the passes of all models run; the mode "auto" is resolved.
 
     Raises:
-        UserError: the mode does not run on this device or with this dtype, or the engine does not run a model in it.
+        UserError: The mode does not run on this device or with this dtype, or the engine does not run a model in the
+            mode.
     """
     whole = {
         model.name: model.path
@@ -126,7 +127,7 @@ def grid_of(
 ) -> Grid:
     """Return the grid of passes to time.
 
-    A parallel draft reads up to 2 K tokens in a pass, other models up to K + 1.
+    A parallel draft reads up to 2 K tokens in a pass, any other model up to K + 1 tokens.
     """
     wide = any(
         model.path is not None and parallel.pard_token(model.path) is not None for model in models
@@ -141,10 +142,9 @@ def grid_of(
 
 
 def needed_bytes(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, float]:
-    """Return the bytes of each model's weights, and of the KV caches at all batch sizes.
+    """Return the bytes of each model's weights, and of the KV caches for all batch sizes together.
 
-    With a device_map, only shapes and heads are counted, because the library accelerate spreads the other models over
-    devices.
+    With a device_map, only shapes and heads are counted, because accelerate spreads the other models over devices.
     """
     width = running.dtype.itemsize
     counted = [
@@ -167,7 +167,7 @@ def profile_models(
     """Measure all models in one process, and write NAME.yaml for each model.
 
     Raises:
-        UserError: a model has a shorter context than the grid needs, or there is too little memory.
+        UserError: A model has a shorter context than the grid needs, or there is too little memory.
     """
     if running.threads is not None:
         torch.set_num_threads(running.threads)
@@ -206,9 +206,8 @@ def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, 
     context = max(grid.capacity, (grid.repeats + 3) * max(grid.widths))
     paths = {model.name: model.path for model in models}
     decoders: dict[str, Decoder] = {}
-    for model in sorted(
-        models, key=lambda model: model.target is not None
-    ):  # heads are loaded after their targets
+    # heads are loaded after their targets
+    for model in sorted(models, key=lambda model: model.target is not None):
         if isinstance(model.place, Shape):
             decoders[model.name] = random_model(model.place, running.dtype, running.device, context)
         elif model.target is None:

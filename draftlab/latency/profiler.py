@@ -1,7 +1,7 @@
-"""Measure the latency of forward passes by width (tokens fed per row), batch size and context, with models in turn.
+"""Measure the latency of forward passes by width (tokens fed per row), batch size and context. Models take turns.
 
-B rows, T new tokens, V vocab. Weights may be random: latency does not depend on their values. The passes of a head are
-timed as a decoder's.
+B rows, T new tokens, V vocab. Weights may be random, because latency does not depend on their values. The passes of a
+head are timed like the passes of a decoder.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from draftlab.sampling import SamplingParams
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Random weights of a shape. Each access draws them anew, so that only the model's copy takes memory."""
+    """Random weights of a shape, by name. Each access draws the tensor anew, so that none is kept in memory here."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.axes, self.dtype, self.device = shape, shape.axes(), dtype, device
@@ -45,7 +45,10 @@ class RandomWeights(Mapping[str, Tensor]):
 
 
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Llama:
-    """Return a model of that shape with random weights, whose passes take as long as with trained weights."""
+    """Return a model of a shape with random weights. Its passes take as long as those of a trained model.
+
+    context: Longest sequence that the model can read.
+    """
     frequencies = 10000.0 ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     model = Llama(shape, RandomWeights(shape, dtype, device), frequencies, 1.0, 1e-6, context)
     if shape.draft_vocab is not None:
@@ -53,7 +56,7 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context
     return model
 
 
-# passes of the same model before a timed pass; after the last number of them, processor caches are in a steady state
+# numbers of passes of the same model before a timed pass; after the largest number, processor caches are steady
 AFTER = (1, 2, 3, 8)
 At = tuple[int, int, int]  # width, batch, context
 
@@ -91,10 +94,10 @@ def measure(
     clock: Clock,
     advance: Callable[[int], None] = lambda rounds: None,
 ) -> dict[str, LatencyCurves]:
-    """Measure the curves of each model. advance: Function that is called with the number of finished rounds.
+    """Measure the latency curves of each model. advance: Function to call with the number of finished rounds.
 
     Raises:
-        UserError: a model has a shorter context than the grid needs.
+        UserError: A model has a shorter context than the grid needs.
     """
     models = {
         name: with_mode(model, mode) if isinstance(model, Llama) else model
@@ -146,9 +149,11 @@ def measure_latency(
     clock: Clock | None = None,
     batch: int = 1,
 ) -> dict[str, list[Latency]]:
-    """Measure a forward pass of each width after `context` cached tokens; models take turns.
+    """Measure the latency of forward passes of each width after `context` cached tokens. Models take turns.
 
-    clock: Default: the clock of the device.
+    Args:
+        passes: Number of timed passes of each width.
+        clock: None takes the clock of the device.
     """
     grid = Grid(widths=widths, batches=[batch], contexts=[context], prompts=[], repeats=passes)
     tasks = {
@@ -166,7 +171,10 @@ def measure_latency(
 
 
 def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[float]:
-    """Return each greedy step's milliseconds outside passes, for steps that verify `width` tokens in one row."""
+    """Return, for each of several greedy steps, the milliseconds that it spends outside forward passes.
+
+    Each step verifies `width` tokens of one row.
+    """
     k, longest = width - 1, (grid.repeats + 2) * width  # enough if all drafted tokens are accepted
     sampling = SamplingParams(max_tokens=min(longest, model.context - width))
     if k:
@@ -181,7 +189,7 @@ def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[flo
 
 
 class RepeatLastToken(Drafter):
-    """A drafter that repeats the last token. It costs nothing, so that only the engine's own work is timed."""
+    """A drafter that repeats the last token. Drafting takes no time, so that only the engine's own work is timed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -206,7 +214,7 @@ def _point(
 
 
 def _passes(model: Decoder, grid: Grid) -> Iterator[tuple[At, Task]]:
-    """Yield each pass of the grid, and each prefill as a pass with context 0."""
+    """Yield each pass of the grid with its (width, batch, context). A prefill is a pass of one row with context 0."""
     for batch in grid.batches:
         caches = _caches(model, batch, grid)
         for width, context in itertools.product(grid.widths, grid.contexts):
@@ -217,7 +225,7 @@ def _passes(model: Decoder, grid: Grid) -> Iterator[tuple[At, Task]]:
 
 
 def _caches(model: Decoder, batch: int, grid: Grid) -> dict[int, KVCache]:
-    """Return caches by context, filled with tokens for models of transformers; the engine's caches need no tokens."""
+    """Return a KV cache for each context. Caches of transformers are filled with tokens; the engine's need none."""
     if isinstance(model, Llama):
         return dict.fromkeys(grid.contexts, model.new_cache(batch, grid.capacity))
     caches = {context: model.new_cache(batch, grid.capacity) for context in grid.contexts}
@@ -241,7 +249,10 @@ def _pass(model: Decoder, cache: KVCache, width: int, context: int, last: int) -
 def _other_work(
     name: str, models: Mapping[str, Decoder], passes: Mapping[str, Mapping[At, Task]]
 ) -> Task:
-    """Return the untimed work before a timed pass: a pass of the largest other model, or a memory sweep without one."""
+    """Return the untimed work before a timed pass: a pass of the largest other model.
+
+    If there is no other model, the work is a sweep through memory.
+    """
     others = [other for other in models if other != name]
     if others:
         return next(
@@ -251,7 +262,7 @@ def _other_work(
 
 
 def _lead_in(other: Task, run: Task, after: int) -> Task:
-    """Return the untimed work before a timed pass: `other`, then `after` passes of the timed model."""
+    """Return the untimed work before a timed pass: first `other`, then `after` passes of the timed model (`run`)."""
 
     def several() -> None:
         other()

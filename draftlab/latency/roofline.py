@@ -1,4 +1,4 @@
-"""Profiles computed from a device's constants by the roofline model. No torch.
+"""Latency profiles computed from a device's constants by the roofline model. No torch.
 
 A pass takes the time of reading (weights, KV cache) or of computing, whichever is longer, plus a constant per layer.
 """
@@ -35,7 +35,7 @@ EXAMPLE = "llama-65b@4xa100-80gb,graphs"
 
 
 class HostTimes(FileModel):
-    """The host's time to launch a pass. Host and device work in parallel, and the slower of the two counts."""
+    """The host's time to launch a pass, and to finish a step. A pass takes as long as the slower of host and device."""
 
     pass_ms: NonNegativeFloat
     layer_ms: NonNegativeFloat
@@ -43,14 +43,14 @@ class HostTimes(FileModel):
 
 
 class Device(FileModel):
-    """The constants of a device. configs/profiles/*.yaml has devices with the sources of their constants."""
+    """The constants of a device. The files in configs/profiles give such constants, with their sources."""
 
     kind: Literal["analytic"]
     name: str
     count: PositiveInt = 1  # devices that share the weights by tensor parallelism
     memory_gb: PositiveFloat  # per device
     bandwidth_gbs: PositiveFloat  # per device, as a decoder reaches it
-    tflops: dict[str, PositiveFloat]  # per device, by the dtype of the products
+    tflops: dict[str, PositiveFloat]  # per device, by the dtype of the matrix products
     dtype: str
     layer_ms: NonNegativeFloat  # per layer on the device, in addition to reading and computing
     modes: dict[Mode, HostTimes]
@@ -65,15 +65,16 @@ class Device(FileModel):
 
 
 class MLPs(FileModel):
-    """The MLPs of a decoder that differ from LLaMA's. The ffn of its shape is then the width of one expert.
+    """The MLPs of a decoder. With several experts, the ffn of the decoder's shape is the width of one expert.
 
     Args:
-        matrices: Matrices of an MLP: up, down, and a gate if there are three.
-        experts, active: Experts of a layer, and those that a token uses.
-        shared_ffn: Width of the shared expert, which every token uses as well.
-        dense_layers, dense_ffn: Number of first layers with one wide MLP instead of experts, and the width of that MLP.
-        curve: Measured pairs of tokens in a pass and distinct experts of a layer that they use. Without it each token
-            chooses at random.
+        matrices: Number of matrices in an MLP: up, down and, if there are three, a gate.
+        experts, active: Number of experts in a layer, and how many of them a token uses.
+        shared_ffn: Width of the shared expert, which every token uses as well. 0 if there is none.
+        dense_layers, dense_ffn: Number of layers, from the first on, with one wide MLP instead of experts, and the
+            width of that MLP.
+        curve: Measured pairs: number of tokens in a pass, and number of distinct experts in a layer that they use.
+            Without a curve, each token is assumed to choose its experts at random.
     """
 
     matrices: Literal[2, 3] = 3
@@ -88,8 +89,7 @@ class MLPs(FileModel):
     def _counts_fit(self) -> "MLPs":
         if self.active > self.experts:
             raise ValueError(
-                f"active {self.active} is impossible with experts {self.experts}: a token uses 1 to "
-                "all experts"
+                f"active is {self.active}, but must be at most the number of experts, {self.experts}"
             )
         if self.dense_layers and not self.dense_ffn:
             raise ValueError("dense_layers need dense_ffn")
@@ -100,19 +100,22 @@ class MLPs(FileModel):
             or max(used, default=0) > self.experts
         ):
             raise ValueError(
-                "the numbers of experts in curve must grow with the tokens, and not exceed experts"
+                "the numbers of experts in curve must grow with the tokens, and must not exceed experts"
             )
         return self
 
     def expected_active(self, tokens: int) -> float:
-        """Return the expected number of experts of a layer that tokens use: by the curve, or E (1 - (1 - k / E)^w)."""
+        """Return the expected number of distinct experts in a layer that w tokens use together.
+
+        It is read from the curve or, without a curve, E (1 - (1 - k / E)^w) if each token uses k of E experts.
+        """
         if self.curve:
             widths, used = zip(*self.curve, strict=True)
             return float(np.interp(tokens, (0, *widths), (0, *used)))
         return self.experts * (1 - (1 - self.active / self.experts) ** tokens)
 
     def weights(self, shape: Shape, experts: float) -> float:
-        """Return the weights of all MLPs, with this number of experts in a layer."""
+        """Return the number of weights in all MLPs of a model, if each layer has this number of experts."""
         sparse = (shape.layers - self.dense_layers) * (experts * shape.ffn + self.shared_ffn)
         return self.matrices * shape.hidden * (sparse + self.dense_layers * self.dense_ffn)
 
@@ -122,13 +125,13 @@ LLAMAS = MLPs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a decoder whose latency is computed: its shape, and its MLPs."""
+    """The sizes of a decoder whose latency is to be computed: its shape, and its MLPs."""
 
     shape: Shape
     mlps: MLPs = LLAMAS
 
     def params(self, experts: float | None = None) -> float:
-        """Return the weights that a pass multiplies with. experts: Experts of a layer that are used; None: all."""
+        """Return the number of weights that a pass uses. experts: How many experts of a layer it uses; None for all."""
         gated = 3 * self.shape.hidden * self.shape.ffn * self.shape.layers
         used = self.mlps.experts if experts is None else experts
         return active_params(self.shape) - gated + self.mlps.weights(self.shape, used)
@@ -146,13 +149,14 @@ def roofline_profile(
     contexts: Sequence[int],
     head: bool = False,
 ) -> Profile:
-    """Return a profile by the roofline model. A pass reads weights and cache once and has a constant time per layer.
+    """Compute a profile by the roofline model. A pass reads weights and cache once, and has a constant time per layer.
 
-    head: Whether this is an EAGLE-3 head; `shape` is then its one layer, with draft_vocab as the rows of its output
-        layer.
+    Args:
+        head: Whether the model is an EAGLE-3 head. The shape in `sizes` is then the head's single layer, and its
+            draft_vocab is the number of ids that the head can draft.
 
     Raises:
-        UserError: the weights do not fit the device, or the device has no constants for the mode or dtype.
+        UserError: The weights do not fit the device, or the device has no constants for the mode or dtype.
     """
     for what, value, known in (("mode", mode, device.modes), ("dtype", dtype, device.tflops)):
         if value not in known:
@@ -173,10 +177,10 @@ def roofline_profile(
     if stored / 1e9 > room:
         raise UserError(
             f"{name} in {dtype} with {max(batches)} rows of {max(contexts)} tokens needs {stored / 1e9:.0f} GB "
-            f"({cached / 1e9:.0f} GB of it KV cache); {device.name} has {room:.0f} GB"
+            f"({cached / 1e9:.0f} GB of it for the KV cache), but {device.name} has {room:.0f} GB"
         )
 
-    # a head's q, k and v also read the embedding, and fc reads three states of the target
+    # a head's q, k and v read the embedding as well, and its fc reads three hidden states of the target
     own = shape.hidden * (shape.sizes["q"] + 2 * shape.sizes["kv"]) if head else 0
     fc = 3 * shape.hidden**2 if head else 0
     host = device.modes[mode]
@@ -216,21 +220,22 @@ def roofline_profile(
 def parse_profile(
     spec: str, *, widths: Sequence[int], batches: Sequence[int], longest: int
 ) -> Profile:
-    """Read the output of ``draftlab profile``, or compute one from ``SHAPE@DEVICE,mode[,dtype][,eagle=IDS]``.
+    """Read a profile from the path `spec`, or compute one from ``SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS]``.
 
-    SHAPE and DEVICE are paths, or names of files that come with draftlab. With ``eagle=32000`` the profile is that of
-    an EAGLE-3 head with 32,000 ids, for a target of that shape. A computed profile has these widths and batches, and
-    contexts up to longest.
+    SHAPE and DEVICE are paths, or names of files that come with draftlab. With ``eagle=32000``, the profile is for an
+    EAGLE-3 head that drafts 32,000 ids, on a target of the given shape. A computed profile has the given widths and
+    batches, and contexts up to `longest`.
 
     Raises:
-        UserError: spec is neither a profile nor SHAPE@DEVICE,MODE.
+        UserError: spec is neither the path of a profile nor such a text.
     """
     if Path(spec).exists():
         return read_profile(Path(spec))
     name, at, rest = spec.partition("@")
     if not at:
         raise UserError(
-            f"there is no profile at {spec}; measure one with draftlab profile, or compute one, as {EXAMPLE}"
+            f"there is no profile at {spec}; measure one with draftlab profile, or have one computed by writing a "
+            f"shape and a device, as in {EXAMPLE}"
         )
     place, *words = rest.split(",")
     sizes = _named(name, known_sizes(), read_sizes)
@@ -241,15 +246,15 @@ def parse_profile(
     chosen = modes + dtypes + heads
     if len(modes) != 1 or len(dtypes) > 1 or len(heads) > 1 or len(chosen) < len(words):
         raise UserError(
-            f"{spec}: write SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS] with a mode of {', '.join(device.modes)}, as "
-            f"{EXAMPLE}"
+            f"{spec}: write SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS] with one of the modes {', '.join(device.modes)}, as "
+            f"in {EXAMPLE}"
         )
     called = Path(name).name.removesuffix(".yaml")
     if heads:
         ids = int(heads[0].removeprefix("eagle="))
         if ids > sizes.shape.vocab:
             raise UserError(
-                f"{spec}: a head cannot have more ids than its target, {sizes.shape.vocab:,}"
+                f"{spec}: a head cannot have more ids than its target, which has {sizes.shape.vocab:,}"
             )
         called = f"eagle-{called}"
         ffn = sizes.mlps.dense_ffn or sizes.shape.ffn
@@ -269,17 +274,17 @@ def parse_profile(
 
 
 def known_sizes() -> dict[str, ModelSizes]:
-    """Return the models whose sizes come with draftlab, by name: LLaMA-like shapes, and others of configs/targets."""
+    """Return the sizes of the models that draftlab knows by name: LLaMA-like shapes, and those in configs/targets."""
     llamas = {name: ModelSizes(shape=shape) for name, shape in presets(shipped("widths")).items()}
     others = {path.stem: read_sizes(path) for path in sorted(shipped("targets").glob("*.yaml"))}
     return llamas | others
 
 
 def read_sizes(path: Path) -> ModelSizes:
-    """Read a shape file, which may have the MLPs of another architecture under ``mlps``.
+    """Read a shape file. If the model's MLPs differ from LLaMA's, the file describes them under ``mlps``.
 
     Raises:
-        UserError: No such file, or unknown, missing or contradicting fields.
+        UserError: There is no such file, or it has unknown, missing or contradicting fields.
     """
     with reading(f"shape file {path}"):
         fields = yaml.safe_load(path.read_bytes())
@@ -293,10 +298,10 @@ def read_sizes(path: Path) -> ModelSizes:
 
 
 def read_device(path: Path) -> Device:
-    """Read the constants of a device.
+    """Read the constants of a device from a file.
 
     Raises:
-        UserError: there is no such file, or it has no constants of a device.
+        UserError: There is no such file, or its content is something else.
     """
     return read_model(Device, path)
 
@@ -307,7 +312,7 @@ def devices() -> dict[str, Device]:
 
 
 def _read_bytes(sizes: ModelSizes, dtype: str, experts: float) -> float:
-    """Return the bytes of weights that a pass reads. experts: Experts of a layer that are read."""
+    """Return the bytes of weights that a pass reads. experts: How many experts of each layer it reads."""
     beyond = sizes.params(experts) - active_params(sizes.shape)
     return pass_bytes(sizes.shape, dtype) + beyond * BYTES[dtype]
 
@@ -315,9 +320,11 @@ def _read_bytes(sizes: ModelSizes, dtype: str, experts: float) -> float:
 def _device_ms(
     sizes: ModelSizes, device: Device, dtype: str, width: int, batch: int, context: int, more: int
 ) -> float:
-    """Return a pass's milliseconds on the device: the longer of reading and computing, plus the constant per layer.
+    """Return a pass's milliseconds on the device: the longer of reading and computing, plus a constant per layer.
 
-    Weights and attention are compared separately. more: Number of weights that are read in addition to the shape's.
+    The longer time is taken for weights and for attention separately. With several devices, all-reduces are added.
+
+    more: Number of weights that the pass reads in addition to those of the shape.
     """
     shape, tokens, count = sizes.shape, width * batch, device.count
     bytes_per_ms, flops_per_ms = (
@@ -350,6 +357,6 @@ def _named(name: str, known: dict[str, Named], read: Callable[[Path], Named]) ->
         return known[name]
     if Path(name).suffix not in (".yaml", ".yml"):  # names may contain dots
         raise UserError(
-            f"{name!r} is neither a file nor one of draftlab's names{did_you_mean(name, known)}"
+            f"{name!r} is neither a YAML file nor a name that draftlab knows{did_you_mean(name, known)}"
         )
     return read(Path(name))

@@ -1,9 +1,9 @@
 """A latency law: the latency of any shape on one device, fitted to profiles of a few shapes. No torch.
 
-One pass of a shape takes (issue^p + work^p)^(1/p) milliseconds. issue = a + b layers is the host's time to launch the
-pass. work = c bytes + d layers x width is the time of the device for weights and for everything else. With p = 1, issue
-and work run one after the other. With a large p they overlap, and only the slower of the two counts. All of a to d are
-positive. `design` uses the law to find shapes of a family at an equal budget.
+A pass of a shape takes (issue^p + work^p)^(1/p) milliseconds. The host needs issue = a + b layers to launch the pass.
+The device needs work = c bytes + d layers x width: c bytes to read the weights, and the other term for all else. With
+p = 1, issue and work run one after the other. With a large p they overlap, and only the slower of the two counts. The
+constants a to d are positive. `draftlab design` uses the law to find shapes with equal latency.
 """
 
 import itertools
@@ -27,7 +27,10 @@ TERMS = 4  # a, b, c, d
 
 @dataclass(frozen=True, slots=True)
 class FittedCurve:
-    """One latency as a function of the shape. terms: a ms, b ms per layer, c ms per byte, d ms per layer x width."""
+    """The latency of one kind of pass as a function of the shape.
+
+    terms: The law's a (ms), b (ms per layer), c (ms per byte) and d (ms per layer x width). overlap: The law's p.
+    """
 
     terms: np.ndarray
     bytes_per_weight: int
@@ -39,14 +42,14 @@ class FittedCurve:
         return float(_latency(features, self.terms, self.overlap)[0])
 
     def parts(self, shape: Shape) -> tuple[float, float]:
-        """Return the milliseconds of issue and of work, as if they did not overlap."""
+        """Return the milliseconds that the host and the device would need if their work did not overlap."""
         a, b, c, d = _features([shape], self.bytes_per_weight)[0] * self.terms
         return float(a + b), float(c + d)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingLaw:
-    """Profiles of one device, dtype and mode with the same grid, and the law fitted to them."""
+    """Profiles of several shapes, with the same device, dtype, mode and grid, and the latency law fitted to them."""
 
     profiles: list[Profile]
 
@@ -56,7 +59,7 @@ class ScalingLaw:
 
     @property
     def context(self) -> int:
-        """Return the cached tokens of the pass that ms() predicts: the middle one of the measured contexts."""
+        """Return the number of cached tokens of the pass that ms() predicts: the middle of the measured contexts."""
         contexts = sorted({p.context for p in self.profiles[0].forward})
         return contexts[len(contexts) // 2]
 
@@ -66,7 +69,10 @@ class ScalingLaw:
 
     @cached_property
     def measured_ms(self) -> np.ndarray:
-        """Return the milliseconds of a one-token pass of one row after another model's pass, by profile."""
+        """Return, for each profile, the milliseconds of a one-token pass after another model's pass.
+
+        The pass has the smallest batch size of the profiles, and `context` cached tokens.
+        """
         batch = min(p.batch for p in self.profiles[0].forward)
         at = (1, batch, self.context)
         points = itertools.chain.from_iterable(profile.forward for profile in self.profiles)
@@ -77,12 +83,12 @@ class ScalingLaw:
         return fit(self.shapes, self.measured_ms, self.bytes_per_weight)
 
     def ms(self, shape: Shape) -> float:
-        """Return the predicted milliseconds of a one-token pass of one row after another model's pass."""
+        """Return the predicted milliseconds of a one-token pass after another model's pass, as in measured_ms."""
         return self.curve.ms(shape)
 
     @cached_property
     def held_out_errors(self) -> np.ndarray:
-        """Return the relative error of ms() for every profile, predicted from all other profiles."""
+        """Return the relative error of ms() for each profile's shape, with the law fitted to all other profiles."""
         errors = []
         for i, (shape, measured) in enumerate(zip(self.shapes, self.measured_ms, strict=True)):
             others = self.shapes[:i] + self.shapes[i + 1 :]
@@ -91,7 +97,7 @@ class ScalingLaw:
         return np.array(errors)
 
     def profile(self, shape: Shape, name: str) -> Profile:
-        """Return a profile of a shape in which every latency is predicted."""
+        """Return a profile of a shape. Every latency in the profile is predicted by the law."""
         fields: dict[str, object] = {
             "kind": "fitted",
             "name": name,
@@ -105,7 +111,7 @@ class ScalingLaw:
         return Profile.model_validate(self.profiles[0].model_dump() | fields)
 
     def verdict(self) -> str:
-        """Return text on the parts of a pass, and on the accuracy of the law."""
+        """Return text that gives the fitted terms of a pass and the accuracy of the law."""
         a, b, c, _ = self.curve.terms
         error = np.abs(self.held_out_errors)
         overlap = (
@@ -116,13 +122,13 @@ class ScalingLaw:
         reading = f"{1 / (c * 1e6):.3g} GB/s" if c * 1e6 > 1e-4 else "a rate too high to measure"
         return (
             f"A pass takes {a:.3g} ms plus {b:.3g} ms per layer to launch, and reads weights at {reading}, "
-            f"{overlap}. Each of {len(self.profiles)} shapes predicted from the others: error {error.mean():.1%} "
-            f"on average, {error.max():.1%} at most."
+            f"{overlap}. With each of {len(self.profiles)} shapes predicted from the other shapes, the error is "
+            f"{error.mean():.1%} on average, {error.max():.1%} at most."
         )
 
     @cached_property
     def _curves(self) -> dict[str, list[tuple[Latency, FittedCurve]]]:
-        """Return the fitted curve of every measured pass, with the pass's measurement in the first profile."""
+        """Return a fitted curve for every measured pass, with the measurement of the pass in the first profile."""
         curves: dict[str, list[tuple[Latency, FittedCurve]]] = {}
         for part in ("forward", "steady", "prefill", "host"):
             curves[part] = []
@@ -133,14 +139,15 @@ class ScalingLaw:
 
 
 def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
-    """Return the law fitted to profiles.
+    """Fit the latency law to profiles.
 
     Raises:
-        UserError: there are too few profiles, or they have different devices, dtypes, modes or grids.
+        UserError: There are fewer than MIN_PROFILES profiles, a profile has no shape, or the profiles have different
+            devices, dtypes, modes, numbers of threads or grids.
     """
     if len(profiles) < MIN_PROFILES:
         raise UserError(
-            f"a latency law needs profiles of at least {MIN_PROFILES} shapes, but here are {len(profiles)}; "
+            f"a latency law needs profiles of at least {MIN_PROFILES} shapes, but there are only {len(profiles)}; "
             "profile more shapes"
         )
     for name in ("device", "dtype", "mode", "threads"):
@@ -159,8 +166,8 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
         )
     if unknown := [p.name for p in profiles if p.shape is None]:
         raise UserError(
-            f"profile {unknown[0]} has no shape, which a latency law needs, because transformers ran the model; "
-            "leave it out"
+            f"profile {unknown[0]} cannot be used for a latency law, because it has no shape: draftlab's own engine "
+            "did not run the model; leave it out"
         )
     shapes = {i: p.shape for i, p in enumerate(profiles) if p.shape is not None}
     order = sorted(shapes, key=lambda i: (shapes[i].layers, shapes[i].hidden, i))
@@ -168,10 +175,10 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
 
 
 def read_law(directory: Path) -> ScalingLaw:
-    """Return the law fitted to all profiles in a directory, the output of ``draftlab profile --law``.
+    """Fit the latency law to all profiles in a directory, which is an output of ``draftlab profile --law``.
 
     Raises:
-        UserError: there is no such directory, or its profiles give no law (see fit_law).
+        UserError: There is no such directory, or fit_law raises it.
     """
     if not directory.is_dir():
         raise UserError(
@@ -181,10 +188,10 @@ def read_law(directory: Path) -> ScalingLaw:
 
 
 def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> FittedCurve:
-    """Return the curve with the least relative error to times [N], for the best p in OVERLAPS.
+    """Fit a curve to the measured times [N] of N shapes with the least relative error. p is chosen from OVERLAPS.
 
-    The fit is over the logarithms of the terms, so that they stay positive, and starts from equal shares of the median
-    time.
+    The logarithms of the terms are fitted, so that the terms stay positive. At the start each term is a quarter of the
+    median time.
     """
     from scipy.optimize import least_squares
 
@@ -203,10 +210,10 @@ def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> Fi
 
 
 def law_shapes(named: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes to time for a law: the named shapes or, for a single name, a grid of smaller shapes.
+    """Return the shapes to time for a latency law: those given or, if only one is given, a grid of smaller shapes.
 
     Raises:
-        UserError: there are fewer shapes than a law needs.
+        UserError: There are fewer shapes than a law needs.
     """
     shapes = dict(named)
     if len(shapes) == 1:
@@ -214,14 +221,14 @@ def law_shapes(named: Mapping[str, Shape]) -> dict[str, Shape]:
         shapes = grid_shapes(source, *default_grid(source))
     if len(shapes) < MIN_PROFILES:
         raise UserError(
-            f"a latency law needs at least {MIN_PROFILES} shapes, but {len(shapes)} were given; name "
-            "more, or only one to scale down"
+            f"a latency law needs at least {MIN_PROFILES} shapes, but there are only {len(shapes)}; name more "
+            "shapes, or name a single large shape to scale down"
         )
     return shapes
 
 
 def grid_shapes(source: Shape, depths: Sequence[int], widths: Sequence[int]) -> dict[str, Shape]:
-    """Return a shape for every depth and width, by name, with the proportions of the source."""
+    """Return, by name, a shape with the proportions of the source for every depth and width."""
     shapes = [
         resolve(source, layers=n, hidden=hidden) for n, hidden in itertools.product(depths, widths)
     ]
@@ -229,7 +236,7 @@ def grid_shapes(source: Shape, depths: Sequence[int], widths: Sequence[int]) -> 
 
 
 def default_grid(source: Shape) -> tuple[list[int], list[int]]:
-    """Return depths and widths that span the shapes that can be cut from the source."""
+    """Return depths and widths for a grid that spans the shapes that can be cut from the source."""
     depths = {max(1, source.layers // n) for n in (1, 2, 4)} | {1}
     heads = {max(1, source.heads // n) for n in (1, 2, 4)}
     group = source.heads // source.kv_heads
@@ -250,21 +257,21 @@ def _latency(features: np.ndarray, terms: np.ndarray, overlap: float) -> np.ndar
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """Shapes by name. latency_ms: Predicted milliseconds of their one-token passes, empty without a law."""
+    """Designed shapes by name. latency_ms: Predicted milliseconds of a one-token pass, by name; empty without a law."""
 
     shapes: dict[str, Shape]
     latency_ms: dict[str, float]
 
     def write(self, folder: Path, comment: str, *, overwrite: bool) -> None:
-        """Write one shape file per shape. Raises UserError: a file exists, and overwrite is off."""
+        """Write a file for each shape. Raises UserError: a file exists, and overwrite is False."""
         files = {folder / f"{name}.yaml": shape for name, shape in self.shapes.items()}
         if not overwrite and (there := [file for file in files if file.exists()]):
-            raise UserError(f"{there[0]} exists already; give --force to replace it")
+            raise UserError(f"{there[0]} exists already; use --force to replace it")
         for file, shape in files.items():
             write_shape_file(shape, file, comment)
 
 
 def design(source: Shape, layers: Sequence[int], budget: Budget, law: ScalingLaw | None) -> Design:
-    """Return one shape per depth within the budget. Raises UserError: no depth meets the budget."""
+    """Return a shape that meets the budget for each number of layers. Raises UserError: no shape meets the budget."""
     shapes = {shape_name(shape): shape for shape in family(source, layers, budget)}
     return Design(shapes, {name: law.ms(shape) for name, shape in shapes.items()} if law else {})

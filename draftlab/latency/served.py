@@ -1,15 +1,16 @@
-"""Profiles of vLLM servers: the passes of the target alone and of its draft, timed from outside under load.
+"""Latency profiles of vLLM servers: the passes of a target and of its draft, timed by a client under load.
 
-Every stream gets the same prompt, so that all streams take the same steps and end together. The difference between two
-answer lengths leaves out prefill and transport.
+Every stream gets the same prompt, so that all streams take the same steps and end together. Each time is the difference
+between answers of two lengths, which leaves out prefill and transport.
 
-* vLLM computes the tokens of all streams in one pass. A pass over w tokens of each of B streams is therefore assumed
-  to cost as much as a pass over one token of each of w B streams, except that keys and values are read for B streams
-  only. The target alone is timed with N streams for N up to (K + 2) B, and with several prompt lengths for the cost of
-  keys and values.
+* vLLM computes the tokens of all streams in one pass. So a pass over w tokens of each of B streams is assumed to cost
+  as much as a pass over one token of each of w B streams, except that keys and values are read for B streams only. A
+  server of the target alone is timed with N streams for N up to (K + 2) B, and with several prompt lengths for the
+  cost of keys and values.
 * A step with the draft is one target pass over K + 1 tokens, one draft pass over K + 2 tokens and K - 1 draft passes
-  over one token (steps.py). A draft pass is assumed to cost a fixed share of a target pass of its size. The share comes
-  from the time of the server's steps at every B, and so includes the server's other time for drafting.
+  over one token (steps.py). A draft pass is assumed to cost a fixed fraction of a target pass of the same size. The
+  fraction is computed from the time of the server's steps at every B, so it includes the server's other time for
+  drafting.
 """
 
 import itertools
@@ -34,19 +35,19 @@ from draftlab.results.score import Latency
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server, spec_decode_counters
 
-SETTLED = 16  # length of the shorter answer; by then all prefills are over
+SETTLED = 16  # length of the shorter answer, after which all prefills are over
 TOKENS = 64  # additional tokens of the longer answer
 At = tuple[int, int]  # streams, context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPasses:
-    """The latency of target passes.
+    """The latency of a server's target passes, by the number of streams and of cached tokens.
 
     Args:
-        streams: Numbers of tokens of the timed passes, ascending, [N].
+        streams: Number of tokens in each timed pass, ascending, [N]. Each stream has one token in a pass.
         tokens_ms: Milliseconds of each pass without cached tokens, [N].
-        cached_ms: Additional milliseconds per cached token and row.
+        cached_ms: Additional milliseconds per cached token of a row.
     """
 
     streams: Sequence[int]
@@ -55,10 +56,12 @@ class ServedPasses:
 
     @staticmethod
     def of(times: Mapping[At, float]) -> "ServedPasses":
-        """Return the latency from times of steps with one token per stream. times: Milliseconds by streams and context.
+        """Fit the latency to the times of steps that compute one token per stream.
+
+        times: Milliseconds of a step, by number of streams and context.
 
         Raises:
-            UserError: cached tokens seem to take longer than whole passes.
+            UserError: Cached tokens seem to take longer than whole passes.
         """
         by_streams: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for (streams, context), ms in times.items():
@@ -72,8 +75,8 @@ class ServedPasses:
             bare.append(float(np.mean([ms - cached * n * c for c, ms in by_streams[n]])))
         if min(bare) <= 0:
             raise UserError(
-                "--server: the times contradict each other (cached tokens cost more than whole passes); repeat "
-                "this without other load on the servers"
+                "--server: the times contradict each other (cached tokens cost more than whole passes); repeat the "
+                "command without other load on the servers"
             )
         return ServedPasses(streams=sorted(by_streams), tokens_ms=np.array(bare), cached_ms=cached)
 
@@ -87,7 +90,12 @@ class ServedPasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meter:
-    """A meter of a server: it times answers of two lengths to one prompt. advance: Function to call at each timing."""
+    """A timer of a server's steps, which requests answers of two lengths to one prompt.
+
+    Args:
+        repeats: Number of timings of each step.
+        advance: Function to call after each timing.
+    """
 
     server: Server
     prompt: list[int]
@@ -95,17 +103,19 @@ class Meter:
     advance: Callable[[], None]
 
     def step_ms(self, streams: int, context: int, *, drafts: bool) -> float:
-        """Return the median milliseconds of a step of all streams.
+        """Return the median milliseconds of a step, which serves all streams at once.
+
+        drafts: Whether the server is expected to draft.
 
         Raises:
-            UserError: the server drafts without drafts=True, or drafts nothing with it; or longer answers took less
-                time.
+            UserError: The server drafts but should not, or should draft but does not; or longer answers took less time.
         """
         self.answer(streams, context, 2)  # warms up
         times = [self._step_seconds(streams, context, drafts) for _ in range(self.repeats)]
         if statistics.median(times) <= 0:
             raise UserError(
-                f"{self.server.http.url} took less time for more tokens; repeat this without other load on the server"
+                f"{self.server.http.url} took less time for more tokens; repeat the command without other load on the "
+                "server"
             )
         return 1e3 * statistics.median(times)
 
@@ -119,7 +129,7 @@ class Meter:
             return (long - short) / TOKENS
         if first is None or second is None or not drafts:
             said = (
-                "drafts nothing; start it with --speculative-config"
+                "does not draft; start it with --speculative-config"
                 if drafts
                 else "drafts, but must run the target alone; start it without --speculative-config"
             )
@@ -127,11 +137,11 @@ class Meter:
         return (long - short) * streams / (second.num_drafts - first.num_drafts)
 
     def prefill_ms(self, context: int) -> float:
-        """Return the median milliseconds of an answer of one token."""
+        """Return the median milliseconds of an answer of one token, which is the prefill."""
         return 1e3 * statistics.median(self.answer(1, context, 1) for _ in range(self.repeats))
 
     def answer(self, streams: int, context: int, tokens: int) -> float:
-        """Return the seconds until all streams have their answers of `tokens` tokens."""
+        """Send the prompt in all streams at once. Return the seconds until each has its answer of `tokens` tokens."""
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         start = time.perf_counter()
         with ThreadPoolExecutor(streams) as pool:
@@ -157,11 +167,11 @@ def profile_servers(
     """Measure running servers, and write NAME.yaml for the target and, with a second server, for its draft.
 
     Args:
-        servers: A server of the target alone, and optionally a server of the target with the draft.
-        models: Directory or name of the target, and of the second server's draft.
+        servers: A server of the target alone and, optionally, a server of the target with the draft.
+        models: Directory or name of the target and, with a second server, of its draft.
 
     Raises:
-        UserError: the first server drafts, the second server does not draft, or times contradict each other.
+        UserError: The first server drafts, the second server does not draft, or times contradict each other.
     """
     warn_if_busy(read_environment())
     k = drafted_tokens(servers[1], prompt) if len(servers) > 1 else 0
@@ -210,12 +220,14 @@ def middle(context: int) -> int:
 
 
 def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dict[int, float]:
-    """Return the time of a draft pass divided by the time of a target pass, by batch size.
+    """Return the time of a draft pass divided by the time of a target pass of the same size, by batch size.
 
-    steps: Milliseconds of whole steps with K drafted tokens, by streams and context.
+    Args:
+        passes: Latency of the target's passes.
+        steps: Milliseconds of a whole step with k drafted tokens, by number of streams and context.
 
     Raises:
-        UserError: a step with the draft takes no longer than a target pass over K + 1 tokens.
+        UserError: A step with the draft took no longer than a target pass over k + 1 tokens.
     """
     drafting: dict[int, list[float]] = defaultdict(list)
     like_target: dict[int, list[float]] = defaultdict(list)
@@ -228,19 +240,19 @@ def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dic
     if (least := min(shares, key=lambda batch: shares[batch])) and shares[least] <= 0:
         raise UserError(
             f"with {least} streams, a step with the draft took no longer than the target alone, which is "
-            "impossible; repeat this without other load on the servers"
+            "impossible; repeat the command without other load on the servers"
         )
     return shares
 
 
 def drafted_tokens(server: Server, prompt: list[int]) -> int:
-    """Return the K of a server. Raises UserError: the server drafts nothing."""
+    """Return how many tokens a server drafts per step. Raises UserError: the server does not draft."""
     before = server.metrics()
     server.generate_ids(prompt, SamplingParams(max_tokens=SETTLED, ignore_eos=True))
     counters = spec_decode_counters(before, server.metrics())
     if counters is None:
         raise UserError(
-            f"--server {server.http.url} drafts nothing; start it with --speculative-config"
+            f"--server {server.http.url} does not draft; start it with --speculative-config"
         )
     return counters.k
 

@@ -1,13 +1,13 @@
-"""The expected number of steps of every text, and their time, by K, in draftlab's engine or in vLLM.
+"""The expected number of steps to decode each text, and the time of the steps, by K, in draftlab's engine or in vLLM.
 
-R texts of at most n tokens, C contexts. The kind of drafter (step_cost) computes the cost of drafting in a step from
-the passes of its model. Time is counted as in the engine: both prefills are left out, and a step that starts at token i
-has prompt + i cached tokens. The first draft pass after the draft's prefill is counted like a pass after the target's
-pass, which is slightly too slow.
+R texts of at most n tokens, C contexts. Each kind of drafter computes its time per step (step_cost) from the passes of
+its model. Time is counted as in the engine: both prefills are left out, and a step that starts at token i has
+prompt + i cached tokens. The first draft pass after the draft's prefill is assumed to take as long as a draft pass
+after a target pass, which is slightly too slow.
 
 vLLM's steps (0.32, v1/spec_decode/llm_base_proposer.py): the first draft pass of a step reads all tokens that the
-target has just read, including rejected tokens, and one more token unless the drafter reads the target's states. This
-pass runs even at K = 0, so that the draft's cache stays complete.
+target has just read, including rejected tokens, and one more token unless the drafter reads the target's hidden states.
+This pass runs even at K = 0, so that the draft's cache stays complete.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,12 +26,12 @@ Server = Literal["vllm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The expected steps at one K. K = 0 is plain decoding.
+    """The expected steps to decode each text at one K. K = 0 is plain decoding.
 
     Args:
         starts: Expected number of steps that start at each token, [R, n].
-        drafted: Number of tokens that a step at this token drafts, [R, n].
-        after: `starts`, split by the number of tokens that the previous step accepted, [R, n, K + 1].
+        drafted: Number of tokens that a step drafts if it starts at this token, [R, n].
+        after: `starts`, split by the number of drafted tokens that the previous step accepted, [R, n, K + 1].
     """
 
     starts: np.ndarray
@@ -46,11 +46,11 @@ class Passes:
     Args:
         contexts: Numbers of cached tokens, ascending by 1, [C].
         steady: Time of a pass over one token after many passes of the same model, [C].
-        warmup: Additional time of the first N one-token passes after a target pass, [N, C].
-        k: Largest number of drafted tokens in a step.
+        warmup: Additional time of each of the first N one-token passes after a target pass, [N, C].
+        k: Largest number of tokens drafted in a step.
         lag: Number of tokens by which the drafter's cache is shorter than the target's.
         server: Server that runs the steps; None stands for draftlab's engine.
-        by_width: Cache of forward passes, by width.
+        by_width: Times of forward passes computed so far, by width.
     """
 
     draft: CostModel
@@ -64,11 +64,12 @@ class Passes:
     by_width: dict[int, np.ndarray] = field(default_factory=dict)
 
     def step(self, k: int, *, unread: int, at_once: bool = False) -> np.ndarray:
-        """Return the time of drafting k tokens in a step, by the number of the target's cached tokens, [C].
+        """Return the time of drafting k tokens in a step, by the number of tokens in the target's cache, [C].
 
         Args:
-            unread: Number of tokens that the drafter has not read yet, which its first pass reads.
-            at_once: Whether the first pass reads k - 1 mask tokens as well and drafts all k tokens; otherwise every
+            unread: Number of tokens that the drafter has not read yet, which its first pass reads. On a server the
+                first pass always reads self.k + 2 - self.lag tokens instead.
+            at_once: Whether the first pass also reads k - 1 mask tokens, and so drafts all k tokens. Otherwise every
                 further token has its own pass.
         """
         if self.server is not None:
@@ -90,9 +91,10 @@ class Passes:
         return ms
 
     def block(self, k: int) -> np.ndarray:
-        """Return the time of a pass that drafts k tokens at once, by the target's cached tokens, [C].
+        """Return the time of a pass that drafts a block of k tokens, by number of tokens in the target's cache, [C].
 
-        A block's profile is by the number of drafted tokens, and a pass reads the same number of the target's states.
+        In the profile of a head that drafts blocks, the width is the number of drafted tokens. The timed passes also
+        read that number of the target's hidden states.
         """
         return self._forward(k) + self.draft.host_ms(1) if k else np.zeros(len(self.contexts))
 
@@ -107,14 +109,15 @@ StepCost = Callable[[Passes, int, int], np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Milliseconds of a draft and a target at one batch size, by context.
+    """Milliseconds of the parts of a step at one batch size: drafting, the target's pass, and the host's work.
 
     Args:
-        step_cost: Function of passes, drafted tokens and accepted tokens that returns the time of drafting, [C].
-        verify: Time of the target's pass by drafted tokens, [K + 1, C].
-        host: Time of sampling and verification on the host by drafted tokens, [K + 1].
-        share: Factor of the time of drafting. 0 makes drafting free.
-        tables: Cache of drafting(), by K.
+        step_cost: Function that returns the time of drafting, [C], from the drafter's passes, the number of tokens to
+            draft, and the number of tokens accepted in the step before.
+        verify: Time of the target's pass by number of drafted tokens, [K + 1, C].
+        host: Time of sampling and verification on the host by number of drafted tokens, [K + 1].
+        share: Factor by which the time of drafting is multiplied. 0 makes drafting free.
+        tables: Results of drafting() computed so far, by K.
     """
 
     passes: Passes
@@ -126,11 +129,11 @@ class StepCosts:
 
     @property
     def first(self) -> int:
-        """Return the number of cached tokens in the first column."""
+        """Return the number of cached tokens in the first column of C."""
         return int(self.passes.contexts[0])
 
     def without_turns(self, at: int) -> "StepCosts":
-        """Return the costs at column `at` alone: contexts do not grow, and switching between models takes no time."""
+        """Return simpler costs: the context stays that of column `at`, and switching between models takes no time."""
         passes, steady = self.passes, self.passes.steady[at : at + 1]
         contexts = passes.contexts[at : at + 1]
         flat = replace(
@@ -139,7 +142,10 @@ class StepCosts:
         return replace(self, passes=flat, tables={})
 
     def drafting(self, k: int) -> np.ndarray:
-        """Return the time of drafting by tokens accepted in the step before and tokens to draft, [K + 1, K + 1, C]."""
+        """Return the time of drafting, [K + 1, K + 1, C].
+
+        The axes are: number of tokens accepted in the step before, number of tokens to draft, context.
+        """
         if k not in self.tables:
             passes, counts = replace(self.passes, k=k), range(k + 1)
             rows = [
@@ -152,7 +158,7 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSplit:
-    """Expected milliseconds of each text, [R]."""
+    """Expected milliseconds to decode each text, [R], by what the time is spent on."""
 
     draft: np.ndarray
     verify: np.ndarray
@@ -171,10 +177,10 @@ def step_costs(
     batch: int,
     server: Server | None = None,
 ) -> StepCosts:
-    """Return the costs at every context of the texts.
+    """Return the costs of steps at every context of the texts. k: Largest K.
 
     Raises:
-        UserError: a context, width or batch is outside a profile.
+        UserError: A context, width or batch is outside a profile.
     """
     kind = DRAFTERS.get(work.kind, "acceptance")
     contexts = np.arange(int(work.prompt_tokens.min()) - kind.cache_lag, work.longest + k)
@@ -195,12 +201,12 @@ def step_costs(
 
 
 def plain_ms(costs: StepCosts, work: Workload) -> np.ndarray:
-    """Return the milliseconds of every text without a draft, [R]."""
+    """Return the milliseconds to decode every text without a draft, [R]."""
     return expected_time(replace(costs, share=0.0), work.prompt_tokens, steps(work, 0)).total
 
 
 def steps(work: Workload, k: int) -> Steps:
-    """Return the expected steps of every text at one K."""
+    """Return the expected steps to decode every text at one K."""
     chances = work.texts.chances
     inside = np.arange(chances.shape[1]) < work.texts.lengths[:, None]
     drafted = np.minimum(k, work.texts.room()) * inside
@@ -210,16 +216,15 @@ def steps(work: Workload, k: int) -> Steps:
 
 
 def _after(starts: np.ndarray, chances: np.ndarray, drafted: np.ndarray, k: int) -> np.ndarray:
-    """Return the steps that start at each token, by the tokens that the previous step accepted, [R, n, K + 1].
+    """Split the steps that start at each token by the number of tokens that the previous step accepted, [R, n, K + 1].
 
-    The prefill before the first step counts as a step with 0 accepted tokens.
+    For the first step, the prefill counts as a previous step with 0 accepted tokens.
     """
     n = starts.shape[1]
     after, alive = np.zeros((*starts.shape, k + 1)), starts
     after[:, 0, 0] = starts[:, 0]
-    for a in range(
-        min(k + 1, n - 1)
-    ):  # alive: steps that have accepted at least a tokens, by the token at which they started
+    # alive: steps that have accepted at least a tokens, by the token at which they started
+    for a in range(min(k + 1, n - 1)):
         chance = np.zeros_like(starts)
         if a < k:
             chance[:, : n - a] = chances[:, a:, a] if chances.ndim == 3 else chances[:, a:]
@@ -230,7 +235,7 @@ def _after(starts: np.ndarray, chances: np.ndarray, drafted: np.ndarray, k: int)
 
 
 def expected_time(costs: StepCosts, prompt_tokens: np.ndarray, steps: Steps) -> TimeSplit:
-    """Return the expected time of every text, [R]."""
+    """Return the expected time to decode every text, from its steps and their costs."""
     drafted, accepted = steps.drafted, np.arange(steps.after.shape[2])
     last = costs.verify.shape[1] - len(costs.host)
     at = np.minimum(prompt_tokens[:, None] - costs.first + np.arange(drafted.shape[1]), last)
@@ -250,12 +255,12 @@ def total_ms(
     batch: int,
     server: Server | None = None,
 ) -> tuple[float, dict[int, float]]:
-    """Return the milliseconds of all texts, without a draft and by K.
+    """Return the milliseconds to decode all texts without a draft, and the milliseconds with the draft by K.
 
-    At K = 0 a server's draft reads tokens but drafts none.
+    At K = 0, the draft on a server still reads tokens but drafts none.
 
     Raises:
-        UserError: a context, width or batch is outside a profile.
+        UserError: A context, width or batch is outside a profile.
     """
     costs, ms = step_costs(draft, target, work, max(by_k), batch, server), dict[int, float]()
     for k, each in by_k.items():

@@ -1,4 +1,4 @@
-"""Texts whose decoding is predicted, with acceptance probabilities from a replay, a score or an assumption.
+"""Texts whose decoding time is to be predicted, with acceptance probabilities from a replay, a score or an assumption.
 
 R texts of at most n tokens.
 """
@@ -20,7 +20,10 @@ if TYPE_CHECKING:  # needs torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Texts with their acceptance probabilities. prompt_tokens: Length of each prompt, [R]. kind: Kind of drafter."""
+    """Texts with the acceptance probabilities of their tokens.
+
+    prompt_tokens: Length of each prompt, [R]. kind: Kind of drafter, as --drafter names it.
+    """
 
     texts: Texts
     prompt_tokens: np.ndarray
@@ -28,17 +31,17 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Return the number of tokens of all texts, without each text's first token, which the prefill emits."""
+        """Return the number of tokens in all texts. The first token of a text is not counted: the prefill emits it."""
         return float(self.texts.lengths.sum())
 
     @property
     def middle(self) -> int:
-        """Return the mean number of cached tokens in the middle of a text."""
+        """Return the number of cached tokens in the middle of a text, averaged over the texts."""
         return int((self.prompt_tokens + self.texts.lengths / 2).mean())
 
     @property
     def longest(self) -> int:
-        """Return the largest number of tokens of a text with its prompt."""
+        """Return the length of the longest text together with its prompt."""
         return int((self.prompt_tokens + self.texts.lengths).max())
 
     def with_chances(self, chances: np.ndarray) -> "Workload":
@@ -51,7 +54,10 @@ class Workload:
 
 
 def constant_workload(alpha: float, *, tokens: int, prompt_tokens: int) -> Workload:
-    """Return one text whose tokens after the first, which the prefill emits, are accepted with probability alpha."""
+    """Return a workload of one text, whose drafted tokens are accepted with probability alpha.
+
+    The prefill emits the first of the text's tokens.
+    """
     return Workload(
         texts=texts_of([np.full(tokens - 1, alpha)]), prompt_tokens=np.array([prompt_tokens])
     )
@@ -63,36 +69,39 @@ def workload_of(
     limits: Sequence[int] | None = None,
     kind: str = "model",
 ) -> Workload:
-    """Return texts with known acceptance probabilities.
+    """Return a workload of texts with known acceptance probabilities.
 
-    limits: Number of tokens after the first at which the decoding of each text stops. Default: the text's length.
+    Args:
+        chances: Acceptance probability of each token of a text after the first.
+        prompts: Length of each prompt.
+        limits: Length limit of each text, without the first token. None takes the length of the text.
     """
     texts = texts_of(chances, None if limits is None else np.array(limits))
     return Workload(texts=texts, prompt_tokens=np.array(prompts), kind=kind)
 
 
 def workload_of_replay(replay: "Replay") -> Workload:
-    """Return the texts of a replay, with the probabilities that the replay computed."""
+    """Return the texts of a replay, with the acceptance probabilities that the replay computed."""
     prompts = np.array([text.prompt_tokens for text in replay.texts])
     return Workload(texts=replay.padded(), prompt_tokens=prompts, kind=replay.kind)
 
 
 def workload_of_score(score: Score) -> Workload:
-    """Return the texts of a score, with probability 1 for accepted tokens and 0 for rejected tokens.
+    """Return the texts of a score. Accepted tokens have probability 1, and rejected tokens 0.
 
-    A token that the target added after all K drafted tokens were accepted was never drafted itself. Its probability is
-    the share accepted at the last position of the largest K. In greedy decoding every K gives the same text, so such a
-    token may be known from another K.
+    If all K drafted tokens of a step were accepted, the token that the target added was not drafted. In greedy decoding
+    every K gives the same text, so the outcome for this token may be known from another K. Otherwise its probability is
+    the conditional acceptance rate at the last position of the largest K.
 
     Raises:
-        UserError: servers decoded, which do not report single tokens; or a parallel draft or an EAGLE-3 head drafted,
-            whose acceptance depends on the offset.
+        UserError: The score was measured on servers, which do not report single tokens; or the draft is parallel or an
+            EAGLE-3 head, whose acceptance depends on the position in the draft.
     """
     if score.draft.eagle or score.draft.parallel:
         kind = "an EAGLE-3 head" if score.draft.eagle else "a parallel draft"
         raise UserError(
-            f"{score.name} is {kind}, whose acceptance by offset a score does not have; use the output of "
-            "draftlab replay"
+            f"{score.name} is {kind}, and a score does not have its acceptance by position in the draft; use the "
+            "output of draftlab replay"
         )
     if score.served:
         raise UserError(
@@ -119,7 +128,7 @@ def workload_of_score(score: Score) -> Workload:
 
 
 def _outcomes(generation: Generation) -> np.ndarray:
-    """Return the outcome of drafting at each token after the first: 1 accepted, 0 rejected, nan not drafted."""
+    """Return the outcome of drafting each token after the first: 1 if accepted, 0 if rejected, nan if not drafted."""
     row = np.full(generation.tokens - 1, np.nan)
     start = 0
     for drafted, accepted, emitted in zip(

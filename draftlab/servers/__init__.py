@@ -1,4 +1,4 @@
-"""Kinds of servers, one module each, the client of a running server, and the names that plug-ins import. No torch."""
+"""Kinds of servers (a module for each), the client of a running server, and names that plug-ins import. No torch."""
 
 from draftlab.config.server_rules import Acceptance
 from draftlab.servers.kinds import (

@@ -1,6 +1,7 @@
 """Client of a running server: completions, log-probabilities of prompts, metrics. No torch.
 
-Requests have token ids, never text. The kind of server (kinds.py) knows the protocol.
+Requests have token ids, never text, apart from those of tokenize and chat_prompt. The kind of server (kinds.py) knows
+the protocol.
 """
 
 import math
@@ -28,13 +29,13 @@ WORKERS = 8  # concurrent requests
 TRIES = 6
 MAX_WAIT_SECONDS = 30.0  # longest wait between attempts
 ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0
-SILENT_SECONDS = 12.0  # wait for an answer until a note is printed
+SILENT_SECONDS = 12.0  # if an answer takes longer, a note is printed
 BUSY = (429, 503)
 MISSING = (404, 405)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
 PROBE_TOP_K = 5
 ROUNDING = 1e-3  # nats by which rounding may raise a log-probability above 0
-OPENAI = "openai"  # kind of a server with an unknown owned_by; requests are vLLM's
+OPENAI = "openai"  # kind of a server whose owned_by is unknown; it gets the same requests as vLLM
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -42,10 +43,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What a server's log-probabilities are computed from, named as in vLLM's --logprobs-mode.
+    """What was found out about a server by a few requests.
 
-    raw_logprobs are computed from the model's own logits, processed_logprobs after temperature. raw_logits and
-    processed_logits are not normalised. greedy: Whether temperature 0 decodes greedily.
+    Args:
+        logprobs_mode: What the server returns as log-probabilities, named as in vLLM's --logprobs-mode. raw_logprobs
+            are computed from the model's own logits, processed_logprobs after temperature. raw_logits and
+            processed_logits are not normalised.
+        greedy: Whether the server decodes greedily at temperature 0.
     """
 
     logprobs_mode: str
@@ -53,14 +57,14 @@ class Probe:
 
 
 class HttpClient:
-    """An HTTP client of one server. Requests are repeated while the server is busy or drops the connection.
+    """An HTTP client of one server. If the server is busy or drops the connection, a request is repeated a few times.
 
     Args:
         wait: Function that waits for a number of seconds before the next attempt.
         seconds: Longest wait for an answer.
 
     Raises:
-        UserError: the server cannot be reached or refuses; the error quotes the server's message.
+        UserError: The server cannot be reached or refuses a request. The error quotes the server's message.
     """
 
     def __init__(
@@ -72,11 +76,8 @@ class HttpClient:
         seconds: float = ANSWER_SECONDS,
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url, self.wait, self.seconds = (
-            without_secrets(url),
-            wait,
-            seconds,
-        )  # the address without secrets, for messages
+        # self.url is for messages, so it has no secrets
+        self.url, self.wait, self.seconds = (without_secrets(url), wait, seconds)
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         limits = httpx.Limits(max_connections=None)  # the caller limits the number of workers
         self.client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits)
@@ -90,9 +91,9 @@ class HttpClient:
         tries: int = TRIES,
         default: Answer = None,
     ) -> Answer:
-        """Return the JSON value of an answer.
+        """Send a request, and return the parsed JSON of the answer.
 
-        default: Value if the server lacks the page; with None this is an error.
+        default: Value to return if the server lacks the page. With None, a missing page is an error.
         """
         answer = self._send(method, path, body, tries)
         if default is not None and answer.status_code in MISSING:
@@ -117,7 +118,7 @@ class HttpClient:
                     self.wait(pause)
             try:
                 with note_if_slow(
-                    f"waiting up to {self.seconds:g} s for an answer of {self.url}{path}",
+                    f"waiting up to {self.seconds:g} s for an answer from {self.url}{path}",
                     SILENT_SECONDS,
                 ):
                     answer = self.client.request(method, path, json=body)
@@ -151,7 +152,10 @@ class HttpClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One model of a running server. kind: owned_by of a known kind (vllm, sglang, llamacpp, ...), or openai."""
+    """A model on a running server.
+
+    kind: owned_by in /v1/models if it names a known kind (vllm, sglang, llamacpp, ...), else openai.
+    """
 
     kind: str
     model: str
@@ -171,28 +175,35 @@ class Server:
         workers: int = WORKERS,
         wait: Callable[[float], None] = time.sleep,
     ) -> "Server":
-        """Identify the server at a URL, with or without /v1. model: Default: the server's first model.
+        """Connect to the server at a URL, with or without /v1, and identify its kind and version.
+
+        Args:
+            model: Name of the model. None takes the server's first model.
+            api_key_file: File with the API key.
+            workers: Number of concurrent requests.
 
         Raises:
-            UserError: there is no answer, the server is not OpenAI-compatible or has no such model, or the key file
+            UserError: There is no answer, the server is not OpenAI-compatible or has no such model, or the key file
                 cannot be read.
         """
         check_address(url)
         http = HttpClient(url.rstrip("/").removesuffix("/v1"), _read_key(api_key_file), wait)
         listing = http.json("GET", "/v1/models", tries=1)
         with reading(
-            f"{http.url} is not an OpenAI-compatible server, or has another address: /v1/models"
+            f"{http.url} is not the address of an OpenAI-compatible server; reading /v1/models failed"
         ):
             cards = {card["id"]: card for card in listing["data"]}
             first, *_ = cards
             name = model or first
         if name not in cards:
-            raise UserError(f"{http.url} serves no model {name!r}{did_you_mean(name, cards)}")
-        # the name is used for directories, scripts and pages
+            raise UserError(
+                f"{http.url} does not serve a model named {name!r}{did_you_mean(name, cards)}"
+            )
+        # the model's name is used for directories, scripts and pages
         folder_name(name, f"the model of {http.url}")
         kind, adapter = _kind_of(cards[name].get("owned_by"))
         page = http.json("GET", adapter.about_path, default={})
-        with reading(f"{http.url}{adapter.about_path} is not what {kind} answers there"):
+        with reading(f"{http.url}{adapter.about_path} does not answer as a {kind} server should"):
             version, max_length = adapter.about(page, cards[name])
             version, max_length = one_line(version), None if max_length is None else int(max_length)
         return cls(
@@ -211,7 +222,10 @@ class Server:
     def generate(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int = 0
     ) -> list[ServedCompletion]:
-        """Return a completion of each prompt with the k top tokens of each position. Prompt i adds i to the seed."""
+        """Return a completion of each prompt, with the k top tokens at each position.
+
+        The request for prompt i has the seed sampling.seed + i.
+        """
         self._check_length(max(map(len, prompts), default=0) + sampling.max_tokens)
         jobs = [
             (prompt, replace(sampling, seed=sampling.seed + i)) for i, prompt in enumerate(prompts)
@@ -221,7 +235,7 @@ class Server:
     def generate_ids(
         self, prompt: list[int], sampling: SamplingParams
     ) -> tuple[list[int], Counters | None]:
-        """Return the generated tokens, without log-probabilities, and the answer's speculative counters (SGLang)."""
+        """Return the tokens of a completion, and the speculative counters in the answer, which only SGLang sends."""
         self._check_length(len(prompt) + sampling.max_tokens)
         answer = self._post(self.adapter.completion_request(prompt, sampling, None))
 
@@ -231,10 +245,12 @@ class Server:
             return ids, self.adapter.counters(answer)
 
     def prompt_logprobs(self, rows: Sequence[list[int]], k: int) -> list[PromptLogprobs]:
-        """Return the log-probabilities of the tokens of each text, with the k top tokens of each position.
+        """Return the log-probabilities of the tokens of each text, with the k top tokens at each position.
+
+        rows: Token ids of each text.
 
         Raises:
-            UserError: the server does not score prompts, or its values are not log-probabilities.
+            UserError: The server does not score prompts, or its values are not log-probabilities.
         """
         if not self.adapter.has_prompt_logprobs:
             raise UserError(
@@ -244,7 +260,10 @@ class Server:
         return self._map(lambda ids: self._prompt_logprobs(ids, k), rows)
 
     def probe(self, prompt: list[int]) -> Probe:
-        """Find out what the server's log-probabilities are computed from, by requests at several temperatures."""
+        """Find out what the server returns as log-probabilities, and whether temperature 0 decodes greedily.
+
+        The prompt is completed at temperatures 1, 0.5 and 0.
+        """
         at_temperature = (SamplingParams(max_tokens=1, temperature=value) for value in (1.0, 0.5))
         hot, cold = (self._generate(prompt, sampling, PROBE_TOP_K) for sampling in at_temperature)
         at_1, at_half = (
@@ -263,7 +282,7 @@ class Server:
         )
 
     def check_logprobs(self, scored: PromptLogprobs) -> None:
-        """Raises UserError: a log-probability is above 0."""
+        """Check that no log-probability is above 0. Raises UserError if one is."""
         worst = max(max(row, default=0.0) for row in (scored.logprobs, *scored.top_logprobs))
         if worst > ROUNDING:
             raise UserError(
@@ -272,7 +291,7 @@ class Server:
             )
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Return the server's token ids of a text without special tokens, None if the server cannot tokenize."""
+        """Return the server's token ids of a text, without special tokens. None if the server cannot tokenize."""
         body = self.adapter.tokenize_request(text) | {"model": self.model}
         answer = self.http.json("POST", "/tokenize", body, default={})
         if not answer:
@@ -281,10 +300,12 @@ class Server:
             return TOKEN_IDS.validate_python(answer["tokens"])
 
     def chat_prompt(self, text: str) -> tuple[list[int] | None, int]:
-        """Return the token ids of a chat with one message as the server writes it, if it tells them, and their number.
+        """Return the token ids into which the server turns a chat of one user message, and the number of these ids.
+
+        The ids are None if the server returns only their number.
 
         Raises:
-            UserError: the server answers no chats.
+            UserError: The server does not answer chats.
         """
         path = "/v1/chat/completions"
         body = {
@@ -300,17 +321,22 @@ class Server:
             return ids, len(ids) if ids else int(answer["usage"]["prompt_tokens"])
 
     def metrics(self) -> dict[str, float]:
-        """Return the values on the server's Prometheus page, by name with labels."""
+        """Return the values on the server's Prometheus page (/metrics), by name with labels."""
         page = self.http.text("/metrics")
         with self._reading("/metrics"):
             return parse_metrics(page)
 
     def grown(self, before: Mapping[str, float]) -> Counters:
-        """Return the increase of the speculative counters since `before`. Raises UserError: nothing was drafted."""
+        """Return how much the server's speculative counters grew since the metrics `before`.
+
+        Raises:
+            UserError: The server drafted nothing in between, or a counter decreased.
+        """
         counters = spec_decode_counters(before, self.metrics())
         if counters is None:
             raise UserError(
-                f"{self.http.url} drafted nothing: its /metrics count no speculative steps; start it with a draft"
+                f"{self.http.url} drafted nothing: its /metrics page counts no speculative steps; start the server "
+                "with a draft"
             )
         return counters
 
@@ -321,7 +347,7 @@ class Server:
             _check_count(written.ids, sampling.max_tokens)
             if written.finish_reason == "length" and len(written.ids) < sampling.max_tokens:
                 count = f"{len(written.ids)} tokens instead of {sampling.max_tokens}"
-                raise ValueError(f"{count}, and the finish reason is length")
+                raise ValueError(f"{count}, although the finish reason is length")
             return written
 
     def _prompt_logprobs(self, ids: list[int], k: int) -> PromptLogprobs:
@@ -329,7 +355,9 @@ class Server:
         with self._reading(self.adapter.path):
             scored = self.adapter.prompt_logprobs(ids, answer, k)
             if len(scored.logprobs) != len(ids) - 1:
-                raise ValueError(f"{len(scored.logprobs)} values for {len(ids) - 1} tokens")
+                raise ValueError(
+                    f"{len(scored.logprobs)} log-probabilities for {len(ids) - 1} tokens"
+                )
         self.check_logprobs(scored)
         return scored
 
@@ -343,9 +371,9 @@ class Server:
         )
 
     def _map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Return the results of `work` for all items, computed in several threads.
+        """Return the results of `work` for all items, computed in self.workers threads.
 
-        After a failure, no further item starts.
+        The first failure is raised.
         """
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(work, items))
@@ -353,13 +381,17 @@ class Server:
     def _check_length(self, tokens: int) -> None:
         if self.max_length is not None and tokens > self.max_length:
             raise UserError(
-                f"{self.http.url} accepts at most {self.max_length} tokens, but {tokens} are needed; start it "
-                "with a longer context, or shorten prompts"
+                f"{self.http.url} accepts at most {self.max_length} tokens, but {tokens} are needed; start the "
+                "server with a longer context, or shorten prompts"
             )
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Parse Prometheus' text format: ``name{label="value"}`` -> value. Raises ValueError: a value is no number."""
+    """Parse Prometheus' text format into a dict from ``name{label="value"}`` to the value of this series.
+
+    Raises:
+        ValueError: A value is not a number.
+    """
     lines = (
         line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")
     )
@@ -369,9 +401,12 @@ def parse_metrics(text: str) -> dict[str, float]:
 def spec_decode_counters(
     before: Mapping[str, float], after: Mapping[str, float]
 ) -> Counters | None:
-    """Return the increase of vLLM's or llama.cpp's counters between two reads of the metrics, summed over engines.
+    """Return how much vLLM's or llama.cpp's counters grew between two reads of the metrics, summed over engines.
 
-    The result is None if the server drafted nothing in between. Raises UserError: a counter decreased or is not finite.
+    Return None if the server drafted nothing in between.
+
+    Raises:
+        UserError: A counter decreased or is not finite.
     """
     grown: dict[str, dict[str, float]] = {}  # keys: counter, series
     for series, value in after.items():
@@ -380,7 +415,7 @@ def spec_decode_counters(
             growth = value - before.get(series, 0.0)
             if not (math.isfinite(growth) and growth >= 0):
                 raise UserError(
-                    f"the server's counter {counter[1]} decreased or is not finite; run this again, and do not "
+                    f"the server's counter {counter[1]} decreased or is not finite; repeat the command, and do not "
                     "restart the server meanwhile"
                 )
             grown.setdefault(counter[1], {})[series] = growth
@@ -399,7 +434,7 @@ def spec_decode_counters(
 
 
 def _kind_of(owner: object) -> tuple[str, ServerKind]:
-    """Return name and interface of the server with this owned_by in /v1/models."""
+    """Return the name and the ServerKind of a server. owner: Value of owned_by in its /v1/models."""
     known = next(
         (kind for kind in SERVERS.loadable() if kind.owned_by and kind.owned_by == owner), None
     )
@@ -408,7 +443,7 @@ def _kind_of(owner: object) -> tuple[str, ServerKind]:
 
 def _check_count(ids: list[int], most: int) -> None:
     if len(ids) > most:
-        raise ValueError(f"{len(ids)} tokens instead of {most} at most")
+        raise ValueError(f"{len(ids)} tokens instead of at most {most}")
 
 
 def _read_key(file: Path | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The interface of a kind of server, and answers in token ids. Modules in this folder and plug-ins define the kinds.
+"""The interface of a kind of server. Each kind is defined in another module of this folder or in a plug-in.
 
 n tokens, k top tokens. Methods that read answers raise KeyError, TypeError or similar errors if an answer is
 incomplete. No torch.
@@ -33,7 +33,7 @@ TOKEN_IDS = TypeAdapter(list[TokenId])
 
 
 class PromptLogprobs(BaseModel):
-    """A server's log-probabilities of a text's tokens except the first, and the k top tokens at each position."""
+    """A server's log-probabilities of the tokens of a text after the first, and the k top tokens at each position."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -51,7 +51,7 @@ class PromptLogprobs(BaseModel):
 
 
 class ServedCompletion(PromptLogprobs):
-    """The n tokens that a server generated after a prompt, eos included, with their log-probabilities."""
+    """The n tokens that a server generated after a prompt, including eos, with their log-probabilities."""
 
     prompt_ids: list[int]
     ids: list[TokenId]
@@ -65,12 +65,18 @@ class ServedCompletion(PromptLogprobs):
         return self
 
     def as_json(self) -> str:
-        """Return one line of a traffic file (docs/formats.md)."""
+        """Return the completion as a line of a server's log (docs/formats.md)."""
         return self.model_dump_json(exclude={"finish_reason"})
 
 
 def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
-    """Return the k most probable entries. Servers also list the actual token, whatever its rank."""
+    """Return the k most probable entries, each a token id with its log-probability.
+
+    There may be more entries, because servers also list the token of the text, even if it is improbable.
+
+    Raises:
+        ValueError: There are fewer than k entries.
+    """
     top = sorted(entries, key=lambda entry: -entry[1])[:k]
     if len(top) < k:
         raise ValueError(f"{len(top)} top tokens instead of {k}")
@@ -84,7 +90,7 @@ def completion(
     tops: Sequence[TopLogprobs],
     reason: Any,
 ) -> ServedCompletion:
-    """Return a checked completion. Raises ValueError: values are missing, are no ids or are not finite."""
+    """Check and return a completion. Raises ValueError: a value is missing, is not an id, or is not finite."""
     top_ids, top_logprobs = _columns(tops)
     return ServedCompletion(
         prompt_ids=prompt,
@@ -97,7 +103,12 @@ def completion(
 
 
 def prompt_logprobs(tops: Sequence[TopLogprobs], actual: list[float]) -> PromptLogprobs:
-    """Return checked log-probabilities of a text. Raises ValueError: the errors of completion."""
+    """Check the log-probabilities of a text, and return them. Raises ValueError: a value is missing or not finite.
+
+    Args:
+        tops: The top tokens at each position.
+        actual: Log-probability of each token of the text after the first.
+    """
     top_ids, top_logprobs = _columns(tops)
     return PromptLogprobs(logprobs=actual, top_ids=top_ids, top_logprobs=top_logprobs)
 
@@ -126,9 +137,10 @@ class Finding:
     """The result of one check of a draft.
 
     Args:
-        level: error: the draft cannot be used. warning: it works, but with a limitation.
-        about: Server or part of the draft that was checked.
-        fix: What to do.
+        level: "error" if the draft cannot be used. "warning" if it works, but with a limitation.
+        about: Name of the server, or of the part of the draft, that was checked.
+        text: What was found.
+        fix: What the user can do.
     """
 
     level: Literal["ok", "warning", "error"]
@@ -153,7 +165,7 @@ def error(about: str, text: str, fix: str = "") -> Finding:
 
 
 class Artifact(Protocol):
-    """A draft model or an EAGLE-3 head with its target, as a server's checks read them.
+    """A draft model or an EAGLE-3 head with its target: what the checks of a ServerKind read.
 
     Args:
         path: Directory of the draft or head.
@@ -163,7 +175,7 @@ class Artifact(Protocol):
         head: Sizes of a head; None for a draft.
         vocab: Number of logits of the draft.
         target_vocab: Number of logits of the target.
-        in_parallel: The draft proposes all tokens in one pass.
+        in_parallel: Whether the draft proposes all tokens in one pass.
     """
 
     path: Path
@@ -180,20 +192,20 @@ class Artifact(Protocol):
         ...
 
     def spelled_alike(self) -> str:
-        """Return text on the number of the target's tokens that the draft also has, such as "100 of 200"."""
+        """Return how many of the target's tokens also exist in the draft, as text such as "100 of 200"."""
         ...
 
     def pre_tokenizer(self) -> tuple[str, float]:
-        """Return llama.cpp's pre-tokenizer for the tokenizer, and the share of probe texts with equal ids.
+        """Return llama.cpp's pre-tokenizer for the tokenizer, and the fraction of probe texts with equal ids.
 
         Raises:
-            UserError: llama.cpp cannot compute the artifact.
+            UserError: llama.cpp cannot run the model.
         """
         ...
 
 
 class Sampling(NamedTuple):
-    """How a server's draft chooses tokens above temperature 0, and the reason for this setting."""
+    """How the draft on a server chooses tokens at temperatures above 0, and the reason for this setting."""
 
     method: SampleMethod
     reason: str
@@ -207,15 +219,16 @@ DEFAULT_SAMPLING = Sampling(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Settings of a script that starts a server. Control characters in texts are escaped.
+    """Settings of a script that starts a server. Control characters in target, reason and file are escaped.
 
     Args:
+        k: Number of tokens to draft per step.
         reason: Reason for this K.
-        file: Name of the draft's GGUF file in the script's folder.
-        layer_ids: Layers that a head reads, see eagle.HeadShape.
+        file: Name of the draft's GGUF file in the script's folder. "" if the draft is a directory.
+        layer_ids: Layers of the target that a head reads, see eagle.HeadShape.
         sliding_window: Window of a head, see eagle.HeadShape.
-        heterogeneous: The draft has its own vocabulary.
-        k_by_batch: K by the number of requests, for servers that can change K.
+        heterogeneous: Whether the draft has a vocabulary that differs from the target's.
+        k_by_batch: K by the number of concurrent requests, for servers that can change K.
         own_target: Whether config.json of the head names its target and K, as in speculators' layout.
     """
 
@@ -238,7 +251,13 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTrial:
-    """A server that a verification starts, in float32. longest: Tokens of the longest prompt with its answer."""
+    """Settings of a server, in float32, that verifies an export.
+
+    Args:
+        k: Number of tokens to draft per step.
+        longest: Number of tokens of the longest prompt with its answer.
+        own_target: Whether config.json of the head names its target and K, as in speculators' layout.
+    """
 
     target: Path
     draft: Path
@@ -249,30 +268,32 @@ class ServerTrial:
 
 
 class ServerKind:
-    """A kind of server. A subclass overrides the attributes and methods that its server supports."""
+    """A kind of server. A subclass overrides the attributes and methods for what its server supports."""
 
     name: ClassVar[str]  # set by @server
 
-    loads_gguf: ClassVar[bool] = False  # loads GGUF files instead of Hugging Face directories
-    parallel: ClassVar[bool] = False  # drafts in one pass with a parallel draft
+    # whether the server loads GGUF files instead of Hugging Face directories
+    loads_gguf: ClassVar[bool] = False
+    parallel: ClassVar[bool] = False  # whether a parallel draft drafts in one pass there
     # how the server drafts with another vocabulary than the target's; empty: not possible
     translates: ClassVar[str] = ""
-    vocab_slack: ClassVar[int] = 0  # largest difference of the numbers of logits
+    # largest allowed difference between the draft's and the target's number of logits
+    vocab_slack: ClassVar[int] = 0
     heads: ClassVar[str] = ""  # how the server loads an EAGLE-3 head; empty: not possible
     # fields in eagle.OPTIONAL_PARTS that the server computes
     head_parts: ClassVar[frozenset[str]] = frozenset()
-    one_stream: ClassVar[bool] = False  # decodes one prompt at a time
-    # kinds of drafts for which it can change K by the number of requests
+    one_stream: ClassVar[bool] = False  # whether the server decodes only one prompt at a time
+    # kinds of drafts for which the server can change K with the number of requests
     changes_k: ClassVar[frozenset[DraftKind]] = frozenset()
 
-    # keys: variants of the verification rule; "" is the rule of --server-rule NAME
+    # acceptance rules by variant; "" is the variant of --server-rule NAME
     rules: ClassVar[Mapping[str, Acceptance]] = {}
     script_rule: ClassVar[str] = ""  # variant in `rules` that the script starts
 
     program: ClassVar[str] = ""  # program that export --verify-with starts; empty: none
-    # True: the server never drafts beyond max_tokens. False: all tokens of the last step count
+    # True: the server never drafts beyond max_tokens. False: all tokens of the last step are counted
     cuts_last_step: ClassVar[bool] = False
-    counts_end: ClassVar[bool] = True  # a drafted end of text counts as a token
+    counts_end: ClassVar[bool] = True  # whether a drafted end-of-text token is counted
 
     owned_by: ClassVar[str] = ""  # name in /v1/models; empty: draftlab sends no requests
     path: ClassVar[str]  # address of completions and prompt log-probabilities
@@ -282,7 +303,7 @@ class ServerKind:
     # loading
 
     def check(self, artifact: Artifact) -> Iterator[Finding]:
-        """Yield the problems and limits of an exported draft or head on this server."""
+        """Check whether this server can run an exported draft or head, and yield problems and limitations."""
         if artifact.head is None:
             yield from self.check_vocabulary(artifact)
             if artifact.in_parallel and not self.parallel:
@@ -311,19 +332,19 @@ class ServerKind:
             )
 
     def check_draft(self, artifact: Artifact) -> Iterator[Finding]:
-        """Yield the problems of a draft model, apart from its vocabulary."""
+        """Check a draft model, apart from its vocabulary, and yield the problems on this server."""
         yield from ()
 
     def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
-        """Yield the problems of a head that draftlab has exported for this server."""
+        """Check a head that draftlab has exported for this server, and yield the problems."""
         yield from ()
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
-        """Yield the problems of a head's config.json that an export for this server would fix."""
+        """Check the config.json of a head as it is, and yield the problems that an export for this server would fix."""
         yield from ()
 
     def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
-        """Yield the problems of the draft's vocabulary with this target on this server."""
+        """Check the draft's vocabulary against the target's, and yield the problems on this server."""
         vocab, targets = artifact.vocab, artifact.target_vocab
         if artifact.difference() is None:
             if abs(vocab - targets) > self.vocab_slack:
@@ -348,46 +369,49 @@ class ServerKind:
     # starting
 
     def script(self, launch: Launch) -> tuple[str, str]:
-        """Return name and text of a script in the draft's directory that starts the server with the draft."""
+        """Return the name and the text of a script in the draft's directory that starts the server with the draft."""
         raise NotImplementedError
 
     def command(self, program: Path, trial: ServerTrial, method: SampleMethod) -> list[object]:
-        """Return the command of a server for a verification, without host and port."""
+        """Return the command that starts a server for a verification, without host and port."""
         raise NotImplementedError
 
     def served(
         self, server: "Server", prompts: list[list[int]], limits: list[int], temperature: float
     ) -> tuple[list[list[int]], float]:
-        """Return the answers of a running server, and its tokens per target pass.
+        """Send prompts to a running server. Return its answers as token ids, and its tokens per target pass.
 
         limits: Largest number of tokens of each answer.
 
         Raises:
-            UserError: the server counts no speculative steps.
+            UserError: The server counts no speculative steps.
         """
         raise NotImplementedError
 
     # requests and answers
 
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
-        """Return version and longest sequence, from the page at about_path and the model's card in /v1/models."""
+        """Return the server's version and the length of its longest sequence.
+
+        page: The page at about_path. card: Entry of the model in /v1/models.
+        """
         return page.get("version", "unknown"), card.get("max_model_len")
 
     def completion_request(
         self, prompt: list[int], sampling: SamplingParams, k: int | None
     ) -> dict[str, Any]:
-        """Return the body of a request. k: Number of top tokens per position; None requests only token ids."""
+        """Return the body of a completion request. k: Number of top tokens per position; None requests only ids."""
         raise NotImplementedError
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         raise NotImplementedError
 
     def ids(self, answer: Answer) -> list[int]:
-        """Return the generated tokens, eos included."""
+        """Return the generated tokens in an answer, including eos."""
         raise NotImplementedError
 
     def counters(self, answer: Answer) -> Counters | None:
-        """Return the speculative counters in an answer, None if the server reports them elsewhere or not at all."""
+        """Return the speculative counters in an answer. None if the server reports them elsewhere or not at all."""
         return None
 
     def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]:
@@ -404,7 +428,7 @@ Kind = TypeVar("Kind", bound=type[ServerKind])
 
 
 def server(name: str) -> Callable[[Kind], Kind]:
-    """Return a decorator that registers a kind of server. Raises TypeError: the class has no method script()."""
+    """Return a class decorator that registers a kind of server. Raises TypeError: the class has no method script()."""
 
     def decorate(kind: Kind) -> Kind:
         if kind.script is ServerKind.script:
@@ -417,7 +441,7 @@ def server(name: str) -> Callable[[Kind], Kind]:
 
 
 def shell_script(launch: Launch, lines: Sequence[str]) -> tuple[str, str]:
-    """Return name and text of a shell script that begins with a comment on K and its reason."""
+    """Return the name and the text of a shell script, which begins with a comment on K and the reason for it."""
     return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {launch.k}: {launch.reason}", *lines, ""])
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
     from draftlab.servers.client import Server
 
-BLOCK, K_BLOCK = (32, 256)  # number of weights that share a scale, in plain types and in K types
+BLOCK, K_BLOCK = (32, 256)  # number of weights in a block that shares a scale: plain types, K types
 LEAST_CONTEXT = 256  # smallest context of llama-server
 
 
@@ -68,7 +68,7 @@ class LlamaCpp(ServerKind):
             )
             yield warning(self.name, f"{text}{match:.0%} of the probe texts", fix)
         shape = artifact.shape
-        assert shape is not None  # GGUF has no other architectures
+        assert shape is not None  # pre_tokenizer has refused other architectures
         rows = {
             "--width": shape.hidden,
             "heads x head_dim": shape.heads * shape.head_dim,
@@ -102,9 +102,8 @@ class LlamaCpp(ServerKind):
             )
         ]
         target_file = "target=${1:?GGUF file of the target}; shift"
-        if (
-            launch.kind == "prompt lookup"
-        ):  # llama.cpp never drafts fewer tokens than its n-gram has
+        # llama.cpp never drafts fewer tokens than its n-gram has
+        if launch.kind == "prompt lookup":
             sizes = f"--spec-ngram-simple-size-n {min(PROMPT_LOOKUP_MAX, launch.k)}"
             lines += [
                 target_file,

@@ -67,9 +67,7 @@ class SGLang(ServerKind):
                 f"{export} writes SpecForge's layout, which SGLang reads",
             )
         elif layers != [i - 1 for i in head.layer_ids]:
-            text = (
-                f"reads the layers from eagle_config in config.json, which has {layers or 'none'}"
-            )
+            text = f"reads the layers from eagle_config in config.json, but finds {layers or 'none'} there"
             yield error(self.name, text, f"{export} writes the layers there")
 
     def script(self, launch: Launch) -> tuple[str, str]:
@@ -82,7 +80,7 @@ class SGLang(ServerKind):
             return shell_script(launch, [usage, start, ngram])
         algorithm = "EAGLE3" if launch.kind == "EAGLE-3 head" else "STANDALONE"
         options = f"--speculative-num-steps {launch.k} --speculative-eagle-topk 1"
-        if launch.sliding_window is not None:  # SGLang reads no window from config.json
+        if launch.sliding_window is not None:  # SGLang does not read the window from config.json
             options += f" --speculative-draft-window-size {launch.sliding_window}"
         tiers: list[str] = []
         if launch.k_by_batch:

@@ -31,7 +31,7 @@ class TensorRTLLM(ServerKind):
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         if "speculators_model_type" in artifact.config:
-            fix = f"draftlab export --to {self.name} writes SpecForge's layout, which it reads"
+            fix = f"draftlab export --to {self.name} writes SpecForge's layout, which TensorRT-LLM reads"
             yield error(self.name, "does not read speculators' layout", fix)
 
     def script(self, launch: Launch) -> tuple[str, str]:
@@ -45,7 +45,7 @@ class TensorRTLLM(ServerKind):
             '  speculative_model: "$here"',
         ]
         if launch.layer_ids:
-            # TensorRT-LLM counts the layer whose output is read
+            # TensorRT-LLM takes the index of the layer whose output is read; layer_ids count the layers up to it
             captured = ", ".join(str(i - 1) for i in launch.layer_ids)
             lines.append(f"  eagle3_layers_to_capture: [{captured}]")
         options = '--extra_llm_api_options "$here/speculative.yaml"'

@@ -1,4 +1,4 @@
-"""Assisted generation of transformers 5.23, by a Python script."""
+"""Assisted generation of transformers 5.23, which a Python script runs."""
 
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
@@ -28,7 +28,7 @@ class Transformers(ServerKind):
         yield from super().check_vocabulary(artifact)
         if artifact.difference() is not None and artifact.vocab == artifact.target_vocab:
             text = (
-                "accepts a draft with another vocabulary only if the numbers of logits differ, and both have "
+                "accepts a draft with another vocabulary only if the numbers of logits differ, but both models have "
                 f"{artifact.vocab:,}"
             )
             yield error(

@@ -81,8 +81,12 @@ class VLLM(ServerKind):
             yield unknown_architecture(self.name, artifact)
             return
         if shape.head_dim % 8 or shape.head_dim > max(CPU_HEADS):
-            text = f"the draft has head_dim {shape.head_dim}, but its attention supports only multiples of 8 up to 256"
-            yield error(self.name, text, "prune a source with another head_dim")
+            text = f"the draft has head_dim {shape.head_dim}, but its attention supports only multiples of 8 up to {max(CPU_HEADS)}"
+            yield error(
+                self.name,
+                text,
+                f"use a draft pruned from a source whose head_dim is a multiple of 8 up to {max(CPU_HEADS)}",
+            )
         else:
             yield from check_head_dim(
                 self.name, shape.head_dim, CPU_HEADS, "run it on a GPU", "its CPU build"
@@ -98,7 +102,7 @@ class VLLM(ServerKind):
         devices = [n for n in (1, 2, 4, 8) if _splits(shape, n)]
         if devices != [1, 2, 4, 8]:
             text = (
-                "runs a draft on as many devices as the target, but this draft splits only over "
+                "runs a draft on as many devices as the target, but this draft can be split only over "
                 f"{', '.join(map(str, devices))}"
             )
             fix = "prune to numbers of heads and FFN neurons that are multiples of the target's --tensor-parallel-size"
@@ -120,7 +124,7 @@ class VLLM(ServerKind):
         if len(head.layer_ids) != len(layers or "abc"):
             yield error(
                 self.name,
-                f"reads the layers from eagle_config in config.json, which has {layers or 'none'}",
+                f"reads the layers from eagle_config in config.json, but finds {layers or 'none'} there",
                 export,
             )
 
@@ -233,9 +237,13 @@ def speculative_config(
     heterogeneous: bool = False,
     k_by_batch: Ranges | None = None,
 ) -> dict[str, object]:
-    """Return vLLM's --speculative-config.
+    """Return the value of vLLM's --speculative-config, before it is written as JSON.
 
-    k: Number of drafted tokens, the largest K of k_by_batch. sample_method: Ignored for prompt lookup.
+    Args:
+        draft: Directory or name of the draft. Ignored for prompt lookup.
+        k: Number of tokens drafted per step. With k_by_batch, its largest K.
+        sample_method: How the draft samples. Ignored for prompt lookup.
+        heterogeneous: Whether the draft has a vocabulary that differs from the target's.
     """
     if kind == "prompt lookup":
         window = {"prompt_lookup_max": PROMPT_LOOKUP_MAX, "prompt_lookup_min": 1}
@@ -252,6 +260,6 @@ def speculative_config(
 
 
 def _splits(shape: "Shape", devices: int) -> bool:
-    # vLLM repeats kv heads if there are fewer
+    # if there are fewer kv heads than devices, vLLM repeats them
     kv = shape.kv_heads % devices == 0 or devices % shape.kv_heads == 0
     return shape.heads % devices == 0 and kv and shape.ffn % devices == 0

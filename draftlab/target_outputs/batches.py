@@ -18,17 +18,21 @@ from draftlab.target_outputs.store import (
     read_shard,
 )
 
-# two suffice, because an epoch reads all rows of a shard before the next shard
+# two shards are enough, because an epoch reads all rows of a shard before it begins the next shard
 SHARDS_IN_MEMORY = 2
 
 
 def open_stored(
     directory: Path, draft: Path, *, batch_size: int, temperature: float, seed: int | None = None
 ) -> "tuple[StoredBatches, HeldOut]":
-    """Return training batches and the held-out text of a store, for a draft.
+    """Open a store of target outputs to train the model `draft`. Return the training batches and the held-out text.
+
+    Args:
+        seed: See StoredBatches.
 
     Raises:
-        UserError: The vocabularies differ, the store has no held-out text, or StoredBatches raises it.
+        UserError: The vocabularies of the store and the draft differ, the store has no held-out text, or StoredBatches
+            raises it.
     """
     batches = StoredBatches(directory, batch_size, temperature, seed)
     check_tokenizer(batches.manifest, draft)
@@ -45,14 +49,14 @@ def open_stored(
 
 
 class StoredBatches:
-    """Rows of a finished store with the target's top log-probabilities; step t is a pure function of (seed, t).
+    """Training batches from a finished store, with the target's top log-probabilities.
 
-    The seed gives a new order of the shards, and of the rows of each shard, for every epoch. Without a seed the rows
-    keep the order of the store.
+    The batch of step t is a pure function of (seed, t). In every epoch the seed gives a new order of the shards, and of
+    the rows in each shard. Without a seed, the rows keep the order of the store.
 
     Raises:
-        UserError: The store is unfinished, lacks top log-probabilities or this temperature, or a shard is corrupt,
-            missing or misaligned.
+        UserError: The store is unfinished, lacks top log-probabilities or the temperature, or has a shard that is
+            corrupt, missing or misaligned.
     """
 
     def __init__(
@@ -65,14 +69,13 @@ class StoredBatches:
             )
         if temperature not in manifest.temperatures:
             raise UserError(
-                f"{directory} can be distilled at the temperatures {list(manifest.temperatures)}, but not at "
+                f"{directory} can be used to distil at the temperatures {list(manifest.temperatures)}, but not at "
                 f"{temperature}"
             )
         self.manifest, self.batch_size, self.temperature = manifest, batch_size, temperature
         longest = 0
-        for number in range(
-            len(manifest.shards)
-        ):  # check all shards before training, without keeping them in memory
+        # check all shards before training, without keeping them in memory
+        for number in range(len(manifest.shards)):
             longest = max(longest, *map(len, read_shard(directory, manifest, number)))
         self.seq_len = manifest.seq_len or longest - 1
         self._order = functools.lru_cache(2)(
@@ -113,7 +116,7 @@ def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple
 
 
 def _spread(flat: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """Return an array [R, T, ...] with the values [n, ...] at the n positions that count, and zero elsewhere."""
+    """Return an array [R, T, ...] with the n values of `flat` where `counted` [R, T] is True, and zero elsewhere."""
     out = np.zeros((*counted.shape, *flat.shape[1:]), dtype=flat.dtype)
     out[counted] = flat
     return out

@@ -1,4 +1,4 @@
-"""Build a store of target outputs: with a target in memory or on a server, or from a server's log.
+"""Build a store of target outputs, with a target in memory, a target on a server, or the log of a server.
 
 A log has one JSON line per request, with the target's top log-probabilities (docs/formats.md).
 """
@@ -28,17 +28,17 @@ from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
 from draftlab.target_outputs.store import ABOVE_ZERO, Manifest, vocabulary_sha256, write_store
 from draftlab.target_outputs.targets import ServedTarget, Target, outputs_of
 
-ABOVE_ONE = 0.01  # by this much rounding may lift the sum of listed probabilities above 1
+ABOVE_ONE = 0.01  # rounding may lift the sum of listed probabilities above 1 by this much
 HELD_OUT = 12  # every 12th line is held out
 Logprob = Annotated[float, Field(le=ABOVE_ZERO, allow_inf_nan=False)]
 
 
 class _Line(FileModel):
-    """A logged request: its tokens and, for each token, the most probable tokens in any order."""
+    """A request in a server's log: its tokens and, for each generated token, the most probable tokens in any order."""
 
     model_config = ConfigDict(strict=True)
 
-    # never empty: it has at least one token, such as bos
+    # a prompt has at least one token, such as bos
     prompt_ids: list[NonNegativeInt] = Field(min_length=1)
     ids: list[NonNegativeInt]
     top_ids: list[list[NonNegativeInt]]
@@ -54,7 +54,7 @@ class _Line(FileModel):
         for place, (ids, values) in enumerate(zip(self.top_ids, self.top_logprobs, strict=True)):
             if not len(ids) == len(values) == len(set(ids)) > 0:
                 raise ValueError(
-                    f"token {place}: top_ids and top_logprobs differ in length, or have a token twice"
+                    f"token {place}: top_ids and top_logprobs are empty, differ in length, or list a token twice"
                 )
             if (total := sum(map(math.exp, values))) > 1 + ABOVE_ONE:
                 raise ValueError(
@@ -63,7 +63,7 @@ class _Line(FileModel):
         return self
 
     def completion(self) -> ServedCompletion:
-        """Return the request with its lists in order of probability, the most probable token first."""
+        """Return the request as a completion, with each list sorted by probability, the most probable token first."""
         top_ids, top_logprobs = [], []
         for ids, values in zip(self.top_ids, self.top_logprobs, strict=True):
             order = sorted(range(len(ids)), key=lambda i, values=values: -values[i])
@@ -81,9 +81,9 @@ class _Line(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLog:
-    """The lines of a server's log that have text and whose prompt has at most seq_len tokens.
+    """The usable lines of a server's log: those with generated tokens and a prompt of at most seq_len tokens.
 
-    Every position of a line lists at least top_logprobs tokens.
+    Each of their generated tokens has a list of at least top_logprobs tokens.
     """
 
     path: Path
@@ -94,13 +94,13 @@ class ServerLog:
 
     @classmethod
     def open(cls, path: Path, *, vocab: int, seq_len: int, top_logprobs: int) -> "ServerLog":
-        """Open a log and check every line.
+        """Open a server's log and check every line.
 
         Args:
-            top_logprobs: Largest number of tokens to use from each list.
+            top_logprobs: Largest number of tokens to use from each list. The shortest list lowers the number for all.
 
         Raises:
-            UserError: There is no such file, a line is invalid, or fewer than two lines have text.
+            UserError: There is no such file, a line is invalid, or fewer than two lines are usable.
         """
         starts, shortest, empty = [], (top_logprobs, 0), 0
         for number, start, text in read_lines(path):
@@ -114,8 +114,8 @@ class ServerLog:
             )
         if empty:
             note(
-                f"{path}: {empty} lines are left out, because they have no text, or a prompt of more than "
-                f"{seq_len} tokens"
+                f"{path}: lines left out: {empty}; they have no text, or their prompt is longer than {seq_len} "
+                "tokens"
             )
         if len(starts) < 2:
             raise UserError(
@@ -129,13 +129,13 @@ class ServerLog:
         return cls(path=path, vocab=vocab, seq_len=seq_len, top_logprobs=shortest[0], starts=starts)
 
     def split(self, most: int) -> tuple[list[int], list[int]]:
-        """Return the indices of the lines to train on, and of the lines to hold out, at most `most`."""
+        """Return the indices of the lines to train on, and the indices of at most `most` lines to hold out."""
         every = range(len(self.starts))
         heldout = list(every[HELD_OUT - 1 :: HELD_OUT][:most]) or [every[-1]]
         return sorted(set(every) - set(heldout)), heldout
 
     def outputs(self, which: Sequence[int]) -> list[TargetOutput]:
-        """Return these lines, cut to seq_len + 1 tokens."""
+        """Return the lines at the indices `which` as outputs. Each is cut to seq_len + 1 tokens, prompt included."""
         written = []
         with self.path.open("rb") as stream:
             for _, start in (self.starts[i] for i in which):
@@ -152,10 +152,10 @@ class ServerLog:
 
 
 def _checked(text: bytes, where: str, vocab: int) -> _Line:
-    """Return the parsed line. Raises UserError: the line is invalid; the message has `where` and the first error."""
+    """Parse a line of a log. Raises UserError: the line is invalid. The message names `where` and the first error."""
     with reading(where):
         line = _Line.model_validate(parse_json(text))
-        # this compares the log-probability of each token with its list
+        # outputs_of compares the log-probability of each token with its list
         outputs_of([line.completion()], [0], min(map(len, line.top_ids), default=0))
     largest = max(chain(line.prompt_ids, line.ids, *line.top_ids))
     if largest >= vocab:
@@ -170,13 +170,16 @@ DISTILL_SHARD, REPLAY_SHARD = 256, 32  # sequences per shard; a kill loses at mo
 DISTILL_BATCH, REPLAY_BATCH = 64, 16  # prompts decoded together
 DISTILL_TOP_LOGPROBS = 64
 HELDOUT_SEQUENCES = 64
-LEAST_PROMPTS = 10  # because at most a tenth of the prompts is held out
+LEAST_PROMPTS = 10  # at most one prompt in ten is held out, so with fewer prompts none would be
 Use = Literal["distill", "replay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of text to distil on. The target scores each row or, with sampling, continues its first prompt_tokens."""
+    """Rows of text to distil on.
+
+    If sampling is None, the target scores the rows. Otherwise it continues the first prompt_tokens tokens of each row.
+    """
 
     data: str
     count: int
@@ -190,7 +193,10 @@ class Rows:
         return self.count * self.seq_len
 
     def write(self, out: Path, target: Target, k: int) -> Manifest:
-        """Write a store of the rows, with a few rows of held-out text."""
+        """Write a store of the target's outputs for the rows, and for up to HELDOUT_SEQUENCES rows of held-out text.
+
+        k: Number of most probable tokens to store at each position.
+        """
         tokenizer, loss_on = (
             checkpoint.load_tokenizer(target.directory),
             loss_on_of(self.data, None),
@@ -228,7 +234,7 @@ class Rows:
                 most_rows=HELDOUT_SEQUENCES,
                 loss_on=loss_on,
             )
-            # numbers from self.count on, so that seeds differ from those of all training sequences
+            # held-out rows are numbered from self.count on, so their seeds differ from those of all training rows
             return outputs(windows.batches[0], self.count)
 
         manifest = _manifest(
@@ -249,10 +255,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetAnswers:
-    """Prompts that the target answers until it stops or has written sampling.max_tokens tokens.
+    """Prompts for the target to answer. An answer ends when the target stops, or after sampling.max_tokens tokens.
 
-    For replays the longest prompts come first, so that a lack of memory shows at once. For distilling the order is
-    random, and some conversations are held out with all their turns.
+    To replay, the longest prompts come first, so that a lack of memory shows at once. To distil, the order of the
+    prompts is random, and some conversations are held out with all their turns.
     """
 
     prompts: Prompts
@@ -266,20 +272,28 @@ class TargetAnswers:
         return self.prompts.requests * self.sampling.max_tokens
 
     def check(self, k: int) -> None:
-        """Raises UserError: the store is to distil from, but k is 0 or there are fewer than LEAST_PROMPTS prompts."""
+        """Check that a store to distil from gets LEAST_PROMPTS prompts or more, and a k of 1 or more.
+
+        Raises:
+            UserError: There are fewer prompts, or k is 0.
+        """
         if self.use == "distill" and not k:
             raise UserError(
                 "--top-logprobs 0 stores no probabilities to distil from; use 1 or more, or --use replay"
             )
         if self.use == "distill" and self.prompts.requests < LEAST_PROMPTS:
             few = f"{self.prompts.source}: {self.prompts.requests} prompts are too few"
-            raise UserError(f"{few} to distil on and to hold some out; use {LEAST_PROMPTS} or more")
+            raise UserError(
+                f"{few} to distil on, because some of them are held out; use {LEAST_PROMPTS} or more"
+            )
 
     def write(self, out: Path, target: Target, k: int) -> Manifest:
-        """Write the prompts with the target's answers.
+        """Write a store of the prompts and the target's answers.
+
+        k: Number of most probable tokens to store at each position.
 
         Raises:
-            UserError: A prompt and its answer do not fit the context, or check raises it.
+            UserError: A prompt and its answer do not fit the context, or self.check raises it.
         """
         self.check(k)
         prompts = self._with_all_turns(target)
@@ -317,7 +331,7 @@ class TargetAnswers:
         return write_store(out, manifest, shard, tokenizer=target.directory, heldout=held_out)
 
     def _with_all_turns(self, target: Target) -> Prompts:
-        """Return a prompt for every turn of a conversation. The target answers the earlier turns."""
+        """Return a prompt for every turn of every conversation. The target first answers the earlier turns."""
 
         def answer(asked: list[Prompt], numbers: list[int]) -> list[list[int]]:
             return [
@@ -334,16 +348,17 @@ class TargetAnswers:
 def build(
     target: Target, text: Rows | TargetAnswers, k: int, output: Output, inputs: Sequence[Path]
 ) -> Manifest:
-    """Write the outputs of a target with its k most probable tokens. A killed build resumes.
+    """Write a store of a target's outputs, with its k most probable tokens. A build that was killed resumes.
 
     Args:
-        inputs: Files to record. A target in memory is always recorded.
+        inputs: Input files to list in draftlab.json. A target in memory is always listed.
 
     Raises:
-        UserError: The text does not fit the target or the server, the output has another store, or the disk is full.
+        UserError: The text does not fit the target or the server, the output directory has another store, or the disk
+            is full.
     """
     served = isinstance(target, ServedTarget)
-    # the space for answers is not checked, because most end before the limit
+    # the space for answers is not checked, because most answers end before the limit
     if isinstance(text, Rows):
         output.check_space(text.tokens * bytes_per_token(text, k, served), "the outputs")
     manifest = text.write(output.out, target, k)
@@ -358,13 +373,13 @@ def build(
 
 
 def bytes_per_token(text: Rows | TargetAnswers, k: int, served: bool) -> int:
-    """Return the stored bytes per token: its id, its log-probability if it is sampled, and its list of k tokens."""
+    """Return the bytes stored for a token: its id, its log-probability if it was sampled, and its list of k tokens."""
     temperatures = 1 if served else len(TEMPERATURES)
     return 4 + (0 if text.sampling is None else 4) + (6 * k + 6 + 4 * temperatures if k else 0)
 
 
 def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
-    """Write the sequences of a server's log as a store. directory: Directory of the tokenizer."""
+    """Write a store of the sequences in a server's log. directory: Checkpoint or tokenizer of the server's model."""
     trained, heldout = log.split(HELDOUT_SEQUENCES)
     manifest = Manifest(
         source="log",
@@ -399,7 +414,7 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
 
 
 def _whole_conversations(prompts: Prompts, numbers: list[int]) -> list[int]:
-    """Add to prompt numbers the numbers of all other turns of the same conversations."""
+    """Return the prompt numbers, followed by the numbers of all other turns of the same conversations."""
     talks, already = [prompt.conversation for prompt in prompts.rows], set(numbers)
     chosen = {talks[number] for number in numbers}
     return numbers + [i for i, talk in enumerate(talks) if talk in chosen and i not in already]

@@ -1,4 +1,4 @@
-"""Sequences that a target wrote or read, in memory, with the target's log-probabilities.
+"""Sequences in memory that a target wrote or read, with the target's log-probabilities.
 
 R sequences, n tokens of a sequence after its prompt, T tokens of a row, k listed tokens.
 """
@@ -14,9 +14,9 @@ from draftlab.data import Batch
 from draftlab.sampling import FinishReason
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # distillation temperatures with stored log-normalisers
-# nats by which a token's log-probability may differ from that in the list, in one answer of a server
+# largest difference, in nats, between a token's log-probability and its entry in the list of the same server answer
 ROUNDING = 0.01
-# lower bound on the probability of all unlisted tokens together, because rounding may leave less
+# lower bound on the probability of all unlisted tokens together, which rounding could make 0 or negative
 LEAST_REST = 1e-7
 
 
@@ -27,7 +27,7 @@ class StoredLogprobs:
     ids: np.ndarray  # [n, k], the most probable first
     logprobs: np.ndarray  # [n, k], never renormalised
     rest: np.ndarray  # [n] log-probability of all other tokens together
-    token: np.ndarray  # [n] log-probability of the token that follows
+    token: np.ndarray  # [n] log-probability of the token that follows in the text
     normalizers: np.ndarray  # [n, temperatures]; log p at temperature t = log p / t - normalizer
 
     @classmethod
@@ -46,7 +46,13 @@ class StoredLogprobs:
     def of_lists(
         cls, ids: np.ndarray, logprobs: np.ndarray, token_logprobs: np.ndarray, tokens: np.ndarray
     ) -> "StoredLogprobs":
-        """Convert the lists of a server, only for temperature 1. tokens: Next token of each position, [n].
+        """Convert the lists of a server's answer. The result can only be used at temperature 1.
+
+        Args:
+            ids: Most probable tokens at each position, [n, k].
+            logprobs: Log-probabilities of these tokens, [n, k].
+            token_logprobs: Log-probability of the next token at each position, [n].
+            tokens: Next token at each position, [n].
 
         Raises:
             ValueError: The log-probability of a next token contradicts the list at its position.
@@ -66,7 +72,7 @@ class StoredLogprobs:
     def at(
         self, temperature: float, temperatures: Sequence[float]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probabilities at a temperature: of listed tokens, [n, k], and of all other tokens together, [n].
+        """Return log-probabilities at a temperature: of the listed tokens, [n, k], and of all others together, [n].
 
         temperatures: Temperatures of the columns of `normalizers`.
         """
@@ -78,7 +84,7 @@ class StoredLogprobs:
         return logprobs, np.log(np.clip(1 - listed, 1e-30, None)).astype(np.float32)
 
     def parts(self, counts: Iterable[float]) -> "list[StoredLogprobs]":
-        """Return consecutive parts. counts: Number of positions of each part."""
+        """Split the positions into consecutive parts. counts: Number of positions in each part."""
         ends = np.cumsum([0, *map(int, counts)]).tolist()
         return [self[start:end] for start, end in pairwise(ends)]
 
@@ -88,14 +94,14 @@ class StoredLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput:
-    """A prompt and the n tokens after it. The target wrote the tokens or, for text="data", only read them."""
+    """A prompt and the n tokens after it. The target wrote these tokens or, in a store with text="data", read them."""
 
     number: int  # position of the prompt in its file or data
     category: str = ""
     prompt: np.ndarray  # never empty
     ids: np.ndarray  # [n]
     finish_reason: FinishReason = "length"
-    logprobs: np.ndarray | None = None  # [n], of the distribution that Manifest.logprobs names
+    logprobs: np.ndarray | None = None  # [n], in the distribution that Manifest.logprobs names
     top: StoredLogprobs | None = None  # [n, k]; [c, k] if counted is set
     # [n] bool, True for the c tokens to train on; None counts every token
     counted: np.ndarray | None = None
@@ -105,15 +111,19 @@ class TargetOutput:
 
 
 def log_rest(logprobs: np.ndarray) -> np.ndarray:
-    """Return the log-probability of all tokens that are not listed: [n, k] -> [n]."""
+    """Return the log-probability of all tokens together that are not in a list, [n].
+
+    logprobs: Log-probabilities of the listed tokens, [n, k].
+    """
     listed = np.logaddexp.reduce(logprobs.astype(np.float64), axis=-1)
     return np.log(-np.expm1(np.minimum(listed, -LEAST_REST))).astype(np.float32)
 
 
 def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch:
-    """Return outputs as rows of seq_len + 1 tokens, cut or padded. Without seq_len, the longest output fits a row.
+    """Return a batch with a row for each output, cut or padded to seq_len + 1 tokens.
 
-    The mask has the tokens after a prompt or, if `counted` is set, only the marked tokens.
+    Without seq_len, rows have the length of the longest output. The mask selects the tokens after the prompt or, if an
+    output has `counted`, only the tokens where it is True.
     """
     width = max(map(len, outputs)) if seq_len is None else seq_len + 1
     ids, mask = (
@@ -129,9 +139,9 @@ def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch
 
 
 def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
-    """Return rows of data as outputs, numbered from `first` on. Each output ends after its last token in the mask.
+    """Convert a batch of data to outputs, numbered from `first` on. Each output ends with its last token in the mask.
 
-    top: Lists for all positions in the mask, row by row.
+    top: Most probable tokens at all positions in the mask, row by row.
     """
     outputs, parts = [], top.parts(batch.mask.sum(1))
     for i, (row, mask, length, part) in enumerate(
@@ -151,6 +161,6 @@ def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
 
 
 def with_top(outputs: Sequence[TargetOutput], top: StoredLogprobs) -> list[TargetOutput]:
-    """Return the outputs with their lists. top: The lists of all outputs, one after the other."""
+    """Return copies of the outputs that have lists of most probable tokens. top: The lists of all outputs, in order."""
     parts = top.parts(len(output.ids) for output in outputs)
     return [replace(output, top=part) for output, part in zip(outputs, parts, strict=True)]

@@ -40,12 +40,13 @@ from draftlab.target_outputs.store import LOOP, StoredOutputs, distinct_4grams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayContext:
-    """Texts to replay a drafter on.
+    """Texts on which to replay a drafter, and how to replay it.
 
     Args:
         sampling: How the drafter samples.
-        vocab: Number of logits that count.
+        vocab: Number of logits to use; further logits are padding.
         most: Largest number of tokens drafted per step.
+        advance: Function to call with the number of texts that are done.
     """
 
     texts: list[Text]
@@ -63,7 +64,7 @@ class ReplayContext:
 
     def load_target(self) -> Llama | HFDecoder:
         target = modes.load(self.target_path, self.dtype, self.device, self.device_map)
-        assert isinstance(target, Llama | HFDecoder)  # a loaded checkpoint is one of these
+        assert isinstance(target, Llama | HFDecoder)  # modes.load returns one of these for a target
         return target
 
 
@@ -75,13 +76,12 @@ Chance = Annotated[float, Field(ge=0, le=1.001)]  # a probability, which roundin
 
 
 class ReplayedText(FileModel):
-    """Acceptance of the draft on one text.
+    """Acceptance of a draft on one text.
 
     Args:
         number: Position of the prompt in its file.
-        chances: Probability that each token of the target came from the draft, [n]. For a parallel draft or a head
-            each entry is a list by the age of the step, [n, K] (score_offsets, score_chains, score_blocks in
-            acceptance).
+        chances: Probability that each token of the text is accepted if it is drafted, [n]. For a parallel draft or a
+            head, [n, K], because the probability depends on the token's position in the draft.
     """
 
     number: NonNegativeInt
@@ -93,14 +93,14 @@ class ReplayedText(FileModel):
 
 
 class Replay(FileModel):
-    """Replay of one draft on one store, as replay.json has it. All statistics derive from a replay.
+    """Replay of one draft on one store, the content of replay.json. All acceptance statistics are computed from it.
 
     Args:
         sampling: How the target sampled.
-        rule: Rule that the chances are for. rejection: min(1, q / p). match: q, because a drafted token is accepted if
-            it is the target's own sample. A greedy draft has q = 0 or 1.
+        rule: Rule by which a drafted token is accepted. rejection: with probability min(1, q / p). match: if it equals
+            the target's own sample, so with probability q. A greedy draft has q = 0 or 1.
         kind: Kind of the drafter, as --drafter names it.
-        offsets: Largest number of tokens that a parallel draft or a head drafts. None for an ordinary draft.
+        offsets: Largest number of tokens that a parallel draft or a head drafts, K. None for an ordinary draft.
     """
 
     version: Literal[3] = 3
@@ -122,18 +122,21 @@ class Replay(FileModel):
     created: str
 
     def chances(self) -> list[np.ndarray]:
-        """Return each text's chances without the first token, which the prefill emits, [n - 1] or [n - 1, K]."""
+        """Return the acceptance probabilities of each text, [n - 1] or [n - 1, K].
+
+        The first token is left out, because the target's prefill emits it.
+        """
         by_age = () if self.offsets is None else (self.offsets,)
         return [np.array(text.chances).reshape(-1, *by_age)[1:] for text in self.texts]
 
     def padded(self) -> Texts:
-        """Return the texts and their length limits, as draftlab.acceptance.expected takes them."""
+        """Return the texts and their length limits in the form that draftlab.acceptance.expected takes."""
         longest = self.sampling.max_tokens
         limits = [len(t.chances) if t.finish_reason == "length" else longest for t in self.texts]
         return expected.texts_of(self.chances(), np.array(limits) - 1)
 
     def counts(self, k: int) -> Counts:
-        """Return the expected counts of every text with k tokens drafted in each step."""
+        """Return the expected number of steps, drafted and accepted tokens of every text, if each step drafts k."""
         return expected.chain(self.padded(), k)
 
     @cached_property
@@ -148,7 +151,7 @@ class Replay(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceRow:
-    """Acceptance over a group of texts with k drafted tokens, with intervals over the texts."""
+    """Acceptance in a group of texts when each step drafts k tokens, with confidence intervals over the texts."""
 
     group: str
     texts: int
@@ -157,7 +160,7 @@ class AcceptanceRow:
     tokens_per_pass: Interval  # over all passes after the first, including passes without a draft
     length: Interval  # mean_acceptance_length
     rate: Interval
-    conditional: list[Interval]  # one interval per position
+    conditional: list[Interval]  # one interval per position in the draft
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -177,9 +180,9 @@ class Drafting:
     """Settings of a replay.
 
     Args:
-        k: Largest number of drafted tokens.
+        k: Largest number of tokens drafted per step.
         temperature: Temperature of the draft. None takes the target's.
-        target: Checkpoint of the target, for drafters that read its states.
+        target: Checkpoint of the target, for drafters that read its hidden states.
         device_map: Map by which accelerate spreads this target over devices.
     """
 
@@ -203,10 +206,10 @@ class Drafting:
 def replay(
     store: StoredOutputs, drafters: Sequence[DrafterSpec], drafting: Drafting, output: Output
 ) -> dict[str, Replay]:
-    """Replay drafts over a store, and write a replay.json for each draft. Return the replays by draft name.
+    """Replay drafters over a store, and write a replay.json for each. Return the replays by the drafter's name.
 
     Raises:
-        UserError: A draft or the rule does not fit the stored outputs.
+        UserError: A drafter or the rule does not fit the stored outputs.
     """
     replays = {
         spec.name: replay_draft(store, spec, drafting, output.command_line) for spec in drafters
@@ -230,11 +233,11 @@ def drafter_of(draft: Path) -> DrafterSpec:
 
 
 def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
-    """Check that a drafter and the rule fit the outputs, without loading a model. Return how many logits count.
+    """Check that a drafter and the rule fit the outputs, without loading a model. Return the number of logits to use.
 
     Raises:
-        UserError: The target did not write the text, the tokenizer differs, the draft lacks an id, the rule cannot use
-            the log-probabilities, or the drafter has no acceptance to replay.
+        UserError: The target did not write the texts, the tokenizers differ, a text has an id that the draft lacks,
+            the rule cannot use the stored log-probabilities, or this kind of drafter cannot be replayed.
     """
     sampling = _target_sampling(store)
     if not spec.replays:
@@ -247,8 +250,8 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
         and not fits
     ):
         raise UserError(
-            f"{store.directory} was sampled at {sampling.describe()}, but has log-probabilities of the unmodified "
-            "logits, which --rule rejection cannot use; use --rule match, or build the outputs again at "
+            f"{store.directory} was sampled at {sampling.describe()}, but has no log-probabilities of that "
+            "distribution, which --rule rejection needs; use --rule match, or build the outputs again at "
             "temperature 1 without top-k, top-p and min-p"
         )
     drafts = spec.paths(None, models_only=True)
@@ -262,7 +265,7 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
         if largest >= size:
             named = drafts[0] if drafts else drafting.target
             raise UserError(
-                f"text {text.number} of {store.directory} has the id {largest}, but {named} has only {size} ids"
+                f"text {text.number} of {store.directory} has the token id {largest}, but {named} has only {size} ids"
             )
     return size
 
@@ -270,7 +273,7 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
 def replay_draft(
     store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, command: str = ""
 ) -> Replay:
-    """Replay a draft, with one pass over each text of the store."""
+    """Replay a drafter, with one pass over each text of the store."""
     vocab, sampling, manifest = (
         check(store, spec, drafting),
         _target_sampling(store),
@@ -321,7 +324,10 @@ def read_replay(path: Path) -> Replay:
 
 
 def rows_of(replayed: Replay, ks: Sequence[int]) -> list[AcceptanceRow]:
-    """Return a row for each K over all texts, and at the last K a row for each category and for texts without loops."""
+    """Return the acceptance over all texts for each K.
+
+    For the last K, return it also over each category, and over the texts that are not repetition loops.
+    """
     counted = [replayed.counts(k) for k in ks]
     everything = np.arange(len(replayed.texts))
     rows = [_row("all", counts, everything, k) for counts, k in zip(counted, ks, strict=True)]
@@ -371,7 +377,7 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
     """Return the target's number of logits, for a drafter without a draft model.
 
     Raises:
-        UserError: The drafter does not fit the target, or the target did not write the text.
+        UserError: The drafter does not fit the target, or another model wrote the texts.
     """
     target = drafting.target
     assert target is not None  # the caller locates the target for such a drafter
@@ -382,22 +388,22 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
     written_by = store.manifest.target_sha256
     if written_by is not None and written_by != provenance.fingerprint(target):
         raise UserError(
-            f"{store.directory} was written by {store.manifest.target}, and {target} has other weights; name the "
+            f"{store.directory} was written by {store.manifest.target}, but {target} has other weights; name the "
             "same target by --target"
         )
     return vocab
 
 
 def _target_sampling(store: StoredOutputs) -> SamplingParams:
-    """Return how the target sampled. Raises UserError: it did not write the text, or its sampling is unknown."""
+    """Return how the target sampled. Raises UserError: the target did not write the texts, or this is not known."""
     if store.manifest.text == "data":
         raise UserError(
-            f"{store.directory} has data that the target only read, and a replay needs its answers; build one "
-            "with draftlab outputs build --use replay"
+            f"{store.directory} has text that the target only read, but a replay needs text that the target wrote; "
+            "build outputs with draftlab outputs build --use replay"
         )
     if store.manifest.sampling is None:
         raise UserError(
-            f"{store.directory} is made from a server's log, which does not tell how the target sampled; build "
+            f"{store.directory} was made from a server's log, which does not tell how the target sampled; build "
             "outputs with --use replay"
         )
     return store.manifest.sampling

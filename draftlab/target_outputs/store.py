@@ -1,8 +1,9 @@
 """Stores of target outputs on disk, to distil from and to replay drafts on without the target.
 
 A store is a directory with manifest.json, shards and the target's vocabulary. A store to distil from also has heldout/,
-a small store of held-out text. A shard concatenates the arrays of its R sequences, with offsets. The log-probability of
-each token must agree with the list at its position, so opening a store detects shifted and foreign outputs.
+a small store of held-out text. A shard has the arrays of its R sequences, concatenated, and their offsets. The
+log-probability of each token must agree with the list of most probable tokens at its position. So shifted outputs, and
+those of another text, are detected when a store is opened.
 """
 
 import hashlib
@@ -30,11 +31,14 @@ from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import ROUNDING, StoredLogprobs, TargetOutput
 from draftlab.trust import folder_name
 
-LOOP = 0.5  # a text with a smaller share of distinct 4-grams is mostly a loop
+LOOP = 0.5  # a text with a smaller fraction of distinct 4-grams is mostly a repetition loop
 
 
 def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
-    """Return distinct 4-grams over all 4-grams, both counted in each text and summed; 1 without repeats."""
+    """Return the number of distinct 4-grams divided by that of all 4-grams. Both are counted in each text, and summed.
+
+    The result is 1 if no text has a 4-gram twice.
+    """
     distinct = total = 0
     for tokens in texts:
         grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
@@ -44,7 +48,7 @@ def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
 
 
 HELDOUT = "heldout"
-OFF_ONE = 0.02  # by which rounding to fp16 may move the sum of probabilities
+OFF_ONE = 0.02  # rounding to fp16 may move the sum of probabilities this far from 1
 ABOVE_ZERO = 1e-3  # nats by which rounding may lift a log-probability above 0
 Logprobs = Literal["sampled", "raw", "none"]
 TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of its fields
@@ -66,13 +70,13 @@ class Shard(FileModel):
 
 
 class TargetInfo(FileModel):
-    """Facts about a target that its outputs record.
+    """Facts about a target that are stored with its outputs.
 
-    logprobs: Distribution of the stored log-probabilities: "sampled" is the one that tokens were sampled from, "raw"
-    that of the unmodified logits.
+    logprobs: Distribution of the stored log-probabilities of the tokens. "sampled": the distribution that the tokens
+    were sampled from. "raw": the softmax of the unmodified logits. "none": they are not stored.
     """
 
-    source: str  # draftlab, the server's kind and version, or log
+    source: str  # "draftlab", the server's kind and version, or "log"
     target: FolderName
     target_sha256: str | None  # None if the weights were on a server
     vocab: int = Field(ge=1, le=1 << 24)  # number of ids; further logits are padding
@@ -83,7 +87,7 @@ class TargetInfo(FileModel):
 
 
 class Manifest(TargetInfo):
-    """Contents and origin of a store."""
+    """Contents and origin of a store, as manifest.json has them."""
 
     version: Literal[1] = 1
     tokenizer_sha256: str
@@ -91,13 +95,14 @@ class Manifest(TargetInfo):
     data: str
     chat: bool = False  # prompts are in the tokenizer's chat template
     data_sha256: str | None
-    loss_on: LossOn | None = None  # tokens of conversations to train on; only these have lists
+    # which tokens of conversations to train on; only these have lists of most probable tokens
+    loss_on: LossOn | None = None
     prompt_tokens: int | None  # prompts were cut to this length
     categories: tuple[str, ...] = ("",)
     # None if the target did not write the text, or if its sampling is unknown
     sampling: SamplingParams | None
     top_logprobs: int = Field(ge=0, le=1 << 24)
-    # length of the rows to distil from; None is the length of the longest sequence
+    # length of the rows to distil from; None for the length of the longest sequence
     seq_len: int | None
     seed: int
     planned: PositiveInt  # number of sequences in the finished store
@@ -127,7 +132,7 @@ class StoredOutputs:
 
     @property
     def vocabulary(self) -> Path:
-        """The directory with the target's tokenizer and number of logits. It has the target's name."""
+        """Return the directory with the target's tokenizer and number of logits, which has the target's name."""
         return self.directory / self.manifest.target
 
 
@@ -139,11 +144,12 @@ def write_store(
     tokenizer: Path,
     heldout: Callable[[], Sequence[TargetOutput]] | None = None,
 ) -> Manifest:
-    """Write the missing shards of a store. A killed build resumes to the same bytes.
+    """Write the missing shards of a store. A build that was killed resumes, and writes the same bytes.
 
     Args:
-        shard: Function that returns the sequences of shard i.
-        heldout: Function that returns the sequences of held-out text, for a store that has some.
+        shard: Function that returns the sequences of the shard with a given number.
+        tokenizer: Directory of the target's tokenizer, to copy into the store.
+        heldout: Function that returns the sequences of held-out text. None for a store without held-out text.
 
     Raises:
         UserError: The directory has other files or another store, or cannot be written.
@@ -202,7 +208,7 @@ def read_store(directory: Path) -> StoredOutputs:
 
 
 def read_texts(directory: Path) -> list[TargetOutput]:
-    """Return the outputs without log-probabilities, in the order of writing. Errors are those of read_store."""
+    """Return the outputs of a store without log-probabilities, in the order of writing. Raises as read_store does."""
     outputs = _all(directory, finished_manifest(directory))
     return [replace(output, logprobs=None, top=None) for output in outputs]
 
@@ -213,13 +219,13 @@ def _all(directory: Path, manifest: Manifest) -> Iterator[TargetOutput]:
 
 
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
-    """Return a shard's outputs. Raises UserError: the shard is missing or damaged, or has impossible values."""
+    """Return the outputs in a shard. Raises UserError: the shard is missing or damaged, or has impossible values."""
     file, shard = directory / _shard_name(number), manifest.shards[number]
     with reading(file):
         if provenance.file_sha256(file) != shard.sha256:
             raise UserError(
-                f"{file} is corrupt, because its checksum differs from the manifest's; remove the store and build "
-                "it again"
+                f"{file} is corrupt: its checksum differs from that in the manifest; remove the store and build it "
+                "again"
             )
         arrays = load_file(file)
         _check(arrays, manifest, shard)
@@ -244,16 +250,16 @@ def describe(directory: Path) -> dict[str, object]:
 
 
 def check_tokenizer(manifest: Manifest, model: Path) -> None:
-    """Raises UserError: the store was made with another vocabulary."""
+    """Check that a store was made with the model's vocabulary. Raises UserError if not."""
     if vocabulary_sha256(model) != manifest.tokenizer_sha256:
         raise UserError(
-            f"the outputs have token ids of {manifest.target}, and {model} has another tokenizer; use a model "
+            f"the outputs have token ids of {manifest.target}, but {model} has another tokenizer; use a model "
             "with the same vocabulary"
         )
 
 
 def vocabulary_sha256(directory: Path) -> str:
-    """Return the hash of a tokenizer's tokens and ids. A renamed copy of the tokenizer has the same hash."""
+    """Return the SHA-256 of a tokenizer's tokens and ids. A copy under another name has the same hash."""
     vocab = checkpoint.load_tokenizer(directory).get_vocab()
     return hashlib.sha256(json.dumps(sorted(vocab.items())).encode()).hexdigest()
 
@@ -265,7 +271,8 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
         UserError: `out` has other files, or a store with other settings.
     """
     if not (out / MANIFEST).exists():
-        (out / f".{MANIFEST}.new").unlink(missing_ok=True)  # of a build that was killed at once
+        # left by a build that was killed at once
+        (out / f".{MANIFEST}.new").unlink(missing_ok=True)
         check_free(out, force=False, remedy=", or remove it")
         return manifest
     existing = read_manifest(out)
@@ -275,10 +282,11 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
     differing = next((name for name in new if new[name] != old[name]), None)
     if differing is not None:
         raise UserError(
-            f"{out} has other outputs, with {differing} = {_short(old[differing])} instead of "
+            f"{out} has outputs of another build, with {differing} = {_short(old[differing])} instead of "
             f"{_short(new[differing])}; choose another --out, or remove that directory"
         )
-    for left in out.rglob(".tmp*"):  # of a build that was killed while safetensors wrote a shard
+    # left by a build that was killed while safetensors wrote a shard
+    for left in out.rglob(".tmp*"):
         left.unlink()
     return existing
 
@@ -309,7 +317,7 @@ def _copy_vocabulary(folder: Path, tokenizer: Path) -> None:
     for name in saving.TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             write_atomic(folder / name, (tokenizer / name).read_bytes())
-    # config.json is needed too: it decides the tokenizer's class, which may add tokens
+    # config.json is needed too, because it decides the tokenizer's class, which may add tokens
     config = checkpoint.read_config(tokenizer) if (tokenizer / "config.json").is_file() else {}
     write_atomic(folder / "config.json", json.dumps(config | {"vocab_size": logits_of(tokenizer)}))
 
@@ -385,7 +393,7 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
 
 
 def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -> None:
-    """Raises ValueError: the arrays do not fit the manifest, or have values that no target computes."""
+    """Check the arrays of a shard. Raises ValueError: they do not fit the manifest, or no target gives such values."""
     n, tokens, counted = shard.sequences, shard.tokens, arrays.get("counted")
     expected: dict[str, tuple[type, tuple[int, ...]]] = {
         "number": (np.int64, (n,)),
@@ -418,7 +426,7 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
     for name, limit in (limits | {"category": len(manifest.categories)}).items():
         if name in arrays and arrays[name].max(initial=0) >= limit:
             raise ValueError(
-                f"the array {name} has the value {arrays[name].max()}, but its limit is {limit:,}"
+                f"the array {name} has the value {arrays[name].max()}, but its values must be below {limit:,}"
             )
     for name, values in arrays.items():
         if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -429,7 +437,8 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
             )
     if arrays["number"].min() < 0 or len(np.unique(arrays["number"])) < n:
         raise ValueError(
-            f"the array number has {arrays['number'].min()}, or a number twice; each prompt has one, from 0 on"
+            f"the array number has the lowest value {arrays['number'].min()}, or a value twice; prompts are numbered "
+            "from 0, each with its own number"
         )
     if manifest.top_logprobs:
         # sum p^(1/t) lies between 1 (one token is certain) and V^(1 - 1/t) (all tokens are equally probable)
@@ -441,9 +450,9 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
                 "the array normalizers has values that no distribution over this vocabulary can give"
             )
         if (np.diff(arrays["top_logprobs"].astype(np.float32)) > 0).any():
-            raise ValueError("the array top_logprobs does not descend")
+            raise ValueError("a list in the array top_logprobs is not in descending order")
         if (np.diff(np.sort(arrays["top_ids"])) == 0).any():
-            raise ValueError("the array top_ids has an id twice for one token")
+            raise ValueError("the array top_ids has an id twice at the same position")
         total = np.exp(arrays["top_logprobs"].astype(np.float64)).sum(1)
         total += np.exp(arrays["rest_logprob"].astype(np.float64))
         if (np.abs(total - 1) > OFF_ONE).any():
@@ -455,7 +464,7 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
 
 
 def _check_alignment(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises ValueError: the log-probability of a token contradicts the list at its position."""
+    """Check that the log-probability of each token agrees with the list at its position. Raises ValueError if not."""
     logprobs, token = arrays["top_logprobs"], arrays["token_logprob"]
     ids = arrays["ids"][arrays["counted"] > 0] if "counted" in arrays else arrays["ids"]
     inside = arrays["top_ids"] == ids[:, None]  # [n, k]
@@ -464,8 +473,8 @@ def _check_alignment(arrays: Mapping[str, np.ndarray]) -> None:
     )
     if not matches.all():
         raise ValueError(
-            f"{np.count_nonzero(~matches)} of {len(matches)} tokens have other log-probabilities than in their "
-            "lists; the outputs are shifted, or of another text or tokenizer"
+            f"{np.count_nonzero(~matches)} of {len(matches)} tokens have other log-probabilities than in the lists "
+            "at their positions; the outputs are shifted, or belong to another text or tokenizer"
         )
 
 

@@ -1,6 +1,6 @@
-"""Targets, in memory or on a server, that score or write text to store; verification of a store by its target.
+"""Targets in memory or on a server, which score or write the text of a store. A target can also verify its store.
 
-R rows, T tokens, n tokens that count, k listed tokens, V vocab.
+R rows, T tokens, n scored tokens, k listed tokens, V vocab.
 """
 
 import contextlib
@@ -47,16 +47,13 @@ PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcö
 SEEDS = 256
 # most tokens per pass on a CPU; larger passes are no faster, and delay the progress bar
 CPU_TOKENS = 2048
-SCORED_ROWS = {
-    "cpu": 16,
-    "cuda": 256,
-}  # positions per block of log-probabilities; a CPU's cache holds only a small block
+SCORED_ROWS = {"cpu": 16, "cuda": 256}  # positions per log-softmax; on a CPU few, to fit its cache
 LEAST_LOGPROB = -1e4  # replaces -inf, and is finite in float16
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 
 
 class Target(Protocol):
-    """A model that scores and writes text. directory: Its checkpoint, or only its tokenizer."""
+    """A model that scores and writes text. directory: Checkpoint of the model, or only its tokenizer."""
 
     @property
     def directory(self) -> Path: ...
@@ -64,7 +61,7 @@ class Target(Protocol):
     def info(self) -> TargetInfo: ...
 
     def check_length(self, prompt: int, tokens: int) -> None:
-        """Raises UserError: a prompt of `prompt` tokens and `tokens` new tokens do not fit the context."""
+        """Check that a prompt of `prompt` tokens and `tokens` new tokens fit the context. Raises UserError if not."""
         ...
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:
@@ -74,20 +71,20 @@ class Target(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
     ) -> list[TargetOutput]:
-        """Continue the prompts, with the k most probable tokens of each position.
+        """Continue the prompts. The outputs have the k most probable tokens at each position, or no lists if k is 0.
 
-        The seed and the prompts' numbers decide the samples.
+        Samples depend on the seed and on the numbers of the prompts.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LocalTarget:
-    """A target in memory. draftlab's engine runs it if the engine knows its architecture, else transformers.
+    """A target in memory. draftlab's engine runs the architectures that it supports, and transformers all others.
 
     Args:
         dtype: None takes the stored dtype, or float32 on a device that is slow in the stored dtype.
-        memory: Most GB for logits and KV cache.
+        memory: Limit in GB for logits and KV cache together.
     """
 
     directory: Path
@@ -161,16 +158,18 @@ class LocalTarget:
         return with_top(outputs, self.score(padded(outputs), k)) if k else outputs
 
     def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:
-        """Score a batch whose logits fit into memory, or a single row in several parts."""
+        """Score a batch whose logits fit into memory. A single row may have any length: it is scored in parts.
+
+        most: Largest number of positions per part.
+        """
         ids, counted = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device), batch.mask > 0
         columns = counted.any(0).nonzero()[0]
         scores = [StoredLogprobs.empty(k, len(TEMPERATURES))]
         if not len(columns):
             return scores[0]
-        first, end = int(columns[0]), int(columns[-1]) + 1  # tokens after end have no effect
-        for at, logits in logits_in_parts(
-            self.model, ids[:, :end], first, most
-        ):  # only a single row comes in several parts
+        first, end = int(columns[0]), int(columns[-1]) + 1  # later tokens have no effect
+        # only a single row comes in several parts
+        for at, logits in logits_in_parts(self.model, ids[:, :end], first, most):
             mask = counted[:, at : at + logits.shape[1]]
             labels = batch.ids[:, 1 + at :][:, : logits.shape[1]][mask]
             chosen = logits[..., : self.vocab][torch.from_numpy(mask).to(logits.device)]
@@ -180,7 +179,7 @@ class LocalTarget:
 
 @dataclass(frozen=True, slots=True)
 class ServedTarget:
-    """A target on a server. directory: A checkpoint or a tokenizer with the same vocabulary."""
+    """A target on a server. directory: A checkpoint or tokenizer with the vocabulary of the server's model."""
 
     server: Server
     directory: Path
@@ -191,13 +190,13 @@ class ServedTarget:
     def connected(
         cls, server: Server, directory: Path, sampling: SamplingParams | None, k: int
     ) -> "ServedTarget":
-        """Return the target on a server that can sample with these parameters and list k tokens.
+        """Check that a server can sample with these parameters and list k tokens, and return it as a target.
 
-        sampling: None only scores text.
+        sampling: None for a target that only scores text.
 
         Raises:
-            UserError: The server's tokenizer differs, the server cannot score or sample as needed, or its
-                log-probabilities are not the model's own.
+            UserError: The server's tokenizer differs, the server cannot score or sample as needed, or it does not
+                return log-probabilities of the model's own distribution.
         """
         ids, url = check_server_tokenizer(server, directory), server.http.url
         if sampling is None and not server.adapter.has_prompt_logprobs:
@@ -219,7 +218,7 @@ class ServedTarget:
         if k and processed and probe.logprobs_mode != "raw_logprobs":
             raise UserError(
                 f"{url} returns log-probabilities after temperature ({probe.logprobs_mode}); use --temperature 1, "
-                "or start it with raw log-probabilities (docs/servers.md)"
+                "or start the server with raw log-probabilities (docs/servers.md)"
             )
         return cls(server, directory, logits_of(directory), probe)
 
@@ -277,7 +276,12 @@ class ServedTarget:
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
-    """Return the k most probable tokens of logits [n, V], and log-probabilities of the next tokens, `tokens` [n]."""
+    """Return the k most probable tokens at n positions, and the log-probabilities of the tokens that follow there.
+
+    Args:
+        logits: [n, V].
+        tokens: Ids of the tokens that follow, [n].
+    """
     pieces = [StoredLogprobs.empty(k, len(TEMPERATURES))]
     rows = SCORED_ROWS.get(logits.device.type, SCORED_ROWS["cuda"])
     for start in range(0, len(logits), rows):
@@ -297,10 +301,10 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
 def score_on_server(
     server: Server, batch: Batch, k: int, vocab: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return a server's log-probabilities for the n tokens in the mask of a batch.
+    """Return a server's log-probabilities at the n positions in the mask of a batch.
 
-    Returns: ids [n, k] and log-probabilities [n, k] of the most probable tokens, and log-probabilities [n] of the n
-    tokens themselves.
+    Returns: ids [n, k] and log-probabilities [n, k] of the most probable tokens, and log-probabilities [n] of the
+    tokens in the batch.
 
     Raises:
         UserError: The server fails, or lists a token beyond vocab.
@@ -335,13 +339,13 @@ def outputs_of(
     categories: Sequence[str] | None = None,
     greedy: bool = False,
 ) -> list[TargetOutput]:
-    """Convert completions of a server or of its log to outputs with the first k listed tokens.
+    """Convert completions of a server or of its log to outputs with the first k tokens of each list.
 
     Args:
-        greedy: Whether the target decoded greedily, so that each written token has log-probability 0.
+        greedy: Whether the target decoded greedily, so that each written token gets log-probability 0.
 
     Raises:
-        ValueError: The log-probability of a token contradicts its list.
+        ValueError: The log-probability of a token contradicts the list at its position.
     """
     outputs: list[TargetOutput] = []
     for i, (completion, number) in enumerate(zip(written, numbers, strict=True)):
@@ -368,7 +372,7 @@ def outputs_of(
 
 
 def check_ids(ids: np.ndarray, vocab: int) -> None:
-    """Raises UserError: a server lists an id that is not below vocab."""
+    """Check that all token ids from a server are below vocab. Raises UserError if not."""
     if ids.max(initial=0) >= vocab:
         raise UserError(
             f"the server returned token {ids.max()}, but the vocabulary here has only {vocab} tokens; name the "
@@ -377,7 +381,9 @@ def check_ids(ids: np.ndarray, vocab: int) -> None:
 
 
 def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
-    """Return the ids of a short text, on which the server and the tokenizer in `directory` agree.
+    """Check that a server and the tokenizer in `directory` give a short text the same ids, and return these ids.
+
+    A server that cannot tokenize is not checked.
 
     Raises:
         UserError: The server's ids differ.
@@ -403,7 +409,7 @@ SEQUENCES, BATCH = 64, 8  # number of sequences that are scored again, and their
 # largest mean difference between stored and recomputed log-probabilities, in nats: bf16 in vLLM and in transformers
 # differ by 0.026 (embedded target), weights that are 3 % off by 0.10
 TOLERANCE = 0.06
-# lower log-probabilities are not compared, because rounding in the target dominates them
+# lower log-probabilities are not compared, because they are mostly rounding errors of the target
 ROUNDED_BELOW = -8.0
 SAME_TOP = 0.95
 
@@ -412,7 +418,7 @@ SAME_TOP = 0.95
 class StoreVerification:
     """Differences between stored and recomputed log-probabilities, in nats.
 
-    same_top: Share of positions with the same most probable token.
+    same_top: Fraction of positions with the same most probable token.
     """
 
     shards: int
@@ -430,7 +436,7 @@ class StoreVerification:
 
 
 def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
-    """Read every shard, and let the target score up to SEQUENCES sequences again.
+    """Read every shard, let the target score up to SEQUENCES sequences again, and compare the log-probabilities.
 
     Raises:
         UserError: A shard is corrupt or misaligned, the tokenizer differs, or the store has no top log-probabilities.
@@ -464,9 +470,9 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
 
 
 def _same_tokens(stored: StoredLogprobs, new: StoredLogprobs, vocab: int) -> np.ndarray:
-    """Return new log-probabilities of the stored ids, [n, k].
+    """Return the new log-probabilities of the stored ids, [n, k].
 
-    For an id that `new` does not list, the stored value is taken, but at most the last value in the new list.
+    An id that is not in the new list gets its stored log-probability, or that of the last id in the new list if lower.
     """
     values = np.empty_like(stored.logprobs)
     new_logprobs = new.logprobs.astype(np.float16).astype(np.float32)

@@ -51,6 +51,19 @@ def test_nothing_is_drafted_where_nothing_is_accepted(c):
     assert found.pays_up_to == 0
 
 
+def test_a_draft_can_pay_from_some_streams_on():
+    """Up to 8 tokens, a pass of a mixture of experts reads more experts for every token."""
+    experts = CostModel.of(
+        profile_of(
+            lambda w, b, c, _: float(min(w * b, 8)), name="t", widths=WIDTHS, batches=BATCHES, contexts=(0, 100),
+            host=[latency(1, 0.0), latency(8, 0.0)],
+        )
+    )  # fmt: skip
+    found = schedule(roofline("d", 0.05, BUSY), experts, [constant(0.6)], KS, 32, "vllm")
+    assert (found.ranges[0][2], found.ranges[-1][2] > 0) == (0, True)
+    assert (found.pays_from, found.pays_up_to) == (found.ranges[0][1] + 1, 32)
+
+
 @pytest.mark.parametrize("alpha", [0.3, 0.95])
 def test_nothing_is_drafted_where_every_token_costs_its_own_time(alpha):
     """K tokens more cost K passes more, of which at most K are saved."""

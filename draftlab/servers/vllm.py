@@ -81,11 +81,14 @@ class VLLM(ServerKind):
             yield unknown_architecture(self.name, artifact)
             return
         if shape.head_dim % 8 or shape.head_dim > max(CPU_HEADS):
-            text = f"the draft has head_dim {shape.head_dim}, but its attention supports only multiples of 8 up to {max(CPU_HEADS)}"
+            fits = f"multiples of 8 up to {max(CPU_HEADS)}"
+            text = (
+                f"the draft has head_dim {shape.head_dim}, but its attention supports only {fits}"
+            )
             yield error(
                 self.name,
                 text,
-                f"use a draft pruned from a source whose head_dim is a multiple of 8 up to {max(CPU_HEADS)}",
+                f"use a draft pruned from a source whose head_dim is among the {fits}",
             )
         else:
             yield from check_head_dim(

@@ -106,7 +106,7 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
 def check_space(out: Path, needed: int, contents: str) -> None:
     """Check that the disk of `out` has at least `needed` free bytes.
 
-    contents: What is going to be written, in the plural, for the message.
+    contents: Name of the files to write, in the plural, for the message.
 
     Raises:
         UserError: The disk has less free space.

@@ -19,7 +19,7 @@ SWITCHES = {"force": "Replace an existing output.", "dry_run": "Return the plan 
 class Unset:
     """What a signature shows as the default of an argument if the default is computed at the call.
 
-    source: Where the default comes from, such as "the workspace's".
+    source: Source of the default, such as "the workspace's".
     """
 
     def __init__(self, source: str) -> None:

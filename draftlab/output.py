@@ -56,7 +56,7 @@ class Output:
     def check_space(self, needed: int, contents: str) -> None:
         """Check that the disk of the output has at least `needed` free bytes.
 
-        contents: What is going to be written, in the plural, for the message.
+        contents: Name of the files to write, in the plural, for the message.
 
         Raises:
             UserError: The disk has less free space.

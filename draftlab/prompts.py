@@ -135,7 +135,7 @@ def file_prompts(
     A conversation that ends with an answer of the assistant gives a prompt for each answer: the messages before it.
 
     Args:
-        count: How many rows are read at most, and how many prompts are returned at most. None: all.
+        count: Largest number of rows to read, and of prompts to return. None: all.
         tokens: Number of tokens to which every prompt is cut. None: prompts are not cut.
         chat: Whether to apply the chat template. With the template, later turns of a row are kept for turns.answered.
             Without the template, only the first turn is used.

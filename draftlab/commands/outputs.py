@@ -83,7 +83,7 @@ def _build_facts(
 ) -> dict[str, object]:
     """Return the facts that a dry run shows.
 
-    k: How many log-probabilities are stored for each token. directory: Directory of the target.
+    k: Number of log-probabilities to store for each token. directory: Directory of the target.
     """
     from draftlab.model.size import read_size
     from draftlab.target_outputs.build import TargetAnswers, bytes_per_token
@@ -220,7 +220,7 @@ def _target(
 
     Args:
         sampling: Parameters with which the target writes text. None if the target only scores text.
-        k: How many log-probabilities a server lists for each token.
+        k: Number of log-probabilities that a server lists for each token.
     """
     from draftlab.target_outputs.build import DISTILL_BATCH, REPLAY_BATCH
 

@@ -81,7 +81,7 @@ def load_generator(
 
     Args:
         dtype: Dtype of the passes. Default: checkpoint.compute_dtype.
-        device_map: See checkpoint.load_model.
+        device_map: Same as in checkpoint.load_model.
     """
     dtype = dtype or checkpoint.compute_dtype(directory, device)
     note(f"loading {hub.checkpoint_name(directory)} in {checkpoint.dtype_name(dtype)}")

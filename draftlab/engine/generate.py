@@ -144,7 +144,7 @@ def fit_vocab(logits: Tensor, vocab: int | None) -> Tensor:
 
 
 class ModelDrafter(Drafter):
-    """Drafts a chain with a draft model, whose KV cache is rolled back to the emitted tokens. vocab: See Sampler."""
+    """Drafts a chain with a draft model, whose KV cache is rolled back to the emitted tokens. vocab: Width of the logits."""
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         self.model, self.vocab = model, vocab
@@ -198,7 +198,7 @@ def decode(
     clock: StepClock = time.perf_counter,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[Step]:
-    """Decode without drafts: each target pass emits one token per text. Arguments: See speculative_decode."""
+    """Decode without drafts: each target pass emits one token per text. Arguments: Same as in speculative_decode."""
     return speculative_decode(target, None, prompts, 0, sampling, clock, numbers)
 
 
@@ -303,9 +303,9 @@ def verify_batch(
     Args:
         logits: Logits of the target after the text's last token and after each drafted token, [B, T, V].
         draft: None: each text gains one token from the target.
-        counts: How many drafted tokens of each text to verify, [B].
+        counts: Number of drafted tokens of each text to verify, [B].
         uniform: Draws in [0, 1): one for each drafted token, then one for the token after them, [B, T].
-        rule: See speculative_decode.
+        rule: Same as in speculative_decode.
     """
     parents = [
         range(logits.shape[1] - 1) if draft is None else draft.parents_of(row)
@@ -335,7 +335,7 @@ def _verify_greedy(
 ) -> tuple[list[int], list[int]]:
     """Verify `count` drafted tokens of one text greedily. Return the accepted tokens' indices, and the new tokens.
 
-    best: Most probable token of the target after the text's last token and after each drafted token, [T].
+    best: The most probable token of the target after the text's last token and after each drafted token, [T].
     """
     node, path, tokens = 0, [], [best[0]]
     for i in range(count):

@@ -286,7 +286,7 @@ def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tupl
 
 
 def count_steps(hits: Sequence[np.ndarray], texts: TargetTexts) -> np.ndarray:
-    """Return the number of tokens and of steps of each text with a greedy draft, [R, 2]. hits: See greedy_steps."""
+    """Return the tokens and the steps of each text with a greedy draft, [R, 2]. hits: Same as in greedy_steps."""
     rows = zip(hits, texts.tokens, strict=True)
     return np.array([greedy_steps(row, texts.k, tokens) for row, tokens in rows], dtype=np.float64)
 
@@ -306,7 +306,7 @@ def verify(
         program: The server's program.
         count: Function that counts draftlab's steps on the texts (see counts_of).
         ends: End-of-text tokens of the target.
-        method: How the draft samples above temperature 0.
+        method: Way in which the draft samples above temperature 0.
 
     Raises:
         UserError: The server does not start, or its acceptance differs from draftlab's.
@@ -366,7 +366,7 @@ def compare(
     details: str,
     method: SampleMethod = "greedy",
 ) -> Verification:
-    """Compare a server's acceptance length with draftlab's. method: How the draft samples above temperature 0."""
+    """Compare a server's acceptance length with draftlab's. method: Way to sample drafts above temperature 0."""
     method = method if texts.temperature and method in counts else "greedy"
     lengths: dict[SampleMethod, float] = {}
     for name, rows in counts.items():

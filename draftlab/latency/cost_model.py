@@ -262,7 +262,7 @@ def closed_form_speedup(
 ) -> float:
     """Return the speed-up if each step gives `length` tokens on average, for a constant context and endless texts.
 
-    c, beta, host: See break_even_length.
+    c, beta, host: Same as in break_even_length.
     """
     return length / break_even_length(k, c, beta, host)
 

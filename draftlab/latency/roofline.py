@@ -131,7 +131,7 @@ class ModelSizes:
     mlps: MLPs = LLAMAS
 
     def params(self, experts: float | None = None) -> float:
-        """Return the number of weights that a pass uses. experts: How many experts of a layer it uses; None for all."""
+        """Return the number of weights that a pass uses. experts: Number of experts that it uses in a layer; None: all."""
         gated = 3 * self.shape.hidden * self.shape.ffn * self.shape.layers
         used = self.mlps.experts if experts is None else experts
         return active_params(self.shape) - gated + self.mlps.weights(self.shape, used)
@@ -312,7 +312,7 @@ def devices() -> dict[str, Device]:
 
 
 def _read_bytes(sizes: ModelSizes, dtype: str, experts: float) -> float:
-    """Return the bytes of weights that a pass reads. experts: How many experts of each layer it reads."""
+    """Return the bytes of weights that a pass reads. experts: Number of experts that it reads in each layer."""
     beyond = sizes.params(experts) - active_params(sizes.shape)
     return pass_bytes(sizes.shape, dtype) + beyond * BYTES[dtype]
 

@@ -63,7 +63,7 @@ class _Graph(Generic[Result]):
         device: torch.device,
         pool: Any = None,
     ) -> "_Graph[Result]":
-        """Capture `run` on copies of the inputs; on a CPU keep it as it is. pool: See capture."""
+        """Capture `run` on copies of the inputs; on a CPU keep it as it is. pool: Same as in capture."""
         copies = tuple(None if given is None else given.clone() for given in inputs)
         run = functools.partial(run, *copies)
         return cls(copies, capture(run, device, pool) if device.type == "cuda" else run)

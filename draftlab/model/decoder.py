@@ -192,7 +192,7 @@ class Decoder(Protocol):
     def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
         """Return the logits [B, last, V] of the last tokens of whole texts ids [B, T]. No cache is kept.
 
-        tree: See forward.
+        tree: Same as in forward.
         """
         return self.forward(ids, self.new_cache(len(ids), ids.shape[1]), last, tree)
 

@@ -61,7 +61,7 @@ class HFCache:
         slots: Number of slots, S.
         table: Position of each slot's token in its row's text, or -1 if no token may read the slot, [B, S]. None: slot
             i of every row holds position i.
-        layer_states: Where passes store the states of the layers that a drafter reads. None: they are not stored.
+        layer_states: Store for the states of the layers that a drafter reads. None: they are not stored.
     """
 
     past: DynamicCache

@@ -47,7 +47,7 @@ class LayerStates:
     def store(self, layers: int, x: Tensor, slots: "tuple[slice | Tensor, ...]") -> None:
         """Store x [B, T, D], the residual stream after `layers` layers, if `layers` is in ids.
 
-        slots: See AttentionMetadata.
+        slots: Same as in AttentionMetadata.
         """
         if layers in self.ids:
             at = self.ids.index(layers) * x.shape[-1]
@@ -70,7 +70,7 @@ class Cache:
         keys: [layers, B, K, capacity, C].
         values: [layers, B, K, capacity, C].
         used: [B]. Default: 0 for each row.
-        layer_states: Where passes store the states of the layers that a drafter reads. None: they are not stored.
+        layer_states: Store for the states of the layers that a drafter reads. None: they are not stored.
     """
 
     keys: Tensor

@@ -23,7 +23,7 @@ def load(
 ) -> Decoder:
     """Load a checkpoint into draftlab's engine, or into transformers if the engine cannot run it.
 
-    device_map: See checkpoint.load_model. If set, transformers runs the model.
+    device_map: Same as in checkpoint.load_model. If set, transformers runs the model.
 
     Raises:
         UserError: the errors of llama.check_supported and checkpoint.load_model.

@@ -46,7 +46,7 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
     Rows with few mask tokens are padded with mask tokens that predict nothing.
 
     Args:
-        depths: How many tokens to predict after each position, [B, T], 0 or more.
+        depths: Number of tokens to predict after each position, [B, T], 0 or more.
         token: The mask token.
         positions: Position of each token in its sequence, [B, T], if a row consists of several sequences. Attention
             does not cross sequences. Default: each row is one sequence.

@@ -154,7 +154,7 @@ class Measurement:
         runs: Drafts and drafters, by name.
         tasks: Results of lm-eval, by the directory of the model.
         command: Command line to record in the scores.
-        learnt_prompts: How many prompts were in the training data of each draft or drafter, by name.
+        learnt_prompts: Number of prompts in the training data of each draft or drafter, by name.
     """
 
     comparison: Comparison

@@ -139,7 +139,7 @@ class Costs:
     def score(self, arms: int, prompts: int, streams: Sequence[int], repeats: int = 1) -> float:
         """Return the seconds of draftlab score. Each way to decode has a warm-up of about five prompts.
 
-        arms: How many ways to decode are timed: plain decoding, and each draft with each K.
+        arms: Number of ways to decode that are timed: plain decoding, and each draft with each K.
         """
         answer = self.write(1, MAX_TOKENS, 1)
         return self.start + len(streams) * arms * (5 + repeats * prompts) * answer
@@ -312,7 +312,7 @@ class Plan(FileModel, extra="ignore"):
 
     Args:
         settings: Settings of the auto command that made the plan.
-        prompts: Where the prompts come from, shown to the user.
+        prompts: Source of the prompts, shown to the user.
         candidates: Kinds of candidates to make, as in LABELS.
         ready: Names of the user's drafts that are compared.
         left_out: Candidates that are not tried, each with the reason.
@@ -535,7 +535,7 @@ def _least(
 ) -> dict[str, float]:
     """Return the seconds of the least useful amount of work in each step, by the name of the step.
 
-    ready: How many drafts of the user are compared.
+    ready: Number of the user's drafts to compare.
     """
     sequences, prompts = 2 * LEAST_SEQUENCES, request.prompts
     least: dict[str, float] = {}

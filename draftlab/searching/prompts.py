@@ -26,10 +26,10 @@ class PromptSplit:
     """Prompts for a search: first those to choose a draft by, next those for the final measurement, then for training.
 
     Attributes:
-        about: Where the prompts come from, shown to the user.
+        about: Source of the prompts, shown to the user.
         rows: Rows of a prompt file, empty if the prompts are cut from data.
         data: Text source from which the prompts are cut, or None.
-        choose, measure: How many prompts are for the choice and for the measurement.
+        choose, measure: Number of prompts for the choice, and for the measurement.
     """
 
     about: str
@@ -123,7 +123,7 @@ def _of_file(
     """Return the distinct prompts of a file, in an order that depends only on their text.
 
     Args:
-        least: How many prompts are needed for each use, by the words for this use in the error.
+        least: Number of prompts that each use needs, by the words for this use in the error.
         batched: Whether prompts are decoded in batches. Later turns are then left out.
 
     Raises:

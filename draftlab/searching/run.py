@@ -64,7 +64,7 @@ class Wanted:
     Args:
         minutes: Time to spend, approximately.
         ks: Numbers of drafted tokens per step to try.
-        offsets: How many tokens a draft learns to draft in one pass.
+        offsets: Number of tokens that a draft learns to draft in one pass.
         first_steps: Distillation steps of every candidate on the first rung after the cut.
         tried: Shapes to consider. Those with cheap passes become candidates.
         text: Settings of commands (data or outputs) for the text on which drafts are calibrated and trained.

@@ -28,7 +28,7 @@ def open_stored(
     """Open a store of target outputs to train the model `draft`. Return the training batches and the held-out text.
 
     Args:
-        seed: See StoredBatches.
+        seed: Same as in StoredBatches.
 
     Raises:
         UserError: The vocabularies of the store and the draft differ, the store has no held-out text, or StoredBatches

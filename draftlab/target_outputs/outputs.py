@@ -49,7 +49,7 @@ class StoredLogprobs:
         """Convert the lists of a server's answer. The result can only be used at temperature 1.
 
         Args:
-            ids: Most probable tokens at each position, [n, k].
+            ids: The most probable tokens at each position, [n, k].
             logprobs: Log-probabilities of these tokens, [n, k].
             token_logprobs: Log-probability of the next token at each position, [n].
             tokens: Next token at each position, [n].
@@ -141,7 +141,7 @@ def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch
 def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
     """Convert a batch of data to outputs, numbered from `first` on. Each output ends with its last token in the mask.
 
-    top: Most probable tokens at all positions in the mask, row by row.
+    top: The most probable tokens at all positions in the mask, row by row.
     """
     outputs, parts = [], top.parts(batch.mask.sum(1))
     for i, (row, mask, length, part) in enumerate(

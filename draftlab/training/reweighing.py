@@ -40,7 +40,7 @@ class Reweighing:
         its weights on this machine.
 
         Raises:
-            UserError: See parse_reference.
+            UserError: Same as in parse_reference.
         """
         assert reference is not None  # commands name a default
         if isinstance(reference, str):

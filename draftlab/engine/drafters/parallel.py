@@ -20,7 +20,7 @@ class ParallelDrafter(ModelDrafter):
     """Drafts a chain with a parallel draft, in one pass."""
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
-        """Make a drafter. vocab: See Sampler. Raises UserError: the model is not a parallel draft."""
+        """Make a drafter. vocab: Same as in Sampler. Raises UserError: the model is not a parallel draft."""
         super().__init__(model, vocab)
         self.token = mask_token(model)
 

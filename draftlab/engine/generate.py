@@ -144,7 +144,7 @@ def fit_vocab(logits: Tensor, vocab: int | None) -> Tensor:
 
 
 class ModelDrafter(Drafter):
-    """Drafts a chain with a draft model, whose KV cache is rolled back to the emitted tokens. vocab: Width of the logits."""
+    """Drafts a chain with a draft model, whose KV cache is rolled back to the emitted tokens."""
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         self.model, self.vocab = model, vocab

@@ -131,7 +131,7 @@ class ModelSizes:
     mlps: MLPs = LLAMAS
 
     def params(self, experts: float | None = None) -> float:
-        """Return the number of weights that a pass uses. experts: Number of experts that it uses in a layer; None: all."""
+        """Return the number of weights that a pass uses. experts: Number of experts used in a layer; None: all."""
         gated = 3 * self.shape.hidden * self.shape.ffn * self.shape.layers
         used = self.mlps.experts if experts is None else experts
         return active_params(self.shape) - gated + self.mlps.weights(self.shape, used)

@@ -86,10 +86,10 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     @property
     def sampled_rule(self) -> str | None:
-        """Return the --server-rule that stands for the server as the start script of an export runs it.
+        """Return the --server-rule of the server as the exported start script starts it.
 
-        The rule may differ from the server's default, because the script for vLLM lets the draft sample. The result is
-        None for greedy decoding and for draftlab's own engine.
+        It can differ from the server's default rule, because the script for vLLM makes the draft sample. None for
+        greedy decoding and for draftlab's own engine.
         """
         if self.temperature == 0 or self.server is None:
             return None

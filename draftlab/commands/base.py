@@ -69,9 +69,9 @@ class Job(Generic[Result]):
 
 
 def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
-    """Call a library function or class. Each of its parameters that is a setting of the config gets the setting.
+    """Call a library function or class. Its parameters that are named like a setting in `config` get that setting.
 
-    others: Further arguments. They replace a setting with the same name.
+    others: Further arguments, which take precedence over settings of the same name.
     """
     same = (
         inspect.signature(kind).parameters.keys() & type(config).model_fields.keys() - others.keys()

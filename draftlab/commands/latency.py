@@ -109,7 +109,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
         Only(
             (*ENGINE, "device_map", "law"),
             lambda c: not c.server,
-            "leave it out: the servers decide this",
+            "leave it out: a server runs its own model with its own settings",
         ),
         KEY_RULE,
         Only(

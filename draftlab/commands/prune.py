@@ -57,7 +57,7 @@ class PruneConfig(OutputConfig):
         panel=SHAPE,
         advanced=True,
     )
-    vocab: Vocab = draft_vocab("--outputs, or of --data", panel=SHAPE)
+    vocab: Vocab = draft_vocab("--outputs or --data", panel=SHAPE)
     untie: bool = option(
         False,
         "Give the draft a separate lm_head if the source ties lm_head to the embedding. Prune can then rotate the "
@@ -136,7 +136,7 @@ class PruneConfig(OutputConfig):
         Only(
             ("calibration_tokens",),
             lambda c: c.calibrates,
-            "leave it out: this method with --refit none reads no text",
+            "leave it out: with --refit none, this --method reads no text",
         ),
         Only(
             ("depth", "scores_cache"),

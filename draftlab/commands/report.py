@@ -34,7 +34,8 @@ class ReportConfig(Config):
     )
     markdown: Path | None = option(None, "Markdown file to write: the tables.", panel=OUTPUT)
     min_speedup: float | None = option(
-        None, "Exit with code 3 if no draft reaches this speed-up of whole requests."
+        None,
+        "Exit with code 3 if no draft reaches this speed-up of whole requests (prefill and decoding).",
     )
     min_acceptance_length: float | None = option(
         None, "Exit with code 3 if the fastest draft has fewer tokens per target pass than this."

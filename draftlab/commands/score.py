@@ -150,11 +150,16 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         None, "Folder with YAML files of additional tasks.", panel=TASKS, advanced=True
     )
     min_speedup: float | None = option(
-        None, "Exit with code 3 if no draft reaches this speed-up of whole requests."
+        None,
+        "Exit with code 3 if no draft reaches this speed-up of whole requests (prefill and decoding).",
     )
 
     only = (
-        Only(ENGINE, lambda c: not c.served, "leave it out: the servers decide this"),
+        Only(
+            ENGINE,
+            lambda c: not c.served,
+            "leave it out: a server runs its own model with its own settings",
+        ),
         shared.KEY_RULE,
         Only(
             ("draft", "min_speedup"),
@@ -216,7 +221,7 @@ class Scored(Outcome):
 
     @property
     def interval(self) -> "Interval":
-        """Return the speed-up of whole requests in the best score, with its 95 % interval over prompts."""
+        """Return the speed-up of the best score over whole requests (prefill and decoding), with its 95 % interval."""
         return self.best.best_k_speedup
 
     @property

@@ -40,7 +40,7 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         typed=str,
         panel=CANDIDATES,
     )
-    vocab: shared.Vocab = shared.draft_vocab("--outputs, or of --data", panel=CANDIDATES)
+    vocab: shared.Vocab = shared.draft_vocab("--outputs or --data", panel=CANDIDATES)
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens per step to try, as 1-6 or 2,4,8.")
     parallel: bool = option(
         False,

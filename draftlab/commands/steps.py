@@ -1,4 +1,7 @@
-"""The steps of recipes, search and auto: commands with settings, which are skipped if their output is finished."""
+"""Steps of a recipe and of the commands `search` and `auto`: commands with their settings.
+
+A step whose output is finished is skipped.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -157,7 +157,7 @@ class DrafterSpec(KindSpec):
 
     @property
     def name(self) -> str:
-        """Return the text of the drafter in a form that can be a file name."""
+        """Return the drafter as the user typed it, in a form that can be a file name."""
         return self.text.replace("/", "_")
 
     @property

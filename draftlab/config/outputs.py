@@ -166,7 +166,8 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
 class OutputsInfoConfig(StoredTargetSettings, Config):
     directory: Path = option(help="Directory of the target outputs.", argument=True)
     verify: bool = option(
-        False, "Check all checksums, and let the target score some sequences again to compare."
+        False,
+        "Check all checksums, and let the target score some sequences again to compare its log-probabilities.",
     )
 
     only = (Only(("target", "server"), lambda c: c.verify, "needs --verify"), shared.KEY_RULE)

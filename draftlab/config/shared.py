@@ -279,7 +279,7 @@ class SamplingSettings(BaseModel):
 def draft_vocab(counted_in: str, **others: Any) -> Any:
     return option(
         None,
-        f"How many token ids the draft can propose, as 16k or 16384: the most frequent ids of {counted_in}.",
+        f"Let the draft propose only this number of token ids, the most frequent in {counted_in}; write 16k or 16384.",
         typed=str,
         **others,
     )

@@ -147,6 +147,7 @@ class ModelDrafter(Drafter):
     """Drafts a chain with a draft model, whose KV cache is rolled back to the emitted tokens."""
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
+        """vocab: The target's number of logits; None if the draft has the same number."""
         self.model, self.vocab = model, vocab
         self.own_vocab = model.vocab
         self.sampler: Callable[[SamplingParams, int | None], Sampler] = Sampler

@@ -228,7 +228,9 @@ class DraftModel:
         for name in ("bos", "eos"):
             if own[name] != targets[name]:
                 text = f"{name} is id {own[name]} in the draft, but {targets[name]} in the target"
-                yield error("special tokens", text, f"copy tokenizer_config.json of {self.target}")
+                yield error(
+                    "special tokens", text, f"copy tokenizer_config.json from {self.target}"
+                )
         ends, target_ends = (
             checkpoint.eos_token_ids(self.path),
             checkpoint.eos_token_ids(self.target),

@@ -254,7 +254,7 @@ def parse_profile(
         ids = int(heads[0].removeprefix("eagle="))
         if ids > sizes.shape.vocab:
             raise UserError(
-                f"{spec}: a head cannot have more ids than its target, which has {sizes.shape.vocab:,}"
+                f"{spec}: eagle= must be at most the target's vocabulary size, {sizes.shape.vocab:,}"
             )
         called = f"eagle-{called}"
         ffn = sizes.mlps.dense_ffn or sizes.shape.ffn

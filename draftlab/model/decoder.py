@@ -190,9 +190,9 @@ class Decoder(Protocol):
         ...
 
     def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
-        """Return the logits [B, last, V] of the last tokens of whole texts ids [B, T]. No cache is kept.
+        """Return the logits of the last `last` tokens of each text, [B, last, V]. The pass starts from an empty cache.
 
-        tree: Same as in forward.
+        ids: Whole texts, [B, T]. tree: Same as in forward.
         """
         return self.forward(ids, self.new_cache(len(ids), ids.shape[1]), last, tree)
 

@@ -196,7 +196,7 @@ def check_data(mixture: str) -> str:
     reason = offline_reason() if on_hub else None
     if reason:
         raise UserError(
-            f"data {on_hub[0]!r} is on the hub, which cannot be reached ({reason}); use local text: --data with a "
+            f"data {on_hub[0]!r}: the hub cannot be reached ({reason}); use local text: --data with a "
             "file, a folder, or stdlib"
         )
     return mixture

@@ -290,8 +290,8 @@ class Prune:
             return HeadIds(ids=ids, coverage=None)
         if self.text.outputs is None:
             note(
-                f"the ids of the trimmed head are the most frequent in {self.text.data}; the target's answers "
-                "(--outputs) would be a better sample"
+                f"lm_head keeps the most frequent ids of {self.text.data}; those of the target's answers (--outputs) "
+                "would fit better"
             )
         special = template_ids(self._tokenizer) | set(checkpoint.eos_token_ids(directory))
         ids, coverage = frequent_ids(

@@ -55,7 +55,7 @@ class Ranked:
     Args:
         speedup: Speed-up of whole requests.
         doubt: Reason to doubt the score, or None.
-        ratio_to_fastest: Speed-up over the speed-up of the fastest draft. None for the fastest draft itself.
+        ratio_to_fastest: This draft's speed-up divided by the fastest draft's. None for the fastest draft itself.
         paired: Whether this draft and the fastest draft were measured with the same requests.
         tasks: Tests of this draft's accuracy against the fastest draft's.
     """

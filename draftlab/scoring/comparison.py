@@ -140,7 +140,7 @@ class Comparison:
 
     @property
     def inputs(self) -> list[Path]:
-        """Return the files and directories that decide the scores. The record of the output names them."""
+        """Return the files and directories on which the scores depend. The record of the scores lists them."""
         read = [self.target, *self.drafts.values()]
         for spec in self.drafters:
             read += spec.paths(self.default_draft)

@@ -225,7 +225,7 @@ class Measurement:
         prompts = [prompt.ids for prompt in requests.prompts.rows]
         ways = 1 + comparison.two_precisions + sum(len(run.ks) for run in self.runs.values())
         note(
-            f"{len(prompts)} prompts, decoded {requests.repeats} times in each of {ways} ways (without a draft, "
+            f"decoding {len(prompts)} prompts {requests.repeats} times in each of {ways} ways (without a draft, "
             "and with each draft and K)"
         )
         with progress("decode", len(prompts) * requests.repeats) as advance:

@@ -116,7 +116,10 @@ def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple
 
 
 def _spread(flat: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """Return an array [R, T, ...] with the n values of `flat` where `counted` [R, T] is True, and zero elsewhere."""
+    """Place the values of `flat` [n, ...] in order at the n positions where `counted` [R, T] is True.
+
+    Return an array [R, T, ...] that is zero elsewhere.
+    """
     out = np.zeros((*counted.shape, *flat.shape[1:]), dtype=flat.dtype)
     out[counted] = flat
     return out

@@ -135,7 +135,10 @@ class ServerLog:
         return sorted(set(every) - set(heldout)), heldout
 
     def outputs(self, which: Sequence[int]) -> list[TargetOutput]:
-        """Return the lines at the indices `which` as outputs. Each is cut to seq_len + 1 tokens, prompt included."""
+        """Return the usable lines of the log at the indices `which`, as TargetOutputs.
+
+        The prompt and the answer of a line are cut to seq_len + 1 tokens together.
+        """
         written = []
         with self.path.open("rb") as stream:
             for _, start in (self.starts[i] for i in which):

@@ -375,7 +375,7 @@ def check_ids(ids: np.ndarray, vocab: int) -> None:
     """Check that all token ids from a server are below vocab. Raises UserError if not."""
     if ids.max(initial=0) >= vocab:
         raise UserError(
-            f"the server returned token {ids.max()}, but the vocabulary here has only {vocab} tokens; name the "
+            f"the server returned the token id {ids.max()}, but --target has only {vocab} ids; name the "
             "server's model by --target"
         )
 

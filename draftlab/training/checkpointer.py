@@ -250,11 +250,7 @@ class Training:
 
 
 def save(state: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Write tensors and numbers atomically to the file `name` in the directory `state`, which the run has claimed.
-
-    Raises:
-        OSError, RuntimeError: The file cannot be written.
-    """
+    """Write tensors and numbers atomically to the file `name` in `state`, the directory of this unfinished run."""
     file = state / name
     file.parent.mkdir(parents=True, exist_ok=True)
     with (

@@ -1,17 +1,20 @@
-"""Initial weights of an EAGLE-3 head: a linear prediction of the target's next state, by least squares.
+"""Initial weights of an EAGLE-3 head, fitted by least squares to predict the target's next state.
 
-N tokens, D hidden, E hidden of the target (D = E here), A layers of the target that the head reads, R rank of the
-values, C head_dim.
+N tokens, D hidden (of head and target), A layers of the target that the head reads, R rank of the values, C head_dim.
 
-With random weights, a head needs most of a short run to learn a linear map that least squares gives at once. Let u(i)
-be the input of the target's lm_head at position i, with each feature divided by its root mean square. fc starts as the
-best linear map from the layers' states to u(i). Attention starts with each position attending to itself only. v_proj
-and o_proj start as the best map of rank R from the output of fc and the next token's embedding to u(i + 1) - u(i). The
-MLP starts with an output of 0, and lm_head with the target's weights. The last norm's weight starts as the best scale
-of the output, which is small if little of u(i + 1) is predicted.
+A head with random weights spends most of a short run on a linear map that least squares finds at once. u(i) is the
+input of the target's lm_head at position i, with each feature divided by its root mean square. The parts start so:
 
-Norms before fc start with weights that give fc inputs of mean square 1. With norm_output, the state that is fed back
-has the scale of the target's states: fc and attention write states of this scale, and hidden_norm divides by it.
+* norms before fc: with weights that give the inputs of fc a mean square of 1
+* fc: as the best linear map from the states of the A layers to u(i)
+* q_proj, k_proj: so that each position attends only to itself
+* v_proj, o_proj: as the best map of rank R from the output of fc and the next token's embedding to u(i + 1) - u(i)
+* MLP: with an output of 0
+* last norm: as the best scale of the output, which is the smaller, the worse u(i + 1) is predicted
+* lm_head: with the target's weights
+
+With norm_output, the state that is fed back has the scale of the target's states. fc and attention therefore write
+states of this scale, and hidden_norm divides by it.
 """
 
 import math

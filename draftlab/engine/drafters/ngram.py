@@ -161,7 +161,10 @@ class Match:
 
 
 def latest_match(ids: np.ndarray, longest: int) -> Match | None:
-    """Return the Match of at most `longest` tokens at the end of a text, ids [N], or None if there is none."""
+    """Find the longest n-gram that ends a text and also occurs earlier in it, at most `longest` tokens long.
+
+    Return None if there is none. ids: The text, [N].
+    """
     # positions after earlier occurrences of the last token
     ends = np.flatnonzero(ids[:-1] == ids[-1]) + 1
     if len(ends) == 0:

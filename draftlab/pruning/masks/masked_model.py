@@ -53,7 +53,7 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
 
 
 class Folded(TensorView):
-    """A source's weights, multiplied by the mask values. Cutting the zeros then does not change the logits."""
+    """A source's weights times the mask values. A model cut from these weights has the logits of the masked model."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, values: Values) -> None:
         super().__init__(weights, shape)

@@ -1,4 +1,7 @@
-"""A parallel draft (PARD, An et al. 2025, 2504.18583) drafts K tokens in one pass, all but the first at mask tokens."""
+"""The student parallel: a draft that predicts K tokens in one pass (PARD, An et al. 2025, 2504.18583).
+
+The first token is predicted at the last token of the text, the others at mask tokens.
+"""
 
 from typing import TYPE_CHECKING
 

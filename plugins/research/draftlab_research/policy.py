@@ -38,18 +38,19 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """When to copy, when to draft, and when to stop.
+    """How many tokens a step copies or drafts, learnt from recorded steps.
 
     Args:
-        speed: Tokens per millisecond that decoding with the policy makes.
+        speed: Tokens per millisecond of decoding with this policy.
         verify_ms: Milliseconds of a target pass over 1 to K + 1 tokens, [K + 1].
         draft_ms: Milliseconds to draft a token.
-        copies: Chance that a copied token is accepted if the tokens before it are, by kind, length and place in the
-            copy, [3, LENGTHS, K].
-        chance: The same chance for a drafted token, by bin of its confidence, [bins].
-        next_chance: Chance of the token after an accepted token, by bin of the accepted token's confidence, [bins].
-        draft_gain: Tokens that a draft adds on average, less the tokens that its time is worth. No draft pays if this
-            is not positive.
+        copies: Probability that a copied token is accepted if all copied tokens before it are, by kind of match, length
+            of match and position in the copy, [3, LENGTHS, K].
+        chance: The same probability for a drafted token, by bin of its confidence, [bins].
+        next_chance: Probability that the token after an accepted drafted token is accepted as well, by bin of the
+            confidence of the first of the two, [bins].
+        draft_gain: Mean number of accepted tokens of a draft, minus the number of tokens that the policy makes in the
+            draft's time without it. If it is not positive, the policy never drafts.
     """
 
     speed: float

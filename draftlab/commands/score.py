@@ -467,10 +467,9 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
     show += [*(f"warning: {text}" for text in score_warnings(scores)), str(output.out)]
     categories = {s.name: category_rows(s) for s in scores}
     then = f"report {output.out} --html report.html"
-    if config.draft and not config.served:
-        drafts = {Path(name).name: name for name in (n.partition("@")[0] for n in config.draft)}
-        ranked = [drafts.get(row.name.partition("@")[0]) for row in ranking]
-        fastest = next(filter(None, [*ranked, *drafts.values()]))
+    drafts = {Path(name).name: name for name in (n.partition("@")[0] for n in config.draft)}
+    fastest = drafts.get(ranking[0].name.partition("@")[0])
+    if fastest and not config.served:
         target = f" --target {config.target}" if config.is_set("target") else ""
         then = f"export {fastest}{target} --to vllm"
     return Scored(

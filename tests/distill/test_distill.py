@@ -10,9 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from builders import altered, build, rounding, setup, until
-from errors import raises_option
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from draftlab.data import Batch, text_batch
@@ -72,9 +70,7 @@ def weights(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "stop_after"), [("adamw", 1), ("adamw", 4), ("muon", 3), ("muon", 7)]
-)
+@pytest.mark.parametrize(("optimizer", "stop_after"), [("adamw", 1), ("adamw", 4), ("muon", 7)])
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(
     tmp_path, teacher, optimizer, stop_after
 ):
@@ -88,13 +84,6 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(
     assert [r for r in after if isinstance(r, EvalRecord)][-1] == expected[-1]
     # saved every 3 steps, after the record
     assert len([r for r in after if isinstance(r, StepRecord)]) == 8 - (stop_after - 1) // 3 * 3
-
-
-def test_a_checkpoint_of_another_optimizer_is_named(tmp_path, teacher):
-    run(student(), teacher, tmp_path / "run", SETTINGS, stop_after=5)
-    (checkpoint,) = (tmp_path / "run").glob("step-*")
-    with raises_option(checkpoint, "--force"):
-        run(student(), teacher, tmp_path / "run", altered(SETTINGS, optimizer="muon"))
 
 
 def first_gradients(
@@ -173,11 +162,6 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn(tmp_path, teacher):
     assert records[1].grad_norm == pytest.approx(0, abs=1e-6)
 
 
-def test_a_loss_that_compares_needs_a_target(tmp_path):
-    with raises_option("fkl", "--loss"):
-        run(student(), None, tmp_path)
-
-
 def test_cross_entropy_needs_none_and_reports_no_acceptance(tmp_path):
     records = run(student(), None, tmp_path, altered(SETTINGS, steps=2), loss="ce")
     assert records[-1].acceptance is None
@@ -237,23 +221,6 @@ def test_the_drafts_own_text_depends_on_seed_step_and_weights_alone():
     assert (first.mask[:, :3] == 0).all()
 
 
-def test_one_process_moves_no_sums_to_its_device(tmp_path, teacher, monkeypatch):
-    """They are in float64, which Apple's GPUs lack."""
-    monkeypatch.setattr(Accelerator, "reduce", None)
-    assert run(student(), teacher, tmp_path, altered(SETTINGS, steps=1))
-
-
-def test_checkpointing_changes_memory_and_not_the_step(tmp_path, teacher):
-    results = []
-    for on in (False, True):
-        model = student()
-        if on:
-            model.gradient_checkpointing_enable()
-        run(model, teacher, tmp_path / str(on), altered(SETTINGS, steps=2))
-        results.append(weights(model))
-    assert all(torch.equal(results[0][name], w) for name, w in results[1].items())
-
-
 @pytest.fixture
 def heard(number):
     """A shell's background job starts with SIGINT ignored, nohup's with SIGHUP; training does not hear them."""
@@ -299,10 +266,8 @@ def test_a_signal_that_was_ignored_stays_ignored(number, heard):
     assert received == [signal.SIGTERM]
 
 
-@pytest.mark.parametrize(
-    "loss", ["rkl", "jsd(0.5)", "tvd", "nla", "fkl@0.5 -> lk(3)", "0.5*fkl + 0.5*ce"]
-)
-def test_every_loss_learns_and_resumes(tmp_path, teacher, loss):
+@pytest.mark.parametrize("loss", ["fkl@0.5 -> lk(3)", "0.5*fkl + 0.5*ce"])
+def test_schedules_and_mixtures_of_losses_learn_and_resume(tmp_path, teacher, loss):
     settings = altered(SETTINGS, steps=40, lr=1e-2, save_steps=15)
     whole = student()
     records = run(whole, teacher, tmp_path / "a", settings, loss=loss)

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.errors import UserError
 from draftlab.training.losses import Loss, Pair, log_probs, parse_loss
 
 EVERY = ["fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(2)", "0.25*rkl + 2*tvd"]
@@ -40,10 +39,6 @@ def by_definition(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def value(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
     return parse_loss(name).divergence(Pair.of(log_p, log_q))[0]
-
-
-def slope(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
-    return parse_loss(name).divergence(Pair.of(log_p, log_q))[1]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -83,56 +78,13 @@ def test_what_underflows_in_fp32_still_counts(name):
     )
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("fk", "did you mean 'fkl'"),
-        ("jsd(0)", "use fkl"),
-        ("fkl(2)", "fkl"),
-        ("x*fkl", "weight"),
-        ("fkl@2 -> tvd", "above 0 and below 1"),
-        ("fkl -> tvd@0.5", "leave out"),
-    ],
-)
-def test_bad_losses_are_refused(spec, message):
-    with pytest.raises(UserError, match=message.replace("(", r"\(")):
-        parse_loss(spec)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_slopes_give_autograds_gradient_of_the_value(name):
-    log_p, _ = logits_pair(4)
-    z = torch.randn(7, 23, dtype=torch.float64, requires_grad=True)
-    log_q = torch.log_softmax(z, -1)
-    (grad,) = torch.autograd.grad(value(name, log_p, log_q).sum(), z)
-    found = slope(name, log_p, log_q.detach())
-    torch.testing.assert_close(
-        grad, found - log_q.detach().exp() * found.sum(-1, keepdim=True), atol=1e-12, rtol=1e-9
-    )
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_equal_distributions_have_no_loss_and_no_gradient(name):
     log_p, _ = logits_pair(5)
     log_p = torch.cat([log_p, torch.full((7, 2), -200.0).to(log_p)], 1)  # padded vocabulary
-    assert value(name, log_p, log_p).abs().max() < 1e-12
-    found = slope(name, log_p, log_p)
+    loss, found = parse_loss(name).divergence(Pair.of(log_p, log_p))
+    assert loss.abs().max() < 1e-12
     assert (found - log_p.exp() * found.sum(-1, keepdim=True)).abs().max() < 1e-12
-
-
-def test_lk_holds_its_share_constant():
-    """With the share in the gradient it would be another loss: finite differences of the value must not agree."""
-    log_p, _ = logits_pair(6)
-    z = torch.randn(7, 23, dtype=torch.float64, requires_grad=True)
-
-    def total(logits: Tensor) -> Tensor:
-        return value("lk(2)", log_p, torch.log_softmax(logits, -1)).sum()
-
-    (grad,) = torch.autograd.grad(total(z), z)
-    step = torch.zeros_like(z)
-    step[0, 0] = 1e-6
-    finite = (total(z.detach() + step) - total(z.detach() - step)) / 2e-6
-    assert abs(float(finite) - float(grad[0, 0])) > 1e-4
 
 
 def test_phases_follow_each_other():

@@ -10,12 +10,9 @@ from builders import FAMILIES, altered, build, rounding, setup, until
 from torch import Tensor
 
 from draftlab.acceptance import expected
-from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
 from draftlab.data import Batch
-from draftlab.model import checkpoint, llama, parallel
-from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model import checkpoint, llama
 from draftlab.model.parallel import pack
-from draftlab.sampling import SamplingParams
 from draftlab.training.fused_loss import Dense
 from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
@@ -212,31 +209,6 @@ def test_micro_batches_make_the_same_step(tmp_path):
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("memory", [2.0, 1e-4])  # the latter: in parts
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@torch.no_grad()
-def test_scores_by_offset_are_those_of_separate_passes(temperature, memory):
-    model, sampling = build("llama"), SamplingParams(temperature=temperature)
-    text = (np.arange(5, 11), np.arange(40, 52))
-    scored = score_offsets(HFDecoder(model), [text], 307, sampling, K, MASK, memory=memory)[0]
-    ids = torch.from_numpy(np.concatenate(text))
-    for i in range(12):
-        for age in range(K):
-            if age > i:
-                assert scored.logprobs[i, age] == -np.inf
-                continue
-            logits = ordinary(model, ids, 5 + i - age, age + 1)
-            log_q = (
-                torch.log_softmax(logits / temperature, -1)
-                if temperature
-                else torch.where(torch.arange(307) == logits.argmax(), 0.0, -torch.inf)
-            )
-            assert scored.logprobs[i, age] == pytest.approx(float(log_q[ids[6 + i]]), abs=1e-3)
-            assert scored.ranks[i, age] == int((logits > logits[ids[6 + i]]).sum())
-    plain = score_tokens(HFDecoder(model), [text], 307, sampling)[0]
-    np.testing.assert_allclose(scored.logprobs[:, 0], plain.logprobs, atol=1e-3)
-
-
 def test_expected_passes_by_age_are_those_of_simulation():
     rng = np.random.default_rng(2)
     chances = rng.random((15, 4))
@@ -251,8 +223,3 @@ def test_expected_passes_by_age_are_those_of_simulation():
             at += age + 1
     counted = expected.chain(expected.texts_of([chances]), 4).passes[0]
     assert passes / runs == pytest.approx(counted, rel=0.01)
-
-
-def test_the_mask_token_is_an_id_that_no_text_has(family_dirs):
-    assert parallel.unused_id(family_dirs["llama"], 307) not in (0, 1)
-    assert parallel.pard_token(family_dirs["llama"]) is None

@@ -25,10 +25,8 @@ def test_a_loss_and_a_student_from_outside_train(site, family_dirs, tmp_path):
     words = f"distill --draft {target} --target {target} --data text.txt".split()
     words += ["--steps", "2", "--batch-size", "2", "--seq-len", "32", "--out", "out", "--json"]
     for given, named in (
-        (["--student", "quite"], "'quiet'"),
         (["--student", "quiet:soft=1"], "'softness'"),
         (["--student", "quiet", "--temperature", "2"], "--temperature"),
-        (["--loss", "square"], "'squares'"),
     ):
         refused = draftlab(site, *words, *given)
         assert (refused.returncode, named in refused.stderr) == (1, True), refused.stderr

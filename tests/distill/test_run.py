@@ -1,30 +1,25 @@
 """A run on disk: the best weights are written, checkpoints are kept, trackers log it, a killed command resumes."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from builders import altered, build, setup, training_killed_at, until
+from builders import build, setup, training_killed_at, until
 from safetensors.torch import load_file
 
 from draftlab.commands import COMMANDS
 from draftlab.commands.distill import DistillConfig, prepare
 from draftlab.data import Batch, TopLogprobs
-from draftlab.model import checkpoint
 from draftlab.model.hf_files import read_head_ids
-from draftlab.output import Output
 from draftlab.training.checkpointer import best_weights
-from draftlab.training.drafts import OpenDraft, open_draft
+from draftlab.training.drafts import open_draft
 from draftlab.training.evaluate import TargetTextEvaluator
 from draftlab.training.loop import Loop
-from draftlab.training.run import Distillation, TrainingResult, distill
-from draftlab.training.texts import TrainingText
-from draftlab.training.trainer import EvalRecord, TrainingSetup, train
+from draftlab.training.trainer import EvalRecord, train
 
 SETTINGS = Loop(
     steps=12,
@@ -101,91 +96,6 @@ def test_without_a_measure_acceptance_decides(tmp_path):
     best = max(evals, key=lambda r: r.acceptance)
     found = best_weights(tmp_path, "student")
     assert all(torch.equal(found[name], weight) for name, weight in seen[best.step].items())
-
-
-@dataclass(frozen=True)
-class Given:
-    """A kind of student that is open already."""
-
-    opened: OpenDraft
-
-    def open(self, job: Distillation, state: Path) -> OpenDraft:
-        return self.opened
-
-
-def trained(
-    source: Path,
-    given: TrainingSetup,
-    output: Output,
-    loop: Loop = SETTINGS,
-    report_to: Sequence[str] = (),
-) -> TrainingResult:
-    """Train a copy of source, with 320 logits to write."""
-    module = checkpoint.load_model(source, torch.float32)
-    opened = OpenDraft(module=module, setup=given, like=source, offsets=None, vocab=320)
-    text = TrainingText(data="", shares={"data": 1.0}, seq_len=16)
-    student = cast(Any, Given(opened))
-    job = Distillation(
-        student=student, draft=None, target=None, text=text, loop=loop, report_to=report_to
-    )
-    return distill(job, output)
-
-
-def test_the_written_model_is_the_best_one(family_dirs, tmp_path):
-    source = family_dirs["llama"]
-    kept: dict[int, dict[str, torch.Tensor]] = {}
-
-    class Watch(Scripted):
-        def __call__(self, student, step: int) -> float:
-            kept[step] = {name: p.detach().clone() for name, p in student.named_parameters()}
-            return super().__call__(student, step)
-
-    given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
-    output = output_of(tmp_path / "out")
-    fitted = trained(source, replace(given, length=Watch(RISE_AND_FALL)), output)
-    assert fitted.after.step == 4
-    assert fitted.after.mean_acceptance_length == 1.7
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    for name, weight in kept[4].items():
-        assert torch.equal(written[name][: len(weight)], weight)
-    assert checkpoint.read_shape(tmp_path / "out").vocab == 320
-    record = json.loads((tmp_path / "out" / "draftlab.json").read_text())
-    assert record["notes"]["vocab"] == "307 -> 320"
-    assert record["notes"]["after"]["step"] == 4
-    assert not output.state.exists()
-
-
-def test_tensorboard_is_told_every_step_and_evaluation(family_dirs, tmp_path):
-    reading = pytest.importorskip("tensorboardX.proto.event_pb2")
-    source = family_dirs["llama"]
-    given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
-    trained(
-        source,
-        given,
-        output_of(tmp_path / "out"),
-        altered(SETTINGS, steps=4),
-        report_to=["tensorboard"],
-    )
-    events = next((tmp_path / "tensorboard" / "out").glob("events*"))
-    seen = {(v.tag, e.step) for e in records_of(events, reading.Event) for v in e.summary.value}
-    assert {("train/loss", n) for n in (1, 2, 3, 4)} <= seen
-    assert {("heldout/acceptance", n) for n in (0, 2, 4)} <= seen
-    assert not any(tag == "train/cross_entropy" for tag, _ in seen)
-
-
-def output_of(out: Path) -> Output:
-    return Output(
-        command="distill", config=DistillConfig.build({"draft": "tiny", "lr": 0.01}), out=out
-    )
-
-
-def records_of(file: Path, kind):
-    """TFRecord: length (8 bytes), its checksum (4), data, checksum (4)."""
-    data, at = file.read_bytes(), 0
-    while at < len(data):
-        size = int.from_bytes(data[at : at + 8], "little")
-        yield kind.FromString(data[at + 12 : at + 12 + size])
-        at += 16 + size
 
 
 def made(path: Path) -> Path:
@@ -276,6 +186,13 @@ def test_a_killed_command_writes_the_bytes_of_one_that_was_not(
     logs = [[step["loss"] for step in read_log(out)] for out in (killed, whole)]
     assert logs[0] == logs[1]
     assert len(set(logs[0])) > 6
+    if vocab is None:  # the written weights are those of the best evaluation; a tracker is told
+        record = json.loads((whole / "draftlab.json").read_text())["notes"]["after"]
+        again = words | {"draft": str(whole), "report_to": ["tensorboard"]}
+        found = cast(Any, COMMANDS["distill"](**again, out=tmp_path / "on").data)
+        assert found["before"]["loss"] == pytest.approx(record["loss"], rel=1e-5)
+        (events,) = (tmp_path / "tensorboard" / "on").glob("events*")
+        assert all(tag in events.read_bytes() for tag in (b"train/loss", b"heldout/acceptance"))
     ids = read_head_ids(whole, 307)
     assert ids == read_head_ids(killed, 307)
     if vocab is not None:

@@ -93,22 +93,6 @@ def test_both_layouts_are_the_same_head(target, text, tmp_path):
     assert torch.equal(drafted(theirs, text[1], text[0], 9), drafted(native, text[1], text[0], 9))
 
 
-def test_a_block_is_what_a_reading_of_the_whole_text_gives(target, text, tmp_path):
-    """States that are read in parts, in any order of rows, give what states read at once give."""
-    head = loaded(written(tmp_path / "head", target, SPECULATORS), target)
-    cache = head.new_cache(2, T)
-    states = text[1].expand(2, -1, -1)
-    for start, end in ((0, 4), (3, 7), (5, 9)):
-        head.read(states[:, start:end], torch.arange(start, end).expand(2, -1), cache)
-    cache.used = [9, 6]
-    last = torch.stack([text[0][0, 9], text[0][0, 6]])
-    found = head.block_logits(last, head.config.most, cache)[..., draft_ids()]
-    for row, at in enumerate((9, 6)):
-        torch.testing.assert_close(
-            found[row], drafted(head, text[1], text[0], at), atol=1e-5, rtol=1e-5
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{}, {"sample_from_anchor": True}, {"transformer_layer_config": LAYER | SLIDES}]

@@ -83,29 +83,6 @@ def test_a_small_one_has_the_ratios_of_the_real_one(name, tmp_path):
         assert checkpoint.stored_dtype(made) == getattr(torch, facts.dtype)
 
 
-def test_every_kind_of_layout_and_tokenizer_is_there():
-    files = {file for facts in zoo().values() for file in facts.files}
-    assert files == {
-        "single",
-        "sharded",
-        "bin",
-        "consolidated",
-        "original",
-        "inv_freq",
-        "tied_head",
-        "masks",
-        "bare",
-    }
-    assert {facts.words for facts in zoo().values()} == {
-        "bytes",
-        "sentencepiece",
-        "tokenizer.model",
-        "merges.txt",
-    }
-    assert len(zoo()) >= 40
-    assert all(bool(facts.why) == (facts.prune != YES) for facts in zoo().values())
-
-
 def test_the_table_says_what_is_expected():
     """python -m tests.zoo.table > docs/models.md"""
     assert PAGE.read_text() == page()

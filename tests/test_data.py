@@ -126,23 +126,18 @@ SAID, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
         },
     ],
 )
-@pytest.mark.parametrize("suffix", [".json", ".parquet"])
-def test_one_conversation_is_read_from_every_form(row, suffix, tmp_path):
+def test_one_conversation_is_read_from_every_form(row, tmp_path):
     """As text to train on with its answer, and as a prompt without it."""
-    file = tmp_path / f"chats{suffix}"
-    if suffix == ".parquet":
-        if any(
-            isinstance(m, dict) and isinstance(m.get("content"), list)
-            for m in row.get("messages", [])
-        ):
-            pytest.skip("a column of Parquet has one type")
-        Dataset.from_list([row, row]).to_parquet(file)
-    else:
-        file.write_text(json.dumps([row, row]))
-    assert [d.messages for d in data.documents(str(file))] == [(SAID, ANSWER)] * 2
-    prompts = [prompt for _, prompt in rows_of(file, prompt_of)]
-    assert all(prompt.asked == [(SAID,)] or prompt.text == "q" for prompt in prompts)
-    assert data.is_chat_file(str(file))
+    files = [tmp_path / "chats.json"]
+    files[0].write_text(json.dumps([row, row]))
+    if row.get("messages") == [SAID, ANSWER]:  # a column of Parquet has one type
+        files.append(tmp_path / "chats.parquet")
+        Dataset.from_list([row, row]).to_parquet(files[1])
+    for file in files:
+        assert [d.messages for d in data.documents(str(file))] == [(SAID, ANSWER)] * 2
+        prompts = [prompt for _, prompt in rows_of(file, prompt_of)]
+        assert all(prompt.asked == [(SAID,)] or prompt.text == "q" for prompt in prompts)
+        assert data.is_chat_file(str(file))
 
 
 def test_few_bad_rows_are_left_out_and_named(tmp_path, capsys):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from builders import altered, build, rounding, setup, until
+from random_rows import RandomRows
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from draftlab.data import Batch, text_batch
@@ -24,23 +25,6 @@ SETTINGS = Loop(
     steps=8, optimizer="adamw", lr=3e-3, dtype="float32", eval_steps=4, save_steps=3, warmup_ratio=0.2,
     weight_decay=0.1,
 )  # fmt: skip
-
-
-class RandomText:
-    """Step -> rows of random ids, some masked; a pure function of the step."""
-
-    def __init__(self, rows: int = 4, seq_len: int = 12, masked: bool = True) -> None:
-        self.rows, self.seq_len, self.masked = rows, seq_len, masked
-
-    def batch(self, step: int) -> Batch:
-        rng = np.random.default_rng(step)
-        ids = rng.integers(3, 300, (self.rows, self.seq_len + 1))
-        mask = (
-            rng.integers(0, 2, (self.rows, self.seq_len))
-            if self.masked
-            else np.ones((self.rows, self.seq_len))
-        )
-        return Batch(ids, mask.astype(np.float32))
 
 
 def student(seed: int = 0):
@@ -61,8 +45,8 @@ def run(
     stop_after: int | None = None,
     loss: str = "fkl",
 ):
-    heldout = [RandomText(masked=False).batch(10_000)]
-    given = setup(teacher, batches or RandomText(), heldout, loss)
+    heldout = [RandomRows(seq_len=12).batch(10_000)]
+    given = setup(teacher, batches or RandomRows(seq_len=12, masked=True), heldout, loss)
     return list(until(stop_after, train(model, given, settings, state)))
 
 
@@ -117,7 +101,9 @@ def test_accumulating_over_micro_batches_is_the_same_step(tmp_path, teacher, los
         )
         for n in (0, 1, 30)
     )
-    half = first_gradients(teacher, tmp_path / "half", batches=RandomText(rows=2), loss=loss)
+    half = first_gradients(
+        teacher, tmp_path / "half", batches=RandomRows(2, 12, masked=True), loss=loss
+    )
     assert len(whole) == 21
     for name, gradient in whole.items():
         # the longest sums are over the vocabulary
@@ -129,7 +115,8 @@ def test_accumulating_over_micro_batches_is_the_same_step(tmp_path, teacher, los
 def test_only_masked_in_tokens_count(tmp_path, teacher):
     """Changing ids that are masked out, as inputs to nothing that counts, changes nothing."""
 
-    class LastMasked(RandomText):
+    class LastMasked(RandomRows):
+        # of which the last three tokens are masked
         garbage = 0
 
         def batch(self, step):
@@ -138,7 +125,7 @@ def test_only_masked_in_tokens_count(tmp_path, teacher):
             batch.mask[:, -3:] = 0
             return batch
 
-    batches, found = LastMasked(), []
+    batches, found = LastMasked(seq_len=12), []
     for batches.garbage in (5, 77):
         found.append(first_gradients(teacher, tmp_path / str(batches.garbage), batches=batches))
     assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
@@ -209,7 +196,7 @@ def test_the_drafts_own_text_depends_on_seed_step_and_weights_alone():
     model = student()
 
     def rows(seed: int = 0, step: int = 0) -> Batch:
-        return StudentBatches(model, RandomText(masked=False), 4, 1.0, (1,), 307, seed).batch(step)
+        return StudentBatches(model, RandomRows(seq_len=12), 4, 1.0, (1,), 307, seed).batch(step)
 
     first, state = rows(), torch.get_rng_state()
     rows(step=3)
@@ -217,7 +204,7 @@ def test_the_drafts_own_text_depends_on_seed_step_and_weights_alone():
     torch.rand(5)
     assert np.array_equal(first.ids, rows().ids)
     assert not np.array_equal(first.ids, rows(seed=1).ids)
-    assert np.array_equal(first.ids[:, :4], RandomText(masked=False).batch(0).ids[:, :4])
+    assert np.array_equal(first.ids[:, :4], RandomRows(seq_len=12).batch(0).ids[:, :4])
     assert (first.mask[:, :3] == 0).all()
 
 
@@ -237,7 +224,9 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher, numbe
     whole, resumed = student(), student()
     run(whole, teacher, tmp_path / "a")
     settings = altered(SETTINGS, save_steps=100)
-    given = setup(teacher, RandomText(), [RandomText(masked=False).batch(10_000)])
+    given = setup(
+        teacher, RandomRows(seq_len=12, masked=True), [RandomRows(seq_len=12).batch(10_000)]
+    )
     records = train(resumed, given, settings, tmp_path / "b")
     for record in records:
         if isinstance(record, StepRecord) and record.step == 5:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from builders import FAMILIES, altered, build, rounding, setup, until
+from random_rows import RandomRows
 from torch import Tensor
 
 from draftlab.acceptance import expected
@@ -32,17 +33,6 @@ SETTINGS = Loop(
 )
 
 
-class RandomText:
-    def __init__(self, rows: int = 3, seq_len: int = 14) -> None:
-        self.rows, self.seq_len = rows, seq_len
-
-    def batch(self, step: int) -> Batch:
-        rng = np.random.default_rng(step)
-        mask = np.ones((self.rows, self.seq_len), dtype=np.float32)
-        mask[0, :5] = 0  # a prompt
-        return Batch(rng.integers(3, 300, (self.rows, self.seq_len + 1)), mask)
-
-
 def ordinary(model, ids: Tensor, at: int, offset: int) -> Tensor:
     """Logits of an offset from position at of one text, [V]: an ordinary pass over the text up to there and masks."""
     fed = torch.cat([ids[: at + 1], torch.full((offset - 1,), MASK)])
@@ -54,7 +44,7 @@ def layout(packed) -> dict[str, Tensor]:
 
 
 def drawn(step: int = 0) -> Batch:
-    return OFFSETS.drawn(RandomText().batch(step), step)
+    return OFFSETS.drawn(RandomRows(3, 14, prompt=5).batch(step), step)
 
 
 def answers() -> Batch:
@@ -168,7 +158,10 @@ def run(state: Path, settings: Loop = SETTINGS, stop: int | None = None):
     torch.manual_seed(0)
     model = build("llama", 1, num_hidden_layers=2)
     given = replace(
-        setup(build("llama", 9), RandomText(), [RandomText().batch(999)]), offsets=OFFSETS
+        setup(
+            build("llama", 9), RandomRows(3, 14, prompt=5), [RandomRows(3, 14, prompt=5).batch(999)]
+        ),
+        offsets=OFFSETS,
     )
     records = list(until(stop, train(model, given, settings, state)))
     return records, {name: p.detach().clone() for name, p in model.named_parameters()}

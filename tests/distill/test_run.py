@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from builders import build, setup, training_killed_at, until
+from random_rows import RandomRows
 from safetensors.torch import load_file
 
 from draftlab.commands import COMMANDS
@@ -30,14 +31,6 @@ SETTINGS = Loop(
     save_steps=3,
     warmup_ratio=0.2,
 )
-
-
-class Rows:
-    """Random ids; the same every step unless told otherwise."""
-
-    def batch(self, step: int) -> Batch:
-        ids = np.random.default_rng(step % 3).integers(3, 300, (4, 17))
-        return Batch(ids, np.ones((4, 16), dtype=np.float32))
 
 
 class Scripted:
@@ -65,7 +58,7 @@ def go(
 ):
     """Records of a run, and the student's weights at every evaluation."""
     model, seen = student(), {}
-    given = setup(build("llama", 9, num_hidden_layers=2), Rows(), [Rows().batch(0)])
+    given = setup(build("llama", 9, num_hidden_layers=2), RandomRows(), [RandomRows().batch(0)])
     given = replace(given, length=Scripted(values) if values else None)
     records = []
     for record in until(stop, train(model, given, settings, state)):

@@ -3,13 +3,12 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from builders import build, setup
+from random_rows import RandomRows
 from torch import nn
 
-from draftlab.data import Batch
 from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.model import checkpoint
 from draftlab.model.llama import load
@@ -19,12 +18,6 @@ from draftlab.training.trainer import train
 from draftlab.training.vocabulary import resize
 
 SETTINGS = Loop(steps=2, optimizer="adamw", lr=1e-3, dtype="float32", eval_steps=2, save_steps=9)
-
-
-class Rows:
-    def batch(self, step: int) -> Batch:
-        ids = np.random.default_rng(step).integers(3, 300, (4, 17))
-        return Batch(ids, np.ones((4, 16), dtype=np.float32))
 
 
 def padded(model, rows: int):
@@ -51,7 +44,10 @@ def test_padding_of_one_head_changes_no_step(loss, draft_rows, target_rows, tmp_
         teacher = padded(build("llama", 9, num_hidden_layers=2), target)
         records = list(
             train(
-                student, setup(teacher, Rows(), [Rows().batch(9)], loss), SETTINGS, tmp_path / name
+                student,
+                setup(teacher, RandomRows(), [RandomRows().batch(9)], loss),
+                SETTINGS,
+                tmp_path / name,
             )
         )
         return student, records
@@ -84,7 +80,7 @@ def test_added_rows_take_less_than_their_share_and_leave_again(family, family_di
 
 @torch.no_grad()
 def probabilities(directory: Path) -> torch.Tensor:
-    ids = torch.from_numpy(Rows().batch(5).ids)
+    ids = torch.from_numpy(RandomRows().batch(5).ids)
     return checkpoint.load_model(directory, torch.float32)(ids).logits.softmax(-1)
 
 

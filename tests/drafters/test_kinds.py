@@ -106,16 +106,15 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_di
             )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_and_heads_keep_their_device_beside_a_target_of_transformers(
-    context, family_dirs, parallel_draft, eagle_head, dflash_head, dspark_head, temperature
+    context, family_dirs, parallel_draft, eagle_head, dflash_head, dspark_head
 ):
     """A target that accelerate spreads is read on the CPU; drafts and heads are elsewhere."""
     place = family_dirs["llama"]
     target = HFDecoder(checkpoint.load_model(place, torch.float32).eval())
     asked = ["model", "fallback", f"parallel:draft={parallel_draft}", f"eagle:heads={eagle_head}"]
     asked += [f"dflash:heads={dflash_head}", f"dspark:heads={dspark_head},least_confidence=0.01"]
-    sampling = SamplingParams(max_tokens=12, temperature=temperature)
+    sampling = SamplingParams(max_tokens=12, temperature=1.0)
 
     def texts(device: torch.device) -> list[list[list[int]]]:
         work = DrafterContext(
@@ -136,3 +135,16 @@ def test_drafts_and_heads_keep_their_device_beside_a_target_of_transformers(
 def test_a_corpus_that_is_too_short_is_refused(context):
     with raises_option("2", "4-gram"):
         built(context, "ngram:tokens=2")
+
+
+def test_a_drafter_says_what_it_reads():
+    reads = {
+        "ngram:outputs=store": "store",
+        "suffix:outputs=store": "store",
+        "eagle:heads=head": "head",
+        "prompt-lookup": None,
+        "model:draft=tiny": "tiny",
+    }
+    for text, wanted in reads.items():
+        names = [each.name for each in parse_drafter(text).inputs()]
+        assert names == ([] if wanted is None else [wanted]), text

@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders import build, recording
 from drafter_laws import PROMPTS, check_greedy_replay, replay_errors
+from head_texts import random_weights
 from plain_eagle import VARIANTS, PlainHead, target_and_head
 
 from draftlab.acceptance.chain_logprobs import score_chains
@@ -29,10 +30,7 @@ def folder(request, family_dirs, tmp_path_factory) -> Path:
     """A random head of each variant; one is in speculators' layout."""
     out, target = tmp_path_factory.mktemp("head"), family_dirs["llama"]
     config = eagle.head_config(target, None, 120, **VARIANTS[request.param])
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
-    }
+    weights = random_weights(config.sizes(), 0)
     head = Head(config=config, weights=weights, ids=torch.arange(0, 240, 2), embedding=None)
     layout = "speculators" if request.param == "speculators" else "native"
     eagle.write(out, head, layout, target=target, k=3)

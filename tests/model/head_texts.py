@@ -26,9 +26,9 @@ def random_text(tokens: int) -> tuple[Tensor, Tensor]:
     return ids, torch.randn(1, T, len(LAYERS) * 64, generator=generator)
 
 
-def random_weights(sizes: dict[str, Any], seed: int = 2) -> dict[str, Tensor]:
+def random_weights(sizes: dict[str, Any], seed: int = 2, scale: float = 0.2) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: 0.2 * torch.randn(size, generator=generator) for name, size in sizes.items()}
+    return {name: scale * torch.randn(size, generator=generator) for name, size in sizes.items()}
 
 
 def id_tensors() -> dict[str, Tensor]:

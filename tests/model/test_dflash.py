@@ -75,11 +75,6 @@ def drafted(head: DFlash, states: Tensor, text: Tensor, at: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def target(family_dirs) -> Path:
-    return family_dirs["llama"]
-
-
-@pytest.fixture(scope="module")
 def text() -> tuple[Tensor, Tensor]:
     """ids [1, T], and states [1, T, A E] of the target."""
     return random_text(T)

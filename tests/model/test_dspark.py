@@ -1,7 +1,6 @@
 """DSpark heads: what speculators computes, and the files that are refused."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +21,6 @@ DSPARK = SPECULATORS | {
     "speculators_model_type": "dspark",
     **MARKOV,
 }
-
-
-@pytest.fixture(scope="module")
-def target(family_dirs: dict[str, Path]) -> Path:
-    return family_dirs["llama"]
 
 
 @pytest.mark.slow

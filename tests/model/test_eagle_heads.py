@@ -15,11 +15,6 @@ from draftlab.model import checkpoint, eagle
 from draftlab.model.eagle import Head, HeadShape
 
 
-@pytest.fixture(scope="module")
-def target(family_dirs) -> Path:
-    return family_dirs["llama"]
-
-
 def random_head(config: HeadShape) -> Head:
     weights = random_weights(config.sizes())
     return Head(config=config, weights=weights, ids=draft_ids(), embedding=None)

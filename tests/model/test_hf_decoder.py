@@ -1,7 +1,6 @@
 """Any causal decoder of transformers is a target: rows of any lengths, roll back, trees, and states for heads."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,13 +199,21 @@ def test_recurrent_layers_roll_back_to_what_was_accepted(kind):
     assert output_tokens(steps) == expected
     assert {step.accepted for step in steps} > {0, 1, 2}
     assert output_tokens(decode(target, PROMPTS, sampling)) == expected
-    ends = (expected[0][2], expected[2][4])  # rows that share a pass end early
-    for prompts, texts in ((PROMPTS, expected), ([PROMPTS[1]] * 3, [expected[1]] * 3)):
-        stopping = replace(sampling, stop_token_ids=ends)
-        written = generate_batch(target.without_rollback(), prompts, stopping, Batching(vocab=V))
-        for each, text in zip(written, texts, strict=True):
-            end = next((i for i, token in enumerate(text) if token in ends), LENGTH)
-            assert each.ids.tolist() == text[: end + 1]
+    written = generate_batch(target, PROMPTS, sampling, Batching(vocab=V))
+    assert [each.ids.tolist() for each in written] == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
+def test_rows_that_share_a_pass_of_a_recurrent_model_end_early(kind):
+    model, prompts = model_of(kind), [[0, 5, 250], [0, 44, 91], [0, 12, 7], [0, 61, 30]]
+    expected = [generated(model, prompt) for prompt in prompts]
+    stops = tuple(text[2 + row] for row, text in enumerate(expected))
+    sampling = SamplingParams(max_tokens=LENGTH, stop_token_ids=stops)
+    target = hosted(model).without_rollback()
+    written = generate_batch(target, prompts, sampling, Batching(vocab=V))
+    for each, text in zip(written, expected, strict=True):
+        end = next(i for i, token in enumerate(text) if token in stops) + 1
+        assert each.ids.tolist() == text[:end]
 
 
 def test_a_recurrent_model_drafts_for_itself():

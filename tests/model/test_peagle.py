@@ -45,11 +45,6 @@ SLIDING = {
 QWEN = {"transformer_layer_config": LAYER | {"head_dim": 8} | SLIDING}
 
 
-@pytest.fixture(scope="module")
-def target(family_dirs: dict[str, Path]) -> Path:
-    return family_dirs["llama"]
-
-
 def written(folder: Path, target: Path, content: dict[str, Any]) -> Path:
     """A head of random weights."""
     folder.mkdir()
